@@ -1,0 +1,64 @@
+# One door to everything: `make help` lists it. ARGS="…" is passed on: make test ARGS="tests/comm -k gloo".
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The torch pin stands in one place. It goes first and alone, so that nothing else decides which torch is installed.
+TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
+# For example PIP_ARGS="--index-url …" to choose where packages, and which build of torch, come from.
+PIP_ARGS ?=
+PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
+    $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
+WORKERS ?= 2
+# Measured: 96 % of lines and branches of the engine and control packages.
+ENGINE_COVERAGE := 95
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test soak coverage check format bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+
+setup: $(STAMP)  ## make .venv and install everything the service, the tests and the checks need
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "Python 3.11 or newer is needed, '$(PYTHON)' is not: install it, or name one with make PYTHON=…" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	    echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) "$(TORCH)"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+serve: setup  ## start the service on http://127.0.0.1:8000 with the model that ships
+	@exec $(BIN)/python -m dist_attn serve $(ARGS)
+
+test: setup  ## run every test; what is skipped says why
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+soak: setup  ## ten minutes of mixed work on a served engine; ARGS="--soak-seconds 60" for less
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_soak.py -s --soak-seconds 600 -o faulthandler_timeout=900 $(ARGS)
+
+coverage: setup  ## run every test, then list the lines and branches that none reaches
+	rm -f .coverage .coverage.*
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
+	$(BIN)/coverage report
+	@echo "engine and control by themselves:"
+	$(BIN)/coverage report --include='dist_attn/engine/*,dist_attn/control/*' --fail-under=$(ENGINE_COVERAGE)
+
+check: setup  ## style, types and import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup  ## put the code into its one shape
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## run the benchmarks once their tests are green, and file the results
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+clean:  ## remove what was built, .venv included
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov

@@ -1,0 +1,1 @@
+"""Measurements that print numbers only when the tests of what they measure are green: `make bench`."""

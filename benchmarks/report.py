@@ -1,0 +1,160 @@
+"""Results with what a reader needs to judge them: machine, versions, threads, date and commit; JSON and Markdown."""
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from benchmarks.cases import MATMUL, OURS, Case, matmul_flops
+from benchmarks.timing import Times
+from benchmarks.verify import ROOT
+from dist_attn import __version__
+
+__all__ = ["Result", "Row", "Setting", "as_markdown", "file_result", "look_around", "row_of"]
+
+RESULTS = Path("benchmarks/results")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and when a measurement was taken."""
+
+    date: str
+    commit: str
+    machine: str
+    cores: int
+    threads: int
+    load_average: float
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size; `peers_over_ours` is how many times longer a peer took, `over_limit` ours against the arithmetic limit.
+
+    Units: seconds, medians; spread is (slowest - fastest) / median.
+    """
+
+    size: int
+    seconds: dict[str, float]
+    spread: dict[str, float]
+    peers_over_ours: dict[str, float]
+    over_limit: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case, measured."""
+
+    case: str
+    question: str
+    rounds: int
+    setting: Setting
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        """What its files are called, without the ending."""
+        return f"{self.case}-{self.setting.date[:10]}-{self.setting.commit}"
+
+
+def look_around() -> Setting:
+    """The setting of a measurement that begins now."""
+    return Setting(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        commit=_commit(),
+        machine=f"{_processor()}, {platform.system()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        load_average=round(os.getloadavg()[0], 2),
+        versions={"dist-attn": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def row_of(case: Case, size: int, times: Mapping[str, Times]) -> Row:
+    """The medians and ratios of one size."""
+    medians = {name: taken.median for name, taken in times.items()}
+    ours = medians[OURS]
+    limit = case.flops(size) * medians[MATMUL] / matmul_flops()
+    return Row(
+        size=size,
+        seconds=medians,
+        spread={name: round(taken.spread, 3) for name, taken in times.items()},
+        peers_over_ours={
+            name: round(seconds / ours, 3) for name, seconds in medians.items() if name not in (OURS, MATMUL)
+        },
+        over_limit=round(ours / limit, 3),
+    )
+
+
+def as_json(result: Result) -> str:
+    """The result for machines."""
+    return json.dumps({"object": "benchmark", **asdict(result)}, indent=2) + "\n"
+
+
+def as_markdown(result: Result) -> str:
+    """The result for people."""
+    setting = result.setting
+    versions = ", ".join(f"{name} {version}" for name, version in setting.versions.items())
+    peers = list(result.rows[0].peers_over_ours)
+    header = ["size", "ours", *peers, *(f"{peer} / ours" for peer in peers), "ours / limit", "spread"]
+    lines = [
+        f"# {result.case}",
+        "",
+        result.question,
+        "",
+        f"{setting.date}, commit {setting.commit}, {setting.machine}, cores: {setting.cores}, threads: "
+        f"{setting.threads}, load: {setting.load_average:g}, {versions}. "
+        f"Medians of {result.rounds} rounds taken in turns; the limit is the operations of the form used at the rate "
+        "of a matrix product in the same run.",
+        "",
+        f"| {' | '.join(header)} |",
+        f"|{'---|' * len(header)}",
+    ]
+    for row in result.rows:
+        cells = [f"{row.size:,}", *(f"{row.seconds[name] * 1e3:,.2f} ms" for name in (OURS, *peers))]
+        cells += [f"{row.peers_over_ours[peer]:.2f}" for peer in peers]
+        cells += [f"{row.over_limit:.2f}", f"{max(row.spread.values()):.0%}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def file_result(result: Result, folder: Path | None = None) -> Path:
+    """Write both forms into the folder of results; the path of the Markdown."""
+    folder = ROOT / RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{result.name}.json").write_text(as_json(result))
+    path = folder / f"{result.name}.md"
+    path.write_text(as_markdown(result))
+    return path
+
+
+def _commit() -> str:
+    """The commit, with "-changed" when tracked files differ from it."""
+    commit = _git("rev-parse", "--short=9", "HEAD")
+    if not commit:
+        return "unknown"
+    return f"{commit}-changed" if _git("status", "--porcelain", "--untracked-files=no") else commit
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20.0, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or "unknown processor"

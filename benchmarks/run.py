@@ -1,0 +1,59 @@
+"""`python -m benchmarks.run [CASE …]`: verify, measure, print and file; without a case, all of them."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cases import CASES, Case
+from benchmarks.report import Result, as_json, as_markdown, file_result, look_around, row_of
+from benchmarks.timing import interleaved
+from benchmarks.verify import why_red
+
+__all__ = ["main", "measure"]
+
+ROUNDS = 7
+
+
+def measure(case: Case, sizes: Sequence[int], rounds: int) -> Result:
+    """Run the case at these sizes."""
+    setting = look_around()
+    rows = tuple(row_of(case, size, interleaved(case.works(size), rounds)) for size in sizes)
+    return Result(case.name, case.question, rounds, setting, rows)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 measured, 1 the tests are red, 2 no such case or no such folder."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure, once the tests are green.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too, as a JSON list")
+    parser.add_argument("--smoke", action="store_true", help="smallest size, one round, nothing filed: does it run?")
+    given = parser.parse_args(arguments)
+    unknown = [name for name in given.cases if name not in CASES]
+    if unknown:
+        print(f"benchmarks: there is no case {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)
+        return 2
+    if given.json is not None and not given.json.parent.is_dir():
+        print(f"benchmarks: the folder of {given.json} does not exist; make it first", file=sys.stderr)
+        return 2
+    cases = [CASES[name] for name in given.cases or CASES]
+    tests = list(dict.fromkeys(test for case in cases for test in case.tests))
+    print(f"tests first: {' '.join(tests)}", file=sys.stderr, flush=True)
+    problem = why_red(tests)
+    if problem:
+        print(f"benchmarks: no number without green tests; {problem}", file=sys.stderr)
+        return 1
+    results = []
+    for case in cases:
+        result = measure(case, case.sizes[:1], 1) if given.smoke else measure(case, case.sizes, ROUNDS)
+        results.append(result)
+        print(as_markdown(result), flush=True)
+        if not given.smoke:
+            print(f"filed as {file_result(result)}", file=sys.stderr)
+    if given.json is not None:
+        given.json.write_text(f"[{','.join(map(as_json, results))}]\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

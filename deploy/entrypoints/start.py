@@ -1,0 +1,35 @@
+"""Entry point of the images: turns a model's name into its folder, then becomes the process that was asked for.
+
+python start.py api|engine [--model NAME_OR_FOLDER] [FLAG …]: the other flags are those of that process.
+"""
+
+import argparse
+import os
+import sys
+
+from dist_attn.errors import InputError
+from dist_attn.shipped import resolve_model_folder
+
+PROGRAMS = {
+    "api": ("service",),
+    "engine": ("dist_attn.control", "controller"),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Become the process; returns only when that cannot be done."""
+    parser = argparse.ArgumentParser(prog="start.py", description=__doc__, allow_abbrev=False, add_help=False)
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("--model", help="a model folder or the name of a shipped model")
+    given, flags = parser.parse_known_args(arguments)
+    try:
+        folder = resolve_model_folder(given.model)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    # exec, not a child: signals of the container reach the process itself.
+    os.execv(sys.executable, [sys.executable, "-m", *PROGRAMS[given.program], f"--model={folder}", *flags])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Model folders: config.json, model.safetensors, tokenizer.json and a manifest that ties them together."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+import dist_attn
+from dist_attn.errors import ModelFolderError
+from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
+from dist_attn.shipped import default_model_folder, resolve_model_folder
+from dist_attn.shipped.manifest import check_manifest, sha256
+from dist_attn.text import Tokeniser, load_tokeniser
+
+__all__ = [
+    "default_model_folder",
+    "load_model",
+    "load_model_and_tokeniser",
+    "load_weights",
+    "resolve_model_folder",
+    "save_model",
+]
+
+
+def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
+    """The model of a folder or of a shipped name, in float32 and in evaluation mode.
+
+    Raises: ModelFolderError when a file is missing, unreadable, or does not fit the others.
+    """
+    folder = resolve_model_folder(path_or_name)
+    model = build_model(read_config(folder))
+    load_weights(model, folder / "model.safetensors")
+    check_manifest(folder)
+    return model.eval()
+
+
+def load_model_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[LanguageModel, Tokeniser]:
+    """The model of a folder and the tokeniser beside it.
+
+    Raises: ModelFolderError as `load_model`, and when the two do not have the same number of tokens.
+    """
+    folder = resolve_model_folder(path_or_name)
+    tokeniser, model = load_tokeniser(folder), load_model(folder)
+    if tokeniser.vocab_size != model.config.vocab_size:
+        raise ModelFolderError(
+            f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {model.config.vocab_size}; "
+            "they must be equal, so the files are of two models"
+        )
+    return model, tokeniser
+
+
+def read_config(folder: Path) -> LanguageModelConfig:
+    """The configuration in a model folder.
+
+    Raises: ModelFolderError when config.json is not a configuration of a model of ours.
+    """
+    try:
+        return LanguageModelConfig.model_validate_json((folder / "config.json").read_bytes())
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise ModelFolderError(f"{folder / 'config.json'}: {where}: {first['msg']}") from None
+    except OSError as error:
+        raise ModelFolderError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from None
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Fill `model` from a safetensors file; names and shapes must be exactly the model's.
+
+    Raises: ModelFolderError naming the first difference.
+    """
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ModelFolderError(f"{path} cannot be read as safetensors: {error}") from None
+    own = model.state_dict()
+    for name in sorted(own.keys() | weights.keys()):
+        if name not in weights:
+            raise ModelFolderError(f"{path} has no tensor {name!r}, which the model of config.json needs")
+        if name not in own:
+            raise ModelFolderError(f"{path} holds a tensor {name!r} that the model of config.json does not have")
+        if own[name].shape != weights[name].shape:
+            raise ModelFolderError(
+                f"{path}: {name!r} has shape {tuple(weights[name].shape)}, the model of config.json needs "
+                f"{tuple(own[name].shape)}"
+            )
+    model.load_state_dict({name: t.to(own[name].dtype) for name, t in weights.items()})
+
+
+def save_model(
+    model: LanguageModel,
+    folder: Path,
+    *,
+    tokeniser: Tokeniser | None = None,
+    half: bool = False,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Write a model folder beside its final place and rename it there, so that a half-written one is never seen.
+
+    `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are.
+    """
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
+    retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    try:
+        _write_folder(temporary, model, tokeniser, half, facts or {})
+        if folder.exists():
+            folder.rename(retired)
+        temporary.rename(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if retired.exists() and not folder.exists():
+            retired.rename(folder)
+        raise
+    shutil.rmtree(retired, ignore_errors=True)
+
+
+def _write_folder(
+    folder: Path, model: LanguageModel, tokeniser: Tokeniser | None, half: bool, facts: dict[str, Any]
+) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(model.config.model_dump(mode="json"), indent=2) + "\n")
+    weights = {
+        name: (t.half() if half and t.dim() >= 2 and t.is_floating_point() else t).contiguous()
+        for name, t in model.state_dict().items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    # safetensors makes files that only their owner may read; a model folder is as public as its other files.
+    (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
+    if tokeniser is not None:
+        tokeniser.save(folder)
+    manifest = {
+        "format": "dist-attn model folder 1",
+        "library_version": dist_attn.__version__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
+        **facts,
+    }
+    (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

@@ -1,0 +1,319 @@
+"""The command line: argument parsing and one call per command.
+
+Commands import what they need when they run, so `dist-attn --help` and `serve` never load torch.
+Bad input ends with exit code 2 and one line on stderr; an engine failure with exit code 1 and one line.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dist_attn.errors import DistAttnError, InputError
+
+__all__ = ["app", "main"]
+
+# typer carries its own copy of click in newer releases; this is the base of its usage errors in either.
+UsageErrors = tuple(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
+)
+
+RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+
+app = typer.Typer(
+    name="dist-attn",
+    help="Long sequences through attention with a constant-size state: encode, generate, train, serve.",
+    epilog="Try: dist-attn serve, then dist-attn COMMAND --help; each command has an example.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+configuration = typer.Typer(name="config", help="The settings of `serve`.", no_args_is_help=True)
+app.add_typer(configuration)
+
+Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
+Model = Annotated[str | None, typer.Option(help="A model folder or the name of a shipped model.")]
+Ranks = Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)]
+Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback are open to the network.")]
+Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
+DataDir = Annotated[Path, typer.Option(help="Where uploads and states are kept.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 the work failed, 2 the input was not usable."""
+    try:
+        code = _run()
+    except typer.Abort:
+        code = 130
+    except UsageErrors as error:
+        code = _complain(_usage(error), 2)
+    except InputError as error:
+        code = _complain(str(error), 2)
+    except DistAttnError as error:
+        code = _complain(str(error), 1)
+    except KeyboardInterrupt:
+        code = 130
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): that is its right, and no error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        # A full disk, or a file that went away during the work.
+        code = _complain(str(error), 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run() -> object:
+    try:
+        code = app(standalone_mode=False)
+    except SystemExit as stop:
+        # Typer turns a broken pipe into an exit of its own, with code 1.
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
+        raise
+    # Now, while a broken pipe can still be met; at the interpreter's exit it would be a traceback.
+    sys.stdout.flush()
+    return code
+
+
+def _usage(error: Exception) -> str:
+    """What is wrong with the arguments, in click's words; none are needed where it has shown the help instead."""
+    words = getattr(error, "format_message", error.__str__)()
+    return words or "which command? They are listed above"
+
+
+def _is_first_rank() -> bool:
+    """Whether this process is alone, or rank 0 under torchrun or mpiexec."""
+    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)
+
+
+def _complain(message: str, code: int) -> int:
+    # One rank speaks for all: under torchrun or mpiexec every rank meets the same bad input.
+    if _is_first_rank():
+        print(f"dist-attn: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+@app.command()
+def encode(
+    file: Annotated[Path, typer.Argument(help="The text to encode.")],
+    out: Annotated[Path, typer.Option(help="Where the rows go (.npy, float32).")],
+    granularity: Annotated[
+        Literal["token", "window", "document"], typer.Option(help="One row per token, per window, or one in all.")
+    ] = "window",
+    window: Annotated[int, typer.Option(help="Tokens per window.", min=1, max=1 << 53)] = 512,
+    pooling: Annotated[Literal["mean", "last"], typer.Option(help="How a window's vectors become one.")] = "mean",
+    model: Model = None,
+) -> None:
+    """Encode a file into vectors; alone or under torchrun, split over all ranks.
+
+    Example: dist-attn encode book.txt --out book.npy
+    """
+    from dist_attn.checkpoints import load_model_and_tokeniser
+    from dist_attn.comm import open_communicator
+    from dist_attn.engine.encode_file import encode_file
+    from dist_attn.engine.progress import byte_progress
+    from dist_attn.shipped import resolve_model_folder
+    from dist_attn.wire.messages import RowSpec
+
+    folder = resolve_model_folder(model)
+    loaded, tokeniser = load_model_and_tokeniser(folder)
+    with _ended_in_order(), open_communicator() as comm:
+        # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
+        size = file.stat().st_size if os.path.isfile(file) else 0
+        with byte_progress("encoding", size, wanted=comm.rank == 0) as on_progress:
+            report = encode_file(
+                comm, loaded, tokeniser, file, out, RowSpec(granularity, window, pooling), on_progress=on_progress
+            )
+    if report is not None:
+        from dataclasses import asdict
+
+        print(json.dumps({**asdict(report), "model": folder.name}))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to draw at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    model: Model = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
+) -> None:
+    """Continue a text, token by token, from the recurrent state.
+
+    Example: dist-attn generate --prompt "It was the best of times" --max-tokens 100
+    """
+    if not _is_first_rank():
+        return  # one state, one stream of tokens: there is nothing to share
+    from dist_attn.generation.text import generate_text
+
+    if (prompt is None) == (prompt_file is None):
+        raise InputError("give either --prompt TEXT or --prompt-file FILE")
+    data = _read(prompt_file) if prompt_file is not None else (prompt or "").encode(errors="surrogateescape")
+    from dist_attn.wire.messages import SamplingSpec
+
+    spec = SamplingSpec(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(text, end="", flush=True)
+
+    result = generate_text(model, data, spec, on_text=show)
+    print(json.dumps(result) if as_json else "")
+
+
+@app.command()
+def evaluate(
+    file: Annotated[Path, typer.Argument(help="The text to score.")],
+    model: Model = None,
+) -> None:
+    """Bits per byte of a text under a model, read as one stream.
+
+    Example: dist-attn evaluate book.txt
+    """
+    if not _is_first_rank():
+        return
+    from dist_attn.training.evaluation import evaluate_file
+
+    print(json.dumps(evaluate_file(file, _read(file), model)))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The training configuration (TOML).")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the run folder.")] = False,
+) -> None:
+    """Train a model; the run folder gets checkpoints, metrics.jsonl and the model.
+
+    Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1:
+        raise InputError(f"{started} processes were started to train; training runs in one so far: leave out torchrun")
+    from dist_attn.engine.progress import training_progress
+    from dist_attn.training import train as run_training
+    from dist_attn.training.config import read_config
+
+    settings = read_config(config, set_ or ())
+    with training_progress(settings.run.steps) as report:
+        run_training(settings, resume=resume, report=report)
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    model: Model = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
+    ] = None,
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None, typer.Option(help="How ranks talk to each other (default: gloo).")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="What is logged (default: info).")
+    ] = None,
+) -> None:
+    """Start the HTTP service with its engine on this machine; `dist-attn config show` lists all that can be set.
+
+    Example: dist-attn serve --ranks 4 --port 8000
+    """
+    from dist_attn.control.serve import serve as run_service
+
+    engine = {"engine.ranks": ranks, "engine.backend": backend}
+    own = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "log_level": log_level}
+    raise typer.Exit(run_service(config, {**engine, **own}))
+
+
+@configuration.command("show")
+def config_show(config: Config = None, as_json: AsJson = False) -> None:
+    """Print every setting of `serve`, its value, and where that comes from.
+
+    Example: dist-attn config show --config serve.toml
+    """
+    from dist_attn.engine.show_settings import show_settings
+
+    show_settings(config, as_json=as_json)
+
+
+@app.command()
+def plan(
+    tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")],
+    ranks: Ranks = 1,
+    model: Model = None,
+    gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a document will cost: memory, bytes between ranks, time, output; nothing is started.
+
+    Example: dist-attn plan --tokens 2M --ranks 4
+    """
+    from dist_attn.engine.plan import plan as print_plan
+
+    print_plan(tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json)
+
+
+@app.command()
+def doctor(
+    model: Model = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    data_dir: DataDir = Path("data"),
+    as_json: AsJson = False,
+) -> None:
+    """Try out whether `serve` would work here; what is missing or broken, and what to do. Code 1 when it would not.
+
+    Example: dist-attn doctor --port 8000
+    """
+    from dist_attn.engine.doctor import doctor as examine
+
+    raise typer.Exit(examine(model=model, host=host, port=port, data_dir=data_dir, as_json=as_json))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward.")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there too.")] = None,
+) -> None:
+    """Run a benchmark of the source tree, once its tests are green.
+
+    Example: dist-attn bench forward --json forward.json
+    """
+    from dist_attn.engine.bench import bench as run_benchmark
+
+    raise typer.Exit(run_benchmark(name, json_file))
+
+
+@contextlib.contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """Let SIGTERM, which torchrun sends to all ranks when one fails, unwind the work as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None

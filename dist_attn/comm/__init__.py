@@ -1,0 +1,8 @@
+"""Ranks that exchange tensors: one `Communicator` interface over local, simulated and torch.distributed ranks."""
+
+from dist_attn.comm.base import Communicator, Pending
+from dist_attn.comm.open import open_communicator
+from dist_attn.comm.simulated import run_simulated
+from dist_attn.comm.traffic import Event, Traffic
+
+__all__ = ["Communicator", "Event", "Pending", "Traffic", "open_communicator", "run_simulated"]

@@ -1,0 +1,289 @@
+"""The `Communicator` interface: what each exchange means, checks and counts, whatever carries the bytes.
+
+A back end only moves bytes (`_gather`, `_exchange`, `_broadcast`). Shapes, dtypes, sums and counts are settled here,
+once, so every back end gives the same bits: sums are taken in the order of the ranks, in float32 for half-precision
+tensors, and do not depend on which algorithm moved the numbers.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from types import TracebackType
+from typing import Self, final
+
+import torch
+from torch import Tensor
+
+from dist_attn.comm.traffic import Event, Phase, Traffic
+from dist_attn.errors import InputError, MismatchError, ShapeError
+
+__all__ = ["Call", "Communicator", "Pending"]
+
+# Up to this size an all-reduce gathers everything in one step (latency); above, it moves 2 (P-1)/P of it (volume).
+ONE_STEP_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all ranks of one exchange must agree on; -1 in the shape stands for a size that may differ."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    label: str = ""
+
+    def __str__(self) -> str:
+        sizes = ", ".join("any" if size < 0 else str(size) for size in self.shape)
+        label = f" for {self.label}" if self.label else ""
+        return f"{self.name}({self.dtype}[{sizes}]){label}" if self.dtype else f"{self.name}(){label}"
+
+
+@final
+class Pending:
+    """An exchange that is under way; `wait` may be called more than once and gives the same tensor."""
+
+    def __init__(self, finish: Callable[[], Tensor]) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._value: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once every rank has launched the exchange.
+
+        Raises: CommError if that does not happen within the group's deadline.
+        """
+        if self._value is None:
+            assert self._finish is not None
+            self._value = self._finish()
+            self._finish = None
+        return self._value
+
+
+class Communicator(ABC):
+    """One rank of a group of `size` ranks that call the same exchanges in the same order.
+
+    Tensors may live on any device; results are new tensors on the device of `x`. No method is differentiable
+    (`comm.differentiable` has the ones that are), and a tensor that would lose its gradient is refused.
+    Every wait ends at the group's deadline. `label` names a call in the traffic log and must be equal on all ranks.
+
+    Raises: CommError when a rank fails or is late, MismatchError when ranks call different things, ShapeError for
+    arguments that do not fit.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str, timeout_s: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self.traffic = Traffic()
+        self._agreed = ("", "")
+
+    @abstractmethod
+    def _gather(self, call: Call, sent: Tensor) -> Pending:
+        """Launch: every rank's bytes [n] to every rank, as [P n] in order of rank."""
+
+    @abstractmethod
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
+        """Split `sent` by `send_bytes`, part r to rank r; the parts for this rank, in order of their senders."""
+
+    @abstractmethod
+    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+        """The bytes [n] of rank `source`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the group; calling it twice is fine."""
+
+    @final
+    def all_gather(self, x: Tensor, *, label: str = "") -> Tensor:
+        """Every rank's `x`, in order of rank.
+
+        Shapes: x [...] equal on all ranks -> [P, ...].
+        Cost: sends and receives (P-1) |x| bytes in P-1 messages.
+        """
+        return self._launch_gather(x, label, "call").wait()
+
+    @final
+    def all_gather_start(self, x: Tensor, *, label: str = "") -> Pending:
+        """Launch an all-gather and come back at once; `x` must not change before `wait()` has returned.
+
+        Shapes and Cost: as `all_gather`.
+        """
+        pending = self._launch_gather(x, label, "launch")
+
+        def finish() -> Tensor:
+            gathered = pending.wait()
+            self.traffic.record(Event("all_gather", "wait", label=label))
+            return gathered
+
+        return Pending(finish)
+
+    @final
+    def all_reduce_sum(self, x: Tensor, *, label: str = "") -> Tensor:
+        """The sum of `x` over the ranks, added in order of rank, on every rank.
+
+        Shapes: x [...] equal on all ranks -> [...].
+        Cost: (P-1) |x| bytes in one step up to 64 KiB, 2 (P-1)/P |x| in two steps above.
+        """
+        call = _call_of("all_reduce_sum", _summable(x), label)
+        sent = _bytes_of(x)
+        if sent.numel() <= ONE_STEP_BYTES or self.size == 1:
+            self._record(call, (self.size - 1) * sent.numel(), (self.size - 1) * sent.numel(), self.size - 1)
+            parts = self._gather(call, sent).wait().view(x.dtype)
+            return _sum_in_order(parts.reshape(self.size, *x.shape))
+        share = -(-x.numel() // self.size)
+        padded = torch.zeros(self.size * share, dtype=x.dtype, device=x.device)
+        padded[: x.numel()] = x.detach().reshape(-1)
+        piece_bytes = share * x.element_size()
+        moved = 2 * (self.size - 1) * piece_bytes
+        self._record(call, moved, moved, 2 * (self.size - 1))
+        even = [piece_bytes] * self.size
+        pieces = self._exchange(call, _bytes_of(padded), even, even).view(x.dtype).reshape(self.size, share)
+        whole = self._gather(call, _bytes_of(_sum_in_order(pieces))).wait()
+        return whole.view(x.dtype)[: x.numel()].reshape(x.shape)
+
+    @final
+    def reduce_scatter_sum(self, x: Tensor, *, label: str = "") -> Tensor:
+        """The sum over the ranks of their `x[rank]`, added in order of rank: each rank gets its own row.
+
+        Shapes: x [P, ...] equal on all ranks -> [...].
+        Cost: sends and receives (P-1)/P |x| bytes in P-1 messages.
+        """
+        call = _call_of("reduce_scatter_sum", _summable(x), label)
+        if x.dim() == 0 or x.shape[0] != self.size:
+            raise ShapeError(f"reduce_scatter_sum needs one row per rank ({self.size}), got shape {list(x.shape)}")
+        sent = _bytes_of(x)
+        piece = sent.numel() // self.size
+        self._record(call, (self.size - 1) * piece, (self.size - 1) * piece, self.size - 1)
+        even = [piece] * self.size
+        parts = self._exchange(call, sent, even, even).view(x.dtype).reshape(x.shape)
+        return _sum_in_order(parts)
+
+    @final
+    def all_to_all(
+        self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], *, label: str = ""
+    ) -> Tensor:
+        """Send the next `send_counts[r]` rows of `x` to each rank r; receive `recv_counts[r]` rows from it.
+
+        Shapes: x [sum(send_counts), ...] -> [sum(recv_counts), ...] in order of sender; counts may be 0.
+        Cost: the rows that go to other ranks, one message for each rank that gets any.
+        """
+        send, recv = list(send_counts), list(recv_counts)
+        if x.dim() == 0 or len(send) != self.size or len(recv) != self.size or min(send + recv) < 0:
+            raise ShapeError(
+                f"all_to_all needs rows and one count of 0 or more per rank ({self.size}), "
+                f"got shape {list(x.shape)}, send_counts {send}, recv_counts {recv}"
+            )
+        if sum(send) != x.shape[0]:
+            raise ShapeError(f"all_to_all was given {x.shape[0]} rows but send_counts {send} add up to {sum(send)}")
+        call = _call_of("all_to_all", x, label, rows_may_differ=True)
+        row_bytes = x.element_size() * prod(x.shape[1:])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._record(
+            call,
+            row_bytes * sum(send[rank] for rank in others),
+            row_bytes * sum(recv[rank] for rank in others),
+            sum(send[rank] > 0 for rank in others),
+        )
+        received = self._exchange(call, _bytes_of(x), [n * row_bytes for n in send], [n * row_bytes for n in recv])
+        return received.view(x.dtype).reshape(sum(recv), *x.shape[1:])
+
+    @final
+    def broadcast(self, x: Tensor, source: int, *, label: str = "") -> Tensor:
+        """The `x` of rank `source`, on every rank; the others' `x` only says what to expect.
+
+        Shapes: x [...] equal on all ranks -> [...].
+        Cost: the source sends (P-1) |x| bytes, the others receive |x|.
+        """
+        if not 0 <= source < self.size:
+            raise InputError(f"broadcast from rank {source}, but the ranks are 0 to {self.size - 1}")
+        call = _call_of(f"broadcast from rank {source}", x, label)
+        sent = _bytes_of(x)
+        outgoing = self.size - 1 if self.rank == source else 0
+        self._record(call, outgoing * sent.numel(), 0 if self.rank == source else sent.numel(), outgoing)
+        return self._broadcast(call, sent, source).view(x.dtype).reshape(x.shape)
+
+    @final
+    def barrier(self, *, label: str = "") -> None:
+        """Wait until every rank is here."""
+        call = Call("barrier", label=label)
+        self._record(call, 0, 0, self.size - 1)
+        self._gather(call, torch.zeros(1, dtype=torch.uint8)).wait()
+
+    @final
+    def require_equal(self, what: str, value: str) -> None:
+        """Make sure that all ranks hold the same value (a layout's digest, a model's name) before they rely on it.
+
+        Raises: MismatchError on every rank, naming the ranks that differ from rank 0.
+        """
+        own = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.uint8)
+        digests = self.all_gather(own, label="require_equal").tolist()
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise MismatchError(
+                f"the {what} of rank 0 and of rank {', '.join(map(str, different))} differ (rank {self.rank} has "
+                f"{value[:80]!r}); give every rank the same {what}"
+            )
+
+    @final
+    def agree_on(self, what: str, value: str) -> None:
+        """`require_equal`, but no exchange where the value is the one that was agreed on last.
+
+        All ranks agreed on that one: where values differ now, a rank at least exchanges, and none goes on unnoticed.
+        """
+        if self.size > 1 and (what, value) != self._agreed:
+            self.require_equal(what, value)
+            self._agreed = (what, value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _launch_gather(self, x: Tensor, label: str, phase: Phase) -> Pending:
+        call = _call_of("all_gather", x, label)
+        sent = _bytes_of(x)
+        moved = (self.size - 1) * sent.numel()
+        self._record(call, moved, moved, self.size - 1, phase)
+        pending = self._gather(call, sent)
+        shape, dtype = (self.size, *x.shape), x.dtype
+        return Pending(lambda: pending.wait().view(dtype).reshape(shape))
+
+    def _record(self, call: Call, sent: int, received: int, messages: int, phase: Phase = "call") -> None:
+        name = call.name.partition(" ")[0]
+        self.traffic.record(Event(name, phase, sent, received, call.label), messages)
+
+
+def _call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:
+    """What the ranks must agree on when they exchange `x`; refuses a tensor whose gradient would be lost."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name} was given a tensor that requires a gradient, which would be lost here: "
+            "use dist_attn.comm.differentiable, or pass x.detach()"
+        )
+    shape = (-1, *x.shape[1:]) if rows_may_differ else tuple(x.shape)
+    return Call(name, shape, str(x.dtype).removeprefix("torch."), label)
+
+
+def _summable(x: Tensor) -> Tensor:
+    if x.dtype == torch.bool:
+        raise ShapeError("a sum over ranks of bool tensors is not defined; convert to an integer type first")
+    return x
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """The elements of `x` in order, as a flat uint8 tensor; may share memory with `x`."""
+    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _sum_in_order(parts: Tensor) -> Tensor:
+    """parts[0] + parts[1] + …, from left to right, with float32 sums for half-precision parts."""
+    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part.to(wide)
+    return total.to(parts.dtype)

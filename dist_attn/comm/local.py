@@ -1,0 +1,33 @@
+"""A group of one rank: every exchange is a copy."""
+
+from typing import final
+
+from torch import Tensor
+
+from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.errors import MismatchError
+
+__all__ = ["LocalCommunicator"]
+
+
+@final
+class LocalCommunicator(Communicator):
+    """The only rank there is."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=0, size=1, backend="local", timeout_s=0.0)
+
+    def _gather(self, call: Call, sent: Tensor) -> Pending:
+        copy = sent.clone()
+        return Pending(lambda: copy)
+
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
+        if send_bytes != recv_bytes:
+            raise MismatchError(f"{call}: the only rank sends itself {send_bytes} bytes but expects {recv_bytes}")
+        return sent.clone()
+
+    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+        return sent.clone()
+
+    def close(self) -> None:
+        """Nothing to leave."""

@@ -1,0 +1,244 @@
+"""Ranks as threads of one process: sharded code runs in milliseconds, and every mistake is named at once."""
+
+import contextvars
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from threading import Condition, Thread
+from typing import TypeVar, final
+
+import torch
+from torch import Tensor
+
+from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.errors import CommError, InputError, MismatchError
+
+__all__ = ["SimulatedCommunicator", "run_simulated"]
+
+POISON = 0xFF  # as any float type, bytes of ones are NaN: a part that nobody wrote shows
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """What one rank brings to one exchange: its bytes and, for all-to-all, how many go to each rank."""
+
+    data: Tensor
+    send_bytes: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Meeting:
+    """One exchange: who arrived with what, and who has collected the parcels."""
+
+    calls: dict[int, Call] = field(default_factory=dict)
+    parcels: dict[int, _Parcel] = field(default_factory=dict)
+    collected: int = 0
+
+
+@final
+class _Group:
+    """The place where the ranks meet; the first failure ends all present and future waits."""
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.size = size
+        self.timeout_s = timeout_s
+        self.failure: BaseException | None = None
+        self._changed = Condition()
+        self._meetings: dict[int, _Meeting] = {}
+        self._left: dict[int, int] = {}
+
+    def arrive(self, rank: int, step: int, call: Call, parcel: _Parcel) -> None:
+        """Bring a parcel to exchange number `step`; every rank must come with the same call."""
+        with self._changed:
+            self._check(rank, call)
+            meeting = self._meetings.setdefault(step, _Meeting())
+            meeting.calls[rank] = call
+            meeting.parcels[rank] = parcel
+            if any(other != call for other in meeting.calls.values()):
+                self._fail_here(_mismatch(step, meeting))
+            self._changed.notify_all()
+
+    def collect(self, rank: int, step: int, call: Call) -> list[_Parcel]:
+        """All parcels of exchange number `step`, in order of rank, once every rank has arrived."""
+        deadline = time.monotonic() + self.timeout_s
+        with self._changed:
+            meeting = self._meetings[step]
+            while len(meeting.parcels) < self.size:
+                self._check(rank, call)
+                missing = [other for other in range(self.size) if other not in meeting.parcels]
+                gone = [other for other in missing if other in self._left]
+                if gone:
+                    done = self._left[gone[0]]
+                    self._fail_here(
+                        MismatchError(
+                            f"rank {gone[0]} returned after {done} exchange(s) while rank {rank} waits in exchange "
+                            f"{step}, {call}: every rank must make the same calls"
+                        )
+                    )
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    self._fail_here(
+                        CommError(
+                            f"rank {rank} waited {self.timeout_s:g} s in exchange {step}, {call}, for rank "
+                            f"{', '.join(map(str, missing))}: it hangs, or needs a longer deadline"
+                        )
+                    )
+                self._changed.wait(left_s)
+            meeting.collected += 1
+            if meeting.collected == self.size:
+                del self._meetings[step]
+            return [meeting.parcels[other] for other in range(self.size)]
+
+    def leave(self, rank: int, steps: int) -> None:
+        """The rank makes no more calls."""
+        with self._changed:
+            self._left.setdefault(rank, steps)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """End every wait; only the first failure counts."""
+        with self._changed:
+            if self.failure is None:
+                self.failure = error
+            self._changed.notify_all()
+
+    def _fail_here(self, error: CommError) -> None:
+        self.failure = error
+        self._changed.notify_all()
+        raise error
+
+    def _check(self, rank: int, call: Call) -> None:
+        cause = self.failure
+        if cause is not None:
+            kind = MismatchError if isinstance(cause, MismatchError) else CommError
+            what = str(cause) if isinstance(cause, CommError) else f"{type(cause).__name__}: {cause}"
+            raise kind(f"rank {rank} of {self.size} gave up in {call}, because the group failed: {what}") from cause
+
+
+def _mismatch(step: int, meeting: _Meeting) -> MismatchError:
+    """Who called what in an exchange in which the ranks differ."""
+    ranks_of: dict[str, list[str]] = {}
+    for rank, call in sorted(meeting.calls.items()):
+        ranks_of.setdefault(str(call), []).append(str(rank))
+    callers = "; ".join(f"rank {', '.join(ranks)} called {call}" for call, ranks in ranks_of.items())
+    return MismatchError(f"exchange {step} differs between ranks: {callers}. Every rank must make the same calls")
+
+
+@final
+class SimulatedCommunicator(Communicator):
+    """One rank of a group whose ranks are threads."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        super().__init__(rank, group.size, "simulated", group.timeout_s)
+        self._group = group
+        self._steps = 0
+        self._closed = False
+
+    def _gather(self, call: Call, sent: Tensor) -> Pending:
+        step = self._bring(call, _Parcel(sent.clone()))
+
+        def finish() -> Tensor:
+            parcels = self._group.collect(self.rank, step, call)
+            received = torch.full((self.size, sent.numel()), POISON, dtype=torch.uint8, device=sent.device)
+            for row, parcel in zip(received, parcels, strict=True):
+                row.copy_(parcel.data)
+            return received.reshape(-1)
+
+        return Pending(finish)
+
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
+        step = self._bring(call, _Parcel(sent.clone(), tuple(send_bytes)))
+        received = torch.full((sum(recv_bytes),), POISON, dtype=torch.uint8, device=sent.device)
+        place = 0
+        for sender, parcel in enumerate(self._group.collect(self.rank, step, call)):
+            start, count = sum(parcel.send_bytes[: self.rank]), parcel.send_bytes[self.rank]
+            if count != recv_bytes[sender]:
+                error = MismatchError(
+                    f"exchange {step}, {call}: rank {sender} sends {count} bytes to rank {self.rank}, which "
+                    f"expects {recv_bytes[sender]}; the send counts of one must be the receive counts of the other"
+                )
+                self._group.fail(error)
+                raise error
+            received[place : place + count].copy_(parcel.data[start : start + count])
+            place += count
+        return received
+
+    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+        step = self._bring(call, _Parcel(sent.clone()))
+        return self._group.collect(self.rank, step, call)[source].data.to(sent.device, copy=True)
+
+    def close(self) -> None:
+        """Leave the group: who waits for this rank from now on is told so."""
+        self._closed = True
+        self._group.leave(self.rank, self._steps)
+
+    def _bring(self, call: Call, parcel: _Parcel) -> int:
+        if self._closed:
+            raise CommError(f"rank {self.rank} called {call} after it closed its communicator; close it last")
+        step = self._steps
+        self._steps += 1
+        self._group.arrive(self.rank, step, call, parcel)
+        return step
+
+
+def run_simulated(fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 30.0) -> list[Result]:
+    """Run `fn(comm)` on `size` ranks, one thread each, and give back what each returned, in order of rank.
+
+    Gradient mode and context variables are those of the caller. Backward runs in the rank's own thread, so
+    collectives may stand in it. Random numbers drawn from torch's global generator depend on the order in which
+    threads run: give each rank its own `torch.Generator`.
+
+    Raises: the first exception that a rank raised by itself; the others, which only lost a partner, are not shown.
+    """
+    if size < 1:
+        raise InputError(f"run_simulated needs at least 1 rank, got {size}")
+    group = _Group(size, timeout_s)
+    results: dict[int, Result] = {}
+    escaped: list[BaseException] = []
+    grad_enabled = torch.is_grad_enabled()
+
+    def rank_main(rank: int) -> None:
+        comm = SimulatedCommunicator(group, rank)
+        try:
+            with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
+                results[rank] = fn(comm)
+        except BaseException as error:
+            error.add_note(f"raised on simulated rank {rank} of {size}")
+            escaped.append(error)
+            group.fail(error)
+        finally:
+            comm.close()
+
+    threads = [
+        Thread(target=contextvars.copy_context().run, args=(rank_main, rank), name=f"rank-{rank}", daemon=True)
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    _join(threads, group)
+    if len(results) < size:
+        raise _first_cause(escaped, group.failure)
+    return [results[rank] for rank in range(size)]
+
+
+def _first_cause(escaped: list[BaseException], failure: BaseException | None) -> BaseException:
+    """The exception that a rank raised by itself, before those of ranks that lost a partner by it."""
+    own = [error for error in escaped if failure is None or error.__cause__ is not failure]
+    return ([*own, failure] if failure is not None else own)[0]
+
+
+def _join(threads: list[Thread], group: _Group) -> None:
+    """Wait for the ranks: as long as they compute, but no longer than the deadline once one has failed."""
+    deadline: float | None = None
+    try:
+        while any(thread.is_alive() for thread in threads):
+            if group.failure is not None and deadline is None:
+                deadline = time.monotonic() + group.timeout_s
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            next(thread for thread in threads if thread.is_alive()).join(0.1)
+    except BaseException as error:
+        group.fail(error)
+        raise

@@ -1,0 +1,31 @@
+"""`python -m dist_attn.control controller|agent`: the two torch-free processes of the engine."""
+
+import sys
+
+from dist_attn.control.agent import run_agent
+from dist_attn.control.logs import configure_logs
+from dist_attn.control.server import run_controller
+from dist_attn.control.settings import ControlSettings
+from dist_attn.errors import ConfigError
+
+RUNNERS = {"controller": run_controller, "agent": run_agent}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the process that the first argument names; the others are fields of ControlSettings."""
+    if not arguments or arguments[0] not in RUNNERS:
+        given = repr(arguments[0]) if arguments else "nothing"
+        print(f"python -m dist_attn.control: given {given}, needed `controller` or `agent`", file=sys.stderr)
+        return 2
+    name = arguments[0]
+    settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}")
+    configure_logs(name, settings.log_level)
+    try:
+        return RUNNERS[name](settings)
+    except ConfigError as error:
+        print(f"python -m dist_attn.control {name}: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

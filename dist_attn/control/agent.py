@@ -1,0 +1,173 @@
+"""The agent: one per host, starts the host's ranks when told to, watches them, and leaves none alive."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import socket
+import time
+from types import FrameType
+
+import structlog
+import zmq
+
+from dist_attn.control.processes import kill_processes
+from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses
+from dist_attn.control.settings import ControlSettings
+from dist_attn.control.tether import adopt_orphans, die_with_parent, parent_is_gone
+from dist_attn.errors import WireError
+from dist_attn.wire.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    GroupExited,
+    GroupStarted,
+    KillGroup,
+    Ping,
+    RankExited,
+    StartGroup,
+    StopAgent,
+    WatchRanks,
+)
+from dist_attn.wire.sockets import Dealer
+
+__all__ = ["run_agent"]
+
+HELLO_S = 1.0
+TURN_S = 0.2
+SEND_S = 1.0
+
+log = structlog.get_logger("dist_attn.agent")
+
+
+def run_agent(settings: ControlSettings) -> int:
+    """Serve the controller at `settings.rank_address` until it stops the agent, dies or falls silent."""
+    if settings.parent:
+        die_with_parent()
+    adopt_orphans()
+    context = zmq.Context[zmq.Socket[bytes]](1)
+    identity = f"agent-{socket.gethostname()}-{os.getpid()}"
+    try:
+        with Dealer(context, settings.rank_address, identity) as dealer:
+            return _Agent(settings, dealer).run()
+    finally:
+        context.term()
+
+
+class _Agent:
+    def __init__(self, settings: ControlSettings, dealer: Dealer) -> None:
+        self._settings = settings
+        self._dealer = dealer
+        self._group: RankProcesses | None = None
+        # Another agent of the same controller carries the same mark, so that it clears what this one may leave.
+        self._mark = hashlib.sha256(settings.rank_address.encode()).hexdigest()[:16] + ":"
+        self._stop = ""
+        self._unanswered = 0
+
+    def run(self) -> int:
+        """Wait for the next thing to happen, until there is a reason to stop."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        next_hello = 0.0
+        try:
+            while not self._stop:
+                if time.monotonic() >= next_hello:
+                    next_hello = time.monotonic() + HELLO_S
+                    self._hello()
+                self._wait()
+                while (message := self._receive()) is not None:
+                    self._obey(message)
+                self._look_after_group()
+        except WireError as error:
+            self._stop = str(error)
+        finally:
+            log.info("agent stops", reason=self._stop or "an error")
+            if self._group is not None:
+                self._group.kill()
+            kill_processes(self._mark, (), KILL_TIMEOUT_S)
+            _reap()
+        return 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop = f"signal {signal.Signals(number).name}"
+
+    def _hello(self) -> None:
+        """Say that the agent is alive; the controller answers each time, so silence is counted in hellos."""
+        if parent_is_gone(self._settings.parent):
+            self._stop = "its parent is gone"
+        elif self._unanswered * HELLO_S >= self._settings.silence_deadline_s:
+            self._stop = f"the controller has been silent for {self._settings.silence_deadline_s:g} s"
+        self._unanswered += 1
+        with contextlib.suppress(WireError):
+            self._dealer.send(AgentHello(PROTOCOL_VERSION, socket.gethostname(), os.getpid()))
+
+    def _wait(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._dealer.socket, zmq.POLLIN)
+        for descriptor in self._group.descriptors if self._group is not None else ():
+            poller.register(descriptor, zmq.POLLIN)
+        poller.poll(int(TURN_S * 1000))
+
+    def _receive(self) -> object | None:
+        while True:
+            try:
+                return self._dealer.receive()
+            except WireError as error:
+                log.warning("unreadable message", error=str(error))
+
+    def _obey(self, message: object) -> None:
+        match message:
+            case Ping():
+                self._unanswered = 0
+            case StartGroup():
+                self._start(message)
+            case WatchRanks() if self._group is not None and self._group.epoch == message.epoch:
+                self._group.watch(message.pids)
+            case KillGroup():
+                if self._group is not None and self._group.epoch == message.epoch:
+                    self._end_group()
+                else:
+                    kill_processes(f"{self._mark}{message.epoch}:", message.pids, KILL_TIMEOUT_S)
+                    self._dealer.send(GroupExited(message.epoch, 0, ""), SEND_S)
+            case StopAgent():
+                self._stop = "the controller said so"
+
+    def _start(self, start: StartGroup) -> None:
+        if self._group is not None:
+            self._group.kill()
+        left = kill_processes(self._mark, (), KILL_TIMEOUT_S)
+        if left:
+            log.error("processes of an older epoch cannot be killed", pids=sorted(left))
+        try:
+            self._group = RankProcesses(self._settings, start, self._mark)
+        except OSError as error:
+            self._group = None
+            self._dealer.send(GroupExited(start.epoch, 127, f"the ranks could not be started: {error}"), SEND_S)
+            return
+        self._dealer.send(GroupStarted(start.epoch, self._group.launcher_pid), SEND_S)
+
+    def _look_after_group(self) -> None:
+        if self._group is None:
+            return
+        self._group.forward_output()
+        for rank, pid in self._group.ended_ranks():
+            self._dealer.send(RankExited(self._group.epoch, rank, pid), SEND_S)
+        if self._group.exit_code(self._settings.stop_deadline_s / 2) is not None:
+            self._end_group()
+        _reap(keep=self._group)
+
+    def _end_group(self) -> None:
+        assert self._group is not None
+        group, self._group = self._group, None
+        code, tail = group.kill()
+        _reap()
+        self._dealer.send(GroupExited(group.epoch, code, tail), SEND_S)
+
+
+def _reap(keep: RankProcesses | None = None) -> None:
+    """Take leave of adopted processes that have ended, so that none stays as a zombie."""
+    own = keep.process_ids if keep is not None else set()
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)

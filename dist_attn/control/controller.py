@@ -1,0 +1,237 @@
+"""The controller's decisions: epochs, steps and requests come together here; no sockets, no clock, no torch."""
+
+from typing import Protocol
+
+import structlog
+
+from dist_attn.control.desk import Desk
+from dist_attn.control.group import Phase, RankGroup
+from dist_attn.control.identities import beat_identity, rank_identity
+from dist_attn.control.scheduler import Limits, Turn, View, plan
+from dist_attn.control.settings import ControlSettings
+from dist_attn.control.steps import StepBook
+from dist_attn.errors import WireError
+from dist_attn.wire.messages import (
+    AgentHello,
+    AnyMessage,
+    GetStatus,
+    GroupExited,
+    GroupStarted,
+    Heartbeat,
+    Ping,
+    RankExited,
+    RankFailed,
+    RankHello,
+    Shutdown,
+    Status,
+    StepDone,
+    StopAgent,
+)
+from dist_attn.wire.sockets import Sent
+
+__all__ = ["Controller", "Port"]
+
+HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ranks' fault
+
+log = structlog.get_logger("dist_attn.control")
+
+
+class Port(Protocol):
+    """Where the controller's messages go; neither call waits."""
+
+    def to_api(self, peer: bytes, message: AnyMessage) -> Sent: ...
+
+    def to_engine(self, identity: bytes, message: AnyMessage) -> Sent: ...
+
+
+class Controller:
+    """All open requests and the group of ranks that works on them."""
+
+    def __init__(self, settings: ControlSettings, rank_address: str, port: Port) -> None:
+        self._settings = settings
+        self._port = port
+        self._limits = Limits(
+            ranks=settings.ranks,
+            block_tokens=settings.block_tokens,
+            beside_decode_tokens=settings.beside_decode_tokens,
+            short_tokens=settings.block_tokens,
+            max_active=settings.max_active,
+        )
+        self._ring: tuple[Turn, ...] = ()
+        self._agents: set[bytes] = set()
+        self._now = 0.0
+        self._ticked_at = 0.0
+        self._down_since = 0.0
+        self._desk = Desk(settings, port.to_api)
+        self._group = RankGroup(settings, rank_address, self)
+        self._steps = StepBook(settings.ranks)
+
+    # ---- messages ------------------------------------------------------------------------------
+
+    def on_api(self, peer: bytes, message: AnyMessage, now: float) -> None:
+        """Take a message of an API process."""
+        self._now = now
+        if isinstance(message, GetStatus):
+            self._port.to_api(peer, self.status(now))
+        else:
+            self._desk.receive(peer, message, now)
+
+    def on_engine(self, identity: bytes, message: AnyMessage, now: float) -> None:
+        """Take a message of an agent or a rank; those of an older epoch are dropped."""
+        self._now = now
+        group = self._group
+        match message:
+            case AgentHello():
+                if group.agent_hello(identity, message, now):
+                    self._agents.add(identity)
+                    self._port.to_engine(identity, Ping())
+            case GroupStarted():
+                log.info("launcher runs", epoch=message.epoch, pid=message.launcher_pid)
+            case GroupExited():
+                group.group_exited(message, now)
+            case RankExited():
+                group.rank_exited(message, now)
+            case RankHello() | StepDone() | RankFailed() if identity == rank_identity(group.epoch, message.rank):
+                self._on_rank(message, now)
+            case Heartbeat() if identity == beat_identity(group.epoch, message.rank):
+                group.heartbeat(message, now)
+                self._port.to_engine(identity, Ping())
+            case _:
+                # Ranks of an older epoch hear nothing, so they exit by themselves if nobody kills them.
+                log.debug("message dropped", kind=type(message).__name__, identity=identity.hex())
+
+    def _on_rank(self, message: RankHello | StepDone | RankFailed, now: float) -> None:
+        if message.epoch != self._group.epoch:
+            return
+        match message:
+            case RankHello():
+                self._group.rank_hello(message, now)
+            case RankFailed():
+                self._group.rank_failed(message, now)
+            case StepDone() if self._group.running and message.rank in self._group.ranks:
+                self._step_done(message, now)
+
+    def _step_done(self, done: StepDone, now: float) -> None:
+        try:
+            self._steps.finish(done)
+            for pieces in done.pieces:
+                self._desk.take_pieces(pieces)
+        except WireError as error:
+            self._group.rank_confused(done.rank, str(error), now)
+            return
+        for drawn in done.drawn:
+            self._desk.take_draw(drawn.session, drawn.token, drawn.logprobs)
+        for fault in done.faults:
+            session = self._desk.sessions.get(fault.session)
+            if session is not None:
+                self._desk.fail(session, "engine_failed", fault.error)
+        self._group.ranks[done.rank].finished(done.k, now)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Act on time, and send the next steps if there is room for them."""
+        if now - self._ticked_at > HELD_UP_S:
+            self._group.forgive_silence(now)
+        self._now = self._ticked_at = now
+        self._desk.tick(now)
+        oldest = self._steps.oldest
+        self._group.tick(now, oldest[0] if oldest else None, oldest[1] if oldest else 0)
+        self._fail_the_unserved(now)
+        self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Send steps until as many are under way as may be, or there is nothing to do."""
+        while self._group.running and len(self._steps.under_way) < self._settings.steps_in_flight:
+            chosen = plan(self._view(now))
+            self._ring = chosen.ring
+            if chosen.empty and not self._desk.closing:
+                return
+            for rank, step in enumerate(self._steps.compose(chosen, self._desk, now)):
+                if self._port.to_engine(rank_identity(self._group.epoch, rank), step) is not Sent.DONE:
+                    self._group.rank_unreachable(rank, now)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is open."""
+        return not self._desk.sessions
+
+    def _view(self, now: float) -> View:
+        desk, hidden_size = self._desk, self._desk.model.hidden_size if self._desk.model else 0
+        patience_s = self._settings.patience_s
+        views = (s.view(now, patience_s, hidden_size, desk.blocked(s)) for s in desk.sessions.values())
+        return View(self._limits, tuple(views), self._ring)
+
+    def _fail_the_unserved(self, now: float) -> None:
+        limit = self._settings.ready_deadline_s
+        if self._group.running or now - self._down_since < limit:
+            return
+        for session in list(self._desk.sessions.values()):
+            if now - session.created_at >= limit:
+                self._desk.fail(session, "engine_not_ready", f"no ranks for {limit:g} s: {self._group.reason(now)}")
+
+    # ---- what the group decides ----------------------------------------------------------------
+
+    def to_agent(self, identity: bytes, message: AnyMessage) -> bool:
+        """Send to an agent; false when it is gone."""
+        return self._port.to_engine(identity, message) is not Sent.GONE
+
+    def group_ready(self, hello: RankHello) -> None:
+        """A fresh group is complete."""
+        self._steps.begin_epoch(hello.epoch)
+        self._ring = ()
+        self._desk.set_model(hello)
+
+    def group_lost(self, reason: str) -> None:
+        """The state of every request that the ranks had begun is gone with them; those not begun go on waiting."""
+        self._down_since = self._now
+        self._steps.begin_epoch(self._group.epoch)
+        self._ring = ()
+        text = f"the engine lost its ranks while it worked on this request ({reason}); they start again, so try again"
+        for session in [s for s in self._desk.sessions.values() if s.opened or s.dispatched]:
+            self._desk.fail(session, "engine_failed", text)
+        self._desk.closing.clear()
+
+    # ---- state and end -------------------------------------------------------------------------
+
+    def status(self, now: float) -> Status:
+        """What the engine is doing now."""
+        model, group, sessions = self._desk.model, self._group, self._desk.sessions.values()
+        active = sum(session.opened or session.dispatched > 0 for session in sessions)
+        return Status(
+            ready=group.running,
+            reason=group.reason(now),
+            model=model.model if model else self._settings.model,
+            hidden_size=model.hidden_size if model else 0,
+            vocab_size=model.vocab_size if model else 0,
+            backend=self._settings.backend,
+            epoch=group.epoch,
+            step=self._steps.last_k,
+            queued=len(sessions) - active,
+            active=active,
+            tokens_per_second=round(self._steps.tokens_per_second(now), 1),
+            ranks=group.status(now),
+        )
+
+    def stop(self, now: float) -> None:
+        """The engine ends: open requests fail and the ranks finish; `stopped` tells when nothing of them is left."""
+        self._now = now
+        self._group.stop()
+        for session in list(self._desk.sessions.values()):
+            self._desk.fail(session, "engine_not_ready", "the engine is stopping; send the request again later")
+        for rank in self._group.ranks:
+            self._port.to_engine(rank_identity(self._group.epoch, rank), Shutdown(self._group.epoch))
+
+    @property
+    def stopped(self) -> bool:
+        """Whether no ranks are left, or none that could be asked to finish."""
+        return self._group.phase is Phase.IDLE or all(rank.exited for rank in self._group.ranks.values())
+
+    def agent_silence_s(self, now: float, since: float) -> float:
+        """How long no agent has been heard, from `since` on, while one is needed; 0 as long as the ranks just run."""
+        return 0.0 if self._group.phase is Phase.RUNNING else now - max(since, self._group.agent_heard)
+
+    def dismiss_agents(self) -> None:
+        """Let the agents kill what may be left, and exit."""
+        for identity in self._agents:
+            self._port.to_engine(identity, StopAgent())

@@ -1,0 +1,253 @@
+"""The side of the controller that faces the API processes: admits requests, grants credit, takes tokens, answers."""
+
+import secrets
+from collections.abc import Callable
+from itertools import count
+
+import msgspec
+import numpy as np
+import structlog
+
+from dist_attn.control.outboxes import Outboxes
+from dist_attn.control.rows import RowAssembler, RowBatch
+from dist_attn.control.sessions import Session
+from dist_attn.control.settings import ControlSettings
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
+    Cancel,
+    Credit,
+    EncodingDone,
+    Failed,
+    Generated,
+    OpenCompletion,
+    OpenEncoding,
+    RankHello,
+    RowPieces,
+    Rows,
+    TokenLogprobs,
+    Tokens,
+)
+from dist_attn.wire.sockets import Sent
+
+__all__ = ["Desk"]
+
+ROWS_MESSAGE_BYTES = 256 << 10
+PROBE_S = 2.0
+
+log = structlog.get_logger("dist_attn.control")
+
+
+class Desk:
+    """Every open request by number, in order of arrival. `send` hands a message to ZeroMQ and never waits."""
+
+    def __init__(self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent]) -> None:
+        self._settings = settings
+        self._outboxes = Outboxes(send, settings.reader_deadline_s)
+        self._numbers = count(1)
+        self._by_name: dict[tuple[bytes, str], Session] = {}
+        self._probed_at = 0.0
+        self._now = 0.0
+        self.model: RankHello | None = None
+        self.sessions: dict[int, Session] = {}
+        self.closing: list[int] = []
+        """Ended sessions whose state the ranks still hold."""
+
+    # ---- from the API --------------------------------------------------------------------------
+
+    def receive(self, peer: bytes, message: AnyMessage, now: float) -> None:
+        """Take one message of an API process."""
+        self._now = now
+        match message:
+            case OpenEncoding() | OpenCompletion():
+                self._open(peer, message)
+            case Tokens():
+                self._take_tokens(peer, message)
+            case Cancel(request_id=request_id):
+                session = self._by_name.get((peer, request_id))
+                if session is not None:
+                    self._remove(session, "cancelled")
+            case _:
+                log.warning("unexpected message", peer=peer.hex(), kind=type(message).__name__)
+
+    def _open(self, peer: bytes, message: OpenEncoding | OpenCompletion) -> None:
+        name = message.request_id
+        if (peer, name) in self._by_name:
+            log.warning("request id is open already", request=name, peer=peer.hex())
+            return
+        if len(self.sessions) >= self._settings.max_open:
+            text = f"{len(self.sessions)} requests are open, which is the limit of this engine; try again soon"
+            self.post(peer, Failed(name, "overloaded", text))
+            return
+        session = Session(next(self._numbers), peer, name, self._now, heard_at=self._now)
+        if isinstance(message, OpenEncoding):
+            session.rows = message.rows
+        else:
+            # The seed is settled here, so that doing the work again elsewhere draws the same tokens.
+            seed = secrets.randbits(63) if message.sampling.seed is None else message.sampling.seed
+            session.sampling = msgspec.structs.replace(message.sampling, seed=seed)
+        self.sessions[session.number] = self._by_name[peer, name] = session
+        self.post(peer, Accepted(name))
+        self.grant(session)
+
+    def _take_tokens(self, peer: bytes, message: Tokens) -> None:
+        session = self._by_name.get((peer, message.request_id))
+        if session is None:
+            text = "the controller does not know this request: it has ended, or the controller was started again"
+            self.post(peer, Failed(message.request_id, "engine_failed", text))
+            return
+        number, rest = divmod(len(message.tokens), 4)
+        stop = message.start + number
+        if rest or session.final or message.start != session.received or stop > session.credit:
+            text = (
+                f"tokens [{message.start}, {stop}) of {len(message.tokens)} bytes do not follow: needed are whole "
+                f"int32 from {session.received} up to {session.credit}" + (", none after the end" * session.final)
+            )
+            self.fail(session, "invalid_value", text)
+            return
+        if not len(session.queue):
+            session.waiting_since = self._now
+        session.queue.push(message.tokens)
+        session.received, session.final, session.heard_at = stop, message.final, self._now
+        if session.final and not session.received and session.sampling is not None:
+            self.fail(session, "empty_input", "the prompt has no tokens; send at least one")
+        elif self._tokens_fit(session):
+            self.settle(session)
+
+    def _tokens_fit(self, session: Session) -> bool:
+        """Whether the model knows all queued tokens; otherwise the request fails before it can hurt a rank."""
+        outside = session.queue.first_outside(self.model.vocab_size) if self.model is not None else None
+        if outside is not None and self.model is not None:
+            text = f"token {outside} is not in the vocabulary of {self.model.vocab_size} tokens"
+            self.fail(session, "invalid_value", text)
+        return outside is None
+
+    # ---- from the ranks ------------------------------------------------------------------------
+
+    def set_model(self, model: RankHello) -> None:
+        """What the ranks have loaded; tokens that came before it was known are checked now."""
+        self.model = model
+        for session in list(self.sessions.values()):
+            self._tokens_fit(session)
+
+    def take_pieces(self, pieces: RowPieces) -> None:
+        """Add row pieces of a step to their request and send the rows that are complete.
+
+        Raises: WireError if they do not fit.
+        """
+        session = self.sessions.get(pieces.session)
+        if session is None or session.rows is None or self.model is None:
+            return
+        if session.assembler is None:
+            session.assembler = RowAssembler(session.rows, self.model.hidden_size)
+        batches = session.assembler.add(pieces, session.received if session.final else None)
+        self._post_rows(session, batches)
+        self.settle(session)
+
+    def take_draw(self, number: int, token: int, logprobs: TokenLogprobs | None = None) -> None:
+        """Send a drawn token on; the end token and `max_tokens` end the request."""
+        session = self.sessions.get(number)
+        if session is None or session.sampling is None or self.model is None:
+            return
+        if token == self.model.end_token:
+            self.post(session.peer, Generated(session.request_id, [], "stop"))
+            self._remove(session, "done")
+            return
+        session.draws += 1
+        last = session.draws >= session.sampling.max_tokens
+        reason, told = "length" if last else None, None if logprobs is None else [logprobs]
+        self.post(session.peer, Generated(session.request_id, [token], reason, told))
+        if last:
+            self._remove(session, "done")
+
+    def settle(self, session: Session) -> None:
+        """End an encoding whose every row has been sent."""
+        if session.rows is None or not session.final:
+            return
+        if session.assembler is not None:
+            self._post_rows(session, session.assembler.finish(session.received))
+        if (session.assembler.position if session.assembler is not None else 0) == session.received:
+            self.post(session.peer, EncodingDone(session.request_id, session.received, session.rows_sent))
+            self._remove(session, "done")
+
+    def _post_rows(self, session: Session, batches: list[RowBatch]) -> None:
+        if not batches:
+            return
+        starts = np.concatenate([batch.starts for batch in batches])
+        stops = np.concatenate([batch.stops for batch in batches])
+        vectors = np.concatenate([batch.vectors for batch in batches]).astype("<f4", copy=False)
+        per_message = max(1, ROWS_MESSAGE_BYTES // (4 * max(1, vectors.shape[1])))
+        for at in range(0, len(starts), per_message):
+            part = slice(at, at + per_message)
+            first_row = batches[0].first_row + at
+            rows = Rows(
+                session.request_id, first_row, starts[part].tolist(), stops[part].tolist(), vectors[part].tobytes()
+            )
+            self.post(session.peer, rows)
+        session.rows_sent += len(starts)
+
+    # ---- to the API ----------------------------------------------------------------------------
+
+    def grant(self, session: Session) -> None:
+        """Let the API send more once a good part of what it may send has been used."""
+        block = self._settings.ranks * self._settings.block_tokens
+        upto = session.dispatched + self._settings.blocks_of_credit * block
+        if not session.final and upto - session.credit >= min(block, upto):
+            session.credit, session.heard_at = upto, self._now
+            self.post(session.peer, Credit(session.request_id, upto))
+
+    def fail(self, session: Session, code: str, text: str) -> None:
+        """End a request without its result."""
+        self.post(session.peer, Failed(session.request_id, code, text))
+        self._remove(session, code)
+
+    def post(self, peer: bytes, message: AnyMessage) -> None:
+        """Send to an API process; the requests of one that is gone end."""
+        if self._outboxes.post(peer, message, self._now) is Sent.GONE:
+            self._drop(peer)
+
+    def blocked(self, session: Session) -> bool:
+        """Whether its API process does not take what is sent."""
+        return self._outboxes.blocked(session.peer)
+
+    def tick(self, now: float) -> None:
+        """Send what waits, notice API processes that died or hang, and requests whose tokens stopped coming."""
+        self._now = now
+        for peer in self._outboxes.flush(now):
+            self._drop(peer)
+        for session in list(self.sessions.values()):
+            waits_for_tokens = not session.final and session.received < session.credit
+            if waits_for_tokens and now - session.heard_at > self._settings.tokens_deadline_s:
+                text = f"no tokens came for {self._settings.tokens_deadline_s:g} s; send the request again"
+                self.fail(session, "body_timeout", text)
+        if now - self._probed_at > PROBE_S:
+            self._probed_at = now
+            self._probe()
+
+    def _probe(self) -> None:
+        """See whether the API processes of waiting requests are still there, by a credit that says nothing new."""
+        waiting = {session.peer: session for session in self.sessions.values() if not session.final}
+        for session in waiting.values():
+            if not self.blocked(session):
+                self.post(session.peer, Credit(session.request_id, session.credit))
+
+    def _drop(self, peer: bytes) -> None:
+        for session in [s for s in self.sessions.values() if s.peer == peer]:
+            self._remove(session, "reader gone")
+
+    def _remove(self, session: Session, outcome: str) -> None:
+        if self.sessions.pop(session.number, None) is None:
+            return
+        del self._by_name[session.peer, session.request_id]
+        if session.opened:
+            self.closing.append(session.number)
+        log.info(
+            "request ended",
+            request=session.request_id,
+            kind=session.kind,
+            outcome=outcome,
+            tokens=session.received,
+            rows=session.rows_sent,
+            drawn=session.draws,
+            seconds=round(self._now - session.created_at, 3),
+        )

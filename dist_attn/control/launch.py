@@ -1,0 +1,103 @@
+"""Starts a controller, and with it the agent and the ranks, as children that do not outlive this process."""
+
+import contextlib
+import os
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from types import TracebackType
+from typing import Any, Self, final
+
+import msgspec
+
+from dist_attn.control.ranks import child_environment
+from dist_attn.control.settings import ControlSettings
+from dist_attn.errors import EngineError
+
+__all__ = ["EngineHandle", "start_engine"]
+
+LISTEN_DEADLINE_S = 20.0
+STOP_MARGIN_S = 3.0
+
+
+@final
+class EngineHandle:
+    """A running controller with everything below it."""
+
+    def __init__(self, settings: ControlSettings, process: subprocess.Popen[bytes], folder: str | None) -> None:
+        self.settings = settings
+        self.api_address = settings.api_address
+        self.process = process
+        self._folder = folder
+
+    def exit_code(self) -> int | None:
+        """How the controller ended, None while it runs."""
+        return self.process.poll()
+
+    def stop(self) -> int:
+        """End the controller, its agent and its ranks; waits for a clean end first. The controller's exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            code = self.process.wait(self.settings.stop_deadline_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            # Its agent and ranks are tied to it and die with it.
+            self.process.kill()
+            code = self.process.wait(STOP_MARGIN_S)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        return code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> EngineHandle:
+    """Start a controller; it starts the ranks by itself, and `GetStatus` tells when they are ready.
+
+    Give either `settings` or the fields of ControlSettings; without an `api_address` a private one is chosen.
+    Everything ends when this process ends, however it does.
+
+    Raises: ConfigError for settings that do not fit, EngineError if the controller does not come up.
+    """
+    folder = None
+    if settings is None:
+        if "api_address" not in fields:
+            folder = tempfile.mkdtemp(prefix="dist-attn-")
+            fields |= {"api_address": f"ipc://{folder}/api", "rank_address": f"ipc://{folder}/ranks"}
+        settings = ControlSettings(**fields)
+    settings = msgspec.structs.replace(settings, parent=os.getpid())
+    command = [sys.executable, "-m", "dist_attn.control", "controller", *settings.to_flags()]
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True
+    )
+    handle = EngineHandle(settings, process, folder)
+    try:
+        _wait_until_listening(process)
+    except BaseException:
+        handle.stop()
+        raise
+    return handle
+
+
+def _wait_until_listening(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdout is not None
+    deadline = time.monotonic() + LISTEN_DEADLINE_S
+    line = b""
+    with contextlib.closing(process.stdout) as stdout:
+        while not line.endswith(b"\n"):
+            if not select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise EngineError(f"the controller does not listen after {LISTEN_DEADLINE_S:g} s; see stderr")
+            data = os.read(stdout.fileno(), 4096)
+            if not data:
+                code = process.wait(STOP_MARGIN_S)
+                raise EngineError(f"the controller ended with exit code {code} before it listened; see stderr")
+            line += data

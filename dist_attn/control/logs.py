@@ -1,0 +1,28 @@
+"""Structured log lines on stderr, one event each: JSON, or lines for people on a terminal."""
+
+import os
+import sys
+from typing import Any
+
+import structlog
+
+__all__ = ["configure_logs"]
+
+
+def configure_logs(process: str, level: str) -> None:
+    """Write what is of `level` or worse to stderr; `process` names this process in each line."""
+    render: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    if sys.stderr.isatty():
+        render = [structlog.dev.ConsoleRenderer(colors=not os.environ.get("NO_COLOR"))]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *render,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    structlog.contextvars.bind_contextvars(process=process)

@@ -1,0 +1,53 @@
+"""What would keep a service from working here, found before anything is started."""
+
+import socket
+import tempfile
+from pathlib import Path
+
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.shipped.manifest import check_manifest
+from dist_attn.text import load_tokeniser
+
+__all__ = ["check_before_start"]
+
+MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def check_before_start(*, folder: Path, host: str, port: int, data_dir: Path) -> None:
+    """Look at the model folder, the address and the data folder, which is made if needed.
+
+    Raises: ModelFolderError for a folder that lacks a file or holds a damaged one, ConfigError for the others.
+    """
+    _check_address(host, port)
+    _check_data_dir(data_dir)
+    for name in MODEL_FILES:
+        if not (folder / name).is_file():
+            raise ModelFolderError(f"{folder} has no {name}; needed is a model folder of this project")
+    load_tokeniser(folder)
+    check_manifest(folder)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Another process may still take the port before the API does: that is said then."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as trial:
+            # As the API does, so that the connections of an earlier service, which end slowly, are no obstacle.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address)
+            trial.listen()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host and --port"
+        ) from None
+
+
+def _check_data_dir(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=data_dir):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{data_dir} cannot hold data: {error.strerror}; choose a folder that can be written to with --data-dir"
+        ) from None

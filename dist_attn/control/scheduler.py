@@ -1,0 +1,203 @@
+"""What the ranks do next: a pure function from a frozen view of the open work to a plan for one step.
+
+Decoding comes first, then short prompts in order of arrival, then long documents by deficit round-robin. While anything
+decodes, a step carries little prefill, so that the time between tokens stays bounded. When short and long work wait
+together each gets half of the step, and one block at least: nobody starves.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dist_attn.control.rows import GRAIN
+
+__all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "plan", "split"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much goes into one step. Units: tokens; `block_tokens` and `beside_decode_tokens` are per rank."""
+
+    ranks: int = 1
+    block_tokens: int = 2048
+    beside_decode_tokens: int = 512
+    short_tokens: int = 2048
+    max_blocks: int = 4
+    max_active: int = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One open request: tokens [start, start + available) may be prefilled now; `final`: none will follow them."""
+
+    session: int
+    opened: bool = True  # the ranks hold a state for it
+    start: int = 0
+    available: int = 0
+    final: bool = False
+    overdue: bool = False  # its tokens have waited long enough for more to come
+    row_length: int | None = None  # a row ends at every multiple of it; None: only at the end of the input
+    block_limit: int = 1 << 30  # tokens per block, so that the rows of one step fit into a message
+    ready: bool = False  # its prompt is prefilled: a token can be drawn
+    owner: int | None = None  # the rank that keeps its state while it decodes
+    blocked: bool = False  # its reader is slow: no work for now
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A long document's place in the round and the tokens it is owed."""
+
+    session: int
+    deficit: int
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Everything the scheduler may know. `sessions` stand in order of arrival."""
+
+    limits: Limits
+    sessions: tuple[SessionView, ...]
+    ring: tuple[Turn, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Tokens [start, start + sum(lengths)) of a session, `lengths[r]` of them on rank r."""
+
+    session: int
+    start: int
+    lengths: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on all ranks together."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The work of one step: sessions to open, blocks to prefill, and the sessions that each rank draws a token for."""
+
+    opens: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    decodes: tuple[tuple[int, ...], ...]
+    ring: tuple[Turn, ...]
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.blocks and not any(self.decodes)
+
+
+def plan(view: View) -> Plan:
+    """The next step for this view; the same view always gives the same plan."""
+    limits = view.limits
+    sessions = _admitted(view)
+    decodes = _decodes(sessions, limits.ranks)
+    per_rank = limits.beside_decode_tokens if any(decodes) else limits.block_tokens
+    blocks, ring = _prefills(view, sessions, max(GRAIN, limits.ranks * per_rank))
+    busy = {block.session for block in blocks}.union(*decodes)
+    opens = tuple(s.session for s in sessions if not s.opened and s.session in busy)
+    return Plan(opens, blocks, decodes, ring)
+
+
+def _admitted(view: View) -> tuple[SessionView, ...]:
+    """The sessions that hold a state already, and the first of the others as far as there is room for states."""
+    room = view.limits.max_active - sum(s.opened for s in view.sessions)
+    chosen = []
+    for session in view.sessions:
+        if session.blocked:
+            continue
+        if not session.opened:
+            if room <= 0 or not (session.ready or _cut(session, GRAIN)):
+                continue
+            room -= 1
+        chosen.append(session)
+    return tuple(chosen)
+
+
+def _decodes(sessions: tuple[SessionView, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """One token for every session that can draw one; a new one goes to the rank that draws for the fewest."""
+    loads = [sum(s.owner == rank for s in sessions) for rank in range(ranks)]
+    decodes: list[list[int]] = [[] for _ in range(ranks)]
+    for session in sessions:
+        if session.ready:
+            owner = session.owner
+            if owner is None:
+                owner = loads.index(min(loads))
+                loads[owner] += 1
+            decodes[owner].append(session.session)
+    return tuple(tuple(of_rank) for of_rank in decodes)
+
+
+def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
+    """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round."""
+    limits = view.limits
+    runnable = {s.session: s for s in sessions if _cut(s, budget)}
+    shorts = [s for s in runnable.values() if s.final and s.available <= limits.short_tokens]
+    longs = runnable.keys() - {s.session for s in shorts}
+    share = max(GRAIN, budget // 2) if shorts and longs else budget
+
+    blocks: list[Block] = []
+    left = share
+    for session in shorts:
+        count = _cut(session, left)
+        if not count or len(blocks) == limits.max_blocks - bool(longs):
+            break
+        blocks.append(Block(session.session, session.start, split(session.start, count, limits.ranks)))
+        left -= count
+
+    left = share if longs else 0
+    waiting: list[Turn] = []
+    served: list[Turn] = []
+    for turn in _round(view.ring, longs):
+        session = runnable[turn.session]
+        owed = min(turn.deficit + share, 2 * share)
+        count = _cut(session, min(owed, left)) if len(blocks) < limits.max_blocks else 0
+        if not count:
+            waiting.append(turn)
+            continue
+        blocks.append(Block(session.session, session.start, split(session.start, count, limits.ranks)))
+        served.append(Turn(turn.session, owed - count))
+        left -= count
+    return tuple(blocks), tuple(waiting + served)
+
+
+def _round(ring: tuple[Turn, ...], longs: set[int]) -> Iterator[Turn]:
+    """The long documents in their order; new ones at the end, those that have nothing to do leave it."""
+    known = {turn.session for turn in ring}
+    yield from (turn for turn in ring if turn.session in longs)
+    yield from (Turn(session, 0) for session in sorted(longs - known))
+
+
+def _cut(session: SessionView, limit: int) -> int:
+    """How many tokens of the session form its next block of at most `limit`; 0 while it is better to wait.
+
+    A block ends at the end of the input or on the grid. Only a client that sends slowly, and whose rows are shorter
+    than the grid, gets a cut at the last row edge: its rows should not wait for tokens that may come much later.
+    """
+    limit = min(limit, session.block_limit)
+    if session.final and session.available <= limit:
+        return session.available
+    if not (session.final or session.overdue or session.available >= limit):
+        return 0
+    stop = session.start + min(session.available, limit)
+    on_grid = stop - stop % GRAIN - session.start
+    if on_grid > 0:
+        return on_grid
+    on_row = stop - stop % session.row_length - session.start if session.row_length else 0
+    return max(0, on_row)
+
+
+def split(start: int, count: int, ranks: int) -> tuple[int, ...]:
+    """Cut [start, start + count) over the ranks on the absolute grid, as evenly as that allows.
+
+    Every rank that takes part gets a grain of tokens or more, so few tokens go to few ranks; the others get 0.
+    """
+    for parts in range(min(ranks, count // GRAIN), 1, -1):
+        inner = [round((start + count * part / parts) / GRAIN) * GRAIN for part in range(1, parts)]
+        cuts = [start, *inner, start + count]
+        lengths = [after - before for before, after in pairwise(cuts)]
+        if min(lengths) >= GRAIN:
+            return (*lengths, *[0] * (ranks - parts))
+    return (count, *[0] * (ranks - 1))

@@ -1,0 +1,88 @@
+"""The whole service on this machine: an engine and an API process, started and ended together."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_attn.control.launch import EngineHandle, start_engine
+from dist_attn.control.preflight import check_before_start
+from dist_attn.control.ranks import child_environment
+from dist_attn.settings import Settings, read_settings
+from dist_attn.shipped import resolve_model_folder
+
+__all__ = ["serve"]
+
+POLL_S = 0.2
+# The API process lets open streams finish for 10 s by itself.
+API_STOP_DEADLINE_S = 13.0
+
+
+def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
+    """Run until SIGTERM or Ctrl-C, or until a part ends by itself; the exit code.
+
+    `flags` are values of dist_attn.settings by key, None for those that were not given.
+    Raises: ModelFolderError for an unknown or damaged model, ConfigError for settings that do not fit, a port that is
+        taken and a data folder that cannot be written to, EngineError when the controller does not come up.
+    """
+    settings = read_settings(config, environment=os.environ, flags=flags).settings
+    folder = resolve_model_folder(settings.model)
+    check_before_start(folder=folder, host=settings.http.host, port=settings.http.port, data_dir=settings.data_dir)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    with start_engine(**_engine_fields(settings, folder)) as engine:
+        print(f"controller listens on {engine.api_address} for the API", flush=True)
+        if engine.settings.rank_address:
+            print(f"controller listens on {engine.settings.rank_address} for agent and ranks", flush=True)
+        if engine.settings.uses_torchrun:
+            print(f"{settings.engine.ranks} ranks meet on ports that the system picks; see docs/deploy.md", flush=True)
+        api = _start_api(engine, config, settings, folder)
+        try:
+            return _watch(engine, api, stopped)
+        finally:
+            _stop_api(api)
+
+
+def _engine_fields(settings: Settings, folder: Path) -> dict[str, Any]:
+    fields = settings.engine.model_dump()
+    if not fields["api_address"]:
+        del fields["api_address"]
+    return {**fields, "model": str(folder), "data_dir": str(settings.data_dir), "log_level": settings.log_level}
+
+
+def _start_api(engine: EngineHandle, config: Path | None, settings: Settings, folder: Path) -> subprocess.Popen[bytes]:
+    # File and environment are read again by the API itself, so that nothing secret stands in a command line.
+    flags = [f"--config={config}"] if config is not None else []
+    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={engine.api_address}"]
+    flags += [f"--model={folder}", f"--data-dir={settings.data_dir}", f"--log-level={settings.log_level}"]
+    tied = [sys.executable, "-m", "dist_attn.control.tether", str(os.getpid())]
+    command = [*tied, sys.executable, "-m", "service", *flags]
+    # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends both parts in order.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True)
+
+
+def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threading.Event) -> int:
+    """Wait for the end: 0 when asked to stop, else the code of the part that ended."""
+    while not stopped.wait(POLL_S):
+        code = api.poll()
+        if code is not None:
+            return code
+        code = engine.exit_code()
+        if code is not None:
+            print(f"dist-attn: the controller ended with exit code {code}; see above", file=sys.stderr)
+            return code or 1
+    return 0
+
+
+def _stop_api(api: subprocess.Popen[bytes]) -> None:
+    api.terminate()
+    try:
+        api.wait(API_STOP_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        api.kill()
+        api.wait()

@@ -1,0 +1,162 @@
+"""The controller's process: its two sockets, its clock, its signals, and the agent of this machine."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import structlog
+import zmq
+
+from dist_attn.control.controller import Controller
+from dist_attn.control.ranks import child_environment
+from dist_attn.control.settings import ControlSettings
+from dist_attn.control.tether import parent_is_gone
+from dist_attn.errors import WireError
+from dist_attn.wire.messages import AnyMessage
+from dist_attn.wire.sockets import Router, Sent
+
+__all__ = ["run_controller"]
+
+FOLDER_PREFIX = "dist-attn-"
+TURN_S = 0.02  # while requests are open
+IDLE_TURN_S = 0.2
+AGENT_STUCK_S = 10.0  # it says hello every second, but starting and killing ranks on a busy machine take a while
+MESSAGES_PER_TURN = 256  # so that a flood on one socket cannot keep the other one waiting
+AGENT_RESTART_S = 1.0
+
+log = structlog.get_logger("dist_attn.control")
+
+
+def run_controller(settings: ControlSettings) -> int:
+    """Serve API processes until SIGTERM, SIGINT or the death of the parent; prints one line when it listens.
+
+    Raises: ConfigError if an address cannot be used.
+    """
+    # A private folder: nobody else may connect, and its path is short, which the path of a socket has to be.
+    rank_address = settings.rank_address or f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
+    context = zmq.Context[zmq.Socket[bytes]](1)
+    try:
+        with Router(context, settings.api_address) as api, Router(context, rank_address) as engine:
+            server = _Server(settings, rank_address, api, engine)
+            print(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}", flush=True)
+            return server.run()
+    finally:
+        context.term()
+        for address in (settings.api_address, rank_address):
+            _remove(address)
+
+
+def _remove(address: str) -> None:
+    """Remove the file of a socket, and its folder if that was made for it and is empty now."""
+    scheme, _, place = address.partition("://")
+    if scheme == "ipc":
+        path = Path(place)
+        path.unlink(missing_ok=True)
+        if path.parent.name.startswith(FOLDER_PREFIX):
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+
+
+class _Server:
+    def __init__(self, settings: ControlSettings, rank_address: str, api: Router, engine: Router) -> None:
+        self._settings = settings
+        self._rank_address = rank_address
+        self._api = api
+        self._engine = engine
+        self._controller = Controller(settings, rank_address, self)
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._agent_due = 0.0
+        self._agent_started = 0.0
+        self._stop = ""
+
+    # ---- Port ----------------------------------------------------------------------------------
+
+    def to_api(self, peer: bytes, message: AnyMessage) -> Sent:
+        """Hand a message for an API process to ZeroMQ."""
+        return self._api.send(peer, message)
+
+    def to_engine(self, identity: bytes, message: AnyMessage) -> Sent:
+        """Hand a message for an agent or a rank to ZeroMQ."""
+        return self._engine.send(identity, message)
+
+    # ---- life ----------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Turn until there is a reason to stop, then end everything that was started."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        addresses = {"api_address": self._settings.api_address, "rank_address": self._rank_address}
+        log.info("controller starts", **addresses, ranks=self._settings.ranks)
+        try:
+            while not self._stop:
+                self._keep_agent()
+                self._turn(IDLE_TURN_S if self._controller.idle else TURN_S)
+                if parent_is_gone(self._settings.parent):
+                    self._stop = "its parent is gone"
+            log.info("controller stops", reason=self._stop)
+            self._finish()
+        finally:
+            if self._agent is not None and self._agent.poll() is None:
+                # The kernel kills the agent's ranks with it.
+                self._agent.kill()
+                self._agent.wait(self._settings.stop_deadline_s)
+        return 0
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stop = f"signal {signal.Signals(number).name}"
+
+    def _keep_agent(self) -> None:
+        """Start this machine's agent, and again when it has ended or, while it is needed, does not answer."""
+        if not self._settings.local_agent:
+            return
+        now = time.monotonic()
+        if self._agent is not None and self._agent.poll() is None:
+            if self._controller.agent_silence_s(now, self._agent_started) > AGENT_STUCK_S:
+                # Stopped, or stuck: the kernel ends its ranks with it. The next turn finds it ended.
+                log.error("agent is silent and will be killed", pid=self._agent.pid)
+                self._agent.kill()
+            return
+        if self._agent is not None:
+            log.error("agent ended", pid=self._agent.pid, exit_code=self._agent.returncode)
+            self._agent = None
+            self._agent_due = now + AGENT_RESTART_S
+        if now >= self._agent_due:
+            settings = msgspec.structs.replace(self._settings, rank_address=self._rank_address, parent=os.getpid())
+            command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
+            self._agent_started = now
+            self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())
+
+    def _turn(self, timeout_s: float) -> None:
+        """Wait for messages, take them in, and act."""
+        zmq.select([self._api.socket, self._engine.socket], [], [], timeout_s)
+        for socket, take in ((self._engine, self._controller.on_engine), (self._api, self._controller.on_api)):
+            for _ in range(MESSAGES_PER_TURN):
+                received = socket.receive()
+                if received is None:
+                    break
+                peer, message = received
+                if isinstance(message, WireError):
+                    log.warning("unreadable message", peer=peer.hex(), error=str(message))
+                    continue
+                take(peer, message, time.monotonic())
+        self._controller.tick(time.monotonic())
+
+    def _finish(self) -> None:
+        """Let ranks and agent end by themselves within the deadline."""
+        deadline = time.monotonic() + self._settings.stop_deadline_s
+        self._controller.stop(time.monotonic())
+        while not self._controller.stopped and time.monotonic() < deadline - self._settings.stop_deadline_s / 2:
+            self._turn(TURN_S)
+        self._controller.dismiss_agents()
+        if self._agent is not None:
+            try:
+                self._agent.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.error("agent does not stop", pid=self._agent.pid)

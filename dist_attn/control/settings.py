@@ -1,0 +1,149 @@
+"""Every value the control plane can be told: frozen, written and read as command-line flags."""
+
+import argparse
+import os
+import sys
+from typing import Literal, get_args, get_type_hints
+
+import msgspec
+
+from dist_attn.control.rows import GRAIN
+from dist_attn.errors import ConfigError
+from dist_attn.wire.sockets import check_address
+
+__all__ = ["BACKENDS", "ControlSettings", "Launcher"]
+
+BACKENDS = ("local", "gloo", "nccl")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+Launcher = Literal["auto", "direct", "torchrun"]
+
+
+class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The configuration of one controller, its agent and its ranks.
+
+    Units: names that end in `_s` are seconds, in `_tokens` tokens; block sizes are per rank.
+    Raises: ConfigError for values that do not fit.
+    """
+
+    # where things are
+    api_address: str
+    model: str
+    data_dir: str = "data"
+    rank_address: str = ""  # where ranks and agents connect; empty: a socket in a private folder
+    log_level: str = "info"
+    parent: int = 0  # exit when this process is no longer the parent; 0: nobody in particular
+
+    # the ranks
+    ranks: int = 1
+    backend: str = "gloo"
+    launcher: Launcher = "auto"  # auto: torchrun for two ranks or more, directly for one
+    rank_command: tuple[str, ...] = ()  # what starts one rank; empty: `python -m dist_attn.engine`
+    local_agent: bool = True  # start an agent on this machine, and again if it dies
+
+    # how work is cut
+    block_tokens: int = 2048
+    beside_decode_tokens: int = GRAIN
+    steps_in_flight: int = 2
+    blocks_of_credit: int = 4
+    patience_s: float = 0.05  # how long tokens wait for more of them to fill a block
+
+    # how much is taken on
+    max_open: int = 512
+    max_active: int = 128
+
+    # how long we wait
+    tokens_deadline_s: float = 600.0  # for the next tokens of a request
+    ready_deadline_s: float = 120.0  # of a new request for ranks that are not ready
+    reader_deadline_s: float = 120.0  # for an API process that does not read
+    start_deadline_s: float = 180.0  # for all ranks to load
+    heartbeat_s: float = 0.5
+    heartbeat_deadline_s: float = 4.0
+    stall_limit_s: float = 20.0  # without progress inside a step
+    exchange_deadline_s: float = 30.0  # of every exchange between ranks
+    silence_deadline_s: float = 10.0  # ranks and agents exit when they hear nothing for this long
+    stop_deadline_s: float = 5.0
+
+    # after a failure
+    backoff_s: float = 0.25
+    backoff_max_s: float = 15.0
+    stable_s: float = 60.0  # a group that ran this long has recovered
+    crashes_to_open: int = 5  # within stable_s: open the circuit
+    cool_down_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_address(self.api_address)
+        if self.rank_address:
+            check_address(self.rank_address)
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend {self.backend!r} is not known; choose one of {', '.join(BACKENDS)}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level {self.log_level!r} is not known; choose one of {', '.join(LOG_LEVELS)}")
+        for name in ("block_tokens", "beside_decode_tokens"):
+            if getattr(self, name) < GRAIN or getattr(self, name) % GRAIN:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a multiple of {GRAIN}")
+        for name, kind in get_type_hints(type(self)).items():
+            lowest = 0 if name == "parent" else 1
+            if kind is int and getattr(self, name) < lowest:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be {lowest} or more")
+            if kind is float and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+
+    @property
+    def uses_torchrun(self) -> bool:
+        """Whether ranks are started by torchrun rather than one by one."""
+        return self.launcher == "torchrun" or (self.launcher == "auto" and self.ranks > 1)
+
+    @property
+    def threads_per_rank(self) -> int:
+        """Compute threads of each rank: an even share of the cores this process may use.
+
+        More threads than cores wait for each other by spinning: ten times slower, not a little.
+        """
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.ranks)
+
+    @property
+    def rank_program(self) -> tuple[str, ...]:
+        """The command that starts one rank, without its flags."""
+        return self.rank_command or (sys.executable, "-m", "dist_attn.engine")
+
+    def to_flags(self) -> list[str]:
+        """The command-line flags that `from_flags` reads back to an equal value; defaults are left out."""
+        flags: list[str] = []
+        for name, default in _defaults(type(self)).items():
+            value = getattr(self, name)
+            if value != default:
+                text = msgspec.json.encode(value).decode() if isinstance(value, tuple | bool) else str(value)
+                flags.append(f"--{name.replace('_', '-')}={text}")
+        return flags
+
+    @classmethod
+    def from_flags(cls, arguments: list[str], program: str) -> "ControlSettings":
+        """The settings that these flags name; exits with code 2 and a message on stderr if they do not fit."""
+        parser = argparse.ArgumentParser(
+            prog=program,
+            usage=f"{program} --api-address ipc://PATH --model FOLDER [more flags; see --help]",
+            description="Every flag is one field of ControlSettings.",
+        )
+        for name, default in _defaults(cls).items():
+            required = default is msgspec.NODEFAULT
+            parser.add_argument(
+                f"--{name.replace('_', '-')}",
+                required=required,
+                metavar="VALUE",
+                choices=get_args(Launcher) if name == "launcher" else None,
+                help="needed" if required else f"default: {default!r}",
+            )
+        given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+        try:
+            for name in ("rank_command", "local_agent"):
+                if name in given:
+                    given[name] = msgspec.json.decode(given[name])
+            return msgspec.convert(given, cls, strict=False)
+        except (msgspec.MsgspecError, ConfigError) as error:
+            parser.error(str(error))
+
+
+def _defaults(cls: type[ControlSettings]) -> dict[str, object]:
+    """Every field and its default, msgspec.NODEFAULT for one that must be given."""
+    return {field.name: field.default for field in msgspec.structs.fields(cls)}

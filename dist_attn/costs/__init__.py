@@ -1,0 +1,39 @@
+"""Memory, bytes and time of models and exchanges in plain numbers, before anything is started; never loads torch."""
+
+from dist_attn.costs.counts import parse_count
+from dist_attn.costs.estimate import Estimate, MemoryPerRank, Rates, estimate
+from dist_attn.costs.exchanges import (
+    Link,
+    all_gather_bytes,
+    all_gather_seconds,
+    all_reduce_bytes,
+    all_to_all_bytes,
+    broadcast_bytes,
+    reduce_scatter_bytes,
+)
+from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
+from dist_attn.costs.models import LanguageModelCosts, read_model_costs
+from dist_attn.costs.output import output_bytes
+
+__all__ = [
+    "Estimate",
+    "KernelAttention",
+    "LanguageModelCosts",
+    "Link",
+    "MemoryPerRank",
+    "MixerCosts",
+    "Rates",
+    "SoftmaxAttention",
+    "TokenFlops",
+    "all_gather_bytes",
+    "all_gather_seconds",
+    "all_reduce_bytes",
+    "all_to_all_bytes",
+    "broadcast_bytes",
+    "estimate",
+    "output_bytes",
+    "parse_count",
+    "read_model_costs",
+    "reduce_scatter_bytes",
+]

@@ -1,0 +1,188 @@
+"""What each family of token mixers costs: numbers held, state, messages and operations of one layer.
+
+Letters are the glossary's: B batch, L length, H heads, M features, V values per head, D model size, K taps.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from dist_attn.costs.flops import TokenFlops
+
+__all__ = ["CHUNK_TOKENS", "FLOAT_BYTES", "KernelAttention", "MixerCosts", "SoftmaxAttention"]
+
+FLOAT_BYTES = 4
+CHUNK_TOKENS = 64  # of the blocked form of kernel attention
+BLOCK_GROUP_TOKENS = 8 * 512  # tokens times heads times batch that it works on at once
+
+
+class MixerCosts(Protocol):
+    """One layer's mixer. Bytes are those of float32 values."""
+
+    @property
+    def parameters(self) -> int:
+        """Learned numbers."""
+        ...
+
+    @property
+    def buffers(self) -> int:
+        """Fixed numbers that are saved with the parameters."""
+        ...
+
+    @property
+    def shards(self) -> bool:
+        """Whether a sequence may be spread over several ranks."""
+        ...
+
+    def state_bytes(self, position: int, batch: int = 1) -> int:
+        """What a session keeps after `position` tokens."""
+        ...
+
+    def carry_bytes(self, batch: int = 1) -> int:
+        """The state message that a rank contributes to a block."""
+        ...
+
+    def halo_bytes(self, batch: int = 1) -> int:
+        """The edge tokens that a rank contributes to a block."""
+        ...
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Per token, on average over a sequence of `tokens`."""
+        ...
+
+    def decode_flops(self, position: int) -> TokenFlops:
+        """Of the token at `position`."""
+        ...
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """Peak of the temporary tensors while the layer mixes `tokens` of each sequence."""
+        ...
+
+
+@dataclass(frozen=True)
+class KernelAttention:
+    """`rfa` and `rfa_gate`: a state of M (V + 1) + 2 numbers per head, whatever the length."""
+
+    kind: Literal["rfa", "rfa_gate"]
+    hidden_size: int
+    num_heads: int
+    num_random: int
+    feature: Literal["gaussian", "arc_cosine"]
+    taps: int
+    shards: bool = True
+
+    @property
+    def num_features(self) -> int:
+        """M: a Gaussian feature map has a sine and a cosine for every random vector."""
+        return self.num_random * (2 if self.feature == "gaussian" else 1)
+
+    @property
+    def head_size(self) -> int:
+        """V, which is also the size of a head's queries and keys."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def parameters(self) -> int:
+        """Projections 4 D^2, taps K D, sigma D, and a gate of H (D + 1)."""
+        size = self.hidden_size
+        gate = self.num_heads * (size + 1) if self.kind == "rfa_gate" else 0
+        return 4 * size * size + self.taps * size + size + gate
+
+    @property
+    def buffers(self) -> int:
+        """The random vectors, one set per head."""
+        return self.num_random * self.hidden_size
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """S, z, mass and log decay per head, one flag per head, and the last K - 1 tokens of the convolution."""
+        heads = self.num_heads * (FLOAT_BYTES * self._state_numbers + 1)
+        return batch * (heads + FLOAT_BYTES * max(0, self.taps - 1) * self.hidden_size)
+
+    def carry_bytes(self, batch: int = 1) -> int:
+        """4 B H (M (V + 1) + 2)."""
+        return FLOAT_BYTES * batch * self.num_heads * self._state_numbers
+
+    def halo_bytes(self, batch: int = 1) -> int:
+        """4 B (K - 1) D."""
+        return FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size
+
+    def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
+        """The blocked form; with several ranks each reads its keys a second time, for the state it sends."""
+        one_side = 2.0 * self.hidden_size * self.num_random
+        one_pass = 2.0 * self.num_heads * self.num_features * (self.head_size + 1)
+        passes = 2 if ranks == 1 else 3
+        # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
+        per_head = self.num_features + self.head_size + 1 + (self.kind == "rfa_gate")
+        return TokenFlops(
+            projections=self._projections,
+            features=passes * one_side,
+            scores=1.0 * self.num_heads * CHUNK_TOKENS * per_head,
+            state=passes * one_pass,
+        )
+
+    def decode_flops(self, position: int = 0) -> TokenFlops:
+        """One update and one read-out of the state: the same at every position."""
+        parts = self.prefill_flops()
+        return TokenFlops(projections=parts.projections, features=parts.features, state=parts.state)
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """About eight tensors of [B, L, D] around the attention, and the features and scores of one cached block."""
+        groups = batch * self.num_heads
+        chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
+        width = self.head_size + 1
+        per_token = 4 * self.num_features + 4 * CHUNK_TOKENS + 6 * width
+        states = 3 * self.num_features * width * chunks
+        block = groups * (per_token * min(tokens, chunks * CHUNK_TOKENS) + states)
+        return FLOAT_BYTES * (8 * batch * tokens * self.hidden_size + block)
+
+    @property
+    def _state_numbers(self) -> int:
+        return self.num_features * (self.head_size + 1) + 2
+
+    @property
+    def _projections(self) -> float:
+        gate = 2.0 * self.hidden_size * self.num_heads if self.kind == "rfa_gate" else 0.0
+        return 8.0 * self.hidden_size**2 + gate
+
+
+@dataclass(frozen=True)
+class SoftmaxAttention:
+    """`softmax`: keys and values of every token so far; one rank holds the whole sequence."""
+
+    hidden_size: int
+    num_heads: int
+    taps: int
+    shards: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Projections 4 D^2 and taps K D."""
+        return 4 * self.hidden_size**2 + self.taps * self.hidden_size
+
+    @property
+    def buffers(self) -> int:
+        """None."""
+        return 0
+
+    def state_bytes(self, position: int, batch: int = 1) -> int:
+        """A key and a value per token, and the last K - 1 tokens of the convolution."""
+        return FLOAT_BYTES * batch * (2 * position + max(0, self.taps - 1)) * self.hidden_size
+
+    def carry_bytes(self, batch: int = 1) -> int:
+        """Nothing travels."""
+        return 0
+
+    def halo_bytes(self, batch: int = 1) -> int:
+        """Nothing travels."""
+        return 0
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Every token looks at half of the others."""
+        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=2.0 * self.hidden_size * tokens)
+
+    def decode_flops(self, position: int) -> TokenFlops:
+        """One query over all keys and values so far."""
+        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=4.0 * self.hidden_size * position)
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """About eight tensors of [B, L, D]; the fused kernel never holds the scores."""
+        return FLOAT_BYTES * 8 * batch * tokens * self.hidden_size

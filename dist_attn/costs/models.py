@@ -1,0 +1,129 @@
+"""What a whole model costs, from the few numbers of its folder's config.json; no model is built."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.mixers import FLOAT_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
+from dist_attn.errors import ConfigError
+
+__all__ = ["LanguageModelCosts", "read_model_costs"]
+
+Count = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+@dataclass(frozen=True)
+class LanguageModelCosts:
+    """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied to the embedding."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    mlp_size: int
+    mixer: MixerCosts
+
+    @property
+    def parameters(self) -> int:
+        """Learned numbers of the whole model."""
+        size, mlp = self.hidden_size, self.mlp_size
+        norms = 4 * size
+        per_layer = norms + self.mixer.parameters + 2 * size * mlp + mlp + size
+        return self.vocab_size * size + self.num_layers * per_layer + 2 * size
+
+    @property
+    def weights_bytes(self) -> int:
+        """Parameters and buffers as they lie in memory, in float32."""
+        return FLOAT_BYTES * (self.parameters + self.num_layers * self.mixer.buffers)
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """What `batch` sessions keep after `position` tokens each."""
+        return self.num_layers * self.mixer.state_bytes(position, batch)
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Per token, on average over a sequence of `tokens`; hidden states only, no read-out."""
+        return self._all_layers(self.mixer.prefill_flops(tokens, ranks))
+
+    def decode_flops(self, position: int = 0) -> TokenFlops:
+        """Of the token at `position`, with the read-out."""
+        parts = self._all_layers(self.mixer.decode_flops(position))
+        return replace(parts, readout=2.0 * self.hidden_size * self.vocab_size)
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
+
+        The larger of the MLP's (four tensors of the model's width, two of its own) and the mixer's; plus the state
+        after the block, which is made beside the one before it.
+        """
+        mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + 2 * self.mlp_size)
+        return max(mlp, self.mixer.activation_bytes(tokens, batch)) + self.state_bytes(tokens, batch)
+
+    def _all_layers(self, mixer: TokenFlops) -> TokenFlops:
+        return TokenFlops(
+            projections=self.num_layers * mixer.projections,
+            features=self.num_layers * mixer.features,
+            scores=self.num_layers * mixer.scores,
+            state=self.num_layers * mixer.state,
+            mlp=4.0 * self.num_layers * self.hidden_size * self.mlp_size,
+        )
+
+
+class _MixerConfig(msgspec.Struct, frozen=True):
+    kind: str
+    num_heads: Count
+    short_convolution: Annotated[int, Meta(ge=0)] = 4
+    num_random: Count = 64
+    feature: str = "gaussian"
+
+
+class _ModelConfig(msgspec.Struct, frozen=True):
+    kind: str
+    vocab_size: Count
+    hidden_size: Count
+    num_layers: Count
+    mlp_size: Count
+    mixer: _MixerConfig
+
+
+def read_model_costs(folder: Path) -> LanguageModelCosts:
+    """The costs of the model in a folder, by the numbers in its config.json.
+
+    Raises: ConfigError for a file that cannot be read, a number that is missing, or a kind without a formula here.
+    """
+    path = folder / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=_ModelConfig)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is not the configuration of a model: {error}") from None
+    if config.kind != "language_model":
+        raise ConfigError(f"{path} describes a {config.kind!r}; the costs of a 'language_model' are known")
+    return LanguageModelCosts(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        num_layers=config.num_layers,
+        mlp_size=config.mlp_size,
+        mixer=_mixer_costs(path, config.mixer, config.hidden_size),
+    )
+
+
+def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCosts:
+    if hidden_size % mixer.num_heads:
+        raise ConfigError(
+            f"{path}: hidden_size {hidden_size} is not a multiple of num_heads {mixer.num_heads}; it must be"
+        )
+    match mixer.kind, mixer.feature:
+        case ("rfa" | "rfa_gate") as kind, ("gaussian" | "arc_cosine") as feature:
+            return KernelAttention(
+                kind, hidden_size, mixer.num_heads, mixer.num_random, feature, mixer.short_convolution
+            )
+        case "softmax", _:
+            return SoftmaxAttention(hidden_size, mixer.num_heads, mixer.short_convolution)
+    raise ConfigError(
+        f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; the costs of rfa and rfa_gate (gaussian, "
+        "arc_cosine) and of softmax are known"
+    )

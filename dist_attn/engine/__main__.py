@@ -1,0 +1,37 @@
+"""`python -m dist_attn.engine`: one rank, started by the agent."""
+
+import os
+import sys
+
+from dist_attn.control.heartbeat import Pulse
+from dist_attn.control.tether import die_with_parent
+from dist_attn.engine.rank_settings import RankSettings
+from dist_attn.engine.worker import Executor, run_rank
+from dist_attn.errors import ConfigError
+
+
+def make_executor(settings: RankSettings, pulse: Pulse) -> Executor:
+    """Load torch and the model only now: the heartbeat already beats meanwhile."""
+    from dist_attn.engine.executor import open_executor
+
+    return open_executor(settings, pulse)
+
+
+def main() -> int:
+    """Run one rank; the exit code."""
+    # torchrun puts a process between the agent and this one, so this one ties itself to it.
+    die_with_parent()
+    try:
+        settings = RankSettings.from_flags(sys.argv[1:])
+    except ConfigError as error:
+        print(f"python -m dist_attn.engine: {error}", file=sys.stderr)
+        return 2
+    return run_rank(settings, make_executor)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Taking libraries apart can wait for ranks that are gone; everything that matters is closed already.
+    os._exit(code)

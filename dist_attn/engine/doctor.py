@@ -1,0 +1,137 @@
+"""Whether the service would work on this machine, found out by trying; every try has a deadline."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from rich.text import Text
+
+from dist_attn.control.ranks import child_environment
+from dist_attn.costs import estimate, read_model_costs
+from dist_attn.engine import machine
+from dist_attn.engine.finding import Finding, broken
+from dist_attn.engine.probe import OPTIONAL, ProbeSettings, findings_in
+from dist_attn.engine.tables import stdout_console
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.shipped import resolve_model_folder
+
+__all__ = ["doctor", "examine", "probe"]
+
+PROBE_DEADLINE_S = 15.0
+END_DEADLINE_S = 1.0
+USUAL_MESSAGE_BYTES = 1 << 17
+STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
+
+
+def doctor(*, model: str | None, host: str, port: int, data_dir: Path, as_json: bool) -> int:
+    """Print what was found, one line each; 0 when `dist-attn serve` with these settings would work, else 1."""
+    findings = examine(model=model, host=host, port=port, data_dir=data_dir)
+    blocking = [finding.name for finding in findings if finding.blocks]
+    if as_json:
+        items = [msgspec.to_builtins(finding) for finding in findings]
+        print(json.dumps({"object": "doctor", "serve_works": not blocking, "findings": items}))
+    else:
+        _print(findings, blocking)
+    return 1 if blocking else 0
+
+
+def examine(
+    *, model: str | None, host: str, port: int, data_dir: Path, deadline_s: float = PROBE_DEADLINE_S
+) -> list[Finding]:
+    """Everything that was looked at, in the order in which it matters."""
+    problems: list[Finding] = []
+    folder: Path | None = None
+    try:
+        folder = resolve_model_folder(model)
+    except ModelFolderError as error:
+        problems.append(broken("model", str(error), "name another with --model DIR"))
+    needed_bytes, message_bytes = _needs(folder)
+    at_once = [
+        machine.check_python(),
+        machine.check_libraries(),
+        machine.check_cores(),
+        machine.check_memory(needed_bytes),
+        machine.check_disk(data_dir),
+        machine.check_port(host, port),
+    ]
+    tried = probe(folder, message_bytes, deadline_s)
+    return [*at_once, *tried, *problems, machine.check_mpi(), *machine.check_extras()]
+
+
+def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:
+    """What two processes found out about torch, gloo, speed and the model; what they did not get to is broken."""
+    with tempfile.TemporaryDirectory(prefix="dist-attn-doctor-") as private:
+        ranks = [
+            ProbeSettings(
+                rank=rank,
+                folder=private,
+                model="" if folder is None else str(folder.resolve()),
+                message_bytes=message_bytes,
+                timeout_s=deadline_s / 2,  # so that a partner who does not come is still reported
+            )
+            for rank in (0, 1)
+        ]
+        ended = _run(ranks, Path(private), deadline_s)
+        found = findings_in(ranks[0])
+    known = {finding.name for finding in found}
+    waiting = [name for name in ranks[0].checks if name not in known]
+    for name in waiting[:1]:
+        found.append(broken(name, ended, "run it again on a quieter machine", needed=name not in OPTIONAL))
+    for name in waiting[1:]:
+        found.append(broken(name, f"not tried, {waiting[0]} came first", "", needed=name not in OPTIONAL))
+    return found
+
+
+def _run(ranks: list[ProbeSettings], private: Path, deadline_s: float) -> str:
+    """Run both processes until the first has ended or the time is over; how it ended, in words."""
+    words = private / "stderr"
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with words.open("wb") as stderr:
+            for settings in reversed(ranks):
+                command = [sys.executable, "-m", "dist_attn.engine.probe", msgspec.json.encode(settings).decode()]
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stderr,
+                        env=child_environment(),
+                    )
+                )
+        code = processes[-1].wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {deadline_s:g} s"
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_DEADLINE_S)
+    said = words.read_text(errors="replace").strip().splitlines()
+    return f"the process that tried it ended with code {code}" + (f": {said[-1]}" if said else "")
+
+
+def _needs(folder: Path | None) -> tuple[int, int]:
+    """Bytes of memory a rank needs and of the state it sends; usual figures for a model without formulas."""
+    if folder is not None:
+        with contextlib.suppress(ConfigError):
+            model = read_model_costs(folder)
+            return estimate(model, 1 << 20).memory.peak, model.mixer.carry_bytes() or USUAL_MESSAGE_BYTES
+    return 0, USUAL_MESSAGE_BYTES
+
+
+def _print(findings: list[Finding], blocking: list[str]) -> None:
+    console = stdout_console()
+    for finding in findings:
+        line = Text(finding.line())
+        line.stylize(STYLES[finding.status], 0, len(finding.status))
+        console.print(line, soft_wrap=True)
+    if blocking:
+        console.print(f"`dist-attn serve` would not work because of: {', '.join(blocking)}", soft_wrap=True)
+    else:
+        console.print("`dist-attn serve` would work", soft_wrap=True)

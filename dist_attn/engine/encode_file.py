@@ -1,0 +1,242 @@
+"""Encode one file over all ranks of a communicator, block by block, in memory that does not grow with the file."""
+
+import contextlib
+import io
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
+from dist_attn.engine.row_pieces import reduce_to_pieces
+from dist_attn.errors import InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import LanguageModel
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.text import Tokeniser
+from dist_attn.wire.messages import RowPieces, RowSpec
+
+__all__ = ["BLOCK_TOKENS_PER_RANK", "EncodeReport", "encode_file"]
+
+BLOCK_TOKENS_PER_RANK = 4 * GRAIN
+_READ_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class EncodeReport:
+    """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block."""
+
+    tokens: int
+    rows: int
+    seconds: float
+    tokens_per_second: float
+    ranks: int
+    backend: str
+    peak_rss_mib: list[float]
+    carry_bytes_per_rank: int
+
+
+@torch.inference_mode()
+def encode_file(
+    comm: Communicator,
+    model: LanguageModel,
+    tokeniser: Tokeniser,
+    source: Path,
+    target: Path,
+    spec: RowSpec,
+    *,
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> EncodeReport | None:
+    """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
+
+    Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block.
+    `on_progress` gets the bytes read so far. The target appears only when it is complete.
+
+    Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged).
+    """
+    started = time.perf_counter()
+    dim = model.config.hidden_size
+    state, position, carry_bytes = model.initial_state(1), 0, 0
+    with contextlib.ExitStack() as stack:
+        blocks, writer = _open_together(comm, stack, tokeniser, source, target, dim, spec, on_progress)
+        while len(tokens := _next_block(comm, blocks)):
+            layout = SequenceLayout.even(len(tokens), comm.size, GRAIN)
+            start, stop = layout.range(comm.rank)
+            comm.traffic.clear()
+            h_BLD, state = model.hidden(tokens[None, start:stop], ShardedSequenceOps(comm, layout), state)
+            carry_bytes = sum(e.bytes_sent for e in comm.traffic.events if e.label == "carry") // max(1, comm.size - 1)
+            pieces = reduce_to_pieces(h_BLD[0], position + start, 0, spec)
+            for part in _collect(comm, pieces, dim):
+                if writer is not None:
+                    writer.add(part)
+            position += len(tokens)
+        if writer is not None:
+            writer.finish(position)
+    seconds = time.perf_counter() - started
+    peaks = comm.all_gather(torch.tensor([_peak_rss_mib()], dtype=torch.float64))[:, 0].tolist()
+    if writer is None:
+        return None
+    return EncodeReport(
+        tokens=position,
+        rows=writer.rows,
+        seconds=round(seconds, 3),
+        tokens_per_second=round(position / seconds, 1),
+        ranks=comm.size,
+        backend=comm.backend,
+        peak_rss_mib=[round(peak, 1) for peak in peaks],
+        carry_bytes_per_rank=carry_bytes,
+    )
+
+
+def _open_together(
+    comm: Communicator,
+    stack: contextlib.ExitStack,
+    tokeniser: Tokeniser,
+    source: Path,
+    target: Path,
+    dim: int,
+    spec: RowSpec,
+    on_progress: Callable[[int], None],
+) -> tuple[Iterator[np.ndarray] | None, "_RowWriter | None"]:
+    """The token blocks and the writer on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
+    problem, blocks, writer = "", None, None
+    if comm.rank == 0:
+        try:
+            text = stack.enter_context(_open_text(source))
+            writer = stack.enter_context(_row_writer(target, source, dim, spec))
+            blocks = _token_blocks(text, tokeniser, comm.size * BLOCK_TOKENS_PER_RANK, on_progress)
+        except InputError as error:
+            problem = str(error)
+    note = torch.frombuffer(bytearray(problem.encode()[:1024].ljust(1024, b"\0")), dtype=torch.uint8)
+    words = bytes(comm.broadcast(note, 0).tolist()).rstrip(b"\0").decode(errors="replace")
+    if words:
+        raise InputError(words)
+    return blocks, writer
+
+
+def _open_text(source: Path) -> io.BufferedReader:
+    try:
+        file = source.open("rb")
+        empty = not file.peek(1)
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror}") from None
+    if empty:
+        file.close()
+        raise InputError(f"{source} is empty; encoding needs at least one byte")
+    return file
+
+
+def _token_blocks(
+    text: IO[bytes], tokeniser: Tokeniser, size: int, on_progress: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """The text's tokens in blocks of `size`; the last one is shorter."""
+    tail, waiting, read = b"", np.empty(0, dtype=np.int32), 0
+    while True:
+        piece = text.read(_READ_BYTES)
+        read += len(piece)
+        tokens, consumed = tokeniser.encode_piece(tail + piece, final=not piece)
+        tail = (tail + piece)[consumed:]
+        waiting = np.concatenate([waiting, tokens])
+        while len(waiting) >= size or (not piece and len(waiting)):
+            block, waiting = waiting[:size], waiting[size:]
+            yield block
+            on_progress(read)
+        if not piece:
+            return
+
+
+def _next_block(comm: Communicator, blocks: Iterator[np.ndarray] | None) -> torch.Tensor:
+    """The next block on every rank; empty at the end."""
+    block = next(blocks, np.empty(0, dtype=np.int32)) if blocks is not None else np.empty(0, dtype=np.int32)
+    count = int(comm.broadcast(torch.tensor([len(block)]), 0))
+    if not count:
+        return torch.empty(0, dtype=torch.int64)
+    mine = torch.from_numpy(block) if blocks is not None else torch.empty(count, dtype=torch.int32)
+    return comm.broadcast(mine, 0).to(torch.int64)
+
+
+def _collect(comm: Communicator, pieces: RowPieces, dim: int) -> list[RowPieces]:
+    """All ranks' pieces, in order of rank, on rank 0; nothing elsewhere."""
+    if comm.size == 1:
+        return [pieces]
+    count = len(pieces.starts)
+    counts = comm.all_gather(torch.tensor([count]))[:, 0].tolist()
+    ranges = torch.tensor([pieces.starts, pieces.stops], dtype=torch.int64).T.reshape(count, 2)
+    vectors = torch.frombuffer(bytearray(pieces.vectors), dtype=torch.float32) if count else torch.empty(0)
+    send = [count] + [0] * (comm.size - 1)
+    receive = counts if comm.rank == 0 else [0] * comm.size
+    all_ranges = comm.all_to_all(ranges, send, receive)
+    all_vectors = comm.all_to_all(vectors.reshape(count, dim), send, receive)
+    if comm.rank != 0:
+        return []
+    return [
+        RowPieces(0, r[:, 0].tolist(), r[:, 1].tolist(), v.numpy().tobytes())
+        for r, v in zip(all_ranges.split(counts), all_vectors.split(counts), strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _row_writer(target: Path, source: Path, dim: int, spec: RowSpec) -> Iterator["_RowWriter"]:
+    """A .npy file that grows beside its final name; nothing is left behind when it is not finished.
+
+    Raises: InputError when there is no folder to write it to, the name is not a file's, or it is that of the text.
+    """
+    try:
+        if target.exists() and not target.is_file():
+            # Renaming onto a device would replace it, /dev/null too.
+            raise InputError(f"{target} is a folder or a device; give the name of a file for the rows")
+        if target.exists() and target.samefile(source):
+            raise InputError(f"{target} is the text itself, which the rows would replace; give another name for them")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
+        file = temporary.open("wb")
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}; its folder must exist") from None
+    try:
+        with file:
+            writer = _RowWriter(file, dim, spec)
+            yield writer
+        if writer.finished:
+            temporary.rename(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class _RowWriter:
+    def __init__(self, file: IO[bytes], dim: int, spec: RowSpec) -> None:
+        self._file, self._dim = file, dim
+        self._assembler = RowAssembler(spec, dim)
+        self.rows = 0
+        self.finished = False
+        self._header()
+
+    def add(self, pieces: RowPieces) -> None:
+        self._write(self._assembler.add(pieces, None))
+
+    def finish(self, total: int) -> None:
+        self._write(self._assembler.finish(total))
+        self._file.seek(0)
+        self._header()
+        self.finished = True
+
+    def _write(self, batches: list[RowBatch]) -> None:
+        for batch in batches:
+            self._file.write(np.ascontiguousarray(batch.vectors, dtype="<f4").tobytes())
+            self.rows += len(batch.vectors)
+
+    def _header(self) -> None:
+        # numpy pads the header so that the first dimension can grow in place: the same length for any row count.
+        header = {"descr": "<f4", "fortran_order": False, "shape": (self.rows, self._dim)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+def _peak_rss_mib() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20) if sys.platform == "darwin" else peak / (1 << 10)

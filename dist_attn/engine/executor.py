@@ -1,0 +1,141 @@
+"""The model on this rank's device: opens, prefills, decodes and closes sessions as the steps say."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+
+from dist_attn.checkpoints import load_model
+from dist_attn.comm import Communicator, open_communicator
+from dist_attn.control.heartbeat import Pulse
+from dist_attn.engine.decode_slots import DecodeSlots
+from dist_attn.engine.rank_settings import RankSettings
+from dist_attn.engine.row_pieces import reduce_to_pieces
+from dist_attn.errors import EngineError
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import LanguageModel, ModelState
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.shipped import resolve_model_folder
+from dist_attn.text import load_tokeniser
+from dist_attn.wire.messages import DecodeOp, Drawn, OpenOp, PrefillOp, RowPieces, RowSpec, SamplingSpec, SessionFault
+
+__all__ = ["ModelExecutor", "open_executor"]
+
+
+@dataclass
+class _Prefilling:
+    """A session whose input is not complete; the state is equal on all ranks."""
+
+    state: ModelState
+    rows: RowSpec | None
+    sampling: SamplingSpec | None
+    position: int = 0
+
+
+def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor":
+    """Join the other ranks and load the model folder of `settings` onto this rank's device.
+
+    Raises: ModelFolderError for a folder that is not a model, CommError if the ranks do not come together.
+    """
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    device = torch.device("cpu")
+    if settings.backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    backend = settings.backend if settings.ranks > 1 else "local"
+    comm = open_communicator(backend, timeout_s=settings.exchange_deadline_s, device=device)
+    folder = resolve_model_folder(settings.model)
+    model = load_model(folder).to(device)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: pulse.advance())
+    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder))
+
+
+def _end_token(folder: Path) -> int | None:
+    """The model's end token; a folder without a tokeniser has none, and completions end by their length."""
+    return load_tokeniser(folder).end_token if (folder / "tokenizer.json").is_file() else None
+
+
+@final
+class ModelExecutor:
+    """The sessions of this rank. Memory: one state per session; hidden states live no longer than their operation."""
+
+    def __init__(self, model: LanguageModel, comm: Communicator, *, name: str, end_token: int | None) -> None:
+        self.model = name
+        self.hidden_size = model.config.hidden_size
+        self.vocab_size = model.config.vocab_size
+        self.end_token = end_token
+        self._language_model = model
+        self._device = model.embedding.weight.device
+        self._comm = comm
+        self._prefilling: dict[int, _Prefilling] = {}
+        self._decoding = DecodeSlots(model)
+        self._warm_up()
+
+    @torch.inference_mode()
+    def open(self, op: OpenOp) -> None:
+        """Begin a session with the empty state."""
+        self._prefilling[op.session] = _Prefilling(self._language_model.initial_state(1), op.rows, op.sampling)
+
+    @torch.inference_mode()
+    def prefill(self, op: PrefillOp) -> RowPieces | None:
+        """Feed this rank's slice of a block; the pieces of rows in it, for an encoding.
+
+        Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost.
+        """
+        session = self._known(op.session)
+        if op.start != session.position:
+            raise EngineError(f"a block of session {op.session} starts at {op.start}; due is {session.position}")
+        ops: SequenceOps = LocalSequenceOps()
+        start, length = 0, op.lengths[self._comm.rank]
+        if self._comm.size > 1:
+            layout = SequenceLayout.from_lengths(op.lengths)
+            ops = ShardedSequenceOps(self._comm, layout)
+            start = layout.range(self._comm.rank)[0]
+        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
+        if len(tokens_L) != length:
+            raise EngineError(f"{len(tokens_L)} tokens of session {op.session} came; this rank's slice has {length}")
+        h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
+        session.position += sum(op.lengths)
+        if session.rows is None or not length:
+            return None
+        return reduce_to_pieces(h_BLD[0], op.start + start, op.session, session.rows)
+
+    @torch.inference_mode()
+    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]:
+        """Draw one token for each session; those that come for the first time leave prefill for good."""
+        for entry in op.entries:
+            if entry.session not in self._decoding:
+                session = self._known(entry.session)
+                if session.sampling is None or entry.token is None:
+                    raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
+                del self._prefilling[entry.session]
+                self._decoding.take_in(entry.session, session.state, session.sampling)
+        return self._decoding.draw(op.entries)
+
+    @torch.inference_mode()
+    def close(self, session: int) -> None:
+        """Drop the session's state; an unknown session is ignored."""
+        self._prefilling.pop(session, None)
+        self._decoding.forget(session)
+
+    def shut_down(self) -> None:
+        """Leave the group."""
+        self._comm.close()
+
+    def _known(self, session: int) -> _Prefilling:
+        if session not in self._prefilling:
+            raise EngineError(f"session {session} is not open on rank {self._comm.rank}; an OpenOp must come first")
+        return self._prefilling[session]
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run a few tokens, so that a model which cannot be sharded is refused before the hello."""
+        lengths = [8] * self._comm.size
+        ops: SequenceOps = LocalSequenceOps()
+        if self._comm.size > 1:
+            ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
+        self._language_model.hidden(torch.zeros(1, 8, dtype=torch.int64, device=self._device), ops)

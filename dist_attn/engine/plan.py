@@ -1,0 +1,105 @@
+"""What a document will cost before anything is started: the figures of `costs`, as a table or as JSON."""
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from dist_attn.control.rows import GRAIN
+from dist_attn.costs import Estimate, Rates, estimate, parse_count, read_model_costs
+from dist_attn.engine.tables import Table, byte_size, duration, print_tables
+from dist_attn.errors import InputError
+from dist_attn.shipped import resolve_model_folder
+
+__all__ = ["BLOCK_TOKENS", "plan"]
+
+BLOCK_TOKENS = 4 * GRAIN  # per rank, as `encode` and the controller cut
+
+
+def plan(tokens: str, *, ranks: int, model: str | None, gflops: float | None, as_json: bool) -> None:
+    """Print what reading `tokens` (like 2M) costs on `ranks` ranks; `gflops` is one rank's matmul rate.
+
+    Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model.
+    """
+    count = parse_count(tokens)
+    folder = resolve_model_folder(model)
+    rates = Rates()
+    if gflops is not None:
+        if not 0 < gflops < float("inf"):
+            raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
+        rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
+    result = estimate(read_model_costs(folder), count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates)
+    name = folder.resolve().name
+    if as_json:
+        print(json.dumps(_as_object(name, result)))
+    else:
+        _print(name, result)
+
+
+def _as_object(model: str, result: Estimate) -> dict[str, Any]:
+    values = asdict(result)
+    memory, rates = values.pop("memory"), values.pop("rates")
+    return {
+        "object": "plan",
+        "model": model,
+        **values,
+        "prefill_seconds": result.prefill_seconds,
+        "memory_bytes_per_rank": {**memory, "peak": result.memory.peak},
+        "assumed_rates_per_rank": rates,
+    }
+
+
+def _print(model: str, result: Estimate) -> None:
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks:,} ranks"
+    print_tables(
+        f"{result.tokens:,} tokens on {ranks} with {model} ({result.parameters:,} parameters)",
+        [_memory(result), _exchange(result), _time(result), _output(result)],
+        _notes(result),
+    )
+
+
+def _memory(result: Estimate) -> Table:
+    memory = result.memory
+    rows = [
+        ("Python and libraries", byte_size(memory.process)),
+        ("weights", byte_size(memory.weights)),
+        ("state of one session", byte_size(memory.state)),
+        ("temporary tensors of a block", byte_size(memory.activations)),
+        ("other ranks' states", byte_size(memory.exchange)),
+        ("peak", byte_size(memory.peak)),
+    ]
+    return Table("Memory per rank", rows)
+
+
+def _exchange(result: Estimate) -> Table:
+    rows = [
+        ("states", byte_size(result.carry_message_bytes), byte_size(result.carry_bytes_sent)),
+        ("edge tokens", byte_size(result.halo_message_bytes), byte_size(result.halo_bytes_sent)),
+    ]
+    return Table("Exchange per rank", rows, ("", "a layer and block", "sent in all"))
+
+
+def _time(result: Estimate) -> Table:
+    rows = [
+        ("computing", duration(result.compute_seconds)),
+        ("exchanging", duration(result.exchange_seconds)),
+        ("reading the document", duration(result.prefill_seconds)),
+        ("tokens read per second", f"{result.tokens / result.prefill_seconds:,.0f}"),
+        ("tokens written per second", f"{result.decode_tokens_per_second:,.0f}"),
+    ]
+    return Table("Time", rows)
+
+
+def _output(result: Estimate) -> Table:
+    titles = {"token": "a row per token", "window": "a row per 512 tokens", "document": "one row in all"}
+    rows = [(titles[name], *(byte_size(size) for size in sizes.values())) for name, sizes in result.output.items()]
+    return Table("Output", rows, ("", *next(iter(result.output.values()))))
+
+
+def _notes(result: Estimate) -> list[str]:
+    rates = result.rates
+    return [
+        f"Assumed for each rank: {rates.matmul_flops_per_s / 1e9:g} GFLOP/s in matrix products, of which reading "
+        f"reaches {rates.prefill_efficiency:.0%}; {rates.memory_bytes_per_s / 1e9:g} GB/s of memory, which bounds "
+        f"writing; {rates.link.latency_s * 1e6:g} us and {rates.link.bytes_per_s / 1e9:g} GB/s between ranks.",
+        "`dist-attn doctor` measures this machine; give its rate with --gflops.",
+    ]

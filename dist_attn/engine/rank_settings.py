@@ -1,0 +1,61 @@
+"""What a rank is told when it starts: by flags from the agent, and its number by whoever launched the group."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dist_attn.errors import ConfigError
+
+__all__ = ["RankSettings", "rank_from_environment"]
+
+# What torchrun (and the agent), MPICH and Open MPI call the number of a rank and how many there are.
+RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """One rank of one epoch. Units: names that end in `_s` are seconds."""
+
+    controller: str
+    epoch: int
+    ranks: int
+    rank: int
+    model: str
+    backend: str = "gloo"
+    heartbeat_s: float = 0.5
+    silence_deadline_s: float = 10.0
+    exchange_deadline_s: float = 30.0
+
+    @classmethod
+    def from_flags(cls, arguments: list[str]) -> "RankSettings":
+        """Read the agent's flags; exits with code 2 and a message on stderr if they do not fit.
+
+        Raises: ConfigError if the environment does not tell which rank this is.
+        """
+        parser = argparse.ArgumentParser(prog="python -m dist_attn.engine", description="One rank of the engine.")
+        parser.add_argument("--controller", required=True, help="ZeroMQ address of the controller")
+        parser.add_argument("--epoch", type=int, required=True)
+        parser.add_argument("--ranks", type=int, required=True)
+        parser.add_argument("--model", required=True, help="model folder")
+        parser.add_argument("--backend", default=cls.backend)
+        for name in ("heartbeat_s", "silence_deadline_s", "exchange_deadline_s"):
+            parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(cls, name))
+        given = parser.parse_args(arguments)
+        return cls(rank=rank_from_environment(os.environ, given.ranks), **vars(given))
+
+
+def rank_from_environment(environ: Mapping[str, str], ranks: int) -> int:
+    """The number of this rank, as the launcher says; alone it is 0.
+
+    Raises: ConfigError if the launcher started another number of ranks.
+    """
+    for rank_name, size_name in RANK_VARIABLES:
+        if rank_name in environ:
+            rank, size = environ[rank_name], environ.get(size_name, "")
+            if not rank.isdigit() or size != str(ranks) or int(rank) >= ranks:
+                raise ConfigError(f"{rank_name}={rank} of {size_name}={size} does not fit --ranks {ranks}")
+            return int(rank)
+    if ranks != 1:
+        raise ConfigError(f"--ranks is {ranks}, but no launcher says which rank this is; start it by torchrun")
+    return 0

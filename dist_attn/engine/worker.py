@@ -1,0 +1,170 @@
+"""The rank loop: waits on its socket for the next numbered step, performs it, answers; never waits in a collective."""
+
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from os import getpid
+from typing import Protocol
+
+import zmq
+
+from dist_attn.control.heartbeat import HeartbeatThread, Pulse
+from dist_attn.control.identities import rank_identity
+from dist_attn.engine.rank_settings import RankSettings
+from dist_attn.errors import InputError, WireError
+from dist_attn.wire.messages import (
+    PROTOCOL_VERSION,
+    CloseOp,
+    DecodeOp,
+    Drawn,
+    OpenOp,
+    PrefillOp,
+    RankFailed,
+    RankHello,
+    RowPieces,
+    SessionFault,
+    Shutdown,
+    Step,
+    StepDone,
+)
+from dist_attn.wire.sockets import Dealer
+
+__all__ = ["Executor", "run_rank"]
+
+WAIT_S = 1.0
+SEND_S = 30.0
+ERROR_CHARACTERS = 2000
+
+
+class Executor(Protocol):
+    """The model on this rank's device; called by one thread, in the order of the steps."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_token(self) -> int | None: ...
+
+    def open(self, op: OpenOp) -> None: ...
+
+    def prefill(self, op: PrefillOp) -> RowPieces | None: ...
+
+    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
+
+    def close(self, session: int) -> None: ...
+
+    def shut_down(self) -> None: ...
+
+
+def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Pulse], Executor]) -> int:
+    """Load the model, say hello, and take steps until the controller says otherwise; the exit code.
+
+    An exception is reported to the controller; the rank never goes on after one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the controller ends its ranks
+    pulse = Pulse()
+    heartbeat = HeartbeatThread(
+        settings.controller,
+        settings.epoch,
+        settings.rank,
+        pulse,
+        every_s=settings.heartbeat_s,
+        silence_deadline_s=settings.silence_deadline_s,
+    )
+    heartbeat.start()
+    context = zmq.Context[zmq.Socket[bytes]](1)
+    identity = rank_identity(settings.epoch, settings.rank).decode()
+    with Dealer(context, settings.controller, identity) as dealer:
+        try:
+            executor = make_executor(settings, pulse)
+            _take_steps(settings, executor, dealer, pulse)
+            executor.shut_down()
+            code = 0
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+            if isinstance(error, InputError):
+                # The words say all there is to know, such as which file of the model folder is damaged.
+                print(f"rank {settings.rank}: {text}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc(file=sys.stderr)
+                sys.stderr.flush()
+            dealer.send(RankFailed(settings.epoch, settings.rank, pulse.step_done + 1, text), 1.0)
+            code = 1
+    heartbeat.stop()
+    context.term()
+    return code
+
+
+def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, pulse: Pulse) -> None:
+    dealer.send(
+        RankHello(
+            PROTOCOL_VERSION,
+            settings.epoch,
+            settings.rank,
+            settings.ranks,
+            getpid(),
+            socket.gethostname(),
+            executor.model,
+            executor.hidden_size,
+            executor.vocab_size,
+            executor.end_token,
+        ),
+        SEND_S,
+    )
+    pulse.phase = "idle"
+    while True:
+        # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
+        message = dealer.receive(WAIT_S)
+        if message is None:
+            continue
+        if isinstance(message, Shutdown) and message.epoch == settings.epoch:
+            return
+        step = _due(message, settings.epoch, pulse.step_done + 1)
+        dealer.send(_perform(step, settings.rank, executor, pulse), SEND_S)
+        pulse.step_done = step.k
+        pulse.phase = "idle"
+
+
+def _due(message: object, epoch: int, k: int) -> Step:
+    """The message, if it is the step that is due.
+
+    Raises: WireError for anything else: after a gap this rank's state would be wrong without anybody noticing.
+    """
+    if not isinstance(message, Step):
+        raise WireError(f"a rank was sent a {type(message).__name__}; needed is a Step or a Shutdown")
+    if (message.epoch, message.k) != (epoch, k):
+        raise WireError(f"step {message.k} of epoch {message.epoch} came; due is step {k} of epoch {epoch}")
+    return message
+
+
+def _perform(step: Step, rank: int, executor: Executor, pulse: Pulse) -> StepDone:
+    began = time.monotonic()
+    pieces: list[RowPieces] = []
+    drawn: list[Drawn | SessionFault] = []
+    for op in step.ops:
+        match op:
+            case OpenOp():
+                executor.open(op)
+            case PrefillOp():
+                pulse.phase = "prefill"
+                result = executor.prefill(op)
+                if result is not None:
+                    pieces.append(result)
+            case DecodeOp():
+                pulse.phase = "decode"
+                drawn += executor.decode(op)
+            case CloseOp():
+                executor.close(op.session)
+        pulse.advance()
+    faults = [result for result in drawn if isinstance(result, SessionFault)]
+    tokens = [result for result in drawn if isinstance(result, Drawn)]
+    return StepDone(step.epoch, step.k, rank, time.monotonic() - began, pieces, tokens, faults)

@@ -1,0 +1,74 @@
+"""The error tree of the engine: every failure a user can meet, in one place.
+
+    DistAttnError                     anything raised on purpose by this package
+    ├── InputError (ValueError)       the caller gave something unusable: exit code 2, HTTP 4xx
+    │   ├── ShapeError                tensors whose shapes or dtypes do not fit together
+    │   ├── ConfigError               a configuration value or key that is not accepted
+    │   ├── ModelFolderError          a model folder that is missing, incomplete or of another kind
+    │   └── TokenError                bytes or token ids that the tokeniser cannot take
+    ├── CommError                     an exchange between ranks failed; names the rank and the operation
+    │   └── MismatchError             ranks called different operations, shapes, dtypes or layouts
+    ├── WireError                     a message between processes that cannot be read or is out of order
+    ├── EngineError                   the rank group failed while it held work
+    └── MissingExtraError             an optional dependency is needed; says which `pip install` gives it
+
+A message says what was given, what was needed and what to do about it.
+"""
+
+__all__ = [
+    "CommError",
+    "ConfigError",
+    "DistAttnError",
+    "EngineError",
+    "InputError",
+    "MismatchError",
+    "MissingExtraError",
+    "ModelFolderError",
+    "ShapeError",
+    "TokenError",
+    "WireError",
+]
+
+
+class DistAttnError(Exception):
+    """Anything this package raises on purpose."""
+
+
+class InputError(DistAttnError, ValueError):
+    """The caller gave something unusable."""
+
+
+class ShapeError(InputError):
+    """Tensors whose shapes or dtypes do not fit together."""
+
+
+class ConfigError(InputError):
+    """A configuration value or key that is not accepted."""
+
+
+class ModelFolderError(InputError):
+    """A model folder that is missing, incomplete or of another kind."""
+
+
+class TokenError(InputError):
+    """Bytes or token ids that the tokeniser cannot take."""
+
+
+class CommError(DistAttnError):
+    """An exchange between ranks failed."""
+
+
+class MismatchError(CommError):
+    """Ranks called different operations, shapes, dtypes or layouts."""
+
+
+class WireError(DistAttnError):
+    """A message between processes that cannot be read or is out of order."""
+
+
+class EngineError(DistAttnError):
+    """The rank group failed while it held work."""
+
+
+class MissingExtraError(DistAttnError):
+    """An optional dependency is needed and not installed."""

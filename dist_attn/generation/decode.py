@@ -1,0 +1,67 @@
+"""Tokens after a prompt: prefill in blocks, then one step of the recurrent state for each token."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from dist_attn.errors import InputError
+from dist_attn.generation.sampling import generator_for, sample
+from dist_attn.models import LanguageModel, ModelState
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.text.base import Tokens
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.sampling import check_sampling
+
+__all__ = ["PREFILL_BLOCK", "generate", "prefill"]
+
+PREFILL_BLOCK = 512
+"""Tokens of a prompt that are fed at a time; memory does not grow with the prompt."""
+
+
+def generate(
+    model: LanguageModel,
+    prompt_tokens: Tokens,
+    spec: SamplingSpec,
+    *,
+    end_token: int | None = None,
+    on_token: Callable[[int], None] | None = None,
+) -> list[int]:
+    """The tokens drawn after a prompt: `max_tokens` of them, or fewer where `end_token` is drawn, which is left out.
+
+    `on_token` is called with each token as soon as it is drawn. The result of a seed depends on nothing else.
+
+    Raises: InputError for an unusable specification or an empty prompt; TokenError for ids the model does not know;
+    EngineError when the model gives logits that allow no draw.
+    """
+    check_sampling(spec)
+    prompt_L = torch.from_numpy(np.array(prompt_tokens, dtype=np.int64))
+    if not len(prompt_L):
+        raise InputError("the prompt has no tokens; give at least one, for example the tokeniser's end token")
+    generator = generator_for(spec, session=0)
+    device = model.embedding.weight.device
+    drawn: list[int] = []
+    with torch.inference_mode():
+        state = prefill(model, prompt_L[:-1].to(device))
+        token = int(prompt_L[-1])
+        while len(drawn) < spec.max_tokens:
+            logits_BV, state = model.step(torch.tensor([token], device=device), state)
+            (token,) = sample(logits_BV, [spec], [generator])
+            if token == end_token:
+                break
+            drawn.append(token)
+            if on_token is not None:
+                on_token(token)
+    return drawn
+
+
+def prefill(model: LanguageModel, tokens_L: torch.Tensor, state: ModelState | None = None) -> ModelState:
+    """The state after these tokens, fed in blocks of PREFILL_BLOCK to bound the memory; no logits are computed.
+
+    Shapes: tokens [L] int64 on the model's device; none leave the state as it is.
+    Raises: TokenError for ids the model does not know.
+    """
+    state = model.initial_state(1) if state is None else state
+    for block_L in tokens_L.split(PREFILL_BLOCK) if len(tokens_L) else ():
+        _, state = model.hidden(block_L[None], LocalSequenceOps(), state)
+    return state

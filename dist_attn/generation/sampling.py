@@ -1,0 +1,77 @@
+"""Drawing the next token of each sequence; a sequence's draws depend on its own logits and generator alone."""
+
+import numpy as np
+import torch
+
+from dist_attn.errors import EngineError, ShapeError
+from dist_attn.wire.messages import SamplingSpec
+
+__all__ = ["generator_for", "sample"]
+
+
+def generator_for(spec: SamplingSpec, session: int) -> torch.Generator:
+    """The random numbers of one session: those of its seed, or fresh ones where the seed is None.
+
+    The seed alone decides: the same request in another session draws the same tokens.
+    """
+    if spec.seed is not None:
+        # torch keeps the low 32 bits of a seed: all 64 are mixed first, or -1 and 2**63 - 1 would be one seed.
+        mixed = np.random.SeedSequence(spec.seed % (1 << 64)).generate_state(1, np.uint32)
+        return torch.Generator().manual_seed(int(mixed[0]))
+    fresh = np.random.SeedSequence(spawn_key=(session,)).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(fresh[0]))
+
+
+def sample(logits_BV: torch.Tensor, specs: list[SamplingSpec], generators: list[torch.Generator]) -> list[int]:
+    """One token for each sequence: top_k first, then top_p of what it left, then one draw.
+
+    Temperature 0 takes the largest logit, the lowest id among equals, and leaves the generator untouched; every
+    other draw takes exactly one random number. A logit of -inf is never drawn.
+
+    Shapes: logits [B, V] of any floating type on any device; B specs, B generators on the CPU -> B ids.
+    Raises: ShapeError when the numbers differ; EngineError for logits that allow no draw.
+    Reference: top_p is nucleus sampling, Holtzman et al. 2020.
+    """
+    if logits_BV.dim() != 2 or not len(logits_BV) == len(specs) == len(generators) or not logits_BV.shape[1]:
+        raise ShapeError(
+            f"logits of shape {list(logits_BV.shape)} came with {len(specs)} specifications and {len(generators)} "
+            "generators; needed is [B, V] with B of each"
+        )
+    # Float64 on the CPU, row by row: no row of a batch can change the rounding of another, nor can the device.
+    rows = logits_BV.detach().to(device="cpu", dtype=torch.float64)
+    drawn = []
+    for row, (logits_V, spec, generator) in enumerate(zip(rows, specs, generators, strict=True)):
+        _check_row(logits_V, row)
+        drawn.append(int(logits_V.argmax()) if spec.temperature == 0 else _draw(logits_V, spec, generator))
+    return drawn
+
+
+def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator) -> int:
+    """One id from the filtered distribution, by inverting its cumulative sum at one random number."""
+    # Stable, so that among equal logits the lower id is kept by the filters.
+    sorted_V, ids_V = logits_V.sort(descending=True, stable=True)
+    if spec.top_k:
+        sorted_V = sorted_V[: spec.top_k]
+    # The maximum is subtracted before the division: a tiny temperature then gives exp(-inf) = 0 and no inf - inf.
+    weights_V = ((sorted_V - sorted_V[0]) / spec.temperature).exp()
+    sums_V = weights_V.cumsum(0)
+    if spec.top_p < 1:
+        # A token stays while those before it do not reach top_p yet, so the first one always stays.
+        kept = 1 + int((sums_V[:-1] < spec.top_p * sums_V[-1]).sum())
+        sums_V = sums_V[:kept]
+    point = torch.rand((), generator=generator, dtype=torch.float64) * sums_V[-1]
+    # The first sum above the point: a weight of 0 adds nothing to its sum and so is never the first.
+    place = int(torch.searchsorted(sums_V, point, right=True))
+    return int(ids_V[min(place, int(torch.searchsorted(sums_V, sums_V[-1])))])
+
+
+def _check_row(logits_V: torch.Tensor, row: int) -> None:
+    """Raises EngineError for NaN, for +inf, and where every token is ruled out."""
+    broken = int((logits_V.isnan() | logits_V.isposinf()).sum())
+    if broken:
+        raise EngineError(
+            f"the model gave NaN or +inf for {broken} of the {len(logits_V)} logits of sequence {row} in the batch; "
+            "nothing can be drawn from them. Its weights or its state are damaged: load the model again"
+        )
+    if bool(logits_V.isneginf().all()):
+        raise EngineError(f"all {len(logits_V)} logits of sequence {row} in the batch are -inf, so no token is left")

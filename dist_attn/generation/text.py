@@ -1,0 +1,56 @@
+"""Text after a prompt: a model folder and bytes in, UTF-8 text out as it is drawn."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
+from dist_attn.errors import InputError
+from dist_attn.generation.decode import generate
+from dist_attn.text import IncrementalDecoder
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.sampling import check_sampling
+
+__all__ = ["generate_text"]
+
+
+def generate_text(
+    model_name: str | None, data: bytes, spec: SamplingSpec, on_text: Callable[[str], None] = lambda _: None
+) -> dict[str, Any]:
+    """Continue the text in `data` under a model folder or shipped model, with a report in plain values.
+
+    `on_text` gets each piece of text as soon as it is certain: a character split over tokens waits until it is whole.
+    `seconds` and the speed are those of prefill and drawing; loading the model is not counted.
+
+    Raises: InputError for an empty prompt or an unusable specification, ModelFolderError for an unusable model.
+    """
+    check_sampling(spec)
+    if not data:
+        raise InputError("the prompt is empty; give at least one byte of text to continue")
+    folder = resolve_model_folder(model_name)
+    model, tokeniser = load_model_and_tokeniser(folder)
+    decoder, pieces = IncrementalDecoder(tokeniser), list[str]()
+
+    def show(text: str) -> None:
+        if text:
+            pieces.append(text)
+            on_text(text)
+
+    started = time.perf_counter()
+    drawn = generate(
+        model,
+        tokeniser.encode(data),
+        spec,
+        end_token=tokeniser.end_token,
+        on_token=lambda token: show(decoder.push(token)),
+    )
+    show(decoder.finish())
+    seconds = time.perf_counter() - started
+    return {
+        "text": "".join(pieces),
+        "tokens": len(drawn),
+        "finish_reason": "length" if len(drawn) == spec.max_tokens else "stop",
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(len(drawn) / seconds, 1),
+        "model": folder.name,
+    }

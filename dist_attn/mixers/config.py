@@ -1,0 +1,55 @@
+"""What a mixer is made of: frozen configuration values with a `kind`, read from a model folder's config.json."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["DenominatorConfig", "MixerConfig", "RandomFeatureConfig", "SoftmaxConfig"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DenominatorConfig(_Config):
+    """The saved form of `ops.Denominator`."""
+
+    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
+    # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0002).
+    eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+
+
+class _HeadsConfig(_Config):
+    hidden_size: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    # Taps of a causal depthwise convolution over the input, before q, k and v; 0 switches it off.
+    short_convolution: int = Field(default=4, ge=0, le=64)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "_HeadsConfig":
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+class RandomFeatureConfig(_HeadsConfig):
+    """Random feature attention (`rfa`) and its gated form (`rfa_gate`)."""
+
+    kind: Literal["rfa", "rfa_gate"]
+    feature: Literal["gaussian", "arc_cosine"] = "gaussian"
+    num_random: int = Field(default=64, ge=1)
+    seed: int = 0
+    denominator: DenominatorConfig = DenominatorConfig()
+
+
+class SoftmaxConfig(_HeadsConfig):
+    """Exact softmax attention."""
+
+    kind: Literal["softmax"]
+
+
+MixerConfig = Annotated[RandomFeatureConfig | SoftmaxConfig, Field(discriminator="kind")]

@@ -1,0 +1,137 @@
+"""Random feature attention, plain and gated (RFA and RFA-Gate)."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.feature_maps import ArcCosine, Gaussian
+from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.config import RandomFeatureConfig
+from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
+from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
+
+__all__ = ["RandomFeatureAttention", "RandomFeatureState"]
+
+# Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
+GATE_BIAS_RANGE = (-1.0, 5.0)
+
+
+@dataclass(frozen=True)
+class RandomFeatureState:
+    """The attention state and the last tokens that the short convolution still needs."""
+
+    attention: LinearState
+    tail_BKD: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return (*self.attention.tensors(), self.tail_BKD)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "RandomFeatureState":
+        """The same kind of state over other tensors."""
+        *attention, tail_BKD = tensors
+        return RandomFeatureState(LinearState(*attention), tail_BKD)
+
+
+class RandomFeatureAttention(TokenMixer):
+    """Multi-head RFA: unit-norm queries and keys, learned sigma per head, fixed random vectors; optional scalar gates.
+
+    Reference: Random Feature Attention, Eq. 5 to 9; gate per head (Eq. 7), initialised over a spread of time scales.
+    """
+
+    w_HDK: torch.Tensor
+
+    def __init__(self, config: RandomFeatureConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, heads, head_size = config.hidden_size, config.num_heads, config.head_size
+        self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
+        self.qkv = nn.Linear(size, 3 * size, bias=False)
+        self.out = nn.Linear(size, size, bias=False)
+        self.sigma_H1K = nn.Parameter(torch.ones(heads, 1, head_size))
+        generator = torch.Generator().manual_seed(config.seed)
+        self.register_buffer("w_HDK", torch.randn(heads, config.num_random, head_size, generator=generator))
+        self.gate: nn.Linear | None = None
+        if config.kind == "rfa_gate":
+            self.gate = nn.Linear(size, heads)
+            with torch.no_grad():
+                self.gate.weight.normal_(std=0.02)
+                self.gate.bias.copy_(torch.linspace(*GATE_BIAS_RANGE, heads))
+        self.denominator = Denominator(config.denominator.kind, config.denominator.eps)
+
+    def feature_map(self) -> FeatureMap:
+        """phi with the learned sigma multiplied in (RFA Eq. 8); float32 always."""
+        w_HDK = self.sigma_H1K * self.w_HDK
+        if self.config.feature == "gaussian":
+            return Gaussian(w_HDK, unit_norm=True)
+        return ArcCosine(w_HDK, unit_norm=True)
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, RandomFeatureState]:
+        before = self._own(state, x_BLD.shape[0])
+        tail_BKD = before.tail_BKD
+        if self.convolution is not None:
+            x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        log_gate, key_scale = self._gates(x_BLD)
+        out_BHLV, attention = ops.linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map(),
+            log_gate_BHS=None if log_gate is None else log_gate.transpose(1, 2),
+            key_scale_BHS=None if key_scale is None else key_scale.transpose(1, 2),
+            causal=True,
+            state=before.attention,
+            denominator=self.denominator,
+        )
+        return self.out(merge_heads(out_BHLV)), RandomFeatureState(attention, tail_BKD)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, RandomFeatureState]:
+        before = self._own(state, x_BD.shape[0])
+        tail_BKD = before.tail_BKD
+        if self.convolution is not None:
+            x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
+        q, k, v = (t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).chunk(3, dim=-1))
+        log_gate, key_scale = self._gates(x_BD)
+        out_BHV, attention = linear_attention_step(
+            q,
+            k,
+            v,
+            before.attention,
+            feature_map=self.feature_map(),
+            log_gate_BH=log_gate,
+            key_scale_BH=key_scale,
+            denominator=self.denominator,
+        )
+        return self.out(out_BHV.flatten(1)), RandomFeatureState(attention, tail_BKD)
+
+    def initial_state(self, batch: int) -> RandomFeatureState:
+        config = self.config
+        features = config.num_random * (2 if config.feature == "gaussian" else 1)
+        weight = self.qkv.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        attention = LinearState.identity(
+            batch, config.num_heads, features, config.head_size, dtype=dtype, device=weight.device
+        )
+        if self.convolution is None:
+            return RandomFeatureState(attention, weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False))
+        return RandomFeatureState(attention, self.convolution.initial_tail(batch))
+
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""
+        if self.gate is None:
+            return None, None
+        logit = linear_float32(self.gate, x)
+        return F.logsigmoid(logit), torch.sigmoid(-logit)
+
+    def _own(self, state: MixerState | None, batch: int) -> RandomFeatureState:
+        if state is None:
+            return self.initial_state(batch)
+        if not isinstance(state, RandomFeatureState):
+            raise InputError(f"a {type(state).__name__} was given to random feature attention; it needs its own state")
+        return state

@@ -1,0 +1,179 @@
+"""The causal language model: encode, score, and decode from a state."""
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.errors import InputError, ShapeError, TokenError
+from dist_attn.mixers import MixerConfig, MixerState, RandomFeatureConfig
+from dist_attn.models.blocks import Block
+from dist_attn.models.config import LanguageModelConfig
+from dist_attn.models.positions import sinusoidal
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+
+__all__ = ["LanguageModel", "ModelState"]
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The mixers' states of all layers and how many tokens each batch element has seen."""
+
+    layers: tuple[MixerState, ...]
+    position_B: torch.Tensor
+
+    @property
+    def batch(self) -> int:
+        """How many sequences this is the state of."""
+        return int(self.position_B.shape[0])
+
+    @property
+    def position(self) -> int:
+        """Tokens seen, where all sequences have seen equally many.
+
+        Raises: InputError where they have not.
+        """
+        if not bool((self.position_B == self.position_B[0]).all()):
+            raise InputError("the sequences of this state stand at different positions; use position_B")
+        return int(self.position_B[0])
+
+    def select(self, index: int | slice | list[int]) -> "ModelState":
+        """The state of some of the sequences, in memory of its own."""
+        rows = slice(index, index + 1) if isinstance(index, int) else index
+        # A copy: a view would keep the states of the whole batch alive for as long as this one lives.
+        layers = tuple(s.replace(tuple(t[rows].clone() for t in s.tensors())) for s in self.layers)
+        return ModelState(layers, self.position_B[rows].clone())
+
+    @staticmethod
+    def stack(states: "list[ModelState]") -> "ModelState":
+        """Several states side by side along the batch."""
+        layers = tuple(
+            group[0].replace(tuple(torch.cat(fields) for fields in zip(*(s.tensors() for s in group), strict=True)))
+            for group in zip(*(state.layers for state in states), strict=True)
+        )
+        return ModelState(layers, torch.cat([s.position_B for s in states]))
+
+    def detach(self) -> "ModelState":
+        """The same values cut off from the gradient: how training passes state from segment to segment."""
+        layers = tuple(s.replace(tuple(t.detach() for t in s.tensors())) for s in self.layers)
+        return ModelState(layers, self.position_B)
+
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for s in self.layers for t in s.tensors())
+
+
+class LanguageModel(nn.Module):
+    """Embedding, pre-norm blocks, final norm, and a read-out that shares the embedding's weights."""
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # One seed per layer: the same random vectors everywhere would correlate the layers' estimation errors.
+        self.blocks = nn.ModuleList(
+            Block(_with_layer_seed(config, layer), config.mlp_size) for layer in range(config.num_layers)
+        )
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self._initialise()
+
+    def hidden(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+    ) -> tuple[torch.Tensor, ModelState]:
+        """Hidden states after the final norm and the state after the last global token.
+
+        Shapes: tokens [B, L] int64 (this process's slice) -> [B, L, D].
+        Raises: ShapeError for tokens that are not [B, L] integers or a state of another batch; TokenError for ids
+            outside the vocabulary.
+        """
+        ops = LocalSequenceOps() if ops is None else ops
+        self._check(tokens_BL, ("batch", "length"), state)
+        state = self.initial_state(tokens_BL.shape[0]) if state is None else state
+        x_BLD = self.embedding(tokens_BL)
+        positions_L = ops.positions(tokens_BL.shape[1])
+        if self.config.positions == "sinusoidal":
+            positions_BL = state.position_B[:, None] + positions_L.to(tokens_BL.device)
+            x_BLD = x_BLD + sinusoidal(positions_BL, self.config.hidden_size).to(x_BLD.dtype)
+        layers = []
+        for block, before in zip(self._blocks(), state.layers, strict=True):
+            x_BLD, after = block(x_BLD, ops, before)
+            layers.append(after)
+        position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
+        return self.norm(x_BLD), ModelState(tuple(layers), position_B)
+
+    def readout(self, h: torch.Tensor) -> torch.Tensor:
+        """Logits of the next token, [..., D] -> [..., vocabulary]."""
+        return F.linear(h, self.embedding.weight)
+
+    def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """Hidden states after the final norm, [B, L] -> [B, L, D]."""
+        return self.hidden(tokens_BL)[0]
+
+    def logits(self, tokens_BL: torch.Tensor) -> torch.Tensor:
+        """Logits of the token after each position, [B, L] -> [B, L, vocabulary]."""
+        return self.readout(self.encode(tokens_BL))
+
+    def forward(
+        self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None, state: ModelState | None = None
+    ) -> tuple[torch.Tensor, ModelState]:
+        """Logits [B, L, vocabulary] and the state after the last global token."""
+        h_BLD, after = self.hidden(tokens_BL, ops, state)
+        return self.readout(h_BLD), after
+
+    def initial_state(self, batch: int) -> ModelState:
+        """The state before any token."""
+        layers = tuple(block.mixer.initial_state(batch) for block in self._blocks())
+        return ModelState(layers, torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device))
+
+    def step(self, token_B: torch.Tensor, state: ModelState) -> tuple[torch.Tensor, ModelState]:
+        """Feed one token to each sequence: the logits of the next one and the state after it.
+
+        Shapes: token [B] int64 -> logits [B, vocabulary].
+        Raises: as `hidden`.
+        """
+        self._check(token_B, ("batch",), state)
+        x_BD = self.embedding(token_B)
+        if self.config.positions == "sinusoidal":
+            x_BD = x_BD + sinusoidal(state.position_B, self.config.hidden_size).to(x_BD.dtype)
+        layers = []
+        for block, before in zip(self._blocks(), state.layers, strict=True):
+            x_BD, after = block.step(x_BD, before)
+            layers.append(after)
+        return self.readout(self.norm(x_BD)), ModelState(tuple(layers), state.position_B + 1)
+
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.blocks))
+
+    def _check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> None:
+        if tokens.dim() != len(dims) or tokens.dtype not in (torch.int64, torch.int32):
+            raise ShapeError(
+                f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype} were given; needed are token ids "
+                f"[{', '.join(dims)}] of torch.int64 (or int32)"
+            )
+        if state is not None and state.batch != tokens.shape[0]:
+            raise ShapeError(
+                f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
+            )
+        if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size):
+            raise TokenError(
+                f"token ids from {int(tokens.min())} to {int(tokens.max())} were given; this model knows 0 to "
+                f"{self.config.vocab_size - 1}"
+            )
+
+    def _initialise(self) -> None:
+        deep = 0.02 / math.sqrt(2 * self.config.num_layers)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("qkv.weight", "mlp_in.weight", "embedding.weight")):
+                nn.init.normal_(parameter, std=0.02)
+            elif name.endswith(("out.weight", "mlp_out.weight")):
+                nn.init.normal_(parameter, std=deep)
+            elif name.endswith(("mlp_in.bias", "mlp_out.bias")):
+                nn.init.zeros_(parameter)
+
+
+def _with_layer_seed(config: LanguageModelConfig, layer: int) -> MixerConfig:
+    mixer = config.mixer
+    return mixer.model_copy(update={"seed": mixer.seed + layer}) if isinstance(mixer, RandomFeatureConfig) else mixer

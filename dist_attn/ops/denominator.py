@@ -1,0 +1,57 @@
+"""The denominator policy: how phi(q).z becomes a safe divisor. It is part of the function, not a detail.
+
+A random-feature estimate of a positive sum may be zero or negative, so every path (naive, streamed,
+sharded, step) must apply the same named policy to the same global quantity.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from dist_attn.errors import ConfigError
+
+__all__ = ["Denominator"]
+
+_KINDS = ("floor", "exact", "clamp", "sign_clamp")
+
+
+@dataclass(frozen=True)
+class Denominator:
+    """A frozen policy, saved with a model.
+
+    floor       max(den, eps * mass), mass = the carried weight sum m_t = g_t m_{t-1} + key_scale_t.
+                One-sided; scale-free in the gates, so RFA-Gate's factor (1 - g) still cancels.
+    exact       den as it is (the papers' formula).
+    clamp       max(den, eps).
+    sign_clamp  den moved away from zero to magnitude eps, sign kept (0 counts as positive).
+
+    Where floor meets mass 0 (no key seen yet) the output is 0.
+    """
+
+    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
+    eps: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError(f"denominator kind {self.kind!r} is unknown; use one of {', '.join(_KINDS)}")
+        if not (0.0 <= self.eps < float("inf")):
+            raise ConfigError(f"denominator eps {self.eps!r} must be a finite number >= 0")
+
+    def divide(self, num: torch.Tensor, den: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        """num / policy(den).
+
+        Shapes: num [..., V], den [...], mass broadcastable to den.
+        """
+        return num / self.guard(den, mass)[..., None]
+
+    def guard(self, den: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+        """The divisor that the policy puts in the place of `den`."""
+        if self.kind == "exact":
+            return den
+        if self.kind == "clamp":
+            return den.clamp_min(self.eps)
+        if self.kind == "sign_clamp":
+            return torch.where(den < 0, den.clamp_max(-self.eps), den.clamp_min(self.eps))
+        floored = torch.maximum(den, self.eps * mass)
+        return torch.where(floored == 0, torch.ones_like(floored), floored)

@@ -1,0 +1,50 @@
+"""The oracle of linear attention: the recurrence of RFA Eq. 6 and 7, one token after the other."""
+
+import torch
+
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.state import LinearState
+
+__all__ = ["linear_attention_naive"]
+
+
+def linear_attention_naive(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None = None,
+    log_gate_BHS: torch.Tensor | None = None,
+    key_scale_BHS: torch.Tensor | None = None,
+    causal: bool = True,
+    state: LinearState | None = None,
+    denominator: Denominator | None = None,
+) -> tuple[torch.Tensor, LinearState]:
+    """Linear attention by its plainest definition; see `linear_attention` for the meaning of the arguments."""
+    policy = Denominator() if denominator is None else denominator
+    phi_q = q_BHLK if feature_map is None else feature_map(q_BHLK)
+    phi_k = k_BHSK if feature_map is None else feature_map(k_BHSK)
+    batch, heads, num_queries, features = phi_q.shape
+    num_keys, values = v_BHSV.shape[2:]
+    dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
+    if state is None:
+        state = LinearState.identity(batch, heads, features, values, dtype=dtype, device=v_BHSV.device)
+
+    def readout(t: int, state: LinearState) -> torch.Tensor:
+        num_BH1V, den_BH1 = state.read(phi_q[:, :, t : t + 1])
+        return policy.divide(num_BH1V, den_BH1, state.mass_BH[..., None])
+
+    outputs = []
+    for t in range(num_keys):
+        state = state.advance(
+            phi_k[:, :, t],
+            v_BHSV[:, :, t],
+            log_gate_BH=None if log_gate_BHS is None else log_gate_BHS[:, :, t],
+            key_scale_BH=None if key_scale_BHS is None else key_scale_BHS[:, :, t],
+        )
+        if causal and t < num_queries:
+            outputs.append(readout(t, state))
+    outputs += [readout(t, state) for t in range(len(outputs), num_queries)]
+    empty = v_BHSV.new_empty((batch, heads, 0, values), dtype=dtype)
+    return torch.cat([empty, *outputs], dim=2).to(v_BHSV.dtype), state

@@ -1,0 +1,38 @@
+"""The decode step of linear attention: one token, one state update, one read-out, O(M V) per head."""
+
+import torch
+
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.state import LinearState
+
+__all__ = ["linear_attention_step"]
+
+
+def linear_attention_step(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    state: LinearState,
+    *,
+    feature_map: FeatureMap | None = None,
+    log_gate_BH: torch.Tensor | None = None,
+    key_scale_BH: torch.Tensor | None = None,
+    denominator: Denominator | None = None,
+) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention` for the one token after `state`.
+
+    Shapes: q, k [B, H, K], v [B, H, V], log_gate and key_scale [B, H] -> o [B, H, V] in v's dtype, the state after.
+    Reference: Random Feature Attention, Eq. 6 and 7.
+    """
+    policy = Denominator() if denominator is None else denominator
+    dtype = state.s_BHMV.dtype
+    # Projections, sums and denominators keep the state's precision under autocast, as in the streaming form.
+    with torch.autocast(v_BHV.device.type, enabled=False):
+        q_BH1K, k_BH1K = q_BHK[:, :, None].to(dtype), k_BHK[:, :, None].to(dtype)
+        if feature_map is not None:
+            q_BH1K, k_BH1K = feature_map(q_BH1K), feature_map(k_BH1K)
+        state = state.advance(k_BH1K[:, :, 0], v_BHV, log_gate_BH=log_gate_BH, key_scale_BH=key_scale_BH)
+        num_BH1V, den_BH1 = state.read(q_BH1K)
+        out_BH1V = policy.divide(num_BH1V, den_BH1, state.mass_BH[..., None])
+    return out_BH1V[:, :, 0].to(v_BHV.dtype), state

@@ -1,0 +1,258 @@
+"""Linear attention in streaming form: cache-sized blocks, a carried state, memory flat in the length."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
+from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.state import LinearState
+
+__all__ = ["absorb_keys", "linear_attention", "state_dtype"]
+
+# A block of 512 tokens x 8 heads of features, scores and states stays inside the L2/L3 cache; whole tensors
+# would be bound by memory traffic (4.4 times slower at 32,768 tokens). More batch x heads, fewer tokens a block.
+BLOCK_GROUP_TOKENS = 8 * 512
+CHUNK_TOKENS = 64
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+def linear_attention(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None = None,
+    log_gate_BHS: torch.Tensor | None = None,
+    key_scale_BHS: torch.Tensor | None = None,
+    causal: bool = True,
+    state: LinearState | None = None,
+    denominator: Denominator | None = None,
+) -> tuple[torch.Tensor, LinearState]:
+    """Kernel attention in O(L): S_t = exp(log_gate_t) S_{t-1} + key_scale_t phi(k_t) v_t^T, o_t = phi(q_t)^T S_t / den.
+
+    Without `feature_map`, q and k are features already; with it, phi is applied block by block inside, so the
+    features of the whole sequence never exist. Causal with L != S is aligned at the top left: query t sees keys
+    <= t, later queries see all keys. Not causal: every query reads the state after the last key. RFA-Gate is
+    log_gate = log g, key_scale = 1 - g.
+
+    Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
+        dtype and the state after the last key (float32, or float64 for float64 inputs).
+    Raises: ShapeError when shapes do not fit together.
+    Reference: Random Feature Attention, Eq. 5 to 7, Algorithms 1 and 2.
+    """
+    check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
+    policy = Denominator() if denominator is None else denominator
+    dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
+    carry, block, reset_BH = _prepare(k_BHSK, v_BHSV, feature_map, state, policy, dtype)
+    num_queries, num_keys = q_BHLK.shape[2], k_BHSK.shape[2]
+    shared = min(num_queries, num_keys) if causal else 0
+
+    outputs: list[torch.Tensor] = []
+    if shared:
+        sequence = tuple(_head(t, shared) for t in (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS))
+        out, carry = _run(_Attend(block), sequence, carry, block, v_BHSV.dtype)
+        outputs.append(out)
+    if shared < num_keys:
+        rest = tuple(_tail(t, shared) for t in (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS))
+        _, carry = _run(_Absorb(block), rest, carry, block, v_BHSV.dtype)
+    if shared < num_queries or not outputs:
+        outputs.append(_read(q_BHLK[:, :, shared:], carry, block, v_BHSV.dtype))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    return out, _to_state(carry, reset_BH)
+
+
+def absorb_keys(
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None = None,
+    log_gate_BHS: torch.Tensor | None = None,
+    key_scale_BHS: torch.Tensor | None = None,
+    state: LinearState | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> LinearState:
+    """The state that these keys leave behind, without any output: what a rank sends to the ranks after it.
+
+    The state has at least the precision `dtype`.
+
+    Shapes: as `linear_attention`.
+    """
+    check_shapes(k_BHSK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
+    dtype = state_dtype(k_BHSK, v_BHSV, state=state, at_least=dtype)
+    carry, block, reset_BH = _prepare(k_BHSK, v_BHSV, feature_map, state, Denominator(), dtype)
+    # No keys, no blocks, but the same graph: an empty rank must take part in the backward exchange too.
+    _, carry = _run(_Absorb(block), (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS), carry, block, v_BHSV.dtype)
+    return _to_state(carry, reset_BH)
+
+
+def check_shapes(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    log_gate_BHS: torch.Tensor | None,
+    key_scale_BHS: torch.Tensor | None,
+) -> None:
+    """Raises ShapeError in words when the inputs of linear attention do not fit together."""
+    if not (q_BHLK.dim() == k_BHSK.dim() == v_BHSV.dim() == 4):
+        raise ShapeError(
+            f"q {tuple(q_BHLK.shape)}, k {tuple(k_BHSK.shape)}, v {tuple(v_BHSV.shape)}: all three need four "
+            "dimensions [batch, heads, length, size]"
+        )
+    if q_BHLK.shape[:2] != k_BHSK.shape[:2] or k_BHSK.shape[:3] != v_BHSV.shape[:3]:
+        raise ShapeError(
+            f"q {tuple(q_BHLK.shape)}, k {tuple(k_BHSK.shape)}, v {tuple(v_BHSV.shape)}: batch and heads must be equal "
+            "in all three, the length equal in k and v"
+        )
+    if q_BHLK.shape[3] != k_BHSK.shape[3]:
+        raise ShapeError(f"q has size {q_BHLK.shape[3]} per head and k {k_BHSK.shape[3]}; they must be equal")
+    for name, tensor in (("log_gate", log_gate_BHS), ("key_scale", key_scale_BHS)):
+        if tensor is not None and tensor.shape != k_BHSK.shape[:3]:
+            raise ShapeError(
+                f"{name} has shape {tuple(tensor.shape)}; needed is [batch, heads, keys] = {tuple(k_BHSK.shape[:3])}"
+            )
+
+
+@dataclass(frozen=True)
+class _Attend:
+    block: AttentionBlock
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        q, k, v, log_gate, key_scale = sequence
+        assert q is not None and k is not None and v is not None
+        return self.block.attend(q, k, v, log_gate, key_scale, Carry(*carry), parameters)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return _absorb(self.block, sequence[1:], carry, parameters)
+
+
+@dataclass(frozen=True)
+class _Absorb:
+    block: AttentionBlock
+    has_output = False
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        return None, self.advance(sequence, carry, parameters)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return _absorb(self.block, sequence, carry, parameters)
+
+
+@dataclass(frozen=True)
+class _Read:
+    block: AttentionBlock
+    num_map_tensors: int
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        # Every block reads the same state, so it is a parameter here: its gradients add up over the blocks.
+        state = Carry(*parameters[self.num_map_tensors :])
+        (q,) = sequence
+        assert q is not None
+        return self.block.read(q, state, parameters[: self.num_map_tensors]), ()
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return ()
+
+
+def _absorb(block: AttentionBlock, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> Carry:
+    k, v, log_gate, key_scale = sequence
+    assert k is not None and v is not None
+    return block.absorb(k, v, log_gate, key_scale, Carry(*carry), parameters)
+
+
+def state_dtype(*inputs: torch.Tensor, state: LinearState | None, at_least: torch.dtype = torch.float32) -> torch.dtype:
+    """The precision of sums over these inputs: the widest of all, float32 at least."""
+    states = () if state is None else (state.s_BHMV,)
+    return reduce(torch.promote_types, (t.dtype for t in (*inputs, *states)), at_least)
+
+
+def _prepare(
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
+    policy: Denominator,
+    dtype: torch.dtype,
+) -> tuple[Carry, AttentionBlock, torch.Tensor]:
+    block = AttentionBlock(feature_map, policy, CHUNK_TOKENS, dtype)
+    features = k_BHSK.shape[3]
+    if feature_map is not None:
+        with torch.no_grad():
+            features = feature_map(k_BHSK[:1, :, :0]).shape[-1]
+    (batch, heads), values = v_BHSV.shape[:2], v_BHSV.shape[3]
+    if state is None:
+        state = LinearState.identity(batch, heads, features, values, dtype=dtype, device=v_BHSV.device)
+    elif state.s_BHMV.shape != (batch, heads, features, values):
+        raise ShapeError(
+            f"the state is [batch, heads, features, values] = {tuple(state.s_BHMV.shape)}; these inputs need "
+            f"{(batch, heads, features, values)}"
+        )
+    sz_BHMW = torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1).to(dtype)
+    return Carry(sz_BHMW, state.mass_BH.to(dtype), state.log_decay_BH.to(dtype)), block, state.reset_BH
+
+
+def _run(
+    body: _Attend | _Absorb, sequence: _Optional, carry: Carry, block: AttentionBlock, dtype: torch.dtype
+) -> tuple[torch.Tensor, Carry]:
+    values = sequence[2] if body.has_output else sequence[1]
+    assert values is not None  # q, k and v are always there
+    parameters = () if block.feature_map is None else block.feature_map.tensors()
+    out, after = scan(
+        body,
+        block_ranges(values.shape),
+        sequence,
+        carry,
+        parameters,
+        output_shape=tuple(values.shape) if body.has_output else (0,),
+        output_dtype=dtype,
+    )
+    return out, Carry(*after)
+
+
+def _read(q_BHLK: torch.Tensor, carry: Carry, block: AttentionBlock, dtype: torch.dtype) -> torch.Tensor:
+    parameters = () if block.feature_map is None else block.feature_map.tensors()
+    out, _ = scan(
+        _Read(block, len(parameters)),
+        block_ranges(q_BHLK.shape),
+        (q_BHLK,),
+        (),
+        (*parameters, *carry),
+        output_shape=(*q_BHLK.shape[:3], carry.sz_BHMW.shape[3] - 1),
+        output_dtype=dtype,
+    )
+    return out
+
+
+def block_ranges(shape: Sequence[int]) -> list[tuple[int, int]]:
+    """Token ranges of the blocks of a [B, H, L, ...] tensor: cache-sized ones, the remaining whole chunks, the tail.
+
+    No token is padded or dropped.
+    """
+    batch, heads, tokens = shape[:3]
+    chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * max(1, batch * heads))))
+    whole = tokens - tokens % CHUNK_TOKENS
+    edges = [*range(0, whole, chunks * CHUNK_TOKENS), whole, tokens]
+    return [(a, b) for a, b in pairwise(edges) if a < b]
+
+
+def _head(tensor: torch.Tensor | None, length: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:, :, :length]
+
+
+def _tail(tensor: torch.Tensor | None, start: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor[:, :, start:]
+
+
+def _to_state(carry: Carry, reset_BH: torch.Tensor) -> LinearState:
+    sz_BHMW, mass_BH, log_decay_BH = carry
+    return LinearState(sz_BHMW[..., :-1], sz_BHMW[..., -1], mass_BH, log_decay_BH, reset_BH)

@@ -1,0 +1,26 @@
+"""The oracle of relative attention: the whole score matrix of Scaleformer Eq. 9 to 11, by definition."""
+
+import torch
+
+__all__ = ["relative_attention_naive"]
+
+
+def relative_attention_naive(
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """Scores phi(q_i).phi(k_j) + phi(q_i).phi(rp)_{clip(j - i, -k, k) + k}, divided by their row sums; O(L S)."""
+    queries, keys = phi_q_BHLK.shape[2], phi_k_BHSK.shape[2]
+    reach = phi_rp_HRK.shape[1] // 2
+    distance_LS = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
+    row_LS = (distance_LS.clamp(-reach, reach) + reach).to(phi_q_BHLK.device)
+    scores_BHLS = phi_q_BHLK @ phi_k_BHSK.transpose(-1, -2)
+    positions_BHLR = phi_q_BHLK @ phi_rp_HRK.transpose(-1, -2)
+    scores_BHLS = scores_BHLS + positions_BHLR.gather(-1, row_LS.expand_as(scores_BHLS))
+    if causal:
+        scores_BHLS = scores_BHLS.masked_fill((distance_LS > 0).to(phi_q_BHLK.device), 0.0)
+    return (scores_BHLS / scores_BHLS.sum(-1, keepdim=True)) @ v_BHSV

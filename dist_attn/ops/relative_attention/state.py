@@ -1,0 +1,64 @@
+"""The state of causal relative attention: a kernel state, the values that left the window, the values still in it."""
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["RelativeState", "WindowState"]
+
+
+@dataclass(frozen=True)
+class WindowState:
+    """Values (with a ones column) of a stretch of tokens, as seen from the token after it.
+
+    Shapes:
+        far_BHW     sum of the values more than k - 1 tokens back.
+        near_BHTW   the last T = k - 1 values, oldest first; zeros where the stretch is shorter.
+
+    `length` is the number of tokens in the stretch. Sums only ever grow: nothing is subtracted, because in float32 the
+    difference of two running sums has lost all digits after a million tokens.
+    """
+
+    far_BHW: torch.Tensor
+    near_BHTW: torch.Tensor
+    length: int
+
+    def combine(self, later: "WindowState") -> "WindowState":
+        """The window after this stretch followed by `later`; associative, with an empty stretch as its unit."""
+        width = self.near_BHTW.shape[2]
+        kept = min(later.length, width)
+        return WindowState(
+            self.far_BHW + self.near_BHTW[:, :, :kept].sum(2) + later.far_BHW,
+            torch.cat([self.near_BHTW[:, :, kept:], later.near_BHTW[:, :, width - kept :]], dim=2),
+            self.length + later.length,
+        )
+
+    @staticmethod
+    def of(v1_BHLW: torch.Tensor, width: int) -> "WindowState":
+        """The window after these values and no others."""
+        length = v1_BHLW.shape[2]
+        kept = min(length, width)
+        near = v1_BHLW[:, :, length - kept :]
+        padding = near.new_zeros((*near.shape[:2], width - kept, near.shape[3]))
+        return WindowState(v1_BHLW[:, :, : length - kept].sum(2), torch.cat([padding, near], dim=2), length)
+
+
+@dataclass(frozen=True)
+class RelativeState:
+    """What `relative_attention_step` carries: sum of phi(k) [v, 1]^T, [B, H, M, W], and the window of values."""
+
+    sz_BHMW: torch.Tensor
+    window: WindowState
+
+    def combine(self, later: "RelativeState") -> "RelativeState":
+        """The state of this stretch followed by `later`."""
+        return RelativeState(self.sz_BHMW + later.sz_BHMW, self.window.combine(later.window))
+
+    @staticmethod
+    def identity(
+        batch: int, heads: int, features: int, values: int, reach: int, *, dtype: torch.dtype = torch.float32
+    ) -> "RelativeState":
+        """The state of no tokens, for positions clipped at `reach` = k."""
+        empty = torch.zeros((batch, heads, 0, values + 1), dtype=dtype)
+        window = WindowState.of(empty, max(reach - 1, 0))
+        return RelativeState(torch.zeros((batch, heads, features, values + 1), dtype=dtype), window)

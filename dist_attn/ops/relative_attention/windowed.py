@@ -1,0 +1,201 @@
+"""Relative attention in O(L): a kernel state for all keys, exact position scores in a window, two sums outside it.
+
+Score of key j for query i: phi(q_i).phi(k_j) + W[i, clip(j - i, -k, k) + k] with W = phi(q) phi(rp)^T. A chunk of
+queries adds the position scores of the chunk's own keys and of the k - 1 keys before it to the masked score matrix;
+every older key has the same position score W[i, 0], so a running sum of values is enough. Keys after the query are the
+same thing on the reversed sequence.
+
+Reference: Scaleformer, Eq. 9 to 11 and Algorithm 2, with the sign clip(j - i) that its figure and code use.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.streaming import block_ranges
+from dist_attn.ops.relative_attention.state import RelativeState, WindowState
+
+__all__ = ["check_relative_shapes", "numerators", "relative_attention", "relative_attention_step"]
+
+CHUNK_TOKENS = 64
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+def relative_attention(
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    *,
+    causal: bool,
+) -> torch.Tensor:
+    """Kernel attention with Shaw's relative positions, normalised by its own row sums.
+
+    phi_rp has R = 2 k + 1 rows, row r for relative index (key - query) = r - k, the outermost for everything beyond.
+    Causal with L != S is aligned at the top left.
+
+    Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
+    Raises: ShapeError when shapes do not fit together.
+    """
+    check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+    queries, keys = phi_q_BHLK.shape[2], phi_k_BHSK.shape[2]
+    dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
+    q, k = phi_q_BHLK.to(dtype), phi_k_BHSK.to(dtype)
+    v1 = F.pad(v_BHSV.to(dtype), (0, 1), value=1.0)
+    rp_HRK = phi_rp_HRK.to(dtype)
+    reach = rp_HRK.shape[1] // 2
+    if causal:
+        # Keys after the last query are never seen; queries after the last key see zeros there, which add nothing.
+        k, v1 = _fit(k, queries), _fit(v1, queries)
+        num = numerators(q, k, v1, rp_HRK[:, : reach + 1], own=True)
+    else:
+        length = max(queries, keys)
+        q, v1 = _fit(q, length), _fit(v1, length)
+        with torch.autocast(k.device.type, enabled=False):
+            all_keys = q @ (k.transpose(-1, -2) @ v1[:, :, :keys])
+        before = numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True)
+        after = numerators(q.flip(2), None, v1.flip(2), rp_HRK[:, reach:].flip(1), own=False).flip(2)
+        num = (all_keys + before + after)[:, :, :queries]
+    return (num[..., :-1] / num[..., -1:]).to(v_BHSV.dtype)
+
+
+def relative_attention_step(
+    phi_q_BHK: torch.Tensor,
+    phi_k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    state: RelativeState,
+) -> tuple[torch.Tensor, RelativeState]:
+    """Causal `relative_attention` for the one token after `state`, whose window is as wide as phi_rp reaches.
+
+    Shapes: phi_q, phi_k [B, H, K], v [B, H, V], phi_rp [H, R, K] -> [B, H, V] and the state after the token.
+    """
+    dtype = state.sz_BHMW.dtype
+    reach = phi_rp_HRK.shape[1] // 2
+    v1_BHW = F.pad(v_BHV.to(dtype), (0, 1), value=1.0)
+    q, k = phi_q_BHK.to(dtype), phi_k_BHK.to(dtype)
+    sz_BHMW = state.sz_BHMW + k[..., :, None] * v1_BHW[..., None, :]
+    seen_BHTW = torch.cat([state.window.near_BHTW, v1_BHW[:, :, None]], dim=2)
+    with torch.autocast(q.device.type, enabled=False):
+        scores_BHR = (q[..., None, :] @ phi_rp_HRK.to(dtype).transpose(-1, -2))[..., 0, :]
+        near_BHT = scores_BHR[..., reach + 1 - seen_BHTW.shape[2] : reach + 1]
+        num_BHW = (q[..., None, :] @ sz_BHMW)[..., 0, :] + (near_BHT[..., None, :] @ seen_BHTW)[..., 0, :]
+    num_BHW = num_BHW + scores_BHR[..., :1] * state.window.far_BHW
+    token = WindowState.of(v1_BHW[:, :, None], state.window.near_BHTW.shape[2])
+    out = num_BHW[..., :-1] / num_BHW[..., -1:]
+    return out.to(v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
+
+
+@dataclass(frozen=True)
+class _WindowPass:
+    """One block of the causal pass: numerators [B, H, T, W]; without keys, of the position scores alone.
+
+    `own`: whether a query sees its own key.
+    """
+
+    own: bool
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        q, k, v1 = sequence
+        (rp_HRK,) = parameters
+        assert q is not None and v1 is not None
+        window = WindowState(carry[-2], carry[-1], 0)
+        sums = carry[:-2]
+        positions = (q @ rp_HRK.transpose(-1, -2)).split(CHUNK_TOKENS, 2)
+        chunks = [t.split(CHUNK_TOKENS, 2) for t in (q, v1, *(() if k is None else (k,)))]
+        outs = []
+        for positions_BHCR, q_BHCK, v1_BHCW, *keys in zip(positions, *chunks, strict=True):
+            near_BHJW = torch.cat([window.near_BHTW, v1_BHCW], dim=2)
+            scores_BHCJ = self._position_scores(positions_BHCR, near_BHJW.shape[2])
+            num_BHCW = positions_BHCR[..., :1] * window.far_BHW[:, :, None]
+            for k_BHCK, sz_BHMW in zip(keys, sums, strict=True):
+                # The chunk's own keys are the last columns; older ones are in the kernel state.
+                kernel_BHCC = (q_BHCK @ k_BHCK.transpose(-1, -2)).tril()
+                scores_BHCJ = scores_BHCJ + F.pad(kernel_BHCC, (window.near_BHTW.shape[2], 0))
+                num_BHCW = num_BHCW + q_BHCK @ sz_BHMW
+                sums = (sz_BHMW + k_BHCK.transpose(-1, -2) @ v1_BHCW,)
+            outs.append(num_BHCW + scores_BHCJ @ near_BHJW)
+            window = window.combine(WindowState.of(v1_BHCW, window.near_BHTW.shape[2]))
+        return torch.cat(outs, dim=2), (*sums, window.far_BHW, window.near_BHTW)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        _, k, v1 = sequence
+        assert v1 is not None
+        window = WindowState(carry[-2], carry[-1], 0)
+        window = window.combine(WindowState.of(v1, window.near_BHTW.shape[2]))
+        sums = carry[:-2] if k is None else (carry[0] + k.transpose(-1, -2) @ v1,)
+        return (*sums, window.far_BHW, window.near_BHTW)
+
+    def _position_scores(self, positions_BHCR: torch.Tensor, columns: int) -> torch.Tensor:
+        """The position score of each key of the window and the chunk for each query of the chunk; 0 where unseen."""
+        chunk, reach = positions_BHCR.shape[2], positions_BHCR.shape[3] - 1
+        device = positions_BHCR.device
+        key_J, query_C = torch.arange(chunk - columns, chunk, device=device), torch.arange(chunk, device=device)
+        distance_CJ = key_J[None, :] - query_C[:, None]
+        row_CJ = distance_CJ.clamp(-reach, 0) + reach
+        seen_CJ = distance_CJ <= (0 if self.own else -1)
+        return positions_BHCR.gather(-1, row_CJ.expand(*positions_BHCR.shape[:2], *row_CJ.shape)) * seen_CJ
+
+
+def numerators(
+    q_BHLK: torch.Tensor,
+    k_BHLK: torch.Tensor | None,
+    v1_BHLW: torch.Tensor,
+    rp_HRK: torch.Tensor,
+    *,
+    own: bool,
+    before: RelativeState | WindowState | None = None,
+) -> torch.Tensor:
+    """Numerators [B, H, L, W] over the keys up to each query and those in `before`, not yet divided.
+
+    v1 is v with a ones column, so the last column is the denominator; rp has the rows -k .. 0. Without keys only the
+    position scores count (then `before` is a window alone). `own`: whether a query sees its own key.
+    """
+    batch, heads, length, columns = v1_BHLW.shape
+    window = before.window if isinstance(before, RelativeState) else before
+    if window is None:
+        window = WindowState.of(v1_BHLW[:, :, :0], max(rp_HRK.shape[1] - 2, 0))
+    carry: _Tensors = (window.far_BHW, window.near_BHTW)
+    if isinstance(before, RelativeState):
+        carry = (before.sz_BHMW, *carry)
+    elif k_BHLK is not None:
+        carry = (v1_BHLW.new_zeros((batch, heads, k_BHLK.shape[3], columns)), *carry)
+    num, _ = scan(
+        _WindowPass(own),
+        block_ranges(v1_BHLW.shape),
+        (q_BHLK, k_BHLK, v1_BHLW),
+        carry,
+        (rp_HRK,),
+        output_shape=(batch, heads, length, columns),
+        output_dtype=v1_BHLW.dtype,
+    )
+    return num
+
+
+def _fit(x_BHLK: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` tokens, with zeros behind where there are fewer."""
+    return F.pad(x_BHLK[:, :, :length], (0, 0, 0, max(0, length - x_BHLK.shape[2])))
+
+
+def check_relative_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rp: torch.Tensor) -> None:
+    """Raises ShapeError in words when the inputs of relative attention do not fit together."""
+    if not (q.dim() == k.dim() == v.dim() == 4 and rp.dim() == 3):
+        raise ShapeError(
+            f"phi_q {tuple(q.shape)}, phi_k {tuple(k.shape)}, v {tuple(v.shape)}, phi_rp {tuple(rp.shape)}: needed are "
+            "[B, H, L, K], [B, H, S, K], [B, H, S, V] and [H, R, K]"
+        )
+    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
+        raise ShapeError(
+            f"phi_q {tuple(q.shape)}, phi_k {tuple(k.shape)}, v {tuple(v.shape)}: batch, heads and size must be equal, "
+            "the length equal in phi_k and v"
+        )
+    if rp.shape[0] != q.shape[1] or rp.shape[2] != q.shape[3] or rp.shape[1] % 2 == 0:
+        raise ShapeError(
+            f"phi_rp has shape {tuple(rp.shape)}; needed is [{q.shape[1]}, R, {q.shape[3]}] with R = 2 k + 1 odd"
+        )

@@ -1,0 +1,168 @@
+"""The seam between models and sharding: the few operations that mix along the sequence.
+
+A mixer or model receives a `SequenceOps` and never asks its rank. Everything else it does is pointwise along
+the sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.convolution import convolve, convolve_streaming
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.fourier import FourierNorm, fourier_mix
+from dist_attn.ops.linear_attention import linear_attention
+from dist_attn.ops.relative_attention import relative_attention
+from dist_attn.ops.softmax_attention import softmax_attention
+from dist_attn.ops.state import LinearState
+
+__all__ = ["LocalSequenceOps", "SequenceOps"]
+
+
+class SequenceOps(Protocol):
+    """What mixes along the sequence, on whatever slice of it this process holds."""
+
+    def linear_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        *,
+        feature_map: FeatureMap | None = None,
+        log_gate_BHS: torch.Tensor | None = None,
+        key_scale_BHS: torch.Tensor | None = None,
+        causal: bool = True,
+        state: LinearState | None = None,
+        denominator: Denominator | None = None,
+    ) -> tuple[torch.Tensor, LinearState]: ...
+
+    def relative_attention(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        *,
+        causal: bool,
+    ) -> torch.Tensor: ...
+
+    def softmax_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSV: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+    ) -> torch.Tensor: ...
+
+    def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor: ...
+
+    def convolve_streaming(
+        self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
+
+    def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
+
+    def positions(self, length: int | None = None) -> torch.Tensor: ...
+
+    def total_length(self, length: int) -> int: ...
+
+    @property
+    def whole(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class LocalSequenceOps:
+    """All operations on a sequence that lies whole in this process."""
+
+    def linear_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        *,
+        feature_map: FeatureMap | None = None,
+        log_gate_BHS: torch.Tensor | None = None,
+        key_scale_BHS: torch.Tensor | None = None,
+        causal: bool = True,
+        state: LinearState | None = None,
+        denominator: Denominator | None = None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """See `dist_attn.ops.linear_attention`."""
+        return linear_attention(
+            q_BHLK,
+            k_BHSK,
+            v_BHSV,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate_BHS,
+            key_scale_BHS=key_scale_BHS,
+            causal=causal,
+            state=state,
+            denominator=denominator,
+        )
+
+    def relative_attention(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.relative_attention`."""
+        return relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+
+    def softmax_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSV: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.softmax_attention`."""
+        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale)
+
+    def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+        """See `dist_attn.ops.convolve`."""
+        return convolve(x_BLD, w_KD, centred=centred)
+
+    def convolve_streaming(
+        self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.convolve_streaming`."""
+        return convolve_streaming(x_BLD, w_KD, tail_BKD)
+
+    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
+        """See `dist_attn.ops.fourier_mix`."""
+        return fourier_mix(x_BLD, norm=norm)
+
+    def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sum over all tokens, [B, L, D] -> [B, D]."""
+        return x_BLD.sum(dim=1)
+
+    def positions(self, length: int | None = None) -> torch.Tensor:
+        """Global index of each of the `length` tokens held here, [L], counted from the start of this call's sequence.
+
+        Raises: ShapeError without a length: only a layout would know it.
+        """
+        if length is None:
+            raise ShapeError("positions() of a local sequence needs its length: positions(length)")
+        return torch.arange(length)
+
+    def total_length(self, length: int) -> int:
+        """Tokens of the whole sequence when `length` of them are held here."""
+        return length
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
+        return True

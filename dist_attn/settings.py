@@ -1,0 +1,294 @@
+"""Every value an operator may set, as one frozen tree: defaults, a TOML file, the environment, flags; the later win.
+
+    model, data_dir, log_level
+    [http]     where the API listens, and the keys it asks for
+    [limits]   how much one request, and all of them together, may take
+    [work]     how work is cut
+    [waits]    how long the API waits for whom
+    [engine]   the ranks, and what the controller takes on
+
+In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the tree is refused, wherever it stands.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dist_attn.errors import ConfigError
+
+__all__ = [
+    "EngineSettings",
+    "HttpSettings",
+    "LimitSettings",
+    "Resolved",
+    "Settings",
+    "WaitSettings",
+    "WorkSettings",
+    "read_settings",
+    "settings_keys",
+]
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+PREFIX = "DIST_ATTN_"
+CONFIG_VARIABLE = "DIST_ATTN_CONFIG"
+# Kubernetes puts such names into every container beside a Service that is called dist-attn-something.
+_SERVICE_LINK = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT(_\d+_(TCP|UDP)(_[A-Z]+)?)?)")
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _words(value: Any) -> Any:
+    """In the environment a list is its items with commas between them."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
+def _is_hash(value: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", value.lower()):
+        raise ValueError("a key is given by its SHA-256 in hex: printf %s YOUR-KEY | sha256sum")
+    return value.lower()
+
+
+KeyHashes = Annotated[tuple[Annotated[str, AfterValidator(_is_hash)], ...], BeforeValidator(_words)]
+Bytes = Annotated[int, Field(gt=0)]
+Number = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class HttpSettings(_Section):
+    """Where the API listens, and the keys it asks for; without any key it is open to whoever reaches it."""
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 takes any free one")
+    api_keys: KeyHashes = Field(default=(), repr=False, description="SHA-256 in hex of each bearer key")
+    api_keys_file: Path | None = Field(default=None, description="file with one key per line, as clients send it")
+    admin_keys: KeyHashes = Field(default=(), repr=False, description="likewise, of those that may see everything")
+    admin_keys_file: Path | None = Field(default=None, description="file with one admin key per line")
+
+
+class LimitSettings(_Section):
+    """How much one request may take, and all of them together. Units: `*_bytes` in bytes."""
+
+    request_head_bytes: Bytes = 64 * KIB
+    json_body_bytes: Bytes = 8 * MIB
+    body_bytes: Bytes = Field(default=8 * GIB, description="a document that is streamed")
+    row_spool_bytes: Bytes = Field(default=4 * GIB, description="rows that the client has not read yet, on disk")
+    spool_memory_bytes: Bytes = Field(default=1 * MIB, description="per spool, before the disk is used")
+    max_tokens: Number = Field(default=65_536, description="highest max_tokens of a completion")
+    max_choices: Number = Field(default=32, description="choices of one completion: its prompts times n")
+    max_logprobs: int = Field(default=20, ge=0, le=100, description="highest logprobs of a completion")
+    stop_strings: Number = 16
+    stop_characters: Number = Field(default=256, description="longest stop string")
+    embedding_inputs: Number = Field(default=2048, description="inputs of one embeddings request")
+    open_requests: Number = Field(default=256, description="requests under way at once")
+    waiting_requests: Number = Field(default=64, description="of these, how many may wait for an engine that restarts")
+    embeddings_at_once: Number = Field(default=32, description="inputs of all embeddings requests in the engine")
+    disk_bytes: Bytes = Field(default=16 * GIB, description="all spools together")
+
+
+class WorkSettings(_Section):
+    """How work is cut."""
+
+    threads: Number = Field(default=2, description="threads that tokenise and format rows")
+    piece_bytes: int = Field(default=64 * KIB, gt=64, description="bytes tokenised at a time")
+    message_tokens: Number = Field(default=16_384, description="tokens per message to the controller")
+    inbox_soft_bytes: Bytes = Field(default=16 * MIB, description="rows waiting to be written: stop feeding")
+    inbox_hard_bytes: Bytes = Field(default=256 * MIB, description="rows waiting to be written: give up")
+
+
+class WaitSettings(_Section):
+    """How long the API waits for whom. Units: seconds."""
+
+    request_head_seconds: Seconds = 30
+    body_idle_seconds: Seconds = Field(default=300, description="a body that sends nothing")
+    client_stall_seconds: Seconds = Field(default=300, description="a client that neither sends nor reads")
+    engine_ready_seconds: float = Field(
+        default=30, ge=0, description="a new request waits so long for an engine that restarts"
+    )
+    admission_seconds: Seconds = Field(default=10, description="the controller's answer to a new request")
+    engine_silence_seconds: Seconds = Field(default=300, description="no progress of a request that has its input")
+    status_seconds: float = Field(default=0.4, gt=0, le=0.5, description="between two looks at the engine")
+    status_stale_seconds: Seconds = Field(default=2, description="older than this means: not ready")
+    ping_seconds: Seconds = Field(default=15, description="between keep-alive comments of an event stream")
+    keep_alive_seconds: Number = 5
+    shutdown_seconds: Number = Field(default=10, description="open streams may finish within this time")
+
+
+class EngineSettings(_Section):
+    """The ranks, and what the controller takes on. Units: `*_s` in seconds, `*_tokens` in tokens per rank.
+
+    The values of the same names in control.settings, which explains and checks them; `""` for api_address means a
+    private socket of this machine.
+    """
+
+    api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
+    ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
+    backend: Literal["local", "gloo", "nccl"] = Field(default="gloo", description="how ranks talk to each other")
+    launcher: Literal["auto", "direct", "torchrun"] = "auto"
+    block_tokens: Number = 2048
+    beside_decode_tokens: Number = 512
+    steps_in_flight: Number = 2
+    blocks_of_credit: Number = 4
+    patience_s: Seconds = 0.05
+    max_open: Number = 512
+    max_active: Number = 128
+    tokens_deadline_s: Seconds = 600.0
+    ready_deadline_s: Seconds = 120.0
+    reader_deadline_s: Seconds = 120.0
+    start_deadline_s: Seconds = 180.0
+    heartbeat_s: Seconds = 0.5
+    heartbeat_deadline_s: Seconds = 4.0
+    stall_limit_s: Seconds = 20.0
+    exchange_deadline_s: Seconds = 30.0
+    silence_deadline_s: Seconds = 10.0
+    stop_deadline_s: Seconds = 5.0
+    backoff_s: Seconds = 0.25
+    backoff_max_s: Seconds = 15.0
+    stable_s: Seconds = 60.0
+    crashes_to_open: Number = 5
+    cool_down_s: Seconds = 30.0
+
+
+class Settings(_Section):
+    """The whole tree."""
+
+    model: str | None = Field(default=None, description="a model folder, or the name of a shipped model")
+    data_dir: Path = Field(default=Path("data"), description="where uploads, spools and states are kept")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    http: HttpSettings = HttpSettings()
+    limits: LimitSettings = LimitSettings()
+    work: WorkSettings = WorkSettings()
+    waits: WaitSettings = WaitSettings()
+    engine: EngineSettings = EngineSettings()
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings, and where each of them comes from: "default", "file …", "environment …" or "flag …"."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """Key, value and origin of every setting, in the order of the tree; of keys only their number is told."""
+        for key in settings_keys():
+            value: Any = self.settings
+            for name in key.split("."):
+                value = getattr(value, name)
+            yield key, _plain(key, value), self.origins.get(key, "default")
+
+
+_SECTIONS: dict[str, type[_Section]] = {
+    name: kind
+    for name, field in Settings.model_fields.items()
+    if isinstance(kind := field.annotation, type) and issubclass(kind, _Section)
+}
+
+
+@cache
+def settings_keys() -> tuple[str, ...]:
+    """Every key of the tree, as `http.port`."""
+    names = {name: _SECTIONS[name].model_fields if name in _SECTIONS else None for name in Settings.model_fields}
+    return tuple(key for name, inner in names.items() for key in ([f"{name}.{i}" for i in inner] if inner else [name]))
+
+
+def read_settings(
+    file: Path | None = None, *, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None
+) -> Resolved:
+    """The settings of a start: the file's over the defaults, the environment's over both, flags over all.
+
+    `flags` are values by key; those that are None were not given. Without `file` DIST_ATTN_CONFIG may name one.
+    Raises: ConfigError for a file that cannot be read, an unknown key or a value that is not accepted.
+    """
+    if file is None and environment.get(CONFIG_VARIABLE):
+        file = Path(environment[CONFIG_VARIABLE])
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    sources = [_from_file(file)] if file is not None else []
+    sources += [_from_environment(environment), _from_flags(flags or {})]
+    for source in sources:
+        for key, (value, origin) in source.items():
+            values[key], origins[key] = value, origin
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    try:
+        return Resolved(Settings.model_validate(tree), origins)
+    except ValidationError as error:
+        raise _refused(error, origins) from None
+
+
+_Source = dict[str, tuple[Any, str]]
+
+
+def _from_file(path: Path) -> _Source:
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
+    found: _Source = {}
+    for name, value in tree.items():
+        if value == {} and name not in _SECTIONS:
+            raise ConfigError(f"[{name}] in {path} is no section of the settings; there are {', '.join(_SECTIONS)}")
+        entries = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
+        for key, item in entries.items():
+            found[_known(key, f"{key} in {path}")] = (item, f"file {path}")
+    return found
+
+
+def _from_environment(environment: Mapping[str, str]) -> _Source:
+    found: _Source = {}
+    for name, value in environment.items():
+        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE:
+            continue
+        key = name.removeprefix(PREFIX).lower().replace("__", ".")
+        if key not in settings_keys() and _SERVICE_LINK.fullmatch(name):
+            continue
+        found[_known(key, f"{name} in the environment")] = (value, f"environment {name}")
+    return found
+
+
+def _from_flags(flags: Mapping[str, Any]) -> _Source:
+    given = {key: value for key, value in flags.items() if value is not None}
+    return {key: (value, f"flag --{key.rpartition('.')[2].replace('_', '-')}") for key, value in given.items()}
+
+
+def _known(key: str, where: str) -> str:
+    keys = settings_keys()
+    if key in keys:
+        return key
+    by_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = by_name or difflib.get_close_matches(key, keys, n=1)
+    hint = f"did you mean {near[0]}" if near else "`dist-attn config show` lists all"
+    raise ConfigError(f"{where} is no setting; {hint}")
+
+
+def _refused(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+    first = error.errors(include_url=False, include_context=False)[0]
+    path = [str(part) for part in first["loc"]]
+    key = next((".".join(path[:n]) for n in (2, 1) if ".".join(path[:n]) in settings_keys()), ".".join(path))
+    given = "a value that is not shown" if _is_secret(key) else repr(first["input"])[:80]
+    words = first["msg"].removeprefix("Value error, ")
+    return ConfigError(f"{key} ({origins.get(key, 'given')}) is {given}: {words[:1].lower()}{words[1:]}")
+
+
+def _is_secret(key: str) -> bool:
+    return key in ("http.api_keys", "http.admin_keys")
+
+
+def _plain(key: str, value: Any) -> Any:
+    """A value as JSON and people read it."""
+    if _is_secret(key):
+        return f"{len(value)} keys"
+    return str(value) if isinstance(value, Path) else value

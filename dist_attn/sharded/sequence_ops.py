@@ -1,0 +1,150 @@
+"""`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
+
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.comm import differentiable as collectives
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import Denominator, FeatureMap, LinearState
+from dist_attn.ops.fourier import FourierNorm
+from dist_attn.sharded.carry_scan import sharded_linear_attention
+from dist_attn.sharded.fourier import sharded_fourier_mix
+from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
+from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
+from dist_attn.sharded.relative import sharded_relative_attention
+
+__all__ = ["ShardedSequenceOps"]
+
+
+class ShardedSequenceOps:
+    """The operations of `LocalSequenceOps` on this rank's slice of a sequence laid out by `layout`.
+
+    State in is the state before the first global token, equal on all ranks; state out the global final one, on all
+    ranks. Gradients of replicated inputs are this rank's share; the loss is the sum of the ranks' losses; every rank
+    runs every operation and its backward pass, empty slices too.
+
+    Making one is a call that every rank makes: the layouts are compared, in one small exchange unless they are those
+    of the one made before.
+
+    Raises: ShapeError for a layout of another number of ranks, or a slice of another length than the layout says;
+        MismatchError on every rank where the layouts differ.
+    """
+
+    def __init__(self, comm: Communicator, layout: SequenceLayout, memory_layout: SequenceLayout | None = None) -> None:
+        for given in (layout, memory_layout):
+            if given is not None and given.size != comm.size:
+                raise ShapeError(f"the layout is for {given.size} ranks, the communicator has {comm.size}")
+            if given is not None and given.documents is not None:
+                raise InputError("this layout has document boundaries; sharded operations take one unbroken sequence")
+        self._comm, self._layout = comm, layout
+        self._memory = layout if memory_layout is None else memory_layout
+        # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
+        comm.agree_on("layout", f"{layout.digest} {self._memory.digest}")
+
+    def linear_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        *,
+        feature_map: FeatureMap | None = None,
+        log_gate_BHS: torch.Tensor | None = None,
+        key_scale_BHS: torch.Tensor | None = None,
+        causal: bool = True,
+        state: LinearState | None = None,
+        denominator: Denominator | None = None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """See `sharded.carry_scan.sharded_linear_attention`; keys lie on `memory_layout` where one is given."""
+        self._check("queries", q_BHLK.shape[2], self._layout)
+        self._check("keys", k_BHSK.shape[2], self._memory)
+        if causal and self._memory != self._layout:
+            raise ShapeError("causal attention needs queries and keys on the same layout; use causal=False for memory")
+        return sharded_linear_attention(
+            self._comm,
+            q_BHLK,
+            k_BHSK,
+            v_BHSV,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate_BHS,
+            key_scale_BHS=key_scale_BHS,
+            causal=causal,
+            state=state,
+            denominator=denominator,
+        )
+
+    def relative_attention(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """See `sharded.relative.sharded_relative_attention`; queries and keys lie on the same layout."""
+        self._check("queries", phi_q_BHLK.shape[2], self._layout)
+        self._check("keys", phi_k_BHSK.shape[2], self._layout)
+        return sharded_relative_attention(
+            self._comm, self._layout, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal
+        )
+
+    def softmax_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSV: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """See `sharded.head_reshuffle.sharded_softmax_attention`; queries and keys lie on the same layout."""
+        self._check("queries", q_BHLK.shape[2], self._layout)
+        self._check("keys", k_BGSK.shape[2], self._layout)
+        return sharded_softmax_attention(self._comm, self._layout, q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale)
+
+    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
+        """See `sharded.fourier.sharded_fourier_mix`."""
+        self._check("tokens", x_BLD.shape[1], self._layout)
+        return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
+
+    def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+        """See `sharded.halo.sharded_convolve`."""
+        self._check("tokens", x_BLD.shape[1], self._layout)
+        return sharded_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
+
+    def convolve_streaming(
+        self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sharded.halo.sharded_convolve_streaming`."""
+        self._check("tokens", x_BLD.shape[1], self._layout)
+        return sharded_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
+
+    def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sum over the tokens of all ranks, [B, L, D] -> [B, D], on every rank.
+
+        Cost: one all-reduce of B D elements.
+        """
+        self._check("tokens", x_BLD.shape[1], self._layout)
+        return collectives.all_reduce_sum(self._comm, x_BLD.sum(dim=1), label="sum over sequence")
+
+    def positions(self, length: int | None = None) -> torch.Tensor:
+        """Global index of each token held here, [L], counted from the start of this call's sequence."""
+        if length is not None:
+            self._check("tokens", length, self._layout)
+        return torch.arange(*self._layout.range(self._comm.rank))
+
+    def total_length(self, length: int) -> int:
+        """Tokens of the whole sequence, of which `length` are held here."""
+        self._check("tokens", length, self._layout)
+        return self._layout.total
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
+        return self._comm.size == 1
+
+    def _check(self, what: str, length: int, layout: SequenceLayout) -> None:
+        wanted = layout.lengths[self._comm.rank]
+        if length != wanted:
+            raise ShapeError(f"rank {self._comm.rank} was given {length} {what}; its slice of the layout has {wanted}")

@@ -1,0 +1,124 @@
+"""The file tokenizer.json in the format of Hugging Face `tokenizers`: writing it, and taking it apart."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dist_attn.errors import ModelFolderError
+from dist_attn.text.vocabulary import Vocabulary
+
+__all__ = ["END_TEXT", "FILE_NAME", "Contents", "printable", "read_tokenizer_json", "write_tokenizer_json"]
+
+FILE_NAME = "tokenizer.json"
+END_TEXT = "<|end|>"
+
+
+def _printable_alphabet() -> str:
+    """A printable character for each byte: itself where it is one, else the next one from U+0100 on (as GPT-2)."""
+    shown = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return "".join(chr(value if value in shown else next(hidden)) for value in range(256))
+
+
+_ALPHABET = _printable_alphabet()
+_BYTE_OF = {character: value for value, character in enumerate(_ALPHABET)}
+_TO_PRINTABLE = dict(enumerate(_ALPHABET))
+
+
+def printable(piece: bytes) -> str:
+    """The bytes in the printable alphabet that BPE files are written in, one character for each."""
+    return piece.decode("latin-1").translate(_TO_PRINTABLE)
+
+
+def _raw(text: str) -> bytes:
+    """The bytes that `printable` came from; KeyError for a character outside the alphabet."""
+    return bytes(_BYTE_OF[character] for character in text)
+
+
+class Contents(NamedTuple):
+    """What decides the tokens: the pattern of the cut (None: no cut), the merges, and the bytes of each id."""
+
+    split_pattern: str | None
+    merges: tuple[tuple[bytes, bytes], ...]
+    pieces: tuple[bytes, ...]
+
+
+def write_tokenizer_json(
+    folder: Path, vocabulary: Vocabulary, merges: tuple[tuple[bytes, bytes], ...], *, split_pattern: str | None
+) -> None:
+    """Write tokenizer.json beside its place and rename it, so that a half-written file is never seen."""
+    ids = {printable(piece): number for number, piece in enumerate(vocabulary.pieces)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": split_pattern}, "behavior": "Isolated", "invert": False}
+    end = {"id": vocabulary.end_token, "content": END_TEXT, "special": True}
+    contents = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            end | {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False},
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [byte_level] if split_pattern is None else [split, byte_level],
+        },
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": ids | {END_TEXT: vocabulary.end_token},
+            "merges": [[printable(first), printable(second)] for first, second in merges],
+        },
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{FILE_NAME}.{os.getpid()}.writing"
+    temporary.write_text(json.dumps(contents, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    temporary.rename(folder / FILE_NAME)
+
+
+def read_tokenizer_json(path: Path) -> Contents:
+    """What a tokenizer.json of ours holds.
+
+    Raises: ModelFolderError when the file is missing, unreadable, or was not written by `write_tokenizer_json`.
+    """
+    try:
+        contents = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelFolderError(
+            f"{path} cannot be read ({error.strerror}); a model folder needs the tokenizer.json it was trained with"
+        ) from None
+    except ValueError as error:
+        raise ModelFolderError(f"{path} is not JSON: {error}") from None
+    try:
+        return _take_apart(contents)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        detail = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ModelFolderError(
+            f"{path} is not a tokeniser of this package ({detail}); needed is a file that "
+            "BpeTokeniser.save or ByteTokeniser.save wrote"
+        ) from None
+
+
+def _take_apart(contents: Any) -> Contents:
+    model, steps = contents["model"], contents["pre_tokenizer"]["pretokenizers"]
+    if model["type"] != "BPE":
+        raise ValueError(f"its model is {model['type']!r}, not 'BPE'")
+    if contents["normalizer"] is not None or model["dropout"] is not None:
+        raise ValueError("it has a normalizer or dropout, which would change the bytes or the tokens")
+    pattern = None if len(steps) == 1 else str(steps[0]["pattern"]["Regex"])
+    ids = dict(model["vocab"])
+    end = ids.pop(END_TEXT)
+    in_order = sorted(ids, key=ids.__getitem__)
+    if [ids[text] for text in in_order] != list(range(end)):
+        raise ValueError(f"its ids do not run from 0 without a gap, with {END_TEXT!r} last")
+    merges = tuple((_raw(first), _raw(second)) for first, second in model["merges"])
+    return Contents(pattern, merges, tuple(_raw(text) for text in in_order))

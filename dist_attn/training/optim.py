@@ -1,0 +1,63 @@
+"""Optimisers and the learning-rate schedule."""
+
+import math
+
+import torch
+from torch import nn
+
+from dist_attn.errors import ConfigError
+from dist_attn.training.config import OptimiserConfig
+
+__all__ = ["build_optimisers", "schedule"]
+
+
+def schedule(step: int, steps: int, config: OptimiserConfig) -> float:
+    """The share of the peak learning rate at `step`: linear warm-up, then a cosine to `final_ratio`."""
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
+    return config.final_ratio + (1 - config.final_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.optim.Optimizer]:
+    """One optimiser, or two with Muon. Weight decay reaches matrices only, never norms, gates, sigma or biases.
+
+    Raises: ConfigError for Muon under a torch that does not have it.
+    """
+    if config.kind == "muon" and not hasattr(torch.optim, "Muon"):
+        raise ConfigError(
+            f"optimiser.kind is muon, but torch {torch.__version__} does not have it: use torch 2.9 or newer, or adamw"
+        )
+    blocks, matrices, rest = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and name.endswith(("qkv.weight", "out.weight", "mlp_in.weight", "mlp_out.weight")):
+            blocks.append(parameter)
+        elif parameter.dim() == 2 and name.endswith("embedding.weight"):
+            matrices.append(parameter)
+        else:
+            rest.append(parameter)
+    decayed = matrices if config.kind == "muon" else blocks + matrices
+    optimisers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": config.weight_decay},
+                {"params": rest, "weight_decay": 0.0},
+            ],
+            lr=config.learning_rate,
+            betas=config.betas,
+        )
+    ]
+    if config.kind == "muon":
+        optimisers.append(
+            torch.optim.Muon(
+                blocks,
+                lr=config.matrix_learning_rate,
+                weight_decay=config.weight_decay,
+                momentum=0.95,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimisers

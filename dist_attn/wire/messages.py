@@ -1,0 +1,452 @@
+"""The typed messages between processes, and their one encoding (msgpack; nothing is unpickled).
+
+Who speaks to whom:
+
+    API  <-> controller : Open… / Tokens / Cancel / GetStatus   and   Accepted / Credit / Rows / … / Failed / Status
+    controller <-> rank : Step / Shutdown / Ping   and   RankHello / StepDone / Heartbeat / RankFailed
+    controller <-> agent: StartGroup / WatchRanks / KillGroup / StopAgent / Ping
+                          and AgentHello / GroupStarted / RankExited / GroupExited
+
+Token payloads are raw little-endian int32, vectors raw little-endian float32: a message is decoded
+without copying numbers one by one, and its size is checked against the declared counts.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from dist_attn.errors import WireError
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+
+# What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of every message: a frozen, tagged value; unknown fields are refused."""
+
+
+# ---- API -> controller -------------------------------------------------------------------------
+
+
+class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which rows an encoding returns: one per token, per window of `window` tokens, or one in all."""
+
+    granularity: Annotated[str, Meta(pattern="^(token|window|document)$")] = "window"
+    window: Annotated[int, Meta(ge=1, le=1 << 53)] = 512
+    pooling: Annotated[str, Meta(pattern="^(mean|last)$")] = "mean"
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are drawn; temperature 0 is greedy. top_k 0 and top_p 1 switch the filters off.
+
+    `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 53)]
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_k: Count = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Natural log-probabilities where one token was drawn: its own, and those of the likeliest, in falling order.
+
+    They are the model's own, before temperature and filters.
+    """
+
+    drawn: float
+    top_tokens: list[Count] = []
+    top_logprobs: list[float] = []
+
+
+class OpenEncoding(Message, frozen=True):
+    """Start an encoding; tokens follow in `Tokens` messages as far as `Credit` allows."""
+
+    request_id: Name
+    rows: RowSpec
+
+
+class OpenCompletion(Message, frozen=True):
+    """Start a completion; prompt tokens follow in `Tokens` messages as far as `Credit` allows."""
+
+    request_id: Name
+    sampling: SamplingSpec
+
+
+class Tokens(Message, frozen=True):
+    """Tokens [start, start + n) of a request, int32; `final` marks the end of its input."""
+
+    request_id: Name
+    start: Count
+    tokens: bytes
+    final: bool
+
+
+class Cancel(Message, frozen=True):
+    """Stop the request wherever it is: queued, prefilling or decoding."""
+
+    request_id: Name
+
+
+class GetStatus(Message, frozen=True):
+    """Ask for one `Status`."""
+
+
+# ---- controller -> API -------------------------------------------------------------------------
+
+
+class Accepted(Message, frozen=True):
+    """The request is admitted."""
+
+    request_id: Name
+
+
+class Credit(Message, frozen=True):
+    """The API may send tokens of this request up to (not including) position `upto`."""
+
+    request_id: Name
+    upto: Count
+
+
+class Rows(Message, frozen=True):
+    """Complete rows [first_row, first_row + n) in order: token ranges and float32 vectors [n, dim]."""
+
+    request_id: Name
+    first_row: Count
+    starts: list[int]
+    stops: list[int]
+    vectors: bytes
+
+
+class EncodingDone(Message, frozen=True):
+    """Every row has been sent."""
+
+    request_id: Name
+    tokens: Count
+    rows: Count
+
+
+class Generated(Message, frozen=True):
+    """Newly drawn tokens; `finish_reason` ("stop" or "length") comes with the last ones.
+
+    `logprobs` has one entry per token when the request asked for them.
+    """
+
+    request_id: Name
+    tokens: list[int]
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class Failed(Message, frozen=True):
+    """The request ended without its result.
+
+    `code` is from the closed set of service.errors. The controller uses: overloaded (too many open requests),
+    engine_failed (a rank was lost while it held this request), engine_not_ready (no engine in time, or it is stopping),
+    invalid_value and empty_input (the request or its tokens), body_timeout (its tokens stopped coming).
+    """
+
+    request_id: Name
+    code: str
+    message: str
+
+
+class RankStatus(msgspec.Struct, frozen=True):
+    """One rank as the controller sees it; ages in seconds."""
+
+    rank: int
+    pid: int
+    phase: str
+    step_done: int
+    heartbeat_age: float
+    progress_age: float
+    peak_rss_bytes: int = 0
+
+
+class Status(Message, frozen=True):
+    """What the engine is doing now; `ready` is false with a `reason` in words."""
+
+    ready: bool
+    reason: str
+    model: str
+    hidden_size: int
+    vocab_size: int
+    backend: str
+    epoch: int
+    step: int
+    queued: int
+    active: int
+    tokens_per_second: float
+    ranks: list[RankStatus]
+
+
+# ---- controller -> rank ------------------------------------------------------------------------
+
+
+class OpenOp(msgspec.Struct, frozen=True, tag="open"):
+    """A session begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions."""
+
+    session: Count
+    rows: RowSpec | None = None
+    sampling: SamplingSpec | None = None
+
+
+class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
+    """Feed block [start, start + sum(lengths)) of a session, split over the ranks by `lengths`.
+
+    `tokens` is this rank's slice only (int32). The state before `start` is equal on all ranks, and so
+    is the state after the block.
+    """
+
+    session: Count
+    start: Count
+    lengths: list[Count]
+    tokens: bytes
+
+
+class DecodeEntry(msgspec.Struct, frozen=True):
+    """One session in a decode batch; `token` feeds the last prompt token first, None the last drawn one."""
+
+    session: Count
+    token: Count | None = None
+
+
+class DecodeOp(msgspec.Struct, frozen=True, tag="decode"):
+    """Draw one token for each of these sessions; sent to the rank that owns them, no communication."""
+
+    entries: list[DecodeEntry]
+
+
+class CloseOp(msgspec.Struct, frozen=True, tag="close"):
+    """Forget the session; an unknown one is ignored (a rank that does not own it has dropped it already)."""
+
+    session: Count
+
+
+Op = OpenOp | PrefillOp | DecodeOp | CloseOp
+
+
+class Step(Message, frozen=True):
+    """Step `k` of `epoch`: a rank performs `ops` in order; collective ops stand in the same order on all ranks."""
+
+    epoch: Count
+    k: Count
+    ops: list[Op]
+
+
+class Shutdown(Message, frozen=True):
+    """The rank finishes and exits with code 0."""
+
+    epoch: Count
+
+
+class Ping(Message, frozen=True):
+    """The controller's answer to every `Heartbeat` and `AgentHello`; who hears none for long exits by itself."""
+
+
+# ---- rank -> controller ------------------------------------------------------------------------
+
+
+class RankHello(Message, frozen=True):
+    """First message of a rank: who it is and what it has loaded."""
+
+    protocol_version: int
+    epoch: Count
+    rank: Count
+    size: Count
+    pid: Count
+    host: str
+    model: str
+    hidden_size: Count
+    vocab_size: Count
+    end_token: Count | None = None
+
+
+class RowPieces(msgspec.Struct, frozen=True):
+    """Sums (pooling mean) or last vectors over token ranges of one session, in order, float32 [n, dim].
+
+    A range is a whole row or the part of a row that lies in this rank's slice of the block.
+    """
+
+    session: Count
+    starts: list[Count]
+    stops: list[Count]
+    vectors: bytes
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """One token drawn for a session."""
+
+    session: Count
+    token: Count
+    logprobs: TokenLogprobs | None = None
+
+
+class SessionFault(msgspec.Struct, frozen=True):
+    """One session cannot go on, for a reason that leaves the others and the rank as they were."""
+
+    session: Count
+    error: str
+
+
+class StepDone(Message, frozen=True):
+    """The rank finished step `k`; its rows and drawn tokens travel here."""
+
+    epoch: Count
+    k: Count
+    rank: Count
+    seconds: float
+    pieces: list[RowPieces]
+    drawn: list[Drawn]
+    faults: list[SessionFault] = []
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent by the rank's heartbeat thread, which needs neither the GPU nor the main thread."""
+
+    epoch: Count
+    rank: Count
+    step_done: Count
+    phase: str
+    time: float
+    progress: Count = 0  # operations and layers finished since start: "slow" still moves, "stuck" does not
+    peak_rss_bytes: Count = 0
+
+
+class RankFailed(Message, frozen=True):
+    """The rank met an exception in step `k`; it exits after this message."""
+
+    epoch: Count
+    rank: Count
+    k: Count
+    error: str
+
+
+# ---- controller <-> agent ----------------------------------------------------------------------
+
+
+class StartGroup(Message, frozen=True):
+    """Start `ranks` rank processes for `epoch`; the agent kills what is left of older epochs first."""
+
+    epoch: Count
+    ranks: Count
+    backend: str
+    model: str
+    controller_address: str
+
+
+class WatchRanks(Message, frozen=True):
+    """All ranks of `epoch` have said hello: report at once when one of these processes ends; pids in order of rank."""
+
+    epoch: Count
+    pids: list[Count]
+
+
+class KillGroup(Message, frozen=True):
+    """Kill every process of `epoch`: the launcher and the pids that its ranks reported."""
+
+    epoch: Count
+    pids: list[Count]
+
+
+class StopAgent(Message, frozen=True):
+    """Kill all ranks and exit."""
+
+
+class AgentHello(Message, frozen=True):
+    """First message of an agent, repeated every second: it also says that the agent is alive."""
+
+    protocol_version: int
+    host: str
+    pid: Count
+
+
+class GroupStarted(Message, frozen=True):
+    """The launcher of `epoch` runs."""
+
+    epoch: Count
+    launcher_pid: Count
+
+
+class RankExited(Message, frozen=True):
+    """The process of this rank of `epoch` has ended, whatever the launcher says about it later."""
+
+    epoch: Count
+    rank: Count
+    pid: Count
+
+
+class GroupExited(Message, frozen=True):
+    """No process of `epoch` is left; the launcher ended with `exit_code`, `tail` is the end of its output."""
+
+    epoch: Count
+    exit_code: int
+    tail: str
+
+
+AnyMessage = (
+    OpenEncoding
+    | OpenCompletion
+    | Tokens
+    | Cancel
+    | GetStatus
+    | Accepted
+    | Credit
+    | Rows
+    | EncodingDone
+    | Generated
+    | Failed
+    | Status
+    | Step
+    | Shutdown
+    | Ping
+    | RankHello
+    | StepDone
+    | Heartbeat
+    | RankFailed
+    | StartGroup
+    | WatchRanks
+    | KillGroup
+    | StopAgent
+    | AgentHello
+    | GroupStarted
+    | RankExited
+    | GroupExited
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The message as msgpack bytes.
+
+    Raises: WireError if it is larger than MAX_MESSAGE_BYTES.
+    """
+    data = _encoder.encode(message)
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"a {type(message).__name__} of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}; "
+            "send it in parts"
+        )
+    return data
+
+
+def decode(data: bytes) -> AnyMessage:
+    """The message that `data` holds.
+
+    Raises: WireError if it is too large, not msgpack, of an unknown type or with unknown fields.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise WireError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"unreadable message: {error}") from None

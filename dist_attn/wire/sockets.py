@@ -1,0 +1,173 @@
+"""ZeroMQ sockets for the typed messages: a bounded `Router` that notices dead peers, a `Dealer` with deadlines.
+
+A socket belongs to the thread that made it. Every queue is bounded, every wait has a deadline, and closing never hangs.
+"""
+
+from enum import Enum
+from types import TracebackType
+from typing import Self, final
+
+import zmq
+
+from dist_attn.errors import ConfigError, WireError
+from dist_attn.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, decode, encode
+
+__all__ = ["QUEUE_MESSAGES", "Dealer", "Router", "Sent", "check_address"]
+
+QUEUE_MESSAGES = 256  # per peer and direction; a full queue is reported, never waited for
+IPC_PATH_BYTES = 107  # sockaddr_un.sun_path, without its closing zero
+CLOSE_LINGER_MS = 1000
+
+
+class Sent(Enum):
+    """What became of a message."""
+
+    DONE = "done"  # handed to ZeroMQ
+    FULL = "full"  # the peer does not read; try again later
+    GONE = "gone"  # no such peer: it was never there, or it has died
+
+
+def check_address(address: str) -> str:
+    """The address, if a socket could use it.
+
+    Raises: ConfigError naming what is wrong with it.
+    """
+    scheme, separator, place = address.partition("://")
+    if not separator or scheme not in ("ipc", "tcp") or not place:
+        raise ConfigError(f"address {address!r} cannot be used: give ipc://PATH or tcp://HOST:PORT")
+    if scheme == "ipc" and len(place.encode()) > IPC_PATH_BYTES:
+        raise ConfigError(
+            f"the path of {address!r} has {len(place.encode())} bytes; a socket path may have {IPC_PATH_BYTES}: "
+            "choose a shorter folder"
+        )
+    return address
+
+
+@final
+class Router:
+    """A bound socket with many peers, each known by its identity.
+
+    Raises: ConfigError if the address cannot be bound.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        check_address(address)
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        _limit(self.socket)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise ConfigError(f"cannot listen on {address}: {error.strerror}; choose another address") from None
+
+    def send(self, peer: bytes, message: AnyMessage) -> Sent:
+        """Hand a message to ZeroMQ without waiting.
+
+        Raises: WireError if it is larger than a message may be.
+        """
+        try:
+            self.socket.send_multipart((peer, encode(message)), zmq.DONTWAIT)
+        except zmq.Again:
+            return Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:
+                return Sent.GONE
+            raise
+        return Sent.DONE
+
+    def receive(self) -> tuple[bytes, AnyMessage | WireError] | None:
+        """The next message that has arrived and who sent it, or None; never waits.
+
+        An unreadable message comes back as the WireError, so that one bad peer cannot stop the others.
+        """
+        try:
+            frames = self.socket.recv_multipart(zmq.DONTWAIT)
+        except zmq.Again:
+            return None
+        if len(frames) != 2:
+            return frames[0], WireError(f"a message of {len(frames) - 1} parts; needed is exactly one")
+        try:
+            return frames[0], decode(frames[1])
+        except WireError as error:
+            return frames[0], error
+
+    def close(self) -> None:
+        """Send what is queued, within a second in the background, and close."""
+        self.socket.close(CLOSE_LINGER_MS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@final
+class Dealer:
+    """A connected socket with one peer, which need not be there yet.
+
+    Raises: ConfigError for an address that cannot be used.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
+        check_address(address)
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        _limit(self.socket)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise ConfigError(f"cannot connect to {address}: {error.strerror}; check the address") from None
+        self._address = address
+
+    def send(self, message: AnyMessage, timeout_s: float = 0.0) -> None:
+        """Send a message, waiting at most `timeout_s` for room in the queue.
+
+        Raises: WireError if there was no room in time or the message is too large.
+        """
+        data = encode(message)
+        if not self.socket.poll(int(timeout_s * 1000), zmq.POLLOUT):
+            raise WireError(
+                f"{type(message).__name__} could not be sent to {self._address} within {timeout_s:g} s: "
+                "its queue is full; the peer does not read"
+            )
+        self.socket.send(data, zmq.DONTWAIT)
+
+    def receive(self, timeout_s: float = 0.0) -> AnyMessage | None:
+        """The next message, or None if none came within `timeout_s`.
+
+        Raises: WireError for an unreadable one.
+        """
+        if not self.socket.poll(int(timeout_s * 1000), zmq.POLLIN):
+            return None
+        frames = self.socket.recv_multipart(zmq.DONTWAIT)
+        if len(frames) != 1:
+            raise WireError(f"a message of {len(frames)} parts; needed is exactly one")
+        return decode(frames[0])
+
+    def close(self) -> None:
+        """Send what is queued, within a second in the background, and close."""
+        self.socket.close(CLOSE_LINGER_MS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _limit(socket: zmq.Socket[bytes]) -> None:
+    """Bound what a peer can make this process hold."""
+    socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+    socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)

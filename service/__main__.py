@@ -1,0 +1,124 @@
+"""`python -m service`: the API process. Flags for what differs between starts; a file and the environment for all."""
+
+import argparse
+import logging
+import os
+import signal
+import socket
+import sys
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from dist_attn.errors import InputError
+from dist_attn.settings import read_settings
+from dist_attn.wire.sockets import check_address
+from service.app import create_app
+from service.auth import KeyRing
+from service.http_protocol import bounded_protocol
+from service.logs import LibraryLogs, make_log
+from service.served_model import ServedModel
+from service.settings import Settings
+
+__all__ = ["main", "serve", "server_config"]
+
+USAGE_ERROR = 2
+
+
+class _AnnouncingServer(uvicorn.Server):
+    """Says where it listens once it really does."""
+
+    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+        super().__init__(config)
+        self._announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            print(self._announcement, flush=True)
+
+
+def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves the app."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=bounded_protocol(
+            head_bytes=settings.request_head_bytes,
+            head_seconds=settings.request_head_seconds,
+            on_refused=app.state.refused,
+        ),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=settings.shutdown_seconds,
+    )
+
+
+def serve(settings: Settings) -> int:
+    """Run until SIGTERM or Ctrl-C; returns the exit code.
+
+    Raises: InputError for a model folder or a controller address that cannot be used.
+    """
+    model = ServedModel.read(settings.model)
+    check_address(settings.api_address)
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except OSError as error:
+        print(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another with --port",
+            file=sys.stderr,
+        )
+        return USAGE_ERROR
+    host, port = listener.getsockname()[:2]
+    if KeyRing.read(settings).open and not ip_address(host).is_loopback:
+        print(f"warning: {host} is open to the network and asks for no key; see http.api_keys", file=sys.stderr)
+    log = make_log(level=settings.log_level)
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLogs(log)])
+    config = server_config(settings, create_app(settings, log=log))
+    place = f"[{host}]" if ":" in host else host
+    announcement = f"listening on http://{place}:{port}  model {model.id}  (stop with Ctrl-C)"
+    server = _AnnouncingServer(config, announcement)
+    # uvicorn raises the signal again once everything is closed: then this exit is a clean one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 0
+    return 0 if server.started else 1
+
+
+FLAGS = {
+    "host": ("http.host", "address to listen on (default 127.0.0.1)"),
+    "port": ("http.port", "port to listen on, 0 for any (default 8000)"),
+    "api-address": ("engine.api_address", "ZeroMQ address of the controller"),
+    "model": ("model", "model folder"),
+    "data-dir": ("data_dir", "where spools live (default ./data)"),
+    "log-level": ("log_level", "debug, info, warning or error (default info)"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read flags, environment and configuration, then serve."""
+    parser = argparse.ArgumentParser(prog="python -m service", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, help="TOML file with settings; `dist-attn config show` lists them")
+    for flag, (key, words) in FLAGS.items():
+        parser.add_argument(f"--{flag}", dest=key, help=words)
+    given = vars(parser.parse_args(arguments))
+    try:
+        tree = read_settings(given.pop("config"), environment=os.environ, flags=given).settings
+        return serve(Settings.of(tree))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""The application: made by a function, its parts owned by the lifespan."""
+
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypedDict
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from dist_attn import __version__
+from dist_attn.text import load_tokeniser
+from service.auth import KeyRing
+from service.completions import CompletionService
+from service.dependencies import Services
+from service.documents import DocumentService
+from service.embeddings import EmbeddingService
+from service.engine_port import EnginePort, ZmqEnginePort
+from service.engine_stream import StreamLimits
+from service.engine_watch import EngineWatch
+from service.envelope import Envelope, routing_problem, service_problem
+from service.errors import PROBLEM_JSON, ServiceError
+from service.limits import OpenRequests
+from service.logs import Log, make_log
+from service.metrics import Metrics
+from service.routers import completions, documentation, embeddings, encodings, health, models, tokens
+from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.spool import DiskBudget, SpoolFactory
+from service.tokenising import ThreadTokeniser
+
+__all__ = ["create_app", "stream_limits"]
+
+FAREWELL_SECONDS = 3.0
+ROUTERS = (completions, encodings, embeddings, tokens, models, health, documentation)
+BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+)  # fmt: skip
+
+
+class LifespanState(TypedDict):
+    """What requests find in `request.state`."""
+
+    services: Services
+
+
+def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | None = None) -> FastAPI:
+    """The service for one model; `engine` replaces the connection to a controller in tests.
+
+    Raises: ConfigError for keys that cannot be read; at start-up ModelFolderError when the model folder cannot be used.
+    """
+    log = log or make_log(level=settings.log_level)
+    metrics, keys = Metrics(), KeyRing.read(settings)
+    port = engine or ZmqEnginePort(
+        settings.api_address,
+        stream_limits(settings),
+        log,
+        status_seconds=settings.status_seconds,
+        stale_seconds=settings.status_stale_seconds,
+    )
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[LifespanState]:
+        with (
+            ThreadPoolExecutor(settings.threads, thread_name_prefix="work") as threads,
+            ThreadPoolExecutor(1, thread_name_prefix="disk") as disk,
+        ):
+            services = _services(settings, port, metrics, threads, disk)
+            metrics.watch(services.gauges, version=__version__, model=services.model.id)
+            await port.start()
+            try:
+                yield {"services": services}
+            finally:
+                await port.close()
+                # what was cut off still writes its last words and gives its spools back
+                await services.open_requests.drained(FAREWELL_SECONDS)
+
+    app = FastAPI(
+        title="dist-attn",
+        version=__version__,
+        description="Encodings and completions of texts of any length by linear attention.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={ServiceError: service_problem, HTTPException: routing_problem},
+        responses={
+            "default": {
+                "description": "A problem document (RFC 9457) that also holds OpenAI's error object.",
+                "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+            }
+        },
+    )
+    envelope = Envelope(log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port))
+    app.add_middleware(envelope.around)
+    app.state.refused = envelope.refused
+    for family in ROUTERS:
+        app.include_router(family.router)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def stream_limits(settings: Settings) -> StreamLimits:
+    """The settings that an engine port needs."""
+    return StreamLimits(
+        silence_seconds=settings.engine_silence_seconds,
+        message_tokens=settings.message_tokens,
+        inbox_soft_bytes=settings.inbox_soft_bytes,
+        inbox_hard_bytes=settings.inbox_hard_bytes,
+    )
+
+
+def _whereabouts(engine: EnginePort) -> dict[str, Any]:
+    """Epoch and step of the engine, for the log."""
+    status = engine.health().status
+    return {} if status is None else {"epoch": status.epoch, "step": status.step}
+
+
+def _services(
+    settings: Settings, engine: EnginePort, metrics: Metrics, threads: ThreadPoolExecutor, disk: ThreadPoolExecutor
+) -> Services:
+    """Read the model folder and put the parts together."""
+    model = ServedModel.read(settings.model)
+    tokeniser = ThreadTokeniser(load_tokeniser(settings.model), threads)
+    folder = settings.data_dir / "spool"
+    folder.mkdir(parents=True, exist_ok=True)
+    budget = DiskBudget(settings.disk_bytes)
+    spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
+    watch = EngineWatch(engine, model, settings)
+    return Services(
+        settings=settings,
+        model=model,
+        watch=watch,
+        tokeniser=tokeniser,
+        completions=CompletionService(settings, engine, watch, tokeniser),
+        documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics),
+        embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
+        open_requests=OpenRequests(settings.open_requests),
+        budget=budget,
+        metrics=metrics,
+        threads=threads,
+    )
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the bodies that the routes read themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        _, bodies = models_json_schema(
+            [(body, "validation") for body in BODIES],
+            ref_template="#/components/schemas/{model}",
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(bodies["$defs"])
+        schemas["Problem"] = _PROBLEM_SCHEMA
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["message", "type", "param", "code"],
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": "string"},
+    },
+}
+_PROBLEM_SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "error"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "instance": {"type": ["string", "null"]},
+        "error": _ERROR_SCHEMA,
+    },
+}

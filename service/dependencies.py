@@ -1,0 +1,137 @@
+"""What routes share: built once by the lifespan, reached through the request, never a module's global."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from service.completions import CompletionService
+from service.documents import DocumentService
+from service.embeddings import EmbeddingService
+from service.engine_watch import EngineWatch
+from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from service.exchange import RequestBody
+from service.limits import OpenRequests
+from service.logs import RequestRecord
+from service.metrics import Gauges, Metrics
+from service.schemas import CompletionUsage
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.spool import DiskBudget
+from service.tokenising import TokeniserPort
+
+__all__ = ["Services", "media_type", "read_json_body", "record_of", "services_of"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything a route may need."""
+
+    settings: Settings
+    model: ServedModel
+    watch: EngineWatch
+    tokeniser: TokeniserPort
+    completions: CompletionService
+    documents: DocumentService
+    embeddings: EmbeddingService
+    open_requests: OpenRequests
+    budget: DiskBudget
+    metrics: Metrics
+    threads: Executor
+    started: float = field(default_factory=time.monotonic)
+
+    def body(self, request: Request) -> RequestBody:
+        """The one owner of this request's `receive`."""
+        body = RequestBody(request.receive, idle_seconds=self.settings.body_idle_seconds)
+        record_of(request).received = lambda: body.bytes
+        return body
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    def check_model(self, name: str | None) -> None:
+        """Accept the served model's name, or none.
+
+        Raises: NotFound for another one.
+        """
+        if name is not None and name != self.model.id:
+            raise NotFound(
+                f"the model {name[:200]!r} is not served here; {self.model.id!r} is",
+                code=Code.MODEL_NOT_FOUND,
+                param="model",
+            )
+
+    def count(self, record: RequestRecord, kind: str, tokens: int) -> None:
+        """Tokens that a request read, for its line of log and for the metrics."""
+        record.note(tokens=tokens)
+        self.metrics.tokens(kind, tokens)
+
+    def count_completion(self, record: RequestRecord, usage: CompletionUsage) -> None:
+        """Likewise the tokens of a completion, however it ended."""
+        record.note(completion_tokens=usage.completion_tokens)
+        self.metrics.tokens("prompt", usage.prompt_tokens)
+        self.metrics.tokens("completion", usage.completion_tokens)
+
+    def gauges(self) -> Gauges:
+        """How things are now."""
+        return Gauges(self.watch.health(), self.open_requests.count, self.watch.waiting, self.budget.used)
+
+
+def services_of(request: Request) -> Services:
+    """The services of the app that got this request."""
+    services: Services = request.state.services
+    return services
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The log record of this request."""
+    record: RequestRecord = request.state.record
+    return record
+
+
+def media_type(request: Request) -> str:
+    """The body's media type in lower case, empty when none is given.
+
+    Raises: ServiceError (415) for a compressed body, BadRequest for a charset other than UTF-8.
+    """
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        raise ServiceError(
+            f"Content-Encoding: {coding[:40]} is not offered; send the body as it is",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.strip().partition("=")
+        if name.lower() == "charset" and value.strip('"').lower() not in ("utf-8", "utf8", "us-ascii"):
+            raise BadRequest(
+                f"charset {value[:40]} is not offered; convert the text to UTF-8",
+                code=Code.UNSUPPORTED_MEDIA_TYPE,
+            )
+    return kind.strip().lower()
+
+
+async def read_json_body(request: Request, body: RequestBody, limit: int) -> bytes:
+    """The bytes of a JSON body.
+
+    Raises: ServiceError (415) for another media type, TooLarge over the limit.
+    """
+    kind = media_type(request)
+    if kind not in ("application/json", "") and not kind.endswith("+json"):
+        raise ServiceError(
+            f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
+    return await body.read_all(limit)

@@ -1,0 +1,111 @@
+"""Embeddings through the engine: each input is one document, and its vector the mean over it."""
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.wire.messages import EncodingDone, Rows, RowSpec
+from service.engine_port import EnginePort
+from service.engine_stream import TokenArray
+from service.engine_watch import EngineWatch
+from service.errors import BadRequest, Code, EngineFailure
+from service.exchange import task_group
+from service.parsing import parse_texts
+from service.rows import shortest_float32
+from service.schemas import EmbeddingRequest
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.tokenising import TokeniserPort, tokens_of
+
+__all__ = ["EmbeddingService", "Vectors"]
+
+AT_ONCE = 8  # inputs of one request in the engine: the others are not kept waiting for all of them
+DOCUMENT = RowSpec(granularity="document", pooling="mean")
+
+
+@dataclass
+class Vectors:
+    """The vectors of a request, in the order of its inputs, and the tokens of all of them."""
+
+    rows_ND: npt.NDArray[np.float32]
+    tokens: int = 0
+
+    def as_numbers(self) -> list[list[float]]:
+        """As numbers with the fewest digits that keep float32."""
+        return [shortest_float32(row_D).tolist() for row_D in self.rows_ND]
+
+    def as_base64(self) -> list[str]:
+        """As little-endian float32 in base64, which is what OpenAI's client asks for by default."""
+        return [base64.b64encode(row_D.astype("<f4").tobytes()).decode("ascii") for row_D in self.rows_ND]
+
+
+class EmbeddingService:
+    """Answers embeddings; all requests together have at most `embeddings_at_once` inputs in the engine."""
+
+    def __init__(
+        self, settings: Settings, engine: EnginePort, watch: EngineWatch, tokeniser: TokeniserPort, model: ServedModel
+    ) -> None:
+        self._settings = settings
+        self._engine = engine
+        self._watch = watch
+        self._tokeniser = tokeniser
+        self._model = model
+        self._places = asyncio.Semaphore(settings.embeddings_at_once)
+
+    def prepare(self, request: EmbeddingRequest) -> list[bytes | TokenArray]:
+        """Check the options; the inputs.
+
+        Raises: BadRequest naming the parameter.
+        """
+        if request.dimensions not in (None, self._model.hidden_size):
+            raise BadRequest(
+                f"dimensions={request.dimensions} is not offered: a vector of {self._model.id!r} has "
+                f"{self._model.hidden_size} numbers and cannot be shortened; leave it out or send that",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="dimensions",
+            )
+        limit = self._settings.embedding_inputs
+        return parse_texts(request.input, "input", self._tokeniser.vocab_size, limit)
+
+    async def embed(self, inputs: list[bytes | TokenArray], name: str) -> Vectors:
+        """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
+
+        `name` is the request's in the log.
+
+        Raises: ServiceError when the engine fails.
+        """
+        await self._watch.until_ready()
+        vectors = Vectors(np.empty((len(inputs), self._model.hidden_size), dtype=np.float32))
+        waiting = iter(enumerate(inputs))
+        async with task_group() as group:
+            for _ in range(min(AT_ONCE, len(inputs))):
+                group.create_task(self._work(waiting, vectors, name))
+        return vectors
+
+    async def _work(self, waiting: Iterator[tuple[int, bytes | TokenArray]], vectors: Vectors, name: str) -> None:
+        for place, text in waiting:
+            async with self._places:
+                if isinstance(text, bytes):
+                    text = await tokens_of(self._tokeniser, text, self._settings.piece_bytes)
+                vectors.rows_ND[place] = await self._embed_one(text, name)
+            vectors.tokens += len(text)
+
+    async def _embed_one(self, tokens: TokenArray, name: str) -> npt.NDArray[np.float32]:
+        with self._engine.open(DOCUMENT, name) as stream:
+            await stream.admitted(self._settings.admission_seconds)
+            await stream.send(tokens, final=True)
+            rows, done = await stream.next(), await stream.next()
+        if (
+            not isinstance(rows, Rows)
+            or not isinstance(done, EncodingDone)
+            or (done.tokens, done.rows, len(rows.vectors)) != (len(tokens), 1, 4 * self._model.hidden_size)
+        ):
+            raise EngineFailure("the engine did not answer an embedding with one row for all of its tokens")
+        row_D = np.frombuffer(rows.vectors, dtype="<f4")
+        if not np.isfinite(row_D).all():
+            raise EngineFailure("the engine computed an embedding with a value that is not finite")
+        return row_D

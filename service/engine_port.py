@@ -1,0 +1,248 @@
+"""The one door to the engine: open requests, look at its health; over ZeroMQ in production, in memory in tests."""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from dist_attn.errors import WireError
+from dist_attn.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    Accepted,
+    AnyMessage,
+    Credit,
+    EncodingDone,
+    Failed,
+    Generated,
+    GetStatus,
+    OpenCompletion,
+    OpenEncoding,
+    Rows,
+    RowSpec,
+    SamplingSpec,
+    Status,
+    decode,
+    encode,
+)
+from service.engine_stream import EngineStream, StreamLimits
+from service.errors import Code, EngineFailure, EngineUnavailable
+
+__all__ = ["EngineHealth", "EnginePort", "OpenStreams", "ZmqEnginePort"]
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """What is known about the engine now; `reason` says in words why it is not ready.
+
+    `age` is that of `status` in seconds.
+    """
+
+    ready: bool
+    reason: str
+    status: Status | None = None
+    age: float = 0.0
+
+
+class EnginePort(Protocol):
+    """What the service needs of an engine."""
+
+    async def start(self) -> None:
+        """Begin to talk to the engine; returns at once, whether or not it answers."""
+
+    async def close(self) -> None:
+        """Fail what is open and let go of the engine."""
+
+    def health(self) -> EngineHealth:
+        """The newest health, never older than half a second without saying so; never waits."""
+
+    def open(self, work: RowSpec | SamplingSpec, name: str = "") -> EngineStream:
+        """Start an encoding (RowSpec) or a completion (SamplingSpec).
+
+        The controller's log calls it `name`, which is that of the client's request, and something that makes it unique.
+
+        Raises: EngineUnavailable when there is nobody to talk to.
+        """
+
+
+class OpenStreams:
+    """The requests in flight by id; hands each message of the controller to its own."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._streams: dict[str, EngineStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, work: RowSpec | SamplingSpec, post: Callable[[AnyMessage], None], name: str = "") -> EngineStream:
+        """A new stream whose opening message has been posted."""
+        request_id = f"{name}.{uuid.uuid4().hex[:12]}" if name else uuid.uuid4().hex
+        stream = EngineStream(request_id, post, self._forget, self._limits)
+        self._streams[request_id] = stream
+        if isinstance(work, RowSpec):
+            post(OpenEncoding(request_id=request_id, rows=work))
+        else:
+            post(OpenCompletion(request_id=request_id, sampling=work))
+        return stream
+
+    def route(self, message: AnyMessage) -> None:
+        """Deliver to the stream it belongs to; messages for requests that are over are dropped."""
+        if isinstance(message, Accepted | Credit | Rows | EncodingDone | Generated | Failed):
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.deliver(message)
+
+    def fail_all(self, message: str, code: Code) -> None:
+        """End every open stream with an error."""
+        for stream in list(self._streams.values()):
+            stream.fail(EngineFailure(message, code=code, status=503))
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+
+class ZmqEnginePort:
+    """The engine behind a controller's ROUTER socket: one DEALER, one task that reads it.
+
+    The send side has no high-water mark: what is posted is bounded by the credit the controller gives
+    and by the number of open requests. The receive side has none either, so that nothing is ever
+    dropped; the reader empties it into the streams' bounded inboxes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        limits: StreamLimits,
+        log: structlog.typing.FilteringBoundLogger,
+        *,
+        status_seconds: float = 0.4,
+        stale_seconds: float = 2.0,
+    ) -> None:
+        self._address = address
+        self._log = log
+        self._status_seconds = status_seconds
+        self._stale_seconds = stale_seconds
+        self._streams = OpenStreams(limits)
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._connected = False
+        self._status: Status | None = None
+        self._status_at = 0.0
+
+    async def start(self) -> None:
+        """Connect (ZeroMQ keeps trying by itself) and start reading, polling and watching the connection."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)  # ms: a last Cancel may still leave
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._socket.connect(self._address)
+        self._tasks = [
+            asyncio.create_task(self._read(self._socket), name="engine-port-read"),
+            asyncio.create_task(self._poll(), name="engine-port-status"),
+            asyncio.create_task(self._watch(monitor), name="engine-port-connection"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    async def close(self) -> None:
+        """Fail what is open, stop the tasks, close the sockets."""
+        self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None and self._context is not None:
+            self._socket.disable_monitor()
+            self._socket.close()
+            self._context.destroy()
+
+    def health(self) -> EngineHealth:
+        """The newest Status, unless it is too old."""
+        if not self._connected:
+            return EngineHealth(False, f"no connection to the engine's controller at {self._address}")
+        if self._status is None:
+            return EngineHealth(False, f"the engine's controller at {self._address} has not answered yet")
+        age = time.monotonic() - self._status_at
+        if age > self._stale_seconds:
+            return EngineHealth(False, f"the engine's controller has not answered for {age:.1f} s", self._status, age)
+        return EngineHealth(self._status.ready, self._status.reason, self._status, age)
+
+    def open(self, work: RowSpec | SamplingSpec, name: str = "") -> EngineStream:
+        """Post the opening message.
+
+        Raises: EngineUnavailable without a connection.
+        """
+        if not self._connected:
+            raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
+        return self._streams.open(work, self._post, name)
+
+    def _post(self, message: AnyMessage) -> None:
+        if self._socket is None or self._socket.closed:
+            return
+        asyncio.ensure_future(self._socket.send(encode(message), copy=True)).add_done_callback(_consume)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            data = await socket.recv()
+            try:
+                message = decode(data)
+            except WireError as error:
+                self._log.error("unreadable message from the controller", error=str(error))
+                continue
+            if isinstance(message, Status):
+                self._status, self._status_at = message, time.monotonic()
+            else:
+                self._streams.route(message)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a bug: say so and let nobody wait for it."""
+        if not task.cancelled():
+            self._connected = False
+            self._log.error("engine port task ended", task=task.get_name(), error=repr(task.exception()))
+            self._streams.fail_all("the connection to the engine stopped working", Code.ENGINE_UNREACHABLE)
+
+    async def _poll(self) -> None:
+        while True:
+            if self._connected:
+                self._post(GetStatus())
+            await asyncio.sleep(self._status_seconds)
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Follow the connection: a controller that goes away takes its requests with it."""
+        try:
+            while True:
+                event = await recv_monitor_message(monitor)
+                if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._connected = True
+                    self._status = None
+                    self._post(GetStatus())
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._connected = False
+                    self._streams.fail_all(
+                        "the connection to the engine's controller broke; send the request again",
+                        Code.ENGINE_UNREACHABLE,
+                    )
+        finally:
+            with contextlib.suppress(zmq.ZMQError):
+                monitor.close(0)
+
+
+def _consume(future: "asyncio.Future[Any]") -> None:
+    """A send that fails at close is not an error to report."""
+    if not future.cancelled():
+        future.exception()

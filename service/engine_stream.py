@@ -1,0 +1,232 @@
+"""One request as the API sees it: tokens out as far as credit allows, results in through a bounded inbox."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
+    Cancel,
+    Credit,
+    EncodingDone,
+    Failed,
+    Generated,
+    Rows,
+    Tokens,
+)
+from service.errors import Code, EngineFailure, EngineUnavailable, ServiceError, engine_error
+
+__all__ = ["EngineEvent", "EngineStream", "StreamLimits", "TokenArray"]
+
+EngineEvent = Rows | EncodingDone | Generated
+TokenArray = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class StreamLimits:
+    """How much one request may have under way and how long the engine may be silent.
+
+    Units: bytes, tokens, seconds.
+    """
+
+    silence_seconds: float = 300
+    message_tokens: int = 16_384
+    inbox_soft_bytes: int = 16 << 20
+    inbox_hard_bytes: int = 256 << 20
+
+
+class EngineStream:
+    """The API's end of one request. Use it as a context manager: leaving it early cancels the work.
+
+    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        post: Callable[[AnyMessage], None],
+        forget: Callable[[str], None],
+        limits: StreamLimits,
+    ) -> None:
+        self.request_id = request_id
+        self._post = post
+        self._forget = forget
+        self._limits = limits
+        self._inbox: deque[EngineEvent] = deque()
+        self._inbox_bytes = 0
+        self._credit = 0
+        self._sent = 0
+        self._next_row = 0
+        self._final_sent = False
+        self._accepted = False
+        self._ended = False
+        self._error: ServiceError | None = None
+        self._heard = time.monotonic()
+        self._changed = asyncio.Event()
+
+    def __enter__(self) -> "EngineStream":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening; the controller is told to cancel unless the request has ended already."""
+        self._forget(self.request_id)
+        if not self._ended:
+            self._ended = True
+            self._post(Cancel(request_id=self.request_id))
+
+    # ---- from the port -------------------------------------------------------------------------
+
+    def deliver(self, message: Accepted | Credit | Failed | EngineEvent) -> None:
+        """Take one message of the controller; called by the port's reader, never waits."""
+        if self._ended:
+            return
+        self._accepted = True
+        match message:
+            case Accepted():
+                pass
+            case Credit(upto=upto) if upto <= self._credit:
+                return  # the controller looks whether we are still here: no progress
+            case Credit(upto=upto):
+                self._credit = upto
+            case Failed(code=code, message=text):
+                self._ended = True
+                self._error = engine_error(code, text)
+            case Rows():
+                self._take_rows(message)
+            case EncodingDone() | Generated():
+                self._inbox.append(message)
+                self._ended = isinstance(message, EncodingDone) or message.finish_reason is not None
+        self._heard = time.monotonic()
+        self._notify()
+
+    def fail(self, error: ServiceError) -> None:
+        """End the stream with an error that did not come from the controller."""
+        if self._error is None and not self._ended:
+            self._error = error
+            self._notify()
+
+    def _take_rows(self, rows: Rows) -> None:
+        if rows.first_row != self._next_row:
+            self.fail(EngineFailure(f"rows from {rows.first_row} arrived where row {self._next_row} was due"))
+            return
+        if self._inbox_bytes + len(rows.vectors) > self._limits.inbox_hard_bytes:
+            self.fail(
+                ServiceError(
+                    f"more than {self._limits.inbox_hard_bytes} bytes of rows wait in memory; "
+                    "ask for fewer rows at once (a larger window) or a smaller document",
+                    code=Code.OVERLOADED,
+                )
+            )
+            return
+        self._next_row += len(rows.starts)
+        self._inbox_bytes += len(rows.vectors)
+        self._inbox.append(rows)
+
+    # ---- from the request ----------------------------------------------------------------------
+
+    async def admitted(self, within_seconds: float) -> None:
+        """Wait until the controller has taken the request.
+
+        Raises: ServiceError when it refuses, or does not answer in time.
+        """
+        deadline = time.monotonic() + within_seconds
+        while not self._accepted:
+            if not await self._wait_until(deadline) and not self._accepted:
+                raise EngineUnavailable(
+                    f"the engine's controller did not answer a new request within {within_seconds:g} s",
+                    code=Code.ENGINE_UNREACHABLE,
+                )
+        if self._error is not None:
+            raise self._error
+
+    async def send(self, tokens: TokenArray, *, final: bool) -> None:
+        """Send the next tokens of the input, waiting for credit; `final` marks the end of the input.
+
+        Raises: ServiceError when the request failed or the engine is silent for too long.
+        """
+        little_endian = np.ascontiguousarray(tokens, dtype="<i4")
+        done = 0
+        while done < len(little_endian):
+            await self._room()
+            count = min(len(little_endian) - done, self._credit - self._sent, self._limits.message_tokens)
+            last = final and done + count == len(little_endian)
+            self._send_now(little_endian[done : done + count].tobytes(), count, final=last)
+            done += count
+        if final and not self._final_sent:
+            self._send_now(b"", 0, final=True)
+
+    def _send_now(self, payload: bytes, count: int, *, final: bool) -> None:
+        if self._error is not None:
+            raise self._error
+        self._post(Tokens(request_id=self.request_id, start=self._sent, tokens=payload, final=final))
+        self._sent += count
+        if final:
+            self._final_sent = True
+            self._heard = time.monotonic()
+            self._notify()
+
+    async def _room(self) -> None:
+        """Wait until there is credit and the rows that have arrived are being written."""
+        since = time.monotonic()
+        while self._error is None and (
+            self._credit <= self._sent or self._inbox_bytes >= self._limits.inbox_soft_bytes
+        ):
+            if not await self._wait_until(max(since, self._heard) + self._limits.silence_seconds):
+                self._check_silence(since)
+        if self._error is not None:
+            raise self._error
+
+    async def next(self) -> EngineEvent:
+        """The next result, in order. May be cancelled at any time without losing one.
+
+        The engine may only be silent for so long once it has the whole input.
+        Raises: ServiceError when the request failed or the engine is silent for too long.
+        """
+        while not self._inbox:
+            if self._error is not None:
+                raise self._error
+            deadline = self._heard + self._limits.silence_seconds if self._final_sent else None
+            if not await self._wait_until(deadline):
+                self._check_silence(self._heard)
+        event = self._inbox.popleft()
+        if isinstance(event, Rows):
+            self._inbox_bytes -= len(event.vectors)
+            self._notify()
+        return event
+
+    def _check_silence(self, since: float) -> None:
+        if time.monotonic() - max(since, self._heard) >= self._limits.silence_seconds:
+            self.fail(
+                EngineFailure(
+                    f"the engine made no progress on this request for {self._limits.silence_seconds:g} s; "
+                    "see /readyz, then send it again",
+                    code=Code.ENGINE_TIMEOUT,
+                    status=504,
+                )
+            )
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_until(self, deadline: float | None) -> bool:
+        """Wait for any change; false when `deadline` (monotonic) came first."""
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            async with asyncio.timeout(timeout):
+                await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True

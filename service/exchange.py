@@ -1,0 +1,151 @@
+"""One HTTP exchange: the request's body comes in while the answer goes out, each with one owner."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from starlette.types import Receive, Send
+
+from service.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+
+__all__ = ["LAST_WORDS", "RequestBody", "ResponseWriter", "task_group", "while_connected"]
+
+T = TypeVar("T")
+LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the first error itself, not a group around it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+class RequestBody:
+    """The one owner of `receive`: first the body's bytes, then only the news that the client left.
+
+    At most one task uses it at a time.
+    """
+
+    def __init__(self, receive: Receive, *, idle_seconds: float) -> None:
+        self._receive = receive
+        self._idle_seconds = idle_seconds
+        self.ended = False
+        self.answered = False  # the end of the answer looks like a disconnect to whoever receives
+        self.bytes = 0
+        self.heard = time.monotonic()
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives.
+
+        Raises: ClientGone when it breaks off, ServiceError (408) when nothing arrives for too long.
+        """
+        while not self.ended:
+            try:
+                async with asyncio.timeout(self._idle_seconds):
+                    message = await self._receive()
+            except TimeoutError:
+                raise ServiceError(
+                    f"no byte of the body arrived for {self._idle_seconds:g} s; send it without such a pause",
+                    code=Code.BODY_TIMEOUT,
+                    status=408,
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self.heard = time.monotonic()
+            chunk: bytes = message.get("body", b"")
+            self.bytes += len(chunk)
+            self.ended = not message.get("more_body", False)
+            if chunk:
+                yield chunk
+
+    async def read_all(self, limit: int) -> bytes:
+        """The whole body, for JSON.
+
+        Raises: TooLarge over `limit` bytes, and what `chunks` raises.
+        """
+        data = bytearray()
+        async for chunk in self.chunks():
+            data += chunk
+            if len(data) > limit:
+                raise TooLarge(
+                    f"a JSON body may have {limit} bytes; send a long text as text/plain to /v1/encodings instead"
+                )
+        if not data:
+            raise BadRequest("the body is empty; a JSON object was needed", code=Code.EMPTY_INPUT)
+        return bytes(data)
+
+    async def until_gone(self) -> None:
+        """Wait until the client leaves or has its answer; what it still sends is dropped.
+
+        Raises: ClientGone when it left before.
+        """
+        while True:
+            message = await self._receive()
+            if self.answered:
+                return
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self.heard = time.monotonic()
+            self.ended = self.ended or not message.get("more_body", False)
+
+
+async def while_connected(body: RequestBody, work: Awaitable[T]) -> T:
+    """The result of `work`, unless the client leaves first: then the work is cancelled and ClientGone raised."""
+    async with task_group() as group:
+        watcher = group.create_task(body.until_gone())
+        result = await work
+        watcher.cancel()
+    return result
+
+
+class ResponseWriter:
+    """The one owner of `send`; knows what has been promised to the client so far."""
+
+    def __init__(self, send: Send, body: RequestBody, *, stall_seconds: float) -> None:
+        self._send = send
+        self._body = body
+        self._stall_seconds = stall_seconds
+        self.started = False
+        self.finished = False
+
+    async def start(self, media_type: str) -> None:
+        """Send the head of a streamed 200."""
+        self.started = True
+        headers = [
+            (b"content-type", media_type.encode("latin-1")),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+        ]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes as soon as the client takes them.
+
+        Raises: ClientGone when the client neither reads nor sends for too long.
+        """
+        await self._deliver({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Send the last bytes and the end of the body."""
+        self.finished = self._body.answered = True
+        await self._deliver({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _deliver(self, message: dict[str, object]) -> None:
+        """`send` waits for a slow client before it writes anything, so it may be given up and tried again."""
+        since = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_seconds):
+                    return await self._send(message)
+            except TimeoutError:
+                if time.monotonic() - max(since, self._body.heard) >= self._stall_seconds:
+                    raise ClientGone from None

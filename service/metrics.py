@@ -1,0 +1,106 @@
+"""What Prometheus is told: counters of requests and tokens, and gauges that are read when it asks."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from service.engine_port import EngineHealth
+from service.errors import Code
+
+__all__ = ["OUTCOMES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
+
+UNROUTED = "none"
+OUTCOMES = frozenset({"finished", "client_gone", *map(str, Code)})
+TOKEN_KINDS = ("prompt", "completion", "encoding", "embedding")
+SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """How things are at one moment."""
+
+    health: EngineHealth
+    open_requests: int
+    waiting_requests: int
+    spool_bytes: int
+
+
+class Metrics:
+    """The metrics of one app, in a registry of their own; every label's values come from a closed set."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        own = self._registry
+        self._requests = Counter("dist_attn_requests", "Requests that ended", ["route", "outcome"], registry=own)
+        self._tokens = Counter("dist_attn_tokens", "Tokens read and drawn", ["kind"], registry=own)
+        self._bytes = Counter("dist_attn_body_bytes", "Bytes of bodies", ["direction"], registry=own)
+        self._seconds = Histogram(
+            "dist_attn_request_seconds", "Time of a request to its end", ["route"], buckets=SECONDS, registry=own
+        )
+        for kind in TOKEN_KINDS:
+            self._tokens.labels(kind)
+
+    def watch(self, gauges: Callable[[], Gauges], *, version: str, model: str) -> None:
+        """Look at `gauges` whenever somebody asks for the metrics."""
+        self._registry.register(_GaugeCollector(gauges, {"version": version, "model": model}))
+
+    def tokens(self, kind: str, count: int) -> None:
+        """Count tokens of one of TOKEN_KINDS."""
+        self._tokens.labels(kind).inc(count)
+
+    def ended(self, route: str, outcome: str, seconds: float, *, received: int, sent: int) -> None:
+        """Count a request. `route` is a path of the app as it is declared, or UNROUTED."""
+        self._requests.labels(route, outcome if outcome in OUTCOMES else str(Code.INTERNAL_ERROR)).inc()
+        self._seconds.labels(route).observe(seconds)
+        self._bytes.labels("in").inc(received)
+        self._bytes.labels("out").inc(sent)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics as text and their media type, as the `Accept` header prefers."""
+        encoder, media_type = choose_encoder(accept)
+        return encoder(self._registry), media_type
+
+
+class _GaugeCollector(Collector):
+    def __init__(self, gauges: Callable[[], Gauges], info: dict[str, str]) -> None:
+        self._gauges = gauges
+        self._info = info
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauges of this moment; those of the engine only while it is heard."""
+        now = self._gauges()
+        info = GaugeMetricFamily("dist_attn_info", "What runs here; always 1", labels=list(self._info))
+        info.add_metric(list(self._info.values()), 1)
+        yield info
+        yield _gauge("dist_attn_open_requests", "Requests that hold engine work or spools", now.open_requests)
+        yield _gauge("dist_attn_waiting_requests", "Requests that wait for the engine", now.waiting_requests)
+        yield _gauge("dist_attn_spool_bytes", "Bytes of disk that spools hold", now.spool_bytes)
+        yield _gauge("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready)
+        status = now.health.status
+        if status is None:
+            return
+        yield _gauge("dist_attn_engine_epoch", "How often a group of ranks was started", status.epoch)
+        yield _gauge("dist_attn_engine_step", "Steps sent to the ranks in this epoch", status.step)
+        yield _gauge("dist_attn_engine_queued", "Requests that no rank has begun", status.queued)
+        yield _gauge("dist_attn_engine_active", "Requests that ranks hold a state for", status.active)
+        yield _gauge(
+            "dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", status.tokens_per_second
+        )
+        ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
+        idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
+        memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])
+        for rank in status.ranks:
+            ages.add_metric([str(rank.rank)], rank.heartbeat_age + now.health.age)
+            idle.add_metric([str(rank.rank)], rank.progress_age + now.health.age)
+            memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
+        yield from (ages, idle, memory)
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, words, value=value)

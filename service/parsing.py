@@ -1,0 +1,164 @@
+"""From bytes to checked values: JSON, query, texts and tokens; each refusal says what is wrong and what is right."""
+
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from service.engine_stream import TokenArray
+from service.errors import BadRequest, Code
+from service.schemas import CompletionRequest, EncodingOptions
+
+__all__ = ["parse_json", "parse_query", "parse_texts", "parse_tokens", "refuse", "refuse_unsupported", "utf8"]
+
+M = TypeVar("M", bound=BaseModel)
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+}
+
+
+def parse_json(data: bytes, kind: type[M]) -> M:
+    """A JSON body as a value of `kind`.
+
+    Raises: BadRequest naming the offset or the key that is wrong.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"byte {error.start} of the JSON body is not valid UTF-8 ({error.reason})", code=Code.INVALID_UTF8
+        ) from None
+    try:
+        return kind.model_validate_json(text)
+    except ValidationError as error:
+        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
+
+
+def parse_query(items: list[tuple[str, str]]) -> EncodingOptions:
+    """The options of an encoding from the query string.
+
+    Raises: BadRequest naming the option.
+    """
+    names = [name for name, _ in items]
+    for name in names:
+        if names.count(name) > 1:
+            raise BadRequest(f"{name} is given more than once; give it once", param=name)
+    try:
+        return EncodingOptions.model_validate(dict(items))
+    except ValidationError as error:
+        raise refuse(error.errors(include_url=False, include_context=False), EncodingOptions) from None
+
+
+def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
+    """The first validation error as an answer."""
+    first = errors[0]
+    name = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(kind)) or None
+    match first["type"]:
+        case "json_invalid":
+            return BadRequest(f"the body is not JSON: {first['msg']}", code=Code.INVALID_JSON)
+        case "model_type" | "model_attributes_type" if not first["loc"]:
+            return BadRequest("the body must be a JSON object", code=Code.INVALID_JSON)
+        case "extra_forbidden":
+            unknown = ".".join(str(part) for part in first["loc"])[:200]
+            return BadRequest(
+                f"unknown parameter {unknown!r}; known are {', '.join(sorted(kind.model_fields))}",
+                code=Code.UNKNOWN_PARAMETER,
+                param=unknown,
+            )
+        case "missing":
+            return BadRequest(f"{name} is missing; it is required", code=Code.MISSING_PARAMETER, param=name)
+        case _:
+            given = repr(first["input"])
+            shown = given if len(given) <= 80 else f"{given[:77]}..."
+            return BadRequest(f"{name} cannot be {shown}: {first['msg']}", param=name)
+
+
+def refuse_unsupported(request: CompletionRequest) -> None:
+    """Let options that this service does not offer pass only at the value that changes nothing.
+
+    Raises: BadRequest naming the first other one.
+    """
+    neutral = {**_NEUTRAL, "best_of": (request.n or 1,)}
+    for name, allowed in neutral.items():
+        value = getattr(request, name)
+        if value is not None and value not in allowed:
+            raise _not_offered(f"{name}={value!r} is not offered; leave it out or send {allowed[0]!r}", name)
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise _not_offered(f"{name}=true is not offered; leave it out or send false", name)
+    if request.echo and request.logprobs is not None:
+        raise _not_offered(
+            "logprobs together with echo is not offered: those of the prompt's tokens are not computed; "
+            "leave one of the two out",
+            "logprobs",
+        )
+
+
+def _not_offered(message: str, name: str) -> BadRequest:
+    return BadRequest(message, code=Code.UNSUPPORTED_PARAMETER, param=name)
+
+
+def parse_texts(value: Any, name: str, vocab_size: int, limit: int) -> list[bytes | TokenArray]:
+    """The texts of a prompt or input: one or a list of at most `limit`, each as UTF-8 bytes or token ids.
+
+    Raises: BadRequest when one is empty, of another kind, or holds ids outside the vocabulary.
+    """
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > limit:
+            raise BadRequest(f"{name} holds {len(value)} texts; one request takes at most {limit}", param=name)
+        return [_parse_one(item, f"{name}[{place}]", name, vocab_size) for place, item in enumerate(value)]
+    return [_parse_one(value, name, name, vocab_size)]
+
+
+def _parse_one(value: Any, where: str, name: str, vocab_size: int) -> bytes | TokenArray:
+    if isinstance(value, str):
+        text = utf8(value, where, name)
+    elif isinstance(value, list):
+        tokens = parse_tokens(value, where, name, vocab_size)
+    else:
+        raise BadRequest(f"{where} must be a text or a list of token ids, not {type(value).__name__}", param=name)
+    if not value:
+        raise BadRequest(
+            f"{where} is empty; send at least one character or one token id", code=Code.EMPTY_INPUT, param=name
+        )
+    return text if isinstance(value, str) else tokens
+
+
+def parse_tokens(value: list[Any], where: str, name: str, vocab_size: int) -> TokenArray:
+    """Token ids of a vocabulary.
+
+    Raises: BadRequest naming the place of the first that is none.
+    """
+    # By types and extremes: a list may hold millions, and everybody waits for a loop that looks at each of them.
+    if not set(map(type, value)) <= {int} or (value and (min(value) < 0 or max(value) >= vocab_size)):
+        place, token = next(
+            (place, token) for place, token in enumerate(value) if type(token) is not int or not 0 <= token < vocab_size
+        )
+        raise BadRequest(
+            f"{where}[{place}] is {str(token)[:40]}; token ids are whole numbers from 0 to {vocab_size - 1}", param=name
+        )
+    return np.array(value, dtype=np.int32)
+
+
+def utf8(text: str, where: str, name: str) -> bytes:
+    """A text as UTF-8.
+
+    Raises: BadRequest for half of a surrogate pair, which JSON can say and UTF-8 cannot.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{where} holds half of a surrogate pair at character {error.start}; send whole characters",
+            code=Code.INVALID_UTF8,
+            param=name,
+        ) from None
+
+
+def _names(kind: type[BaseModel]) -> set[str]:
+    return set(kind.model_fields) | {"include_usage", "include_obfuscation"}

@@ -1,0 +1,118 @@
+"""POST /v1/encodings: a document of any length in, rows out while it still arrives."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dist_attn.wire.messages import RowSpec
+from service.dependencies import Services, media_type, read_json_body, record_of, services_of
+from service.documents import Source
+from service.errors import BadRequest, Code, ServiceError, TooLarge
+from service.exchange import RequestBody, ResponseWriter
+from service.parsing import parse_json, parse_query, utf8
+from service.schemas import EncodingOptions, EncodingRequest
+from service.streaming import StreamedResponse
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["encodings"])
+TEXT, BYTES, JSON = "text/plain", "application/octet-stream", "application/json"
+FORMATS = ("ndjson",)
+PLANNED_FORMATS = ("arrow", "npy")
+
+
+def _query_parameters() -> list[dict[str, Any]]:
+    fields = EncodingOptions.model_json_schema()["properties"]
+    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
+
+
+@router.post(
+    "/v1/encodings",
+    summary="Encode a document of any length",
+    response_class=Response,
+    openapi_extra={
+        "parameters": _query_parameters(),
+        "requestBody": {
+            "required": True,
+            "content": {
+                TEXT: {"schema": {"type": "string"}},
+                BYTES: {"schema": {"type": "string", "format": "binary"}},
+                JSON: {"schema": {"$ref": "#/components/schemas/EncodingRequest"}},
+            },
+        },
+        "responses": {
+            "200": {
+                "description": "One JSON object per line: rows, then a summary or an error.",
+                "content": {"application/x-ndjson": {"schema": {"type": "string"}}},
+            }
+        },
+    },
+)
+async def create_encoding(request: Request) -> Response:
+    """Stream rows back while the document is still being sent."""
+    services, record = services_of(request), record_of(request)
+    options = parse_query(request.query_params.multi_items())
+    body = services.body(request)
+    source, options = await _source(request, services, body, options)
+    services.check_model(options.model)
+    _check_format(options.format)
+    spec = RowSpec(granularity=options.granularity, window=options.window, pooling=options.pooling)
+
+    async def exchange(writer: ResponseWriter) -> None:
+        with services.open_requests.one():
+            await services.documents.answer(spec, source, body, writer, record)
+
+    return StreamedResponse(
+        exchange,
+        body,
+        record,
+        last_words=ServiceError.line,
+        stall_seconds=services.settings.client_stall_seconds,
+    )
+
+
+async def _source(
+    request: Request, services: Services, body: RequestBody, options: EncodingOptions
+) -> tuple[Source, EncodingOptions]:
+    """Where the document is, and the options of query and JSON together."""
+    kind = media_type(request)
+    if kind == JSON:
+        wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EncodingRequest)
+        return Source(text=_document_bytes(wanted.input)), _merged(options, wanted)
+    if kind not in (TEXT, BYTES, ""):
+        raise ServiceError(
+            f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > services.settings.body_bytes:
+        raise TooLarge(f"the body has {length} bytes; a document may have {services.settings.body_bytes}")
+    return Source(check_utf8=kind == TEXT), options
+
+
+def _document_bytes(text: str) -> bytes:
+    if not text:
+        raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+    return utf8(text, "input", "input")
+
+
+def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
+    """JSON options and query options; a contradiction is refused rather than resolved silently."""
+    values = {name: getattr(query, name) for name in query.model_fields_set}
+    for name in wanted.model_fields_set - {"input"}:
+        value = getattr(wanted, name)
+        if values.setdefault(name, value) != value:
+            raise BadRequest(f"{name} is {values[name]!r} in the query and {value!r} in the body", param=name)
+    return EncodingOptions(**values)
+
+
+def _check_format(name: str) -> None:
+    if name in FORMATS:
+        return
+    state = "is not offered yet" if name in PLANNED_FORMATS else f"{name[:40]!r} is unknown"
+    raise BadRequest(
+        f"format {state}; available: {', '.join(FORMATS)}", code=Code.UNSUPPORTED_PARAMETER, param="format"
+    )

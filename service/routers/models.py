@@ -1,0 +1,29 @@
+"""The models that are served: one."""
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from service.dependencies import Services, services_of
+from service.schemas import ModelCard, ModelList
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/models", tags=["models"])
+
+
+@router.get("", response_model=ModelList, summary="List the models")
+async def list_models(request: Request) -> ModelList:
+    """All models of this service."""
+    return ModelList(data=[_card(services_of(request))])
+
+
+@router.get("/{model_id}", response_model=ModelCard, summary="One model")
+async def get_model(request: Request, model_id: str) -> ModelCard:
+    """The model of that name; 404 for any other."""
+    services = services_of(request)
+    services.check_model(model_id)
+    return _card(services)
+
+
+def _card(services: Services) -> ModelCard:
+    return ModelCard(id=services.model.id, created=services.model.created)

@@ -1,0 +1,321 @@
+"""The JSON that goes in and out; unknown keys are refused, nothing is converted silently."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+
+__all__ = [
+    "Choice",
+    "ChoiceLogprobs",
+    "Completion",
+    "CompletionChunk",
+    "CompletionRequest",
+    "CompletionUsage",
+    "DetokenizeRequest",
+    "Detokenized",
+    "Embedding",
+    "EmbeddingList",
+    "EmbeddingRequest",
+    "EncodingOptions",
+    "EncodingRequest",
+    "EncodingSummary",
+    "ModelCard",
+    "ModelList",
+    "RankState",
+    "Readiness",
+    "ServiceState",
+    "StreamOptions",
+    "TokenizeRequest",
+    "Tokenized",
+    "Usage",
+    "UsageChunk",
+    "Version",
+]
+
+MAX_WINDOW = 1_000_000
+SEED_BOUND = 1 << 63
+
+
+class _Input(BaseModel):
+    """Base of what clients send."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class _Output(BaseModel):
+    """Base of what clients get."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Usage(_Output):
+    """Tokens read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+# ---- /v1/completions ---------------------------------------------------------------------------
+
+
+class StreamOptions(_Input):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+_TEXTS_SCHEMA = {
+    "description": "A text, a list of texts, a list of token ids, or a list of such lists.",
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+            "minItems": 1,
+        },
+    ],
+}
+Texts = Annotated[Any, WithJsonSchema(_TEXTS_SCHEMA)]
+
+
+class CompletionRequest(_Input):
+    """OpenAI's completion request; `top_k` is our extension, 0 switches it off."""
+
+    model: str | None = None
+    prompt: Texts
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    user: str | None = None
+    # taken only at the value that changes nothing: a client that always sends them works, nobody is misled
+    best_of: int | None = None
+    suffix: str | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class CompletionUsage(_Output):
+    """Tokens in, tokens out."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ChoiceLogprobs(_Output):
+    """Per token: its text, natural log-probability, those of the likeliest tokens, and where it begins in the text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class Choice(_Output):
+    """One piece of text, or all of it."""
+
+    index: int = 0
+    text: str
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+class _CompletionHead(_Output):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+
+
+class CompletionChunk(_CompletionHead):
+    """One event of a streamed completion."""
+
+    choices: list[Choice]
+
+
+class UsageChunk(_CompletionHead):
+    """The last event of a streamed completion, when usage was asked for."""
+
+    choices: list[Choice] = []
+    usage: CompletionUsage
+
+
+class Completion(_CompletionHead):
+    """A whole completion."""
+
+    choices: list[Choice]
+    usage: CompletionUsage
+
+
+# ---- /v1/embeddings, /tokenize, /detokenize ----------------------------------------------------
+
+
+class EmbeddingRequest(_Input):
+    """OpenAI's embeddings request: the mean of the hidden states over each input."""
+
+    model: str | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+
+class Embedding(_Output):
+    """One vector: numbers, or their little-endian float32 bytes in base64."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(_Output):
+    """A vector for each input, in order."""
+
+    object: Literal["list"] = "list"
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+class TokenizeRequest(_Input):
+    """A text to be cut into tokens; a text never becomes a special token, so there are none to add."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Tokenized(_Output):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(_Input):
+    """Tokens to be put together again."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class Detokenized(_Output):
+    """The text of tokens."""
+
+    prompt: str
+
+
+# ---- /v1/encodings -----------------------------------------------------------------------------
+
+
+class EncodingOptions(BaseModel):
+    """Which rows to return; in the query of any request, or in a JSON body."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    granularity: Literal["token", "window", "document"] = "window"
+    window: int = Field(default=512, ge=1, le=MAX_WINDOW, description="tokens per row")
+    pooling: Literal["mean", "last"] = "mean"
+    format: str = "ndjson"
+
+
+class EncodingRequest(EncodingOptions):
+    """The JSON form of an encoding; for long texts send the text itself as the body."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    input: str
+
+
+class EncodingSummary(_Output):
+    """The last line of a complete answer."""
+
+    object: Literal["encoding.summary"] = "encoding.summary"
+    tokens: int
+    rows: int
+    model: str
+    usage: Usage
+
+
+# ---- what there is, and how it is --------------------------------------------------------------
+
+
+class ModelCard(_Output):
+    """One model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "dist-attn"
+
+
+class ModelList(_Output):
+    """All models: the one that is served."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Readiness(_Output):
+    """The engine can take work."""
+
+    ready: Literal[True] = True
+    model: str
+    backend: str
+    ranks: int
+    active: int
+    queued: int
+
+
+class Version(_Output):
+    """The version of this program."""
+
+    version: str
+
+
+class RankState(_Output):
+    """One rank as the controller sees it; `step` is the last one it has finished."""
+
+    rank: int
+    pid: int
+    phase: str
+    step: int
+    heartbeat_age_seconds: float
+    progress_age_seconds: float
+    peak_rss_bytes: int
+
+
+class ServiceState(_Output):
+    """What the service and its engine are doing now; the engine's figures are null while it has not answered."""
+
+    ready: bool
+    reason: str
+    version: str
+    model: str
+    uptime_seconds: float
+    open_requests: int
+    waiting_requests: int
+    spool_bytes: int
+    backend: str | None = None
+    epoch: int | None = None
+    step: int | None = None
+    queued: int | None = None
+    sessions: int | None = None
+    tokens_per_second: float | None = None
+    ranks: list[RankState] = []

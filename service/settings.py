@@ -1,0 +1,45 @@
+"""What one API process needs to know: the parts of the settings tree that are its own, side by side."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from dist_attn.errors import ConfigError
+from dist_attn.settings import HttpSettings, LimitSettings, WaitSettings, WorkSettings
+from dist_attn.settings import Settings as SettingsTree
+
+__all__ = ["Settings"]
+
+
+class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
+    """The frozen configuration of one API process.
+
+    Units: `*_bytes` in bytes, `*_seconds` in seconds.
+    """
+
+    api_address: str = Field(description="ZeroMQ address of the controller, ipc:// or tcp://")
+    model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
+    data_dir: Path = Field(default=Path("data"), description="spools live here")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def of(cls, tree: SettingsTree) -> Self:
+        """The API's part of the whole tree.
+
+        Raises: ConfigError when the tree does not name a model or the controller's address.
+        """
+        for key, value in (("model", tree.model), ("engine.api_address", tree.engine.api_address)):
+            if not value:
+                flag = key.rpartition(".")[2].replace("_", "-")
+                raise ConfigError(f"{key} is not set; give --{flag}, or set it in the configuration or the environment")
+        values: dict[str, Any] = {}
+        for section in (tree.http, tree.limits, tree.work, tree.waits):
+            values |= {name: getattr(section, name) for name in type(section).model_fields}
+        return cls(
+            **values,
+            api_address=tree.engine.api_address,
+            model=Path(tree.model or ""),
+            data_dir=tree.data_dir,
+            log_level=tree.log_level,
+        )

@@ -1,0 +1,139 @@
+"""The benchmarks' own promises: turns, no number on red, and results that say where they come from."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import report, run
+from benchmarks.cases import CASES, MATMUL, OURS, Case
+from benchmarks.report import as_markdown, file_result
+from benchmarks.run import main, measure
+from benchmarks.timing import Times, interleaved
+from benchmarks.verify import ROOT, why_red
+
+GREEN = "def test_a():\n    pass\n"
+RED = "def test_a():\n    assert 1 == 2\n"
+
+
+def _tests(folder: Path, text: str) -> tuple[str, ...]:
+    path = folder / "test_tiny.py"
+    path.write_text(text)
+    return (str(path),)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The forward case at a tiny size as the only case, as if its tests were green; results go into the folder."""
+    case = replace(CASES["forward"], sizes=(8, 16))
+    monkeypatch.setattr(run, "why_red", lambda _: "")
+    monkeypatch.setattr(run, "CASES", {"forward": case})
+    monkeypatch.setattr(run, "ROUNDS", 3)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    return tmp_path
+
+
+def test_works_take_turns() -> None:
+    """Every work runs once uncounted and then in turns, as many rounds as asked."""
+    order: list[str] = []
+    times = interleaved({name: lambda name=name: order.append(name) for name in "abc"}, 3)
+    assert "".join(order) == "abc" * 4
+    assert all(len(taken.seconds) == 3 and taken.median > 0 for taken in times.values())
+
+
+def test_medians_and_spread() -> None:
+    """The median is the middle of the rounds, and the spread is relative to it."""
+    times = Times((1.0, 4.0, 2.0))
+    assert (times.median, times.spread) == (2.0, 1.5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases_compare_like_with_like(name: str) -> None:
+    """Ours and every peer return results of the same shapes, and a case's tests exist."""
+    works = CASES[name].works(24)
+    shapes = {peer: _shapes(work()) for peer, work in works.items() if peer != MATMUL}
+    assert len(shapes) >= 2
+    assert all(found == shapes[OURS] for found in shapes.values())
+    assert all((ROOT / test).is_file() for test in CASES[name].tests)
+    assert CASES[name].flops(48) == pytest.approx(2 * CASES[name].flops(24))
+
+
+def _shapes(result: object) -> list[tuple[int, ...]]:
+    tensors = result if isinstance(result, tuple) else (result,)
+    return [tuple(t.shape) for t in tensors if isinstance(t, torch.Tensor)]
+
+
+def test_green_and_red(tmp_path: Path) -> None:
+    """Passing tests are green; failing ones, none, or too slow ones are red with the reason."""
+    assert why_red(_tests(tmp_path, GREEN)) == ""
+    assert "assert 1 == 2" in why_red(_tests(tmp_path, RED))
+    assert "code 5" in why_red(_tests(tmp_path, "nothing = 0\n"))
+    slow = _tests(tmp_path, "import threading\n\ndef test_a():\n    threading.Event().wait(60)\n")
+    assert "did not end within 1 s" in why_red(slow, deadline_s=1.0)
+
+
+def test_numbers_are_printed_and_filed(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run prints a table, files JSON and Markdown by case, date and commit, and writes the JSON where asked."""
+    assert main(["forward", f"--json={tiny / 'own.json'}"]) == 0
+    files = sorted(path.name for path in (tiny / "benchmarks" / "results").iterdir())
+    assert [re.sub(r"-\d{4}-\d\d-\d\d-.+(?=\.)", "", name) for name in files] == ["forward.json", "forward.md"]
+    (own,) = json.loads((tiny / "own.json").read_text())
+    filed = json.loads((tiny / "benchmarks" / "results" / files[0]).read_text())
+    assert own == filed
+    assert [row["size"] for row in own["rows"]] == [8, 16]
+    assert own["rounds"] == 3
+    assert own["rows"][0]["seconds"].keys() == {"ours", "sdpa", "matmul"}
+    assert own["setting"]["threads"] == torch.get_num_threads()
+    assert "| size | ours | sdpa | sdpa / ours | ours / limit | spread |" in capsys.readouterr().out
+
+
+def test_a_smoke_run_files_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A smoke run measures the smallest size once and leaves no file."""
+    assert main(["--smoke"]) == 0
+    assert not (tiny / "benchmarks").exists()
+    out = capsys.readouterr().out
+    assert "| 8 |" in out
+    assert "| 16 |" not in out
+
+
+def test_no_number_on_red(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With red tests nothing is measured, printed or filed, and the code is 1."""
+    monkeypatch.setattr(run, "CASES", {"forward": replace(run.CASES["forward"], works=_never)})
+    monkeypatch.setattr(run, "why_red", lambda _: "pytest ended with code 1")
+    assert main([]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "no number without green tests" in said.err
+    assert not (tiny / "benchmarks").exists()
+
+
+def _never(size: int) -> dict[str, object]:
+    raise AssertionError(f"measured size {size} although the tests are red")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["sideways"], "there are forward, backward"), (["--json=/no/such/folder/f"], "make it first")],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown case or folder ends with code 2 and one line, before anything is run."""
+    assert main(arguments) == 2
+    err = capsys.readouterr().err
+    assert says in err
+    assert err.count("\n") == 1
+
+
+def test_ratios(tmp_path: Path) -> None:
+    """Ratios are peers over ours and ours over the arithmetic limit, at the rate of the product in the same run."""
+    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: report.matmul_flops() / 2)
+    row = report.row_of(case, 1, {OURS: Times((2.0,)), "peer": Times((6.0,)), MATMUL: Times((1.0,))})
+    assert (row.peers_over_ours, row.over_limit) == ({"peer": 3.0}, 4.0)
+    result = replace(measure(replace(CASES["forward"], sizes=(8,)), (8,), 1), case="c", rows=(row,))
+    text = as_markdown(result)
+    assert "| 1 | 2,000.00 ms | 6,000.00 ms | 3.00 | 4.00 | 0% |" in text
+    path = file_result(result, tmp_path)
+    assert path.read_text() == text
+    assert path.with_suffix(".json").is_file()

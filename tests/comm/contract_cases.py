@@ -1,0 +1,365 @@
+"""What every communicator promises, as functions that run on each rank; each rank knows what all ranks bring."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_attn.comm import Communicator, Event, differentiable
+from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
+from tests.support.closeness import assert_close
+
+Case = Callable[[Communicator], None]
+
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def brought(rank: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """What rank `rank` brings: the same numbers whoever asks."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, shape, generator=generator).to(dtype)
+
+
+def everyone(comm: Communicator, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """What all ranks bring, [P, *shape]."""
+    return torch.stack([brought(rank, *shape, dtype=dtype) for rank in range(comm.size)])
+
+
+def ordered_sum(x: Tensor) -> Tensor:
+    """x[0] + x[1] + … from left to right, in float32 for half precision."""
+    total = x[0].float() if x.dtype in (torch.bfloat16, torch.float16) else x[0].clone()
+    for part in x[1:]:
+        total = total + part
+    return total.to(x.dtype)
+
+
+def counts_between(sender: int, receiver: int, size: int) -> int:
+    """An uneven table of row counts with zeros in it, also on the diagonal."""
+    return (3 * sender + 2 * receiver + size) % 4
+
+
+def rows_of(comm: Communicator, *shape: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor], list[int]]:
+    """Each rank's rows for an all-to-all by `counts_between`, and this rank's receive counts."""
+    ranks = range(comm.size)
+    rows = [
+        brought(sender, sum(counts_between(sender, to, comm.size) for to in ranks), *shape, dtype=dtype)
+        for sender in ranks
+    ]
+    return rows, [counts_between(sender, comm.rank, comm.size) for sender in ranks]
+
+
+def exchanged(rows: list[Tensor], receiver: int) -> Tensor:
+    """What `receiver` gets when every rank's rows are split by `counts_between`."""
+    size = len(rows)
+    return torch.cat(
+        [x.split([counts_between(sender, to, size) for to in range(size)])[receiver] for sender, x in enumerate(rows)]
+    )
+
+
+def sends_of(comm: Communicator) -> list[int]:
+    """This rank's send counts."""
+    return [counts_between(comm.rank, to, comm.size) for to in range(comm.size)]
+
+
+def gathers_every_dtype(comm: Communicator) -> None:
+    """Numbers of any dtype arrive bit for bit, in order of rank."""
+    for dtype in DTYPES:
+        got = comm.all_gather(brought(comm.rank, 3, 2, dtype=dtype))
+        assert_close(got, everyone(comm, 3, 2, dtype=dtype), kind="exact", what=str(dtype))
+
+
+def gathers_odd_shapes(comm: Communicator) -> None:
+    """Scalars, tensors without elements, transposed and conjugated tensors are gathered by value."""
+    assert_close(comm.all_gather(brought(comm.rank)), everyone(comm), kind="exact")
+    assert comm.all_gather(torch.empty(3, 0, 2)).shape == (comm.size, 3, 0, 2)
+    assert_close(comm.all_gather(brought(comm.rank, 3, 4).T), everyone(comm, 3, 4).mT, kind="exact")
+    z = brought(comm.rank, 5, dtype=torch.complex64)
+    assert_close(comm.all_gather(z.conj()), everyone(comm, 5, dtype=torch.complex64).conj().resolve_conj())
+
+
+def gathers_while_working(comm: Communicator) -> None:
+    """Several gathers may be under way, be waited for in any order and more than once."""
+    first = comm.all_gather_start(brought(comm.rank, 4))
+    second = comm.all_gather_start(brought(comm.rank, 2, 3))
+    assert_close(second.wait(), everyone(comm, 2, 3), kind="exact")
+    assert_close(first.wait(), everyone(comm, 4), kind="exact")
+    assert first.wait() is first.wait()
+
+
+def reduces_in_order(comm: Communicator) -> None:
+    """Sums are taken from rank 0 upwards, bit for bit, for small and large tensors alike."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.complex64):
+        for shape in ((), (3, 2), (0, 5), (101, 331)):
+            got = comm.all_reduce_sum(brought(comm.rank, *shape, dtype=dtype))
+            assert_close(got, ordered_sum(everyone(comm, *shape, dtype=dtype)), kind="exact", what=f"{dtype} {shape}")
+
+
+def reduce_scatters_in_order(comm: Communicator) -> None:
+    """Each rank gets the sum of what the ranks brought for it, bit for bit."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int32):
+        for shape in ((), (3, 2), (0,)):
+            got = comm.reduce_scatter_sum(brought(comm.rank, comm.size, *shape, dtype=dtype))
+            want = ordered_sum(everyone(comm, comm.size, *shape, dtype=dtype))[comm.rank]
+            assert_close(got, want, kind="exact", what=f"{dtype} {shape}")
+
+
+def exchanges_uneven_rows(comm: Communicator) -> None:
+    """Rows go to the rank they were counted for, in order of sender, with uneven and empty parts."""
+    for dtype in DTYPES:
+        for shape in ((), (2,), (2, 3)):
+            rows, receive = rows_of(comm, *shape, dtype=dtype)
+            got = comm.all_to_all(rows[comm.rank], sends_of(comm), receive)
+            assert_close(got, exchanged(rows, comm.rank), kind="exact", what=f"{dtype} {shape}")
+
+
+def exchanges_nothing(comm: Communicator) -> None:
+    """Nobody sends anything, rows have no elements, or one rank sends everything: all are exchanges."""
+    none = [0] * comm.size
+    assert comm.all_to_all(torch.empty(0, 4), none, none).shape == (0, 4)
+    rows, receive = rows_of(comm, 0)
+    assert comm.all_to_all(rows[comm.rank], sends_of(comm), receive).shape == (sum(receive), 0)
+    last = comm.size - 1
+    send = [2] * comm.size if comm.rank == last else none
+    receive = [2 if rank == last else 0 for rank in range(comm.size)]
+    x = brought(comm.rank, sum(send), 3)
+    want = brought(last, 2 * comm.size, 3)[2 * comm.rank : 2 * comm.rank + 2]
+    assert_close(comm.all_to_all(x, send, receive), want, kind="exact")
+
+
+def broadcasts_from_each(comm: Communicator) -> None:
+    """Every rank gets the source's numbers, whoever the source is."""
+    for source in range(comm.size):
+        for dtype in (torch.float32, torch.bfloat16, torch.bool):
+            got = comm.broadcast(brought(comm.rank, 2, 3, dtype=dtype), source)
+            assert_close(got, brought(source, 2, 3, dtype=dtype), kind="exact")
+        assert comm.broadcast(torch.empty(0, 2), source).shape == (0, 2)
+
+
+def results_are_own_memory(comm: Communicator) -> None:
+    """A result may be changed without changing the input or what another rank holds."""
+    x = brought(comm.rank, 2)
+    even = [2] + [0] * (comm.size - 1)
+    receive = [2] * comm.size if comm.rank == 0 else [0] * comm.size
+    results = [
+        comm.all_gather(x),
+        comm.all_reduce_sum(x),
+        comm.broadcast(x, 0),
+        comm.all_to_all(x, even, receive),
+        comm.reduce_scatter_sum(x[:1].expand(comm.size)),
+    ]
+    for result in results:
+        result.fill_(-1.0)
+    comm.barrier()
+    assert_close(x, brought(comm.rank, 2), kind="exact")
+    assert_close(comm.all_gather(x), everyone(comm, 2), kind="exact")
+
+
+def agrees_or_says_who_differs(comm: Communicator) -> None:
+    """A value that differs between ranks is a MismatchError on all of them, and the group goes on."""
+    comm.require_equal("layout", "same")
+    if comm.size > 1:
+        with pytest.raises(MismatchError, match=r"layout of rank 0 and of rank 1"):
+            comm.require_equal("layout", "same" if comm.rank != 1 else "other")
+    comm.require_equal("layout", "same again")
+
+
+def refuses_bad_arguments(comm: Communicator) -> None:
+    """Arguments that do not fit are refused before anything is sent, so the group goes on."""
+    x, zeros = brought(comm.rank, 3), [0] * (comm.size - 1)
+    for send, receive in (([3], [3, *zeros, 0]), ([2, *zeros], [2, *zeros]), ([4, *zeros], [4, *zeros])):
+        with pytest.raises(ShapeError):
+            comm.all_to_all(x, send, receive)
+    with pytest.raises(ShapeError):
+        comm.all_to_all(x, [-1, *zeros], [-1, *zeros])
+    with pytest.raises(ShapeError):
+        comm.all_to_all(x.sum(), [1, *zeros], [1, *zeros])
+    with pytest.raises(ShapeError, match="one row per rank"):
+        comm.reduce_scatter_sum(brought(comm.rank, comm.size + 1))
+    with pytest.raises(ShapeError, match="bool"):
+        comm.all_reduce_sum(torch.ones(2, dtype=torch.bool))
+    with pytest.raises(InputError, match="ranks are 0 to"):
+        comm.broadcast(x, comm.size)
+    comm.barrier()
+
+
+def refuses_to_lose_gradients(comm: Communicator) -> None:
+    """A tensor that requires a gradient is refused, unless gradients are off."""
+    x = brought(comm.rank, 3).requires_grad_(True)
+    with pytest.raises(InputError, match="differentiable"):
+        comm.all_gather(x)
+    with torch.no_grad():
+        assert not comm.all_gather(x).requires_grad
+
+
+def counts_bytes_by_formula(comm: Communicator) -> None:
+    """Bytes and messages are those of the documented formulas."""
+    others, x = comm.size - 1, brought(comm.rank, 4, 3, dtype=torch.float32)
+    large = brought(comm.rank, 1000, comm.size, 8, dtype=torch.float32)
+    rows, receive = rows_of(comm, 5)
+    send = sends_of(comm)
+    apart = [rank for rank in range(comm.size) if rank != comm.rank]
+    steps: list[tuple[Callable[[], object], int, int, int]] = [
+        (lambda: comm.all_gather(x), 48 * others, 48 * others, others),
+        (lambda: comm.all_reduce_sum(x), 48 * others, 48 * others, others),
+        (lambda: comm.reduce_scatter_sum(brought(0, comm.size, 6)), 48 * others, 48 * others, others),
+        (lambda: comm.broadcast(x, 0), 48 * others * (comm.rank == 0), 48 * (comm.rank > 0), others * (comm.rank == 0)),
+        (lambda: comm.barrier(), 0, 0, others),
+        (
+            lambda: comm.all_to_all(rows[comm.rank], send, receive),
+            sum(40 * send[rank] for rank in apart),
+            sum(40 * receive[rank] for rank in apart),
+            sum(send[rank] > 0 for rank in apart),
+        ),
+    ]
+    if comm.size > 2:
+        steps.append((lambda: comm.all_reduce_sum(large), 64000 * others, 64000 * others, 2 * others))
+    for step, sent, received, messages in steps:
+        comm.traffic.clear()
+        step()
+        got = (comm.traffic.bytes_sent, comm.traffic.bytes_received, comm.traffic.messages, comm.traffic.calls)
+        assert got == (sent, received, messages, 1), comm.traffic.events
+
+
+def logs_calls_in_order(comm: Communicator) -> None:
+    """The log shows that local work lies between a launch and its wait."""
+    comm.traffic.clear()
+    pending = comm.all_gather_start(torch.zeros(2), label="carry")
+    comm.traffic.mark("local outputs")
+    pending.wait()
+    pending.wait()
+    comm.barrier()
+    assert comm.traffic.order() == ["carry launch", "local outputs mark", "carry wait", "barrier call"]
+    moved = 8 * (comm.size - 1)
+    assert comm.traffic.events[0] == Event("all_gather", "launch", moved, moved, "carry")
+
+
+def differentiates_each_exchange(comm: Communicator) -> None:
+    """Gradients of every exchange are those of the same computation on one rank, the loss being the ranks' sum."""
+    size = comm.size
+    rows, receive = rows_of(comm, 2)
+    whole = [brought(rank, size, 3) for rank in range(size)]
+    last = size - 1
+    exchanges: list[tuple[str, list[Tensor], Callable[[Tensor], Tensor], Callable[[list[Tensor], int], Tensor]]] = [
+        ("all_gather", whole, lambda x: differentiable.all_gather(comm, x), lambda xs, _: torch.stack(xs)),
+        ("all_reduce", whole, lambda x: differentiable.all_reduce_sum(comm, x), lambda xs, _: torch.stack(xs).sum(0)),
+        (
+            "reduce_scatter",
+            whole,
+            lambda x: differentiable.reduce_scatter_sum(comm, x),
+            lambda xs, rank: torch.stack(xs).sum(0)[rank],
+        ),
+        ("broadcast", whole, lambda x: differentiable.broadcast(comm, x, last), lambda xs, _: xs[last] + 0 * sum(xs)),
+        ("all_to_all", rows, lambda x: differentiable.all_to_all(comm, x, sends_of(comm), receive), exchanged),
+    ]
+    for name, inputs, sharded, single in exchanges:
+        xs = [x.clone().requires_grad_(True) for x in inputs]
+        outputs = [single(xs, rank) for rank in range(size)]
+        weights = [brought(50 + rank, *output.shape) for rank, output in enumerate(outputs)]
+        loss = torch.stack([(w * y.sin()).sum() for w, y in zip(weights, outputs, strict=True)]).sum()
+        wants = torch.autograd.grad(loss, xs, create_graph=True)
+        norms = torch.stack([(want**2).sum() for want in wants]).sum()
+        second = torch.autograd.grad(norms, xs)
+
+        mine = inputs[comm.rank].clone().requires_grad_(True)
+        got = sharded(mine)
+        assert_close(got, outputs[comm.rank], kind="output", what=name)
+        (grad,) = torch.autograd.grad((weights[comm.rank] * got.sin()).sum(), mine, create_graph=True)
+        assert_close(grad, wants[comm.rank], kind="gradient", what=f"{name} gradient")
+        (twice,) = torch.autograd.grad((grad**2).sum(), mine)
+        assert_close(twice, second[comm.rank], kind="gradient", what=f"{name} second gradient")
+
+
+def differentiates_on_empty_ranks(comm: Communicator) -> None:
+    """A rank with no rows and a masked loss still takes part, forward and backward."""
+    busy = comm.size - 1
+    counts = [[2 if sender == busy else 0 for _ in range(comm.size)] for sender in range(comm.size)]
+    x = brought(comm.rank, sum(counts[comm.rank]), 3).requires_grad_(True)
+    got = differentiable.all_to_all(
+        comm, x, counts[comm.rank], [counts[sender][comm.rank] for sender in range(comm.size)]
+    )
+    total = differentiable.all_reduce_sum(comm, got.sum())
+    mask = float(comm.rank == 0)
+    (grad,) = torch.autograd.grad(mask * total, x)
+    assert_close(grad, torch.ones_like(x), kind="gradient")
+
+
+def differentiates_in_any_precision(comm: Communicator) -> None:
+    """Gradients keep the dtype of their tensors, bfloat16 included."""
+    x = brought(comm.rank, comm.size, 2, dtype=torch.bfloat16).requires_grad_(True)
+    differentiable.reduce_scatter_sum(comm, x).float().sum().backward()
+    assert x.grad is not None
+    assert_close(x.grad, torch.ones_like(x), kind="exact")
+
+
+def stays_out_of_graphs_without_gradients(comm: Communicator) -> None:
+    """Without gradients the differentiable exchanges are the plain ones."""
+    with torch.no_grad():
+        got = differentiable.all_gather(comm, brought(comm.rank, 2).requires_grad_(True))
+    assert not got.requires_grad
+    plain = differentiable.all_gather(comm, brought(comm.rank, 2))
+    assert not plain.requires_grad
+    assert_close(plain, everyone(comm, 2), kind="exact")
+
+
+def warns_of_nothing(comm: Communicator) -> None:
+    """No exchange uses what its library wants to be rid of."""
+    x = brought(comm.rank, comm.size, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        comm.all_gather(x)
+        comm.all_reduce_sum(torch.ones(40_000, dtype=torch.float64))
+        comm.reduce_scatter_sum(x)
+        comm.all_to_all(x, [1] * comm.size, [1] * comm.size)
+        comm.broadcast(x, 0)
+        comm.barrier()
+
+
+CASES: dict[str, Case] = {
+    case.__name__: case
+    for case in (
+        gathers_every_dtype,
+        gathers_odd_shapes,
+        gathers_while_working,
+        reduces_in_order,
+        reduce_scatters_in_order,
+        exchanges_uneven_rows,
+        exchanges_nothing,
+        broadcasts_from_each,
+        results_are_own_memory,
+        agrees_or_says_who_differs,
+        refuses_bad_arguments,
+        refuses_to_lose_gradients,
+        counts_bytes_by_formula,
+        logs_calls_in_order,
+        differentiates_each_exchange,
+        differentiates_on_empty_ranks,
+        differentiates_in_any_precision,
+        stays_out_of_graphs_without_gradients,
+        warns_of_nothing,
+    )
+}
+
+
+def closes_for_good(comm: Communicator) -> None:
+    """After `close`, which may be called twice, an exchange is an error and not a hang."""
+    comm.barrier()
+    comm.close()
+    comm.close()
+    with pytest.raises(CommError, match="after it closed"):
+        comm.barrier()

@@ -1,0 +1,52 @@
+"""What holds for every test: one thread per process, repeatable random cases, and what is skipped says why."""
+
+import os
+
+# Before torch is imported anywhere: two test processes share the cores, and rank processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# No deadline per example: a busy machine is not a failure. Derandomised: what is red once is red again.
+settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
+settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long the soak test runs."""
+    parser.addoption(
+        "--soak-seconds",
+        type=float,
+        default=10.0,
+        metavar="N",
+        help="seconds of mixed work in tests/system/test_soak.py (default 10; `make soak` takes 600)",
+    )
+
+
+@cache
+def has_cuda() -> bool:
+    """Whether tests marked gpu can run; asked only if there are any."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU or an MPI launcher that is not here."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_cuda():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+        if item.get_closest_marker("mpi") and shutil.which("mpiexec", path=_search_path()) is None:
+            item.add_marker(pytest.mark.skip(reason="needs mpiexec: pip install 'dist-attn[mpi]'"))
+
+
+def _search_path() -> str:
+    """Where programs are looked for: beside this Python, where wheels put theirs, and then as always."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

@@ -1,0 +1,217 @@
+"""The controller's decisions without processes: what goes to which rank, and what is dropped."""
+
+import numpy as np
+import pytest
+
+from dist_attn.control.controller import Controller
+from dist_attn.control.identities import beat_identity, rank_identity
+from dist_attn.control.settings import ControlSettings
+from dist_attn.wire.messages import (
+    PROTOCOL_VERSION,
+    AgentHello,
+    Cancel,
+    CloseOp,
+    DecodeEntry,
+    DecodeOp,
+    Drawn,
+    Failed,
+    Generated,
+    Heartbeat,
+    KillGroup,
+    OpenCompletion,
+    OpenEncoding,
+    OpenOp,
+    Ping,
+    PrefillOp,
+    RankHello,
+    RowPieces,
+    RowSpec,
+    SamplingSpec,
+    SessionFault,
+    Shutdown,
+    Step,
+    StepDone,
+    Tokens,
+)
+from dist_attn.wire.sockets import Sent
+
+SETTINGS = ControlSettings(api_address="ipc:///none", model="m", ranks=2, block_tokens=512)
+API = b"api"
+
+
+class Table:
+    """A controller with two ranks that are ready, and everything it has sent."""
+
+    def __init__(self):
+        self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
+        self.controller = Controller(SETTINGS, "ipc:///ranks", self)
+        self.now = 1.0
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5))
+        self.controller.tick(self.now)
+        for rank in (0, 1):
+            self.engine(
+                rank_identity(1, rank), RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, 9)
+            )
+
+    def to_api(self, peer, message):
+        self.to_peers.append(message)
+        return Sent.DONE
+
+    def to_engine(self, identity, message):
+        if isinstance(message, Step):
+            self.steps[int(identity.decode()[-1])].append(message)
+        else:
+            self.others.append((identity, message))
+        return Sent.DONE
+
+    def engine(self, identity, message):
+        self.controller.on_engine(identity, message, self.now)
+
+    def api(self, message):
+        self.controller.on_api(API, message, self.now)
+
+    def feed(self, name, count, *, final=True):
+        self.api(Tokens(name, 0, np.arange(count, dtype="<i4").tobytes(), final))
+
+    def turn(self, seconds=0.1):
+        """Let a little time pass."""
+        self.now += seconds
+        self.controller.tick(self.now)
+
+    def done(self, rank, k, epoch=1, **results):
+        """A rank finishes a step."""
+        message = StepDone(epoch, k, rank, 0.1, results.get("pieces", []), results.get("drawn", []))
+        self.engine(rank_identity(epoch, rank), message)
+
+    def ops(self, rank):
+        """All operations that a rank was sent so far."""
+        return [op for step in self.steps[rank] for op in step.ops]
+
+
+@pytest.fixture
+def table():
+    """A controller without requests."""
+    return Table()
+
+
+def test_every_rank_gets_every_step_and_the_same_collective_operations(table):
+    """Steps are numbered without a gap, and blocks stand in the same order on all ranks with each rank's own slice."""
+    table.api(OpenEncoding("a", RowSpec()))
+    table.feed("a", 1500)
+    table.turn()
+    assert [step.k for step in table.steps[0]] == [step.k for step in table.steps[1]] == [1, 2]
+    blocks = [[op for op in table.ops(rank) if isinstance(op, PrefillOp)] for rank in (0, 1)]
+    assert [(b.start, b.lengths) for b in blocks[0]] == [(b.start, b.lengths) for b in blocks[1]]
+    assert [b.lengths for b in blocks[0]] == [[512, 512], [476, 0]]
+    sent = np.concatenate([np.frombuffer(b.tokens, "<i4") for pair in zip(*blocks, strict=True) for b in pair])
+    assert sent.tolist() == list(range(1500))
+    assert all(isinstance(table.ops(rank)[0], OpenOp) for rank in (0, 1))
+    assert all(table.ops(rank)[-1] == CloseOp(1) for rank in (0, 1))
+
+
+def test_no_more_steps_are_under_way_than_allowed(table):
+    """A step follows when one is finished by all ranks, not by some."""
+    table.api(OpenEncoding("a", RowSpec("token")))
+    table.feed("a", 4096)
+    table.turn()
+    assert len(table.steps[0]) == SETTINGS.steps_in_flight
+    table.done(0, 1)
+    table.turn()
+    assert len(table.steps[0]) == SETTINGS.steps_in_flight
+    table.done(1, 1)
+    table.turn()
+    assert len(table.steps[0]) == SETTINGS.steps_in_flight + 1
+
+
+def test_one_rank_keeps_a_session_that_decodes(table):
+    """The owner is given the last prompt token and then nothing; the other ranks forget the session."""
+    table.api(OpenCompletion("a", SamplingSpec(3)))
+    table.feed("a", 4)
+    table.turn()
+    assert table.ops(0)[-1] == DecodeOp([DecodeEntry(1, 3)])
+    assert table.ops(1)[-1] == CloseOp(1)
+    for rank in (0, 1):
+        table.done(rank, 1)
+    table.turn()
+    assert table.ops(0)[-1] == DecodeOp([DecodeEntry(1)])
+    table.done(0, 2, drawn=[Drawn(1, 9)])
+    assert table.to_peers[-1] == Generated("a", [], "stop")
+    table.done(1, 2)
+    table.done(0, 3, drawn=[Drawn(1, 4)])
+    table.turn()
+    assert table.to_peers[-1] == Generated("a", [], "stop")
+    assert table.ops(0)[-1] == CloseOp(1)
+
+
+def test_no_more_tokens_are_drawn_than_asked_for(table):
+    """The limit is counted when steps are sent, not when tokens come back."""
+    table.api(OpenCompletion("a", SamplingSpec(1)))
+    table.feed("a", 1)
+    table.turn()
+    table.turn()
+    assert sum(isinstance(op, DecodeOp) for op in table.ops(0)) == 1
+
+
+def test_a_cancelled_request_is_closed_on_all_ranks(table):
+    """The close goes out with the next step, even if there is no other work."""
+    table.api(OpenEncoding("a", RowSpec()))
+    table.feed("a", 600, final=False)
+    table.turn()
+    table.api(Cancel("a"))
+    table.turn()
+    assert all(table.ops(rank)[-1] == CloseOp(1) for rank in (0, 1))
+
+
+def test_a_session_fault_fails_its_request_alone(table):
+    """The error of one session reaches its client, and the epoch goes on."""
+    table.api(OpenCompletion("a", SamplingSpec(3)))
+    table.feed("a", 1)
+    table.turn()
+    message = StepDone(1, 1, 0, 0.1, [], [], [SessionFault(1, "NaN logits")])
+    table.engine(rank_identity(1, 0), message)
+    assert table.to_peers[-1] == Failed("a", "engine_failed", "NaN logits")
+    assert table.controller.status(table.now).ready
+
+
+@pytest.mark.parametrize(("rank", "k"), [(0, 2), (0, 0), (1, 7)])
+def test_a_step_that_is_not_due_ends_the_epoch(table, rank, k):
+    """A rank that lost count is not trusted with anybody's state."""
+    table.api(OpenEncoding("a", RowSpec()))
+    table.feed("a", 600)
+    table.turn()
+    table.done(rank, k)
+    assert not table.controller.status(table.now).ready
+    assert f"rank {rank}: finished step {k}, due was step 1" in table.controller.status(table.now).reason
+    assert table.others[-1] == (b"agent", KillGroup(1, [70, 71]))
+    assert table.to_peers[-1].code == "engine_failed"
+
+
+def test_what_an_old_epoch_says_is_dropped(table):
+    """Replies, hellos and heartbeats of ranks that are not of this epoch change nothing and are not answered."""
+    before = len(table.others)
+    table.engine(beat_identity(0, 0), Heartbeat(0, 0, 5, "idle", 0.0))
+    table.engine(rank_identity(0, 0), StepDone(0, 1, 0, 0.1, [], []))
+    table.engine(rank_identity(1, 1), StepDone(1, 1, 0, 0.1, [], []))
+    table.engine(rank_identity(1, 7), StepDone(1, 1, 7, 0.1, [], []))
+    assert len(table.others) == before
+    assert table.controller.status(table.now).ready
+    table.engine(beat_identity(1, 0), Heartbeat(1, 0, 0, "idle", 0.0))
+    assert table.others[-1] == (beat_identity(1, 0), Ping())
+
+
+def test_pieces_that_do_not_fit_end_the_epoch(table):
+    """A rank that sends impossible rows is not believed any further."""
+    table.api(OpenEncoding("a", RowSpec()))
+    table.feed("a", 600)
+    table.turn()
+    table.done(0, 1, pieces=[RowPieces(1, [0], [512], b"\0" * 4)])
+    assert "rank 0" in table.controller.status(table.now).reason
+
+
+def test_stopping_tells_clients_and_ranks(table):
+    """Open requests fail with a reason, ranks are asked to end, and no step follows."""
+    table.api(OpenEncoding("a", RowSpec()))
+    table.controller.stop(table.now)
+    assert table.to_peers[-1].code == "engine_not_ready"
+    assert [message for _, message in table.others[-2:]] == [Shutdown(1), Shutdown(1)]
+    assert not table.controller.stopped

@@ -1,0 +1,260 @@
+"""The side that faces the API: admission, credit, tokens in, answers out, readers that are slow or gone."""
+
+import numpy as np
+import pytest
+
+from dist_attn.control.desk import Desk
+from dist_attn.control.settings import ControlSettings
+from dist_attn.wire.messages import (
+    Accepted,
+    Cancel,
+    Credit,
+    EncodingDone,
+    Failed,
+    Generated,
+    OpenCompletion,
+    OpenEncoding,
+    RankHello,
+    RowPieces,
+    Rows,
+    RowSpec,
+    SamplingSpec,
+    TokenLogprobs,
+    Tokens,
+)
+from dist_attn.wire.sockets import Sent
+
+SETTINGS = ControlSettings(
+    api_address="ipc:///none", model="m", max_open=3, blocks_of_credit=4, tokens_deadline_s=60, reader_deadline_s=10
+)
+BLOCK = SETTINGS.ranks * SETTINGS.block_tokens
+PEER = b"api"
+
+
+class Counter:
+    """A desk with a fake ZeroMQ behind it that takes, keeps waiting, or has lost the peer."""
+
+    def __init__(self):
+        self.outcome, self.sent = Sent.DONE, []
+        self.desk = Desk(SETTINGS, self.send)
+        self.desk.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100, end_token=9))
+
+    def send(self, peer, message):
+        if self.outcome is Sent.DONE:
+            self.sent.append(message)
+        return self.outcome
+
+    def tell(self, message, now=1.0, peer=PEER):
+        self.desk.receive(peer, message, now)
+
+    def tokens(self, values, *, start=0, final=False, name="a", now=1.0):
+        self.tell(Tokens(name, start, np.asarray(values, dtype="<i4").tobytes(), final), now)
+
+    def last(self, kind):
+        return [message for message in self.sent if isinstance(message, kind)][-1]
+
+    @property
+    def session(self):
+        (session,) = self.desk.sessions.values()
+        return session
+
+
+@pytest.fixture
+def counter():
+    """A desk without requests."""
+    return Counter()
+
+
+def test_an_open_request_is_accepted_with_bounded_credit(counter):
+    """The API may send a few blocks ahead, and more only when blocks went to the ranks."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    assert counter.sent == [Accepted("a"), Credit("a", 4 * BLOCK)]
+    counter.tokens(np.zeros(4 * BLOCK))
+    counter.desk.grant(counter.session)
+    assert len(counter.sent) == 2
+    counter.session.dispatched = BLOCK
+    counter.desk.grant(counter.session)
+    assert counter.sent[2:] == [Credit("a", 5 * BLOCK)]
+
+
+def test_more_requests_than_allowed_are_refused_with_a_code(counter):
+    """The refusal is immediate and costs the others nothing."""
+    for name in "abc":
+        counter.tell(OpenEncoding(name, RowSpec()))
+    counter.tell(OpenEncoding("d", RowSpec()))
+    assert counter.last(Failed).code == "overloaded"
+    assert len(counter.desk.sessions) == 3
+    counter.tell(Cancel("a"))
+    counter.tell(OpenEncoding("e", RowSpec()))
+    assert counter.sent[-2] == Accepted("e")
+
+
+def test_the_same_id_of_two_api_processes_are_two_requests(counter):
+    """Ids belong to their peer, and a second open of the same one changes nothing."""
+    counter.tell(OpenEncoding("a", RowSpec()), peer=b"one")
+    counter.tell(OpenEncoding("a", RowSpec()), peer=b"two")
+    counter.tell(OpenEncoding("a", RowSpec()), peer=b"two")
+    assert len(counter.desk.sessions) == 2
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        (Tokens("a", 5, b"\0" * 4, False), "do not follow"),
+        (Tokens("a", 0, b"\0" * 3, False), "whole int32"),
+        (Tokens("a", 0, b"\0" * 4 * (4 * BLOCK + 1), False), "up to"),
+        (Tokens("a", 0, np.array([100], dtype="<i4").tobytes(), False), "vocabulary of 100"),
+        (Tokens("a", 0, np.array([-1], dtype="<i4").tobytes(), False), "token -1"),
+    ],
+    ids=["gap", "half a token", "over the credit", "id too large", "id negative"],
+)
+def test_tokens_that_do_not_fit_fail_the_request(counter, message, text):
+    """They never reach a rank, and the message says what was needed."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.tell(message)
+    failed = counter.last(Failed)
+    assert failed.code == "invalid_value"
+    assert text in failed.message
+    assert not counter.desk.sessions
+
+
+def test_tokens_after_the_end_fail_the_request(counter):
+    """`final` is final."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.tokens([1], final=True)
+    counter.tokens([1], start=1)
+    assert "after the end" in counter.last(Failed).message
+
+
+def test_tokens_that_came_before_the_model_was_known_are_checked_then():
+    """A bad id is found although no rank had said hello when it arrived."""
+    counter = Counter()
+    counter.desk.model = None
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.tokens([5000])
+    assert counter.desk.sessions
+    counter.desk.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100))
+    assert counter.last(Failed).code == "invalid_value"
+
+
+def test_tokens_of_an_unknown_request_are_answered(counter):
+    """An API that outlived its controller hears that its request is gone."""
+    counter.tokens([1], name="gone")
+    assert counter.last(Failed).request_id == "gone"
+
+
+def test_empty_inputs_end_at_once(counter):
+    """An encoding of nothing has no rows; a completion needs a token."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.tokens([], final=True)
+    assert counter.sent[-1] == EncodingDone("a", 0, 0)
+    counter.tell(OpenCompletion("b", SamplingSpec(5)))
+    counter.tokens([], final=True, name="b")
+    assert counter.last(Failed).code == "empty_input"
+
+
+def test_rows_are_sent_as_they_are_complete_and_the_end_after_the_last(counter):
+    """The summary counts what was sent, also when `final` came after the last token."""
+    counter.tell(OpenEncoding("a", RowSpec("window", 2)))
+    counter.tokens([1, 2, 3])
+    vectors = np.array([[2, 4], [3, 3]], dtype="<f4").tobytes()
+    counter.desk.take_pieces(RowPieces(counter.session.number, [0, 2], [2, 3], vectors))
+    assert counter.sent[-1] == Rows("a", 0, [0], [2], np.array([1, 2], dtype="<f4").tobytes())
+    counter.tokens([], start=3, final=True)
+    assert counter.sent[-2] == Rows("a", 1, [2], [3], np.array([3, 3], dtype="<f4").tobytes())
+    assert counter.sent[-1] == EncodingDone("a", 3, 2)
+
+
+def test_many_rows_travel_in_several_messages(counter):
+    """No message grows with the size of a block."""
+    counter.tell(OpenEncoding("a", RowSpec("token")))
+    count = 100_000
+    counter.session.received, counter.session.final = count, True
+    pieces = RowPieces(counter.session.number, list(range(count)), list(range(1, count + 1)), bytes(8 * count))
+    counter.desk.take_pieces(pieces)
+    rows = [message for message in counter.sent if isinstance(message, Rows)]
+    assert max(len(message.vectors) for message in rows) <= 256 << 10
+    assert [message.first_row for message in rows] == np.cumsum([0, *(len(m.starts) for m in rows)])[:-1].tolist()
+    assert sum(len(message.starts) for message in rows) == count
+
+
+def test_a_completion_ends_by_its_length_or_by_the_end_token(counter):
+    """The last token carries "length"; the end token itself is not sent."""
+    counter.tell(OpenCompletion("a", SamplingSpec(2)))
+    number = counter.session.number
+    counter.desk.take_draw(number, 5)
+    counter.desk.take_draw(number, 6)
+    assert counter.sent[-2:] == [Generated("a", [5]), Generated("a", [6], "length")]
+    counter.desk.take_draw(number, 7)
+    assert counter.sent[-1] == Generated("a", [6], "length")
+    counter.tell(OpenCompletion("b", SamplingSpec(2)))
+    counter.desk.take_draw(counter.session.number, 9)
+    assert counter.sent[-1] == Generated("b", [], "stop")
+
+
+def test_log_probabilities_travel_with_their_token(counter):
+    """What a rank told about a draw reaches the API beside the token."""
+    counter.tell(OpenCompletion("a", SamplingSpec(2, logprobs=1)))
+    counter.desk.take_draw(counter.session.number, 5, TokenLogprobs(-0.5, [5], [-0.5]))
+    assert counter.sent[-1] == Generated("a", [5], None, [TokenLogprobs(-0.5, [5], [-0.5])])
+
+
+def test_a_seed_is_settled_when_none_is_given(counter):
+    """Work that is done again draws the same tokens, so the seed cannot be left to a rank."""
+    counter.tell(OpenCompletion("a", SamplingSpec(2)))
+    assert counter.session.sampling.seed is not None
+
+
+def test_ended_work_that_ranks_hold_is_closed_there(counter):
+    """Only sessions that were opened on the ranks have to be closed on them."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.tell(Cancel("a"))
+    assert counter.desk.closing == []
+    counter.tell(OpenEncoding("b", RowSpec()))
+    counter.session.opened = True
+    number = counter.session.number
+    counter.tell(Cancel("b"))
+    assert counter.desk.closing == [number]
+
+
+def test_a_slow_reader_blocks_its_requests_and_gets_everything_in_order_later(counter):
+    """What a full queue did not take is sent when there is room, before anything newer."""
+    counter.tell(OpenCompletion("a", SamplingSpec(9)))
+    counter.outcome = Sent.FULL
+    for token in (1, 2):
+        counter.desk.take_draw(counter.session.number, token)
+    assert counter.desk.blocked(counter.session)
+    counter.outcome = Sent.DONE
+    counter.desk.take_draw(counter.session.number, 3)
+    assert counter.desk.blocked(counter.session)
+    counter.desk.tick(2.0)
+    assert not counter.desk.blocked(counter.session)
+    assert [message.tokens for message in counter.sent[-3:]] == [[1], [2], [3]]
+
+
+def test_a_reader_that_hangs_or_is_gone_loses_its_requests(counter):
+    """Work for nobody stops: at once when the peer is gone, after a deadline when it takes nothing."""
+    counter.tell(OpenCompletion("a", SamplingSpec(9)))
+    counter.outcome = Sent.FULL
+    counter.desk.take_draw(counter.session.number, 1)
+    counter.desk.tick(5.0)
+    assert counter.desk.sessions
+    counter.desk.tick(20.0)
+    assert not counter.desk.sessions
+    counter.outcome = Sent.DONE
+    counter.tell(OpenCompletion("b", SamplingSpec(9)), now=30.0)
+    counter.outcome = Sent.GONE
+    counter.desk.tick(33.0)
+    assert not counter.desk.sessions
+
+
+def test_a_request_whose_tokens_stop_coming_ends(counter):
+    """Waiting for a client has a deadline, unless the client waits for credit."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.tell(OpenEncoding("b", RowSpec()))
+    counter.tokens(np.zeros(4 * BLOCK), name="b")
+    counter.desk.tick(30.0)
+    assert len(counter.desk.sessions) == 2
+    counter.desk.tick(62.0)
+    assert counter.session.request_id == "b"
+    assert counter.last(Failed) == Failed("a", "body_timeout", counter.last(Failed).message)

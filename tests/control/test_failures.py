@@ -1,0 +1,228 @@
+"""What happens when processes die, stop, hang or crash: a clear error, a fresh group, and never an orphan."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_attn.control.launch import start_engine
+from dist_attn.control.server import AGENT_STUCK_S
+from dist_attn.errors import ConfigError, EngineError
+from dist_attn.wire.messages import SamplingSpec
+from tests.support import fake_rank
+from tests.support.controller_client import ControllerClient
+from tests.support.engines import (
+    FAKE_RANK,
+    MARK,
+    QUICK,
+    processes_of,
+    rank_processes,
+    running_engine,
+    wait_until_none_left,
+)
+
+BLOCK = 512
+RECOVERY_S = 15
+
+
+def fails_by(client, name, token, rank):
+    """Open an encoding in which `rank` of two meets `token`; the failure."""
+    tokens = np.zeros(2 * BLOCK, dtype=np.int64)
+    tokens[rank * BLOCK] = token
+    client.open_encoding(name)
+    client.feed(name, tokens)
+    client.wait_until(lambda: client.requests[name].ended, 15, f"the end of {name}")
+    return client.requests[name].failed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(rank):
+    """The error names the rank, the next epoch serves, and no process of the old one is left."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, mark):
+        before = [status.pid for status in client.status().ranks]
+        failed = fails_by(client, "a", fake_rank.DIE, rank)
+        assert failed.code == "engine_failed"
+        assert f"rank {rank} (pid {before[rank]}) died" in failed.message
+        status = client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
+        assert client.encode("b", np.arange(900)).done.rows == 2
+        assert sorted(r.pid for r in status.ranks) == rank_processes(mark)
+        assert not set(before) & set(rank_processes(mark))
+
+
+def test_a_rank_that_raises_is_reported_with_its_error():
+    """The exception's text reaches the client."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, _):
+        failed = fails_by(client, "a", fake_rank.RAISE, 1)
+        assert "rank 1 failed: RuntimeError: the fake rank was asked to fail" in failed.message
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
+
+
+def test_a_stopped_rank_is_named_and_replaced():
+    """SIGSTOP: no heartbeat for longer than the deadline; the reason names the rank within a second of it."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, mark):
+        victim = client.status().ranks[1].pid
+        os.kill(victim, signal.SIGSTOP)
+        began = time.monotonic()
+        status = client.wait_for_status(lambda status: not status.ready, 10)
+        assert time.monotonic() - began < QUICK["heartbeat_deadline_s"] + 1.5
+        assert "rank 1 has been silent" in status.reason
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
+        assert victim not in rank_processes(mark)
+
+
+def test_a_rank_that_hangs_is_named_and_replaced():
+    """Heartbeats go on but nothing moves: the stall limit ends the epoch, and the stuck rank is named."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, _):
+        failed = fails_by(client, "a", fake_rank.HANG, 1)
+        assert "rank 1 has made no progress" in failed.message
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
+
+
+def test_requests_that_had_not_begun_survive_a_lost_group():
+    """A request whose tokens never reached a rank waits for the next group instead of failing."""
+    with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, _):
+        client.open_encoding("waiting")
+        client.wait_until(lambda: client.requests["waiting"].accepted, 5)
+        fails_by(client, "a", fake_rank.DIE, 0)
+        client.open_completion("new", SamplingSpec(3))
+        client.feed("new", [1, 2, 3])
+        client.feed("waiting", np.arange(700))
+        assert client.finish("waiting").done.rows == 2
+        assert len(client.finish("new").tokens) == 3
+
+
+def test_a_killed_agent_takes_its_ranks_along_and_is_replaced():
+    """The ranks die with their agent, a new agent starts the next epoch."""
+    with running_engine(ranks=2) as (_, client, mark):
+        ranks = rank_processes(mark)
+        (agent,) = processes_of(mark, "control agent")
+        os.kill(agent, signal.SIGKILL)
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
+        assert not set(ranks) & set(rank_processes(mark))
+
+
+def test_a_stopped_agent_is_replaced_once_it_is_needed():
+    """SIGSTOP: the ranks go on without it; when one of them falls silent too, a new agent starts the next epoch."""
+    with running_engine(ranks=2) as (_, client, mark):
+        ranks = rank_processes(mark)
+        (agent,) = processes_of(mark, "control agent")
+        os.kill(agent, signal.SIGSTOP)
+        assert client.encode("a", np.arange(900)).done.rows == 2
+        os.kill(ranks[1], signal.SIGSTOP)
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, AGENT_STUCK_S + RECOVERY_S)
+        assert agent not in processes_of(mark, "control agent")
+        assert not set(ranks) & set(rank_processes(mark))
+
+
+def test_no_process_survives_a_killed_controller():
+    """Agent and ranks end when the controller is killed."""
+    with running_engine(ranks=3) as (handle, _, mark):
+        assert len(rank_processes(mark)) == 3
+        os.kill(handle.process.pid, signal.SIGKILL)
+        wait_until_none_left(mark)
+
+
+def test_no_process_survives_a_stopped_controller_for_long():
+    """Ranks that hear nothing end by themselves; when the controller goes on, so does its work."""
+    with running_engine(ranks=2) as (handle, client, mark):
+        os.kill(handle.process.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 15
+        while rank_processes(mark):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(handle.process.pid, signal.SIGCONT)
+        client.wait_for_status(lambda status: status.ready and status.epoch >= 2, RECOVERY_S)
+
+
+def test_no_process_survives_a_killed_parent():
+    """Whoever starts an engine and is killed takes everything along."""
+    mark = uuid.uuid4().hex
+    program = (
+        "from tests.support.engines import QUICK\n"
+        "from dist_attn.control.launch import start_engine\n"
+        "handle = start_engine(**{**QUICK, 'ranks': 2})\n"
+        "print(handle.api_address, flush=True)\n"
+        "input()\n"
+    )
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": str(root)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
+    ) as parent:
+        with ControllerClient(parent.stdout.readline().decode().strip()) as client:
+            client.wait_ready()
+        assert len(rank_processes(mark)) == 2
+        parent.kill()
+        parent.wait(10)
+        wait_until_none_left(mark)
+
+
+def test_sigterm_ends_everything_cleanly_and_tells_open_requests():
+    """Exit code 0, an error on every open stream, no process left within the deadline."""
+    with running_engine(ranks=2) as (handle, client, mark):
+        client.open_encoding("a")
+        client.feed("a", np.arange(900), final=False)
+        began = time.monotonic()
+        handle.process.terminate()
+        client.wait_until(lambda: client.requests["a"].ended, 5)
+        assert client.requests["a"].failed.code == "engine_not_ready"
+        assert handle.process.wait(10) == 0
+        wait_until_none_left(mark)
+        assert time.monotonic() - began < 5 + 2
+
+
+def test_ranks_that_crash_at_their_start_open_the_circuit_until_they_do_not(tmp_path, monkeypatch):
+    """After some crashes nothing is tried for a while, the reason says why, and it recovers when the cause is gone."""
+    cause = tmp_path / "cause"
+    cause.touch()
+    monkeypatch.setenv("FAKE_RANK_CRASHES", str(cause))
+    with running_engine(ranks=1, crashes_to_open=3, cool_down_s=2.0, wait=False) as (_, client, _):
+        status = client.wait_for_status(lambda status: "again and again" in status.reason, 20)
+        assert not status.ready
+        assert "the fake rank was asked to crash at its start" in status.reason
+        client.open_encoding("a")
+        cause.unlink()
+        client.feed("a", np.arange(20))
+        assert client.finish("a").done.rows == 1
+
+
+def test_requests_do_not_wait_for_ever_for_ranks(tmp_path, monkeypatch):
+    """A request that no group could serve in time fails with the reason."""
+    monkeypatch.setenv("FAKE_RANK_CRASHES", str(tmp_path))
+    with running_engine(ranks=1, ready_deadline_s=3.0, wait=False) as (_, client, _):
+        request = client.open_encoding("a")
+        client.wait_until(lambda: request.ended, 15)
+        assert request.failed.code == "engine_not_ready"
+        assert "asked to crash" in request.failed.message
+
+
+def test_a_rank_program_that_does_not_exist_is_reported():
+    """The reason carries what the launcher said."""
+    with running_engine(ranks=1, rank_command=("/no/such/program",), wait=False) as (_, client, _):
+        status = client.wait_for_status(lambda status: "last failure" in status.reason, 15)
+        assert "/no/such/program" in status.reason
+
+
+def test_an_address_that_cannot_be_used_is_reported_to_the_starter(tmp_path):
+    """Settings are refused at once, an address that cannot be bound when the controller tries."""
+    with pytest.raises(ConfigError):
+        start_engine(**QUICK, api_address="nowhere")
+    with pytest.raises(EngineError, match="exit code 2"):
+        start_engine(**QUICK, api_address=f"ipc://{tmp_path}/missing/api")
+
+
+def test_ranks_under_torchrun_do_not_survive_their_launcher():
+    """Workers of torchrun sit in sessions of their own, and end with it all the same; a fresh group follows."""
+    with running_engine(ranks=2, launcher="torchrun", rank_command=FAKE_RANK, wait=False) as (_, client, mark):
+        ranks = {rank.pid for rank in client.wait_ready(60).ranks}
+        (launcher,) = processes_of(mark, "torch.distributed.run")
+        os.kill(launcher, signal.SIGKILL)
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, 60)
+        assert not ranks & set(rank_processes(mark))
+        assert client.encode("a", np.arange(5000) % 900).done.rows == 10

@@ -1,0 +1,68 @@
+"""What keeps a service from working is found before anything is started."""
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from dist_attn.control.preflight import check_before_start
+from dist_attn.errors import ConfigError, ModelFolderError
+from tests.support.models import write_small_folder
+
+
+@pytest.fixture
+def fields(tmp_path):
+    """Arguments that are in order; the port is free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    folder = write_small_folder(tmp_path / "tiny")
+    return {"folder": folder, "host": "127.0.0.1", "port": port, "data_dir": tmp_path / "new" / "data"}
+
+
+def test_what_is_in_order_passes(fields):
+    """Nothing is raised, the data folder exists afterwards and is empty."""
+    check_before_start(**fields)
+    assert list(fields["data_dir"].iterdir()) == []
+
+
+def test_a_port_that_is_taken(fields):
+    """The address and what to do are named."""
+    with socket.create_server(("127.0.0.1", fields["port"])), pytest.raises(ConfigError, match="in use; choose"):
+        check_before_start(**fields)
+
+
+def test_a_host_that_is_not_there(fields):
+    """An address that cannot be listened on is named."""
+    with pytest.raises(ConfigError, match=r"cannot listen on 300\.1\.1\.1:"):
+        check_before_start(**{**fields, "host": "300.1.1.1"})
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])
+def test_a_data_folder_that_cannot_be_written_to(fields, tmp_path, place):
+    """The folder and what to do are named."""
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cannot hold data: .*; choose a folder"):
+        check_before_start(**{**fields, "data_dir": tmp_path / place})
+
+
+def _spoil_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    (folder / "config.json").write_text(json.dumps({**config, "num_layers": 3}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"short"), "safetensors has sha256 .* damaged"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "has no model.safetensors"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json is not JSON"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "is not a manifest"),
+        (_spoil_config, "config.json has sha256 .* mixed or damaged"),
+    ],
+)
+def test_a_model_folder_that_is_damaged(fields, spoil, words):
+    """The file is named."""
+    spoil(fields["folder"])
+    with pytest.raises(ModelFolderError, match=words):
+        check_before_start(**fields)

@@ -1,0 +1,220 @@
+"""The scheduler's promises, on plain values: decode first, bounded steps, nobody starves, everything finishes."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_attn.control.rows import GRAIN
+from dist_attn.control.scheduler import Limits, SessionView, View, plan, split
+
+LIMITS = Limits(ranks=2, block_tokens=2048, beside_decode_tokens=512)
+
+
+def decoder(session, owner=None):
+    """A completion that can draw a token."""
+    return SessionView(session, start=100, final=True, ready=True, owner=owner)
+
+
+def long_document(session, available=1 << 20, **fields):
+    """A document of which much waits."""
+    return SessionView(session, available=available, row_length=512, **fields)
+
+
+def short_prompt(session, tokens=700):
+    """A prompt that has arrived whole."""
+    return SessionView(session, opened=False, available=tokens, final=True)
+
+
+def planned(*sessions, limits=LIMITS, ring=()):
+    """The plan for these sessions."""
+    return plan(View(limits, sessions, ring))
+
+
+def tokens_of(made):
+    """Tokens that a plan prefills, by session."""
+    return {block.session: block.tokens for block in made.blocks}
+
+
+def test_nothing_to_do_is_an_empty_plan():
+    """Without work there is no step."""
+    assert planned().empty
+    assert planned(SessionView(1)).empty
+
+
+def test_every_session_that_can_draws_a_token_in_every_step():
+    """Decoding never waits for prefill, however much of it there is."""
+    made = planned(*(long_document(n) for n in range(5)), *(decoder(n, owner=0) for n in range(5, 12)))
+    assert made.decodes[0] == tuple(range(5, 12))
+    assert made.blocks
+
+
+def test_prefill_is_small_while_anything_decodes():
+    """A step with decoding carries at most `beside_decode_tokens` per rank of prefill."""
+    assert sum(tokens_of(planned(long_document(1), decoder(2))).values()) == 2 * 512
+    assert sum(tokens_of(planned(long_document(1))).values()) == 2 * 2048
+
+
+def test_new_decoders_go_to_the_rank_with_the_fewest():
+    """Owners spread over the ranks, counting those that are there."""
+    made = planned(decoder(1, owner=0), decoder(2, owner=0), decoder(3), decoder(4), decoder(5))
+    assert made.decodes == ((1, 2, 5), (3, 4))
+
+
+def test_a_short_prompt_overtakes_long_documents():
+    """A prompt that just arrived is in the next step, and the documents go on beside it."""
+    made = planned(long_document(1), long_document(2), short_prompt(3), ring=planned(long_document(1)).ring)
+    assert tokens_of(made)[3] == 700
+    assert set(tokens_of(made)) & {1, 2}
+    assert made.opens == (3,)
+
+
+def test_long_documents_take_turns():
+    """Every document gets the same number of tokens over a round."""
+    ring, given_tokens = (), dict.fromkeys(range(3), 0)
+    for _ in range(9):
+        made = planned(*(long_document(n) for n in range(3)), ring=ring)
+        ring = made.ring
+        for session, tokens in tokens_of(made).items():
+            given_tokens[session] += tokens
+    assert len(set(given_tokens.values())) == 1
+
+
+def test_blocks_wait_for_more_tokens_only_while_that_helps():
+    """A part of a block waits while its client is fast; a slow client's goes on the grid, or at a row edge below it."""
+    few = long_document(1, available=1500)
+    assert planned(few).empty
+    assert tokens_of(planned(replace(few, overdue=True))) == {1: 1024}
+    assert tokens_of(planned(replace(few, final=True))) == {1: 1500}
+    tiny = SessionView(1, start=512, available=100, overdue=True)
+    assert planned(replace(tiny, row_length=512)).empty
+    assert planned(replace(tiny, row_length=None)).empty
+    assert tokens_of(planned(replace(tiny, row_length=64))) == {1: 64}
+    assert tokens_of(planned(replace(tiny, row_length=1))) == {1: 100}
+
+
+def test_a_session_whose_reader_is_slow_rests():
+    """Nothing is started whose result could not be sent, be it prefill or decode."""
+    assert planned(long_document(1, blocked=True), replace(decoder(2), blocked=True)).empty
+
+
+def test_no_more_sessions_hold_states_than_allowed():
+    """Sessions beyond `max_active` wait unopened; the first to come is the first to be opened."""
+    made = planned(
+        *(long_document(n) for n in range(3)),
+        *(short_prompt(n) for n in range(3, 8)),
+        limits=replace(LIMITS, max_active=4),
+    )
+    assert made.opens == (3,)
+
+
+def test_rows_that_would_not_fit_into_a_message_limit_the_block():
+    """A session with big rows gets smaller blocks."""
+    assert tokens_of(planned(long_document(1, block_limit=1024))) == {1: 1024}
+
+
+@given(st.integers(0, 100_000), st.integers(1, 70_000), st.integers(1, 9))
+def test_a_split_is_on_the_grid_and_leaves_no_rank_with_a_crumb(start, count, ranks):
+    """All tokens, inner cuts on the absolute grid, each part a grain or more unless one rank has all."""
+    lengths = split(start, count, ranks)
+    parts = [length for length in lengths if length]
+    assert len(lengths) == ranks
+    assert sum(lengths) == count
+    assert lengths[: len(parts)] == tuple(parts)
+    position = start
+    for length in parts[:-1]:
+        position += length
+        assert position % GRAIN == 0
+    assert len(parts) == 1 or min(parts) >= GRAIN
+
+
+@pytest.mark.parametrize(("count", "parts"), [(1, 1), (1023, 1), (1024, 2), (4096, 4), (8192, 4)])
+def test_few_tokens_go_to_few_ranks(count, parts):
+    """A rank takes part only if it gets a grain."""
+    assert sum(length > 0 for length in split(0, count, 4)) == parts
+
+
+class Simulated:
+    """A session whose client sends its tokens over some steps; completions draw tokens after their prompt."""
+
+    def __init__(self, number, total, draws, steps, row_length, cancel_at):
+        self.number, self.total, self.draws, self.rate = number, total, draws, -(-total // steps)
+        self.row_length, self.cancel_at = row_length, cancel_at
+        self.sent = self.done = 0
+        self.opened, self.owner, self.idle_steps = False, None, 0
+
+    @property
+    def finished(self):
+        return self.done == self.total and not self.draws
+
+    def view(self):
+        final = self.sent == self.total
+        return SessionView(
+            self.number,
+            self.opened,
+            start=self.done,
+            available=self.sent - self.done,
+            final=final,
+            overdue=True,
+            row_length=self.row_length,
+            ready=final and self.done == self.total and self.draws > 0,
+            owner=self.owner,
+        )
+
+
+SIMULATED = st.tuples(
+    st.integers(1, 40_000),
+    st.integers(0, 20),
+    st.integers(1, 30),
+    st.sampled_from([None, 1, 64, 512, 700]),
+    st.one_of(st.none(), st.integers(0, 20)),
+)
+
+
+@given(
+    st.lists(SIMULATED, min_size=1, max_size=10),
+    st.integers(1, 4),
+    st.sampled_from([512, 2048]),
+    st.integers(1, 6),
+)
+def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_tokens, max_active):
+    """Whatever the clients do, steps stay bounded, work that could be done waits a bounded time, and all of it ends."""
+    limits = Limits(ranks=ranks, block_tokens=block_tokens, max_active=max_active, short_tokens=block_tokens)
+    sessions = {n: Simulated(n, *client) for n, client in enumerate(clients)}
+    ring, step = (), 0
+    while sessions:
+        step += 1
+        assert step < 2000, "work is left over"
+        for session in list(sessions.values()):
+            session.sent = min(session.total, session.sent + session.rate)
+            if session.cancel_at is not None and step > session.cancel_at:
+                del sessions[session.number]
+        views = tuple(session.view() for session in sessions.values())
+        made = plan(View(limits, views, ring))
+        ring = made.ring
+        drawing = {number for numbers in made.decodes for number in numbers}
+        assert drawing >= {view.session for view in views if view.ready and view.opened}
+        worked = drawing | {block.session for block in made.blocks}
+        assert worked <= sessions.keys(), "cancelled work goes on"
+        assert len(worked) == len(drawing) + len(made.blocks), "a session is twice in a step"
+        budget = ranks * (limits.beside_decode_tokens if drawing else block_tokens)
+        assert sum(block.tokens for block in made.blocks) <= max(budget, 2 * GRAIN)
+        for number in made.opens:
+            sessions[number].opened = True
+        assert sum(session.opened for session in sessions.values()) <= max_active
+        for rank, numbers in enumerate(made.decodes):
+            for number in numbers:
+                assert sessions[number].owner in (None, rank), "a session changed its rank"
+                sessions[number].owner = rank
+                sessions[number].draws -= 1
+        for block in made.blocks:
+            assert block.start == sessions[block.session].done
+            assert sessions[block.session].opened
+            sessions[block.session].done += block.tokens
+        for session in list(sessions.values()):
+            could = session.opened and (session.view().final or session.sent - session.done >= GRAIN)
+            session.idle_steps = 0 if session.number in worked or not could else session.idle_steps + 1
+            assert session.idle_steps <= 3 * len(clients) + 3, "a session starves"
+            if session.finished:
+                del sessions[session.number]

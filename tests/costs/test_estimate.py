@@ -1,0 +1,111 @@
+"""A whole estimate: against real ranks, real layouts and real output, and what it refuses."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.control import rows as control_rows
+from dist_attn.costs import Link, Rates, estimate, output_bytes, read_model_costs
+from dist_attn.costs.estimate import GRAIN, busiest_rank_tokens
+from dist_attn.errors import InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.wire.messages import Rows
+from service.rows import format_rows
+from tests.support.model_cases import MODEL_CASES, small_model, write_config
+
+KERNEL_CASES = [name for name, case in MODEL_CASES.items() if case["mixer"]["kind"] != "softmax"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_bytes_between_ranks(case: str, ranks: int, tmp_path: Path) -> None:
+    """What ranks send while they read a document, block by block, is exactly what the estimate says, by kind."""
+    model, block, tokens = small_model(case), 4, 4 * ranks * 2 + 1
+
+    def read(comm: Communicator) -> dict[str, int]:
+        state = None
+        for piece in torch.zeros(1, tokens, dtype=torch.int64).split(ranks * block, dim=1):
+            layout = SequenceLayout.even(piece.shape[1], ranks)
+            mine = slice(*layout.range(comm.rank))
+            _, state = model.hidden(piece[:, mine], ShardedSequenceOps(comm, layout), state)
+        return {kind: sum(e.bytes_sent for e in comm.traffic.events if e.label == kind) for kind in ("carry", "halo")}
+
+    with torch.inference_mode():
+        sent = run_simulated(read, ranks)
+    result = estimate(read_model_costs(write_config(case, tmp_path)), tokens, ranks=ranks, block_tokens=block)
+    assert sent == [{"carry": result.carry_bytes_sent, "halo": result.halo_bytes_sent}] * ranks
+    assert result.blocks == 3
+
+
+def test_the_busiest_rank_is_the_layouts() -> None:
+    """The most tokens of any rank are those that the even layouts of all blocks give rank 0."""
+    for tokens in [1, 511, 512, 513, 2048, 5000, 12_345]:
+        for ranks in [1, 2, 3, 7]:
+            block = 4 * GRAIN * ranks
+            pieces = [min(block, tokens - start) for start in range(0, tokens, block)]
+            wanted = sum(SequenceLayout.even(n, ranks, GRAIN).lengths[0] for n in pieces)
+            assert busiest_rank_tokens(tokens, ranks, 4 * GRAIN) == wanted
+
+
+def test_the_grid_is_the_controllers() -> None:
+    """Ranks are cut on the grid that the engine uses."""
+    assert GRAIN == control_rows.GRAIN
+
+
+def test_time(tmp_path: Path) -> None:
+    """Time is operations over the rate that is reached, plus the exchanges of every block and layer."""
+    model = read_model_costs(write_config("gated", tmp_path))
+    rates = Rates(1e9, 1e8, 0.5, Link(1e-3, 1e6))
+    one = estimate(model, 10_000, rates=rates)
+    assert one.prefill_seconds == pytest.approx(10_000 * model.prefill_flops(1).total / 0.5e9)
+    four = estimate(model, 4 * 2048 * 3, ranks=4, rates=rates)
+    assert four.compute_seconds == pytest.approx(3 * 2048 * model.prefill_flops(1, ranks=4).total / 0.5e9)
+    message = four.carry_message_bytes + four.halo_message_bytes
+    assert four.exchange_seconds == pytest.approx(3 * 2 * 3 * (2 * 1e-3 + message / 1e6))
+    moved = model.weights_bytes + 2 * model.state_bytes()
+    assert one.decode_tokens_per_second == pytest.approx(1e8 / moved)
+
+
+def test_memory_does_not_grow_with_the_document(tmp_path: Path) -> None:
+    """A kernel model needs the same memory for a thousand times the tokens; an exact one does not."""
+    kernel = read_model_costs(write_config("gated", tmp_path / "kernel"))
+    exact = read_model_costs(write_config("softmax", tmp_path / "exact"))
+    assert estimate(kernel, 10**8, ranks=4).memory == estimate(kernel, 10**5, ranks=4).memory
+    assert estimate(exact, 10**8).memory.peak > 100 * estimate(exact, 10**5).memory.peak
+
+
+def test_size_of_a_npy_file(tmp_path: Path) -> None:
+    """The npy figure is exact."""
+    for rows in (1, 999, 100_000):
+        file = io.BytesIO()
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (rows, 24)})
+        assert output_bytes(rows, 24, "npy") == len(file.getvalue()) + rows * 24 * 4
+
+
+@pytest.mark.parametrize("dim", [16, 256])
+def test_size_of_ndjson(dim: int) -> None:
+    """The NDJSON figure is within a tenth of what the service writes for vectors of unit scale."""
+    vectors = np.random.default_rng(0).standard_normal((64, dim)).astype("<f4")
+    starts = [512 * i for i in range(64)]
+    stops = [start + 512 for start in starts]
+    lines = format_rows(Rows("r", 0, starts, stops, vectors.tobytes()), 0, 64, [(4 * s, 4 * s) for s in stops], dim)
+    assert output_bytes(64, dim, "ndjson") == pytest.approx(len(lines), rel=0.1)
+
+
+@pytest.mark.parametrize("wrong", [{"tokens": 0}, {"ranks": 0}, {"block_tokens": 0}, {"window": -1}])
+def test_refuses_counts_below_one(wrong: dict[str, int], tmp_path: Path) -> None:
+    """A count below 1 is refused by name."""
+    model = read_model_costs(write_config("gated", tmp_path))
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        estimate(model, **{"tokens": 10, **wrong})
+
+
+def test_refuses_ranks_for_exact_attention(tmp_path: Path) -> None:
+    """Several ranks for a model whose mixer cannot be spread are refused, as the engine would."""
+    with pytest.raises(InputError, match="runs on one rank"):
+        estimate(read_model_costs(write_config("softmax", tmp_path)), 10, ranks=2)

@@ -1,0 +1,154 @@
+"""The formulas of models against the models themselves: numbers held, state, operations, memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from dist_attn.costs import KernelAttention, LanguageModelCosts, read_model_costs
+from dist_attn.costs import mixers as formulas
+from dist_attn.errors import ConfigError
+from dist_attn.models import LanguageModel
+from dist_attn.ops.linear_attention import streaming
+from tests.support.model_cases import MODEL_CASES, small_model, write_config
+
+KERNEL_CASES = [name for name, case in MODEL_CASES.items() if case["mixer"]["kind"] != "softmax"]
+
+
+@pytest.fixture(params=MODEL_CASES)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[LanguageModelCosts, LanguageModel]:
+    """The costs that a folder's config.json gives, and the model it describes."""
+    return read_model_costs(write_config(request.param, tmp_path)), small_model(request.param)
+
+
+def test_numbers_held(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
+    """Parameters and the bytes of all weights are those of the model, exactly."""
+    costs, model = pair
+    tensors = [*model.parameters(), *model.buffers()]
+    assert costs.parameters == sum(p.numel() for p in model.parameters())
+    assert costs.weights_bytes == sum(t.numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 70])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_state_bytes(pair: tuple[LanguageModelCosts, LanguageModel], tokens: int, batch: int) -> None:
+    """The state after any number of tokens has exactly the bytes that the formula says."""
+    costs, model = pair
+    with torch.inference_mode():
+        _, state = model.hidden(torch.zeros(batch, tokens, dtype=torch.int64))
+    assert costs.state_bytes(tokens, batch) == state.num_bytes()
+
+
+def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
+    """The memory behind a state's tensors is the state's and not the block's that they were cut from."""
+    costs, model = pair
+    with torch.inference_mode():
+        _, state = model.hidden(torch.zeros(1, 300, dtype=torch.int64))
+    storages = [tensor.untyped_storage() for layer in state.layers for tensor in layer.tensors()]
+    assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) <= costs.state_bytes(300)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_prefill_operations(case: str, tmp_path: Path) -> None:
+    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
+    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    tokens = 1024
+    counted = _count(lambda: model.encode(torch.zeros(1, tokens, dtype=torch.int64)))
+    flops = costs.prefill_flops(tokens)
+    assert counted == pytest.approx(tokens * (flops.total + flops.scores), rel=1e-12)
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_decoding_operations(case: str, tmp_path: Path) -> None:
+    """Matrix products of one decoding step are those that torch counts, which adds to the state without a product."""
+    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    state = model.initial_state(1)
+    counted = _count(lambda: model.step(torch.zeros(1, dtype=torch.int64), state))
+    flops = costs.decode_flops(7)
+    # torch sees S^T phi and z.phi as products; phi v^T is an outer product by broadcasting.
+    assert flops.total - flops.state <= counted <= flops.total
+
+
+def test_softmax_operations(tmp_path: Path) -> None:
+    """Exact attention costs D operations per pair of tokens and product, and half of all pairs in prefill."""
+    costs = read_model_costs(write_config("softmax", tmp_path))
+    size, layers = costs.hidden_size, costs.num_layers
+    assert costs.prefill_flops(1000).scores == layers * 2 * (2 * size * 1000) / 2
+    assert costs.decode_flops(1000).scores == layers * 2 * (2 * size * 1000)
+
+
+@pytest.mark.parametrize("case", MODEL_CASES)
+@pytest.mark.parametrize("tokens", [512, 4096])
+def test_peak_of_activations(case: str, tokens: int, tmp_path: Path) -> None:
+    """A block's temporary tensors stay below the formula and come to more than half of it."""
+    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    formula = costs.activation_bytes(tokens) + costs.state_bytes(0)  # encoding begins by making an empty state
+    peak = _peak_bytes(model, tokens)
+    assert peak <= formula <= 2 * peak
+
+
+def test_constants_are_those_of_the_kernel() -> None:
+    """Chunk and block sizes in the formulas are those that the blocked form uses."""
+    assert formulas.CHUNK_TOKENS == streaming.CHUNK_TOKENS
+    assert formulas.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
+
+
+def test_second_pass_of_several_ranks() -> None:
+    """With several ranks a token's keys are read twice: once more through the feature map, once more into a state."""
+    mixer = KernelAttention("rfa", 64, 4, 16, "gaussian", 4)
+    one, several = mixer.prefill_flops(1, ranks=1), mixer.prefill_flops(1, ranks=5)
+    assert (several.features, several.state) == (1.5 * one.features, 1.5 * one.state)
+    assert (several.projections, several.scores) == (one.projections, one.scores)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not the configuration"),
+        ("[]", "not the configuration"),
+        ('{"kind": "language_model"}', "vocab_size"),
+        ('{"kind": "classifier", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, "mixer": MIXER}',
+         "'classifier'"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 0, "mlp_size": 1, '
+         '"mixer": MIXER}', "num_layers"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 3, "num_layers": 1, "mlp_size": 1, '
+         '"mixer": MIXER}', "multiple of num_heads"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
+         '"mixer": {"kind": "abacus", "num_heads": 1}}', "'abacus'"),
+    ],
+)  # fmt: skip
+def test_refuses_what_it_has_no_formula_for(text: str, says: str, tmp_path: Path) -> None:
+    """A config.json that is broken, incomplete or of an unknown kind is refused with the file and the reason."""
+    (tmp_path / "config.json").write_text(text.replace("MIXER", '{"kind": "rfa", "num_heads": 2}'))
+    with pytest.raises(ConfigError) as caught:
+        read_model_costs(tmp_path)
+    assert says in str(caught.value) and str(tmp_path) in str(caught.value)
+
+
+def test_refuses_a_folder_without_a_model(tmp_path: Path) -> None:
+    """A folder without config.json is refused by name."""
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        read_model_costs(tmp_path)
+
+
+def _count(run: object) -> int:
+    assert callable(run)
+    with torch.inference_mode(), FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+def _peak_bytes(model: LanguageModel, tokens: int) -> int:
+    """The most bytes that tensors made during the call held at once."""
+    tokens_BL = torch.zeros(1, tokens, dtype=torch.int64)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watch:
+        model.encode(tokens_BL)
+    assert watch.profiler is not None and watch.profiler.kineto_results is not None
+    events = [e for e in watch.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,93 @@
+"""docker-compose.yml: valid, and as closed as docs/deploy.md says."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.support.dockerfile import Image, read_dockerfile
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = ROOT / "docker-compose.yml"
+COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OWN = [name for name, service in SERVICES.items() if "build" in service]
+
+
+def image_of(service: str) -> Image:
+    """The image that a service of ours is built from."""
+    return read_dockerfile(ROOT / SERVICES[service]["build"]["dockerfile"])
+
+
+def test_the_schema_accepts_it() -> None:
+    """It is a compose file by the schema of the compose specification."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(FILE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_parts_are_there() -> None:
+    """API, engine with four ranks, Redis, Prometheus and Grafana."""
+    assert set(SERVICES) == {"api", "engine", "redis", "prometheus", "grafana"}
+    assert "--ranks=${RANKS:-4}" in SERVICES["engine"]["command"]
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_container_is_closed(name: str) -> None:
+    """Read-only root, no capabilities, no new privileges, a pinned image, a health check, bounded logs."""
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert "privileged" not in service
+    assert service["logging"]["options"]["max-size"]
+    if name in OWN:
+        assert image_of(name).health_command
+    else:
+        assert re.search(r":v?\d+\.\d+\.\d+", service["image"])
+        assert service["healthcheck"]["test"][0] == "CMD"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_volume_is_declared_or_in_the_repository(name: str) -> None:
+    """A mount is a named volume, or a file of the repository that can only be read."""
+    for mount in SERVICES[name].get("volumes", []):
+        source = mount.split(":")[0]
+        if source.startswith("."):
+            assert (ROOT / source).exists(), mount
+            assert mount.endswith(":ro"), mount
+        else:
+            assert source in COMPOSE["volumes"], mount
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_ports_are_open_on_this_machine_only(name: str) -> None:
+    """A published port is bound to the loopback address."""
+    assert all(port.startswith("127.0.0.1:") for port in SERVICES[name].get("ports", []))
+
+
+def test_engine_and_redis_cannot_be_reached_from_outside() -> None:
+    """Neither publishes a port, and each is only on networks without a way out."""
+    for name in ("engine", "redis"):
+        assert "ports" not in SERVICES[name]
+        assert all(COMPOSE["networks"][network].get("internal") for network in SERVICES[name]["networks"])
+
+
+def test_addresses_fit_together() -> None:
+    """The API asks for the engine where it listens, on a network that both are on, with the same model."""
+    flags = {name: dict(word.split("=", 1) for word in SERVICES[name]["command"]) for name in OWN}
+    host, port = flags["api"]["--api-address"].removeprefix("tcp://").split(":")
+    assert flags["engine"]["--api-address"] == f"tcp://0.0.0.0:{port}"
+    assert set(SERVICES[host]["networks"]) & set(SERVICES["api"]["networks"])
+    assert flags["engine"]["--model"] == flags["api"]["--model"]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_the_commands_are_those_of_the_images(name: str) -> None:
+    """A service gives the flags that its image gives, so that what is tested of one holds for the other."""
+    given = [word.split("=")[0] for word in SERVICES[name]["command"]]
+    assert given == [word.split("=")[0] for word in image_of(name).command if word.startswith("--")]

@@ -1,0 +1,139 @@
+"""doctor as a whole: real processes that meet over gloo, and processes that break or never answer."""
+
+import json
+import socket
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dist_attn.engine import doctor as doctor_module
+from dist_attn.engine.doctor import doctor, examine, probe
+from dist_attn.engine.finding import Finding
+from dist_attn.engine.probe import ProbeSettings, findings_in
+from tests.support.models import write_small_folder
+
+DEADLINE_S = 90.0  # two processes that load torch, on a machine that runs other tests
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole model folder."""
+    return write_small_folder(tmp_path_factory.mktemp("doctor") / "tiny")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        return int(probe_socket.getsockname()[1])
+
+
+def _by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.name: finding for finding in findings}
+
+
+def test_a_machine_that_works(folder: Path, tmp_path: Path) -> None:
+    """Here everything that is needed is ok, with a timed exchange of the model's own state and a measured rate."""
+    findings = examine(model=str(folder), host="127.0.0.1", port=_free_port(), data_dir=tmp_path, deadline_s=DEADLINE_S)
+    found = _by_name(findings)
+    assert len(found) == len(findings)
+    assert [f.line() for f in findings if f.blocks] == []
+    assert {"python", "libraries", "cpu", "memory", "disk", "port", "torch", "gloo", "speed", "model"} <= found.keys()
+    assert {"cuda", "nccl", "mpi", "gpu", "arrow", "redis", "otel"} <= found.keys()
+    assert found["gloo"].measured["message_bytes"] == 4 * 2 * (16 * (8 + 1) + 2)
+    assert 0 < found["gloo"].measured["all_gather_seconds"] < 5
+    assert found["speed"].measured["matmul_gflops"] > 0.1
+    assert "manifest right" in found["model"].detail
+
+
+def test_a_damaged_model(folder: Path, tmp_path: Path) -> None:
+    """A model whose weights are not those of its manifest is broken, says so, and leaves the other checks alone."""
+    damaged = write_small_folder(tmp_path / "damaged", seed=1)
+    (damaged / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    found = _by_name(probe(damaged, 8, DEADLINE_S))
+    assert found["gloo"].status == "ok"
+    assert found["model"].blocks
+    assert "manifest" in found["model"].detail
+
+
+def test_a_process_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When nothing comes back the first check is broken for its deadline and the others were not tried."""
+    monkeypatch.setattr(sys, "executable", _program(tmp_path, "exec sleep 600"))
+    began = time.monotonic()
+    found = probe(tmp_path, 8, 0.3)
+    assert time.monotonic() - began < 10
+    assert [finding.name for finding in found] == ["torch", "cuda", "nccl", "gloo", "model", "speed"]
+    assert {finding.status for finding in found} == {"broken"}
+    assert "no answer within 0.3 s" in found[0].detail
+    assert found[1].detail == "not tried, torch came first"
+    assert [finding.name for finding in found if finding.blocks] == ["torch", "gloo", "model"]
+
+
+def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """When the process dies the finding carries its exit code and its last words."""
+    monkeypatch.setattr(sys, "executable", _program(tmp_path, "echo first >&2; echo 'no room' >&2; exit 3"))
+    found = probe(None, 8, 30.0)
+    assert found[0].detail == "the process that tried it ended with code 3: no room"
+    assert "model" not in _by_name(found)
+
+
+def test_half_a_report(tmp_path: Path) -> None:
+    """A report that was cut off in a line is read up to the last whole one."""
+    settings = ProbeSettings(rank=0, folder=str(tmp_path))
+    assert findings_in(settings) == []
+    whole = msgspec.json.encode(Finding(name="torch", status="ok", detail="fine"))
+    settings.report.write_bytes(whole + b"\n" + whole[:9])
+    assert [finding.name for finding in findings_in(settings)] == ["torch"]
+
+
+@pytest.fixture
+def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """doctor without its two processes, as if all they try were ok."""
+    names = ("torch", "gloo", "speed", "model")
+    fine = [Finding(name=name, status="ok", detail="fine") for name in names]
+    monkeypatch.setattr(doctor_module, "probe", lambda folder, *_: fine if folder else fine[:-1])
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_code_0_and_one_line_each(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where serve would work the code is 0, every finding one plain line, and the last line says so."""
+    code = doctor(model=str(folder), host="127.0.0.1", port=_free_port(), data_dir=tmp_path, as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[-1] == "`dist-attn serve` would work"
+    assert all(line.split()[0] in ("ok", "missing", "broken") for line in lines[:-1])
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_code_1_names_what_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the model and with a taken port the code is 1 and both are named, in JSON as in text."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        where = {"model": "no such model", "host": "127.0.0.1", "port": listener.getsockname()[1], "data_dir": tmp_path}
+        assert doctor(**where, as_json=False) == 1
+        text = capsys.readouterr().out
+        assert doctor(**where, as_json=True) == 1
+        report = json.loads(capsys.readouterr().out)
+    assert text.splitlines()[-1] == "`dist-attn serve` would not work because of: port, model"
+    assert (report["object"], report["serve_works"]) == ("doctor", False)
+    assert [f["name"] for f in report["findings"] if f["status"] == "broken"] == ["port", "model"]
+
+
+@pytest.mark.usefixtures("without_processes")
+def test_a_model_without_formulas_is_still_tried(tmp_path: Path) -> None:
+    """A model whose costs are not known is tried all the same, without a figure for its memory."""
+    (tmp_path / "config.json").write_text("{}")
+    found = _by_name(examine(model=str(tmp_path), host="127.0.0.1", port=_free_port(), data_dir=tmp_path))
+    assert found["model"].status == "ok"
+    assert "needs" not in found["memory"].detail
+
+
+def _program(folder: Path, script: str) -> str:
+    """A program that ignores its arguments and runs this shell script."""
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)

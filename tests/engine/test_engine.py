@@ -1,0 +1,77 @@
+"""The whole engine with a real model: controller, agent, ranks under torchrun over gloo; and one rank without it."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.generation import generate
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from tests.support.closeness import assert_close
+from tests.support.controller_client import ControllerClient
+from tests.support.engines import running_engine
+from tests.support.models import small_model, write_small_folder
+
+TOKENS = np.random.default_rng(2).integers(0, 250, 20_000)
+SAMPLING = SamplingSpec(12, temperature=0.8, top_k=50, seed=11)
+# What a rank needs to load torch on a busy machine; its own failures are noticed by other means much sooner.
+REAL = {"launcher": "auto", "rank_command": (), "heartbeat_deadline_s": 10.0, "stall_limit_s": 30.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model folder."""
+    return write_small_folder(tmp_path_factory.mktemp("models") / "small")
+
+
+def mean_rows(window):
+    """The rows that the model itself gives."""
+    with torch.inference_mode():
+        h_LD = small_model().encode(torch.from_numpy(TOKENS)[None])[0]
+    return torch.stack([run_LD.mean(0) for run_LD in h_LD.split(window)])
+
+
+def work_is_right(client, name):
+    """An encoding and two completions, side by side, give what the model alone gives."""
+    for n in (0, 1):
+        client.open_completion(f"{name}{n}", SAMPLING)
+        client.feed(f"{name}{n}", TOKENS[n : n + 1300], timeout_s=60)
+    request = client.encode(f"{name}e", TOKENS, RowSpec("window", 300), timeout_s=60)
+    assert_close(torch.from_numpy(request.rows.copy()), mean_rows(300))
+    for n in (0, 1):
+        assert client.finish(f"{name}{n}", 60).tokens == generate(small_model(), TOKENS[n : n + 1300], SAMPLING)
+
+
+def test_one_rank_needs_no_torchrun(folder):
+    """Alone a rank runs by itself, and torch stays out of controller and agent."""
+    with running_engine(model=str(folder), ranks=1, **REAL, wait=False) as (handle, client, _):
+        assert client.wait_ready(90).model == "small"
+        work_is_right(client, "a")
+        with open(f"/proc/{handle.process.pid}/maps") as maps:
+            assert "libtorch" not in maps.read()
+
+
+def test_two_ranks_share_the_work_and_recover_from_a_kill(folder):
+    """Blocks go over both ranks; after kill -9 of one the error names it, and a fresh group does the same work."""
+    with running_engine(model=str(folder), ranks=2, block_tokens=1024, **REAL, wait=False) as (handle, client, _):
+        status = client.wait_ready(90)
+        work_is_right(client, "a")
+        victim = status.ranks[1].pid
+        with ControllerClient(handle.api_address) as other:
+            request = other.open_encoding("open")
+            other.feed("open", TOKENS[:3000], final=False)
+            other.wait_until(lambda: request.starts, 30)
+            os.kill(victim, signal.SIGKILL)
+            other.wait_until(lambda: request.ended, 30)
+            assert f"rank 1 (pid {victim}) died" in request.failed.message
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, 90)
+        work_is_right(client, "b")
+
+
+def test_a_folder_that_is_no_model_is_reported(tmp_path):
+    """The reason carries what the rank said."""
+    with running_engine(model=str(tmp_path / "nothing"), ranks=1, **REAL, wait=False) as (_, client, _):
+        status = client.wait_for_status(lambda status: "last failure" in status.reason, 60)
+        assert "no model at" in status.reason

@@ -1,0 +1,165 @@
+"""Drawing tokens: what the filters keep, how often, and that nobody else's batch matters."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_attn.errors import EngineError, ShapeError
+from dist_attn.generation import generator_for, sample
+from dist_attn.wire.messages import SamplingSpec
+
+
+def spec(**values: Any) -> SamplingSpec:
+    """A specification for one draw."""
+    return SamplingSpec(max_tokens=1, **values)
+
+
+def draws(logits: list[float], wanted: SamplingSpec, number: int) -> list[int]:
+    """`number` draws from the same logits, one generator going on."""
+    generator = generator_for(wanted, 0)
+    logits_BV = torch.tensor([logits])
+    return [sample(logits_BV, [wanted], [generator])[0] for _ in range(number)]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    """Temperature 0 takes the largest logit, the lowest id among equals, in every row."""
+    logits_BV = torch.tensor([[0.0, 3.0, 3.0], [1.0, 1.0, 1.0], [-math.inf, -2.0, -math.inf]])
+    greedy = [spec(temperature=0.0)] * 3
+    assert sample(logits_BV, greedy, [torch.Generator() for _ in range(3)]) == [1, 0, 1]
+
+
+def test_greedy_leaves_the_generator() -> None:
+    """A greedy draw takes no random number, any other exactly one."""
+    generator, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    logits_BV = torch.zeros(1, 5)
+    sample(logits_BV, [spec(temperature=0.0)], [generator])
+    assert torch.equal(generator.get_state(), other.get_state())
+    sample(logits_BV, [spec(top_k=2, top_p=0.5)], [generator])
+    torch.rand((), generator=other, dtype=torch.float64)
+    assert torch.equal(generator.get_state(), other.get_state())
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, [0.1, 0.2, 0.3, 0.4]),
+        ({"temperature": 0.5}, [1 / 30, 4 / 30, 9 / 30, 16 / 30]),
+        ({"top_k": 2}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.69}, [0, 0, 3 / 7, 4 / 7]),
+        ({"top_p": 0.71}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"top_k": 2, "top_p": 0.5}, [0, 0, 0, 1]),
+        ({"top_p": 1e-9}, [0, 0, 0, 1]),
+        ({"top_k": 99}, [0.1, 0.2, 0.3, 0.4]),
+    ],
+    ids=str,
+)
+def test_frequencies(values: dict[str, float], expected: list[float]) -> None:
+    """Tokens come as often as the filtered, renormalised distribution says, and filtered ones never."""
+    number = 4000
+    drawn = draws([math.log(weight) for weight in (1, 2, 3, 4)], spec(seed=5, **values), number)
+    for token, probability in enumerate(expected):
+        allowed = 4.5 * math.sqrt(probability * (1 - probability) / number)
+        assert abs(drawn.count(token) / number - probability) <= allowed
+
+
+def test_equal_logits_and_filters() -> None:
+    """Among equal logits top_k keeps the lowest ids."""
+    assert set(draws([1.0] * 6, spec(top_k=2, seed=1), 60)) == {0, 1}
+
+
+@given(
+    row=st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=12),
+    others=st.lists(st.floats(-50, 50, width=32), min_size=36, max_size=36),
+    values=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+            "top_k": st.integers(0, 5),
+            "top_p": st.floats(0.05, 1),
+            "seed": st.integers(-(1 << 63), (1 << 63) - 1),
+        }
+    ),
+    place=st.integers(0, 3),
+)
+def test_batch_does_not_matter(row: list[float], others: list[float], values: dict[str, Any], place: int) -> None:
+    """A sequence draws the same tokens alone and anywhere in a batch of other specifications."""
+    wanted, size = spec(**values), len(row)
+    alone = draws(row, wanted, 4)
+    batch = [others[i * size : (i + 1) * size] for i in range(3)]
+    specs = [spec(seed=9), spec(temperature=0.0), spec(top_p=0.4, seed=-2)]
+    generators = [generator_for(s, 0) for s in specs]
+    batch.insert(place, row)
+    specs.insert(place, wanted)
+    generators.insert(place, generator_for(wanted, 0))
+    assert [sample(torch.tensor(batch), specs, generators)[place] for _ in range(4)] == alone
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30])
+def test_extreme_temperatures(temperature: float) -> None:
+    """A temperature near 0 is greedy without an overflow, a huge one is uniform."""
+    drawn = set(draws([-1e30, 5.0, 7.0, -math.inf], spec(temperature=temperature, seed=0), 200))
+    assert drawn == ({2} if temperature < 1 else {0, 1, 2})
+
+
+def test_ruled_out_is_never_drawn() -> None:
+    """A logit of -inf is never drawn, wherever it stands."""
+    assert set(draws([-math.inf, 0.0, -math.inf, 0.0], spec(seed=2), 100)) == {1, 3}
+
+
+def test_seeds() -> None:
+    """A seed gives the same draws in every session, other seeds give others, and without a seed each is fresh."""
+    logits = [0.0] * 1000
+    assert draws(logits, spec(seed=4), 8) == draws(logits, spec(seed=4), 8) != draws(logits, spec(seed=5), 8)
+    first = torch.rand(4, generator=generator_for(spec(seed=4), 1))
+    assert torch.equal(first, torch.rand(4, generator=generator_for(spec(seed=4), 2)))
+    assert draws(logits, spec(), 8) != draws(logits, spec(), 8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ([0.0, math.nan, 1.0], "NaN or .inf for 1 of the 3 logits of sequence 1"),
+        ([0.0, math.inf, math.nan], "for 2 of the 3 logits of sequence 1"),
+        ([-math.inf] * 3, "sequence 1 in the batch are -inf"),
+    ],
+    ids=["nan", "inf", "none left"],
+)
+def test_broken_logits(temperature: float, bad: list[float], message: str) -> None:
+    """Logits that allow no draw are an EngineError that says which sequence has them."""
+    logits_BV = torch.tensor([[0.0, 1.0, 2.0], bad])
+    with pytest.raises(EngineError, match=message):
+        sample(logits_BV, [spec(temperature=temperature)] * 2, [torch.Generator(), torch.Generator()])
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3,), (1, 1, 3), (1, 0)], ids=str)
+def test_numbers_agree(shape: tuple[int, ...]) -> None:
+    """Logits that do not fit the specifications are refused."""
+    with pytest.raises(ShapeError, match="1 specifications and 1 generators"):
+        sample(torch.zeros(shape), [spec()], [torch.Generator()])
+
+
+def test_empty_batch() -> None:
+    """No sequences, no draws."""
+    assert sample(torch.zeros(0, 7), [], []) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types(dtype: torch.dtype) -> None:
+    """Half and double precision are drawn from as float32 is."""
+    logits_BV = torch.tensor([[0.0, 1.0, 2.0, -1.0]])
+    wanted = spec(seed=8)
+    expected = sample(logits_BV, [wanted], [generator_for(wanted, 0)])
+    assert sample(logits_BV.to(dtype), [wanted], [generator_for(wanted, 0)]) == expected
+
+
+def test_all_bits_of_a_seed_count():
+    """Seeds that differ in their upper half alone, or in sign, draw differently."""
+    draws = {
+        seed: tuple(torch.rand(4, generator=generator_for(SamplingSpec(max_tokens=1, seed=seed), 0)).tolist())
+        for seed in (5, 5 + (1 << 32), -1, (1 << 63) - 1)
+    }
+    assert len(set(draws.values())) == 4

@@ -1,0 +1,157 @@
+"""The contract of every token mixer: parallel = streamed = stepwise, causal, batch-independent, sharded = whole."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import RandomFeatureConfig, SoftmaxConfig, TokenMixer, build_mixer
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.closeness import assert_close
+
+SIZE, HEADS = 12, 3
+CONFIGS = {
+    "rfa": RandomFeatureConfig(kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8),
+    "rfa-arccos": RandomFeatureConfig(
+        kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8, feature="arc_cosine", short_convolution=0
+    ),
+    "rfa_gate": RandomFeatureConfig(kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=8),
+    "softmax": SoftmaxConfig(kind="softmax", hidden_size=SIZE, num_heads=HEADS),
+    "softmax-no-convolution": SoftmaxConfig(kind="softmax", hidden_size=SIZE, num_heads=HEADS, short_convolution=0),
+}
+SHARDED = [name for name in CONFIGS if not name.startswith("softmax")]
+
+
+def _mixer(name: str) -> TokenMixer:
+    mixer = build_mixer(CONFIGS[name]).double()
+    generator = torch.Generator().manual_seed(0)  # not the global one: simulated ranks are threads
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
+    return mixer
+
+
+def _tokens(length: int = 90) -> torch.Tensor:
+    return torch.randn(2, length, SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parallel_equals_streamed_equals_stepwise(name):
+    """One call, a stream of uneven pieces, and one token at a time give the same outputs and the same final state."""
+    mixer, x, ops = _mixer(name), _tokens(), LocalSequenceOps()
+    want, want_state = mixer(x, ops)
+    streamed, state = [], None
+    for piece in x.split([1, 2, 64, 0, 23], dim=1):
+        y, state = mixer(piece, ops, state)
+        streamed.append(y)
+    assert_close(torch.cat(streamed, 1), want)
+    stepped, step_state = [], mixer.initial_state(2)
+    for t in range(x.shape[1]):
+        y, step_state = mixer.step(x[:, t], step_state)
+        stepped.append(y)
+    assert_close(torch.stack(stepped, 1), want)
+    for end in (state, step_state):
+        for got, field in zip(end.tensors(), want_state.tensors(), strict=True):
+            assert_close(got, field, kind="state")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_future_changes_nothing(name):
+    """Changing a token leaves all earlier outputs bitwise the same."""
+    mixer, x = _mixer(name), _tokens()
+    before, _ = mixer(x, LocalSequenceOps())
+    changed = x.clone()
+    changed[:, 50] += 1.0
+    after, _ = mixer(changed, LocalSequenceOps())
+    assert torch.equal(before[:, :50], after[:, :50])
+    assert not torch.equal(before[:, 50:], after[:, 50:])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_batch_elements_do_not_touch_each_other(name):
+    """A sequence gives the same outputs alone as in a batch, and its state can be taken out and gone on with."""
+    mixer, x, ops = _mixer(name), _tokens(), LocalSequenceOps()
+    both, state = mixer(x, ops)
+    alone, _ = mixer(x[1:], ops)
+    assert_close(both[1:], alone)
+    taken = state.replace(tuple(t[1:] for t in state.tensors()))
+    goes_on, _ = mixer(x[1:, :5], ops, taken)
+    together, _ = mixer(x[:, :5], ops, state)
+    assert_close(together[1:], goes_on)
+
+
+@pytest.mark.parametrize("lengths", [(40, 50), (0, 31, 2, 57), (90, 0)])
+@pytest.mark.parametrize("name", SHARDED)
+def test_ranks_change_nothing(name, lengths):
+    """Over several ranks outputs, state, and the gradients of inputs and parameters are those of one rank."""
+    layout, x = SequenceLayout.from_lengths(lengths), _tokens()
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def run(ops, start: int, stop: int):
+        mixer = _mixer(name)
+        mine = x[:, start:stop].clone().requires_grad_()
+        y, state = mixer(mine, ops)
+        (y * weights[:, start:stop]).sum().backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in mixer.named_parameters()}
+        return y.detach(), [t.detach() for t in state.tensors()], mine.grad, gradients
+
+    def body(comm: Communicator):
+        return run(ShardedSequenceOps(comm, layout), *layout.range(comm.rank))
+
+    want = run(LocalSequenceOps(), 0, layout.total)
+    ranks = run_simulated(body, len(lengths))
+    assert_close(torch.cat([r[0] for r in ranks], 1), want[0])
+    assert_close(torch.cat([r[2] for r in ranks], 1), want[2], kind="gradient")
+    for rank in ranks:
+        for got, field in zip(rank[1], want[1], strict=True):
+            assert_close(got, field, kind="state")
+    for parameter, gradient in want[3].items():
+        total = torch.stack([r[3][parameter] for r in ranks]).sum(0)
+        assert_close(total, gradient, kind="gradient", what=parameter)
+
+
+def test_gates_start_over_a_spread_of_time_scales():
+    """The gates of the heads start from forgetting within two tokens to remembering more than a hundred."""
+    mixer = build_mixer(RandomFeatureConfig(kind="rfa_gate", hidden_size=64, num_heads=8))
+    gates = torch.sigmoid(mixer.gate.bias.detach())
+    memory = 1 / (1 - gates)
+    assert float(memory.min()) < 2
+    assert float(memory.max()) > 100
+
+
+def test_softmax_over_ranks_is_refused_on_every_rank():
+    """A key-value cache of one rank's tokens is never handed out as the state of all, not even by an empty rank."""
+    mixer, layout = _mixer("softmax"), SequenceLayout.from_lengths([5, 0])
+
+    def body(comm: Communicator) -> None:
+        with pytest.raises(InputError, match="spread over several ranks"):
+            mixer(_tokens()[:, : layout.lengths[comm.rank]], ShardedSequenceOps(comm, layout))
+
+    run_simulated(body, 2)
+
+
+def test_states_of_another_mixer_are_refused():
+    """A state that belongs to another kind of mixer raises an InputError."""
+    kernel, softmax = _mixer("rfa"), _mixer("softmax")
+    with pytest.raises(InputError, match="needs its own state"):
+        kernel(_tokens(), LocalSequenceOps(), softmax.initial_state(2))
+    with pytest.raises(InputError, match="needs its own state"):
+        softmax(_tokens(), LocalSequenceOps(), kernel.initial_state(2))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kind": "rfa", "hidden_size": 10, "num_heads": 3},
+        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "sigma": 1},
+        {"kind": "rfaa", "hidden_size": 12, "num_heads": 3},
+        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "num_random": 0},
+    ],
+)
+def test_bad_configurations_are_refused(values):
+    """Heads that do not divide, unknown keys and kinds, and empty feature maps are refused."""
+    with pytest.raises(ValidationError):
+        RandomFeatureConfig.model_validate(values)

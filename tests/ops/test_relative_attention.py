@@ -1,0 +1,98 @@
+"""Relative attention: the windowed form and the step against the oracle and the golden vectors."""
+
+import pytest
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.feature_maps import elu_plus_one
+from dist_attn.ops.relative_attention import (
+    RelativeState,
+    WindowState,
+    relative_attention,
+    relative_attention_naive,
+    relative_attention_step,
+)
+from tests.support.closeness import assert_close
+from tests.support.golden import golden
+
+
+def _inputs(queries: int, keys: int, reach: int) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+
+    def positive(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=g, dtype=torch.float64) + 0.1
+
+    v = torch.randn(2, 3, keys, 4, generator=g, dtype=torch.float64)
+    return [positive(2, 3, queries, 5), positive(2, 3, keys, 5), v, positive(3, 2 * reach + 1, 5)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("queries", "keys", "reach"),
+    [(7, 7, 2), (130, 130, 3), (600, 600, 16), (50, 90, 0), (90, 50, 4), (200, 70, 100), (33, 33, 1), (64, 130, 70)],
+)
+def test_windowed_equals_oracle(queries, keys, reach, causal):
+    """Output and every gradient equal the oracle's for any lengths and any k, 0 and longer than the sequence too."""
+    results = []
+    for attention in (relative_attention_naive, relative_attention):
+        leaves = [x.clone().requires_grad_() for x in _inputs(queries, keys, reach)]
+        out = attention(*leaves, causal=causal)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (out * weights).sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.parametrize("attention", [relative_attention, relative_attention_naive])
+def test_golden_scaleformer(attention):
+    """All golden cases of Scaleformer come out, masked and not, with the sign clip(j - i)."""
+    g = golden("scaleformer_eq9")
+    for case in range(len(g["cases"])):
+        q, k, v, rp = (g[f"c{case}_{name}"][None, None] for name in ("Q", "K", "V", "RP"))
+        for masked in (0, 1):
+            features = [elu_plus_one(x) for x in (q, k)]
+            out = attention(*features, v, elu_plus_one(rp[0]), causal=bool(masked))
+            assert_close(out[0, 0], g[f"c{case}_m{masked}_out"], kind="golden", what=f"case {case} masked {masked}")
+
+
+@pytest.mark.parametrize("reach", [0, 1, 5, 40])
+def test_steps_equal_the_whole(reach):
+    """One token at a time, with the state passed on, gives the outputs of the whole sequence."""
+    q, k, v, rp = _inputs(33, 33, reach)
+    state = RelativeState.identity(2, 3, 5, 4, reach, dtype=torch.float64)
+    outs = []
+    for t in range(33):
+        out, state = relative_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], rp, state)
+        outs.append(out)
+    assert_close(torch.stack(outs, 2), relative_attention(q, k, v, rp, causal=True))
+
+
+def test_a_step_keeps_its_precision_under_autocast():
+    """Under bf16 autocast a step keeps the bits it has without."""
+    q, k, v, rp = (t.float() for t in _inputs(2, 2, 5))
+    state = RelativeState.identity(2, 3, 5, 4, 5)
+    outs = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            outs.append(relative_attention_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], rp, state)[0])
+    assert torch.equal(*outs)
+
+
+def test_windows_combine_like_the_stretches_they_describe():
+    """The window after two stretches is the combination of their windows, in any grouping, short stretches included."""
+    v1 = torch.randn(1, 2, 20, 3, dtype=torch.float64)
+    for cuts in ([3, 1, 16], [0, 20, 0], [9, 9, 2]):
+        a, b, c = (WindowState.of(part, 6) for part in v1.split(cuts, dim=2))
+        for combined in (a.combine(b).combine(c), a.combine(b.combine(c))):
+            want = WindowState.of(v1, 6)
+            assert_close(combined.far_BHW, want.far_BHW)
+            assert torch.equal(combined.near_BHTW, want.near_BHTW)
+            assert combined.length == 20
+
+
+def test_an_even_number_of_positions_is_refused():
+    """phi_rp needs 2 k + 1 rows."""
+    q, k, v, rp = _inputs(4, 4, 2)
+    with pytest.raises(ShapeError, match="R = 2 k \\+ 1 odd"):
+        relative_attention(q, k, v, rp[:, :4], causal=True)

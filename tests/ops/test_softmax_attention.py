@@ -1,0 +1,58 @@
+"""Exact softmax attention: the fused form against the oracle and the golden vectors."""
+
+import pytest
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops import softmax_attention
+from dist_attn.ops.softmax_attention import softmax_attention_naive
+from tests.support.closeness import assert_close
+from tests.support.golden import golden
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("queries", "keys", "groups"), [(7, 7, 4), (5, 9, 2), (9, 5, 1), (0, 3, 4)])
+def test_fused_equals_oracle(causal, queries, keys, groups):
+    """Output and every gradient equal the oracle's for other lengths and grouped key heads, aligned at the top left."""
+    results = []
+    for attention in (softmax_attention_naive, softmax_attention):
+        g = torch.Generator().manual_seed(0)
+        q, k, v = (
+            torch.randn(2, h, n, 3, generator=g, dtype=torch.float64, requires_grad=True)
+            for h, n in ((4, queries), (groups, keys), (groups, keys))
+        )
+        out = attention(q, k, v, causal=causal, scale=0.7)
+        (out.square().sum() + 0 * q.sum()).backward()
+        results.append((out, q.grad, k.grad, v.grad))
+    for got, want in zip(results[1], results[0], strict=True):
+        if want is not None and got is not None:
+            assert_close(got, want)
+
+
+def test_golden_multi_head_attention():
+    """The golden multi-head vectors come out, self, causal and cross."""
+    g = golden("softmax_mhsa")
+
+    def heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (int(g["H"]), -1)).transpose(0, 1)[None]
+
+    for name, memory, causal in (("out", "X", False), ("out_causal", "X", True), ("out_cross", "Y", False)):
+        q, k, v = heads(g["X"] @ g["Wq"].T), heads(g[memory] @ g["Wk"].T), heads(g[memory] @ g["Wv"].T)
+        out = softmax_attention(q, k, v, causal=causal)[0].transpose(0, 1).flatten(1) @ g["Wo"].T + g["bo"]
+        assert_close(out, g[name], kind="golden")
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "words"),
+    [
+        ((1, 3, 2, 4), (1, 2, 2, 4), "must divide"),
+        ((1, 3, 2, 4), (1, 0, 2, 4), "must divide"),
+        ((2, 2, 2, 4), (1, 2, 2, 4), "equal batch"),
+        ((1, 2, 2, 5), (1, 2, 2, 4), "equal size"),
+        ((2, 2, 4), (2, 2, 4), "four dimensions"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(queries, keys, words):
+    """Heads that do not divide, or another batch or size, raise a ShapeError, and nothing is broadcast silently."""
+    with pytest.raises(ShapeError, match=words):
+        softmax_attention(torch.zeros(queries), torch.zeros(keys), torch.zeros(keys), causal=True)

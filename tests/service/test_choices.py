@@ -1,0 +1,157 @@
+"""Completions with several prompts and choices, with their prompts before them, with log-probabilities."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from dist_attn.wire.messages import OpenCompletion, SamplingSpec
+from tests.support.fake_engine import VOCAB, FakeEngine, say
+from tests.support.service_server import RunningService, eventually, running_service
+
+ROUTE = "/v1/completions"
+
+
+def by_seed(prompt: list[int], sampling: SamplingSpec) -> list[int]:
+    """Other letters for every seed, after the prompt's last one."""
+    start = (sampling.seed or 0) % 26
+    return [prompt[-1]] + [97 + (start + k) % 26 for k in range(sampling.max_tokens - 1)]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """One service whose engine draws by the seed."""
+    with running_service(tmp_path_factory.mktemp("service"), FakeEngine(reply=by_seed)) as running:
+        yield running
+
+
+def complete(service: RunningService, **body: Any) -> dict[str, Any]:
+    """A whole completion."""
+    answer = httpx.post(service.url + ROUTE, json={"prompt": "abc", "max_tokens": 4, **body}, timeout=20)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def stream(service: RunningService, **body: Any) -> tuple[dict[int, list[dict[str, Any]]], dict[str, Any] | None]:
+    """The chunks of a streamed completion by choice, and its usage."""
+    options = {"prompt": "abc", "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
+    answer = httpx.post(service.url + ROUTE, json={**options, **body}, timeout=20)
+    events = [block.removeprefix("data: ") for block in answer.text.strip().split("\n\n")]
+    assert events[-1] == "[DONE]", answer.text
+    choices: dict[int, list[dict[str, Any]]] = {}
+    usage = None
+    for event in map(json.loads, events[:-1]):
+        for choice in event["choices"]:
+            choices.setdefault(choice["index"], []).append(choice)
+        usage = event.get("usage", usage)
+    return choices, usage
+
+
+def seeds(service: RunningService, count: int) -> list[int | None]:
+    """The seeds of the last completions that the engine was asked for."""
+    opened = [m.sampling for m in service.engine.received if isinstance(m, OpenCompletion)]
+    return [sampling.seed for sampling in opened[-count:]]
+
+
+def test_every_choice_has_its_own_seed(service: RunningService) -> None:
+    """The first choice draws what it draws alone, the others something else, and all the same again next time."""
+    first = complete(service, seed=7, n=3)
+    derived = seeds(service, 3)
+    assert derived[0] == 7 and len(set(derived)) == 3
+    assert complete(service, seed=7, n=3)["choices"] == first["choices"]
+    assert complete(service, seed=7)["choices"][0] == first["choices"][0]
+    assert len({choice["text"] for choice in first["choices"]}) == 3
+    complete(service, n=2)
+    assert seeds(service, 2) == [None, None]
+
+
+@pytest.mark.parametrize("prompts", [["ab", "cd"], [[97, 98], [99, 100]]])
+def test_prompts_and_choices_are_numbered_as_openai_does(service: RunningService, prompts: Any) -> None:
+    """Choice `i * n + j` is the j-th continuation of prompt i; a prompt is counted once in the usage."""
+    whole = complete(service, prompt=prompts, n=2, seed=1)
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"][0] for choice in whole["choices"]] == ["b", "b", "d", "d"]
+    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+    assert complete(service, prompt=[prompts[1]], seed=1)["choices"][0]["text"] == whole["choices"][2]["text"]
+
+
+def test_a_stream_mixes_choices_and_ends_each_once(service: RunningService) -> None:
+    """Chunks name their choice, every choice has one finish chunk, and the texts are those of the whole answer."""
+    body = {"prompt": ["ab", "cd"], "n": 2, "seed": 5}
+    choices, usage = stream(service, **body)
+    whole = complete(service, **body)
+    assert sorted(choices) == [0, 1, 2, 3]
+    for index, chunks in choices.items():
+        assert "".join(chunk["text"] for chunk in chunks) == whole["choices"][index]["text"]
+        assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert usage == whole["usage"]
+
+
+@pytest.mark.parametrize("prompt", ["añ", [97, 195, 177]])
+def test_echo_puts_the_prompt_before_the_text(service: RunningService, prompt: Any) -> None:
+    """The text begins with the prompt, given as text or as tokens, and stop strings are not looked for in it."""
+    whole = complete(service, prompt=prompt, echo=True, stop=["ñ"], max_tokens=3, seed=0)
+    choices, _ = stream(service, prompt=prompt, echo=True, stop=["ñ"], max_tokens=3, seed=0)
+    text = whole["choices"][0]["text"]
+    assert text.startswith("añ") and len(text) > 2
+    assert "".join(chunk["text"] for chunk in choices[0]) == text
+
+
+def test_log_probabilities_have_openais_shape(service: RunningService) -> None:
+    """Four lists of one length: tokens, their values, the likeliest with the drawn one among them, and offsets."""
+    asked = [m for m in service.engine.received if isinstance(m, OpenCompletion)]
+    logprobs = complete(service, prompt="xy", logprobs=2, seed=0)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["y", "a", "b", "c"]
+    assert logprobs["token_logprobs"] == [-0.5] * 4
+    assert logprobs["top_logprobs"][1] == {"a": -0.5, "b": -1.5}
+    assert logprobs["text_offset"] == [0, 1, 2, 3]
+    opened = [m for m in service.engine.received if isinstance(m, OpenCompletion)][len(asked) :]
+    assert [m.sampling.logprobs for m in opened] == [2]
+    own = complete(service, prompt="xy", logprobs=0, seed=0)["choices"][0]["logprobs"]
+    assert own["top_logprobs"] is None and own["token_logprobs"] == [-0.5] * 4
+    choices, _ = stream(service, prompt="xy", logprobs=2, seed=0)
+    told = [chunk["logprobs"] for chunk in choices[0] if chunk["logprobs"]]
+    for name in logprobs:
+        assert [value for part in told for value in part[name]] == logprobs[name]
+
+
+def test_log_probabilities_end_where_the_text_ends(tmp_path: Path) -> None:
+    """A stop string that spans tokens is in neither, streamed or whole."""
+    with running_service(tmp_path, FakeEngine(reply=say(b"one two"))) as service:
+        choice = complete(service, logprobs=1, stop=" t", max_tokens=20)["choices"][0]
+        assert choice["text"] == "one" and choice["logprobs"]["tokens"] == ["o", "n", "e"]
+        choices, _ = stream(service, logprobs=1, stop=" t", max_tokens=20)
+        told = [chunk["logprobs"] for chunk in choices[0] if chunk["logprobs"]]
+        assert [token for part in told for token in part["tokens"]] == ["o", "n", "e"]
+
+
+def test_the_official_client_reads_choices_and_log_probabilities(service: RunningService) -> None:
+    """The openai package gets n choices of a list of prompts, with what was asked for about their tokens."""
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.completions.create(
+            model="tiny", prompt=["ab", "cd"], n=2, seed=3, max_tokens=3, logprobs=1, temperature=0.5
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens[0] == "b"  # type: ignore[index]
+
+
+def test_one_choice_that_fails_ends_all(tmp_path: Path) -> None:
+    """The others are cancelled in the engine, and the answer is the error."""
+    engine = FakeEngine(fail_at=3)
+    with running_service(tmp_path, engine) as service:
+        engine.reply = by_seed
+        answer = httpx.post(service.url + ROUTE, json={"prompt": ["ab", "abc"], "n": 2, "max_tokens": 5000})
+        assert answer.status_code == 500 and "rank 1 died" in answer.text
+        eventually(lambda: engine.open_count == 0, "the others to be cancelled")
+
+
+def test_a_token_outside_the_vocabulary_is_the_engines_error(tmp_path: Path) -> None:
+    """What the tokeniser cannot spell is no answer of 200."""
+    with running_service(tmp_path, FakeEngine(reply=lambda *_: [VOCAB + 5])) as service:
+        answer = httpx.post(service.url + ROUTE, json={"prompt": "a"})
+        assert answer.status_code == 500 and answer.json()["error"]["code"] == "engine_failed"

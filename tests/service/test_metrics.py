@@ -1,0 +1,136 @@
+"""/metrics, /v1/status and /version: what they tell, and that labels come from closed sets."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from dist_attn import __version__
+from service.errors import Code
+from service.metrics import OUTCOMES, UNROUTED
+from tests.support.fake_engine import FakeEngine
+from tests.support.metrics import Samples, samples, value
+from tests.support.raw_http import Answer, head
+from tests.support.service_server import RunningService, eventually, running_service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """One service for the tests that leave its engine's knobs as they found them."""
+    with running_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def test_requests_and_tokens_are_counted(service: RunningService) -> None:
+    """Each request counts once under its route and outcome, with its time, its bytes and its tokens."""
+    before = samples(service)
+    httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", "max_tokens": 5})
+    httpx.post(f"{service.url}/v1/completions", json={"prompt": ""})
+    httpx.post(f"{service.url}/v1/encodings", content=b"abcdefg")
+    httpx.post(f"{service.url}/v1/embeddings", json={"input": ["ab", "c"]})
+    httpx.get(f"{service.url}/v1/models/tiny")
+    httpx.get(f"{service.url}/no/such/path")
+
+    def told() -> Samples:
+        after = samples(service)
+        return {key: after[key] - before.get(key, 0.0) for key in after}
+
+    eventually(lambda: value(told(), "dist_attn_requests_total", route=UNROUTED, outcome="not_found") == 1, "the last")
+    found = told()
+    for route, outcome in (
+        ("/v1/completions", "finished"), ("/v1/completions", "empty_input"), ("/v1/encodings", "finished"),
+        ("/v1/embeddings", "finished"), ("/v1/models/{model_id}", "finished"),
+    ):  # fmt: skip
+        assert value(found, "dist_attn_requests_total", route=route, outcome=outcome) == 1, (route, outcome)
+    assert value(found, "dist_attn_request_seconds_count", route="/v1/completions") == 2
+    tokens = {kind: value(found, "dist_attn_tokens_total", kind=kind) for kind in ("prompt", "completion", "encoding")}
+    assert tokens == {"prompt": 3, "completion": 5, "encoding": 7}
+    assert value(found, "dist_attn_tokens_total", kind="embedding") == 3
+    assert value(found, "dist_attn_body_bytes_total", direction="in") > 50
+    assert value(found, "dist_attn_body_bytes_total", direction="out") > 500
+
+
+def test_gauges_follow_what_happens(tmp_path: Path) -> None:
+    """Open requests, the spools' bytes, and the engine's readiness are those of the moment."""
+    engine = FakeEngine(hold_replies=True)
+    with running_service(tmp_path, engine) as service:
+        assert value(samples(service), "dist_attn_info", version=__version__, model="tiny") == 1
+        assert value(samples(service), "dist_attn_engine_ready") == 1
+        with httpx.stream("POST", f"{service.url}/v1/completions", json={"prompt": "a", "stream": True}):
+            found = samples(service)
+            assert value(found, "dist_attn_open_requests") == 1
+            assert value(found, "dist_attn_engine_active") == 1
+            assert value(found, "dist_attn_rank_heartbeat_age_seconds", rank="0") == 0
+            assert ("dist_attn_rank_peak_rss_bytes", (("rank", "0"),)) in found
+        engine.ready = False
+        assert value(samples(service), "dist_attn_engine_ready") == 0
+        eventually(lambda: value(samples(service), "dist_attn_open_requests") == 0, "the request to end")
+
+
+def test_labels_come_from_closed_sets(service: RunningService) -> None:
+    """Whatever clients send, no label holds it: routes are the app's, outcomes the errors' codes."""
+    for path in ("/v1/models/strange-name", "/x?y", "/v1/completions/strange-name"):
+        httpx.get(service.url + path)
+    with service.connect() as connection:
+        connection.sendall(b"strange-name\r\n\r\n")
+        assert Answer(connection).read_head() == 400
+    eventually(
+        lambda: value(samples(service), "dist_attn_requests_total", route=UNROUTED, outcome="bad_http") == 1,
+        "the count",
+    )
+    found = samples(service)
+    assert "strange-name" not in json.dumps([list(key) for key in found])
+    outcomes = {dict(labels)["outcome"] for name, labels in found if name == "dist_attn_requests_total"}
+    assert outcomes <= OUTCOMES == {"finished", "client_gone", *map(str, Code)}
+
+
+def test_every_app_has_its_own_counters(tmp_path: Path, service: RunningService) -> None:
+    """A second app in the same process begins at nothing."""
+    httpx.get(f"{service.url}/livez")
+    with running_service(tmp_path) as other:
+        assert value(samples(other), "dist_attn_requests_total", route="/livez", outcome="finished") == 0
+
+
+def test_openmetrics_when_asked_for(service: RunningService) -> None:
+    """The Accept header chooses the format."""
+    answer = httpx.get(f"{service.url}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+def test_status_tells_what_goes_on(tmp_path: Path) -> None:
+    """Ranks with phase, step and age, queue, sessions and speed; also while the engine is not ready."""
+    engine = FakeEngine(hold_replies=True)
+    with running_service(tmp_path, engine) as service:
+        with httpx.stream("POST", f"{service.url}/v1/completions", json={"prompt": "a", "stream": True}):
+            status = httpx.get(f"{service.url}/v1/status").json()
+        assert (status["ready"], status["model"], status["version"]) == (True, "tiny", __version__)
+        assert (status["sessions"], status["queued"], status["open_requests"]) == (1, 0, 1)
+        assert (status["epoch"], status["step"], status["backend"]) == (1, 1, "fake")
+        rank = status["ranks"][0]
+        assert (rank["rank"], rank["phase"], rank["step"]) == (0, "idle", 0)
+        assert rank["heartbeat_age_seconds"] >= 0 and status["uptime_seconds"] >= 0
+        engine.ready, engine.reason = False, "rank 2 is stuck"
+        waiting = httpx.get(f"{service.url}/v1/status")
+        assert waiting.status_code == 200
+        assert (waiting.json()["ready"], waiting.json()["reason"]) == (False, "rank 2 is stuck")
+
+
+def test_version(service: RunningService) -> None:
+    """The version is the package's."""
+    assert httpx.get(f"{service.url}/version").json() == {"version": __version__}
+
+
+def test_bytes_on_disk_are_told(tmp_path: Path) -> None:
+    """While a document waits in its spool, the gauge has its bytes, and afterwards none."""
+    engine = FakeEngine()
+    with running_service(tmp_path, engine, spool_memory_bytes=1000) as service:
+        engine.paused = True
+        with service.connect() as connection:
+            body = head("/v1/encodings", "Content-Type: text/plain", "Content-Length: 9000000") + b"x" * 3_000_000
+            connection.sendall(body)
+            eventually(lambda: value(samples(service), "dist_attn_spool_bytes") > 1_000_000, "the spool to fill")
+        eventually(lambda: value(samples(service), "dist_attn_spool_bytes") == 0, "the spool to be given back")
+        service.engine_port.resume()

@@ -1,0 +1,173 @@
+"""The tables of docs/service.md: every option of every schema is there, works, and is refused as it says."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import BaseModel
+
+from service.errors import Code
+from service.metrics import Metrics
+from service.schemas import (
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    EncodingRequest,
+    StreamOptions,
+    TokenizeRequest,
+)
+from tests.support.fake_engine import HIDDEN
+from tests.support.metrics import samples
+from tests.support.service_server import RunningService, running_service
+
+DOC = (Path(__file__).resolve().parents[2] / "docs/service.md").read_text()
+
+# option -> what works, and what is a 400 (for `model` a 404); other options of the same request stand in a tuple
+Cases = dict[str, tuple[list[Any], list[Any]]]
+COMPLETIONS: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "prompt": (["a", [97], ["a", "b"], [[97], [98]]], ["", [], [999], 5, ["a"] * 33]),
+    "max_tokens": ([1, 16, None], [0, 65_537, "1"]),
+    "temperature": ([0, 0.5, 2, None], [-1, 2.1, "hot"]),
+    "top_p": ([0.1, 1, None], [0, 1.1]),
+    "top_k": ([0, 5, None], [-1, 0.5]),
+    "seed": ([0, -5, (1 << 63) - 1, None], [1 << 63, 0.5]),
+    "n": ([1, 3, None], [0, 33]),
+    "best_of": ([1, None], [2, 0]),
+    "stop": (["x", ["x", "y"], [], None], ["", ["x"] * 17, "x" * 257]),
+    "echo": ([True, False, None], [1, "yes"]),
+    "logprobs": ([0, 5, None], [21, -1]),
+    "stream": ([True, False, None], ["yes"]),
+    "stream_options": ([None], [{"include_usage": True}, {"wat": 1}]),
+    "stream_options.include_usage": ([True, False, None], ["yes"]),
+    "stream_options.include_obfuscation": ([False, None], [True]),
+    "user": (["me", None], [5]),
+    "suffix": (["", None], ["x"]),
+    "presence_penalty": ([0, 0.0, None], [0.5]),
+    "frequency_penalty": ([0, None], [1]),
+    "logit_bias": ([{}, None], [{"97": 1}]),
+}
+EMBEDDINGS: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "input": (["a", [97], ["a", "b"], [[97], [98]]], ["", [], [999], 5]),
+    "encoding_format": (["float", "base64", None], ["hex"]),
+    "dimensions": ([HIDDEN, None], [HIDDEN - 1, 0]),
+    "user": (["me", None], [5]),
+}
+ENCODINGS: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "input": (["a"], ["", 5, ["a"]]),
+    "granularity": (["token", "window", "document"], ["page"]),
+    "window": ([1, 512, 1_000_000], [0, 1_000_001, 0.5]),
+    "pooling": (["mean", "last"], ["max"]),
+    "format": (["ndjson"], ["npy", "arrow", "xml"]),
+}
+TOKENIZE: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "prompt": (["", "a"], [5, ["a"]]),
+    "add_special_tokens": ([True, False, None], ["yes"]),
+    "return_token_strs": ([True, False, None], [1]),
+}
+DETOKENIZE: Cases = {"model": (["tiny", None], ["other"]), "tokens": ([[], [97]], [[999], ["a"], "a"])}
+FAMILIES: list[tuple[str, str, type[BaseModel], dict[str, Any], Cases]] = [
+    ("Completions", "/v1/completions", CompletionRequest, {"prompt": "abc"}, COMPLETIONS),
+    ("Embeddings", "/v1/embeddings", EmbeddingRequest, {"input": "abc"}, EMBEDDINGS),
+    ("Encodings", "/v1/encodings", EncodingRequest, {"input": "abc"}, ENCODINGS),
+    ("Tokenise and detokenise", "/tokenize", TokenizeRequest, {"prompt": "abc"}, TOKENIZE),
+    ("Tokenise and detokenise", "/detokenize", DetokenizeRequest, {"tokens": [97]}, DETOKENIZE),
+]
+
+
+def table(title: str) -> list[list[str]]:
+    """The rows of the first table below a heading of the page, their cells without marks."""
+    section = re.split(rf"^#+ {title}$", DOC, flags=re.M)[1].split("\n#")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def names(cell: str) -> list[str]:
+    """What stands between backticks."""
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """One service with the limits as they are by default."""
+    with running_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(("title", "path", "kind", "body", "cases"), FAMILIES, ids=[f[1] for f in FAMILIES])
+def test_every_option_is_in_the_table_and_in_the_cases(
+    title: str, path: str, kind: type[BaseModel], body: dict[str, Any], cases: Cases
+) -> None:
+    """The page's rows are the schemas' fields, no more and no fewer, and each is tried below."""
+    fields = set(kind.model_fields)
+    if kind is CompletionRequest:
+        fields |= {f"stream_options.{name}" for name in StreamOptions.model_fields}
+    assert set(cases) == fields
+    of_title = {name for other, _, _, _, tried in FAMILIES if other == title for name in tried}
+    assert {name for row in table(title) for name in names(row[0])} == of_title
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "option", "works", "refused"),
+    [
+        pytest.param(path, body, option, *values, id=f"{path}-{option}")
+        for _, path, _, body, cases in FAMILIES
+        for option, values in cases.items()
+    ],
+)
+def test_every_option_works_or_is_refused_by_name(
+    service: RunningService, path: str, body: dict[str, Any], option: str, works: list[Any], refused: list[Any]
+) -> None:
+    """A value that works is answered with 200, any other with a 400 (404 for the model) that names the option."""
+    outer, _, inner = option.partition(".")
+
+    def ask(value: Any) -> httpx.Response:
+        given = {**body, "stream": True, outer: {inner: value}} if inner else {**body, outer: value}
+        return httpx.post(service.url + path, json=given, timeout=20)
+
+    for value in works:
+        answer = ask(value)
+        assert answer.status_code == 200, (value, answer.text)
+        assert '"error"' not in answer.text
+    for value in refused:
+        answer = ask(value)
+        assert answer.status_code == (404 if option == "model" else 400), (value, answer.text)
+        assert answer.json()["error"]["param"].split(".")[0] == outer, (value, answer.text)
+
+
+def test_two_that_exclude_each_other(service: RunningService) -> None:
+    """`echo` with `logprobs` is refused, and `stream_options` without `stream`."""
+    for body, param in (({"echo": True, "logprobs": 1}, "logprobs"), ({"stream_options": {}}, "stream_options")):
+        answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a", **body})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+
+
+def test_every_error_code_is_in_the_table() -> None:
+    """The page lists the closed set of codes, each once."""
+    listed = [name for row in table("Errors") for name in names(row[0])]
+    assert sorted(listed) == sorted(map(str, Code))
+
+
+def test_every_metric_is_in_the_table(service: RunningService) -> None:
+    """The page lists what /metrics tells, but for the process's own figures."""
+    httpx.get(f"{service.url}/livez")
+    told = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name, _ in samples(service)}
+    told = {name + "_total" if f"{name}_total" in told else name for name in told if name.startswith("dist_attn_")}
+    listed = {name for row in table("Metrics") for name in names(row[0])}
+    assert listed == told
+    assert Metrics().render("")[1].startswith("text/plain")
+
+
+def test_every_route_is_in_the_table(service: RunningService) -> None:
+    """The page lists every route of the OpenAPI document."""
+    listed = {name.split()[-1] for row in table("The service") for name in names(row[0])}
+    documented = {
+        path.replace("{model_id}", "{id}") for path in httpx.get(f"{service.url}/openapi.json").json()["paths"]
+    }
+    assert listed == documented | {"/docs", "/openapi.json"}

@@ -1,0 +1,163 @@
+"""`python -m service` as a process of its own, with a controller on the other side of a real socket."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from dist_attn.settings import settings_keys
+from tests.support.fake_engine import FakeEngine, fake_controller
+from tests.support.raw_http import TEXT, Answer, head, lines_of
+from tests.support.service_server import eventually, model_folder
+
+SECONDS = 30
+MIB = 1 << 20
+
+
+def command(folder: Path, address: str, *more: str) -> list[str]:
+    """The command line of a service on any free port."""
+    return [
+        sys.executable, "-m", "service", "--port", "0", "--api-address", address,
+        "--model", str(model_folder(folder)), "--data-dir", str(folder / "data"), *more,
+    ]  # fmt: skip
+
+
+def variable(name: str) -> str:
+    """The environment variable of a setting."""
+    key = next(key for key in settings_keys() if key.rpartition(".")[2] == name)
+    return f"DIST_ATTN_{key.replace('.', '__').upper()}"
+
+
+@contextmanager
+def running_process(folder: Path, address: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its URL, as it announced it; killed at the end if it still runs."""
+    env = {**os.environ, **{variable(name): value for name, value in environment.items()}}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command(folder, address), stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+        try:
+            assert process.stdout is not None
+            announced = process.stdout.readline()
+            assert announced.startswith("listening on http://127.0.0.1:"), (folder / "log").read_text()
+            assert "tiny" in announced and "Ctrl-C" in announced
+            yield process, announced.split()[2]
+        finally:
+            process.kill()
+            process.wait(SECONDS)
+            process.stdout.close()
+
+
+def test_a_service_by_itself(tmp_path: Path) -> None:
+    """It announces itself, serves through a controller, never loads torch, and ends cleanly on SIGTERM."""
+    with (
+        fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as address,
+        running_process(tmp_path, address, max_tokens="20") as (process, url),
+    ):
+        eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
+        answer = httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 6})
+        assert answer.json()["choices"][0]["text"] == "abcabc"
+        too_many = httpx.post(f"{url}/v1/completions", json={"prompt": "abc", "max_tokens": 21})
+        assert too_many.status_code == 400 and "20" in too_many.text
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+        log = (tmp_path / "log").read_text()
+        assert "Warning" not in log and "Traceback" not in log
+
+
+def test_memory_is_flat_with_a_client_that_does_not_read(tmp_path: Path) -> None:
+    """While a document goes in and its rows wait for the client, the process hardly grows, and no row is lost."""
+    data = b"call me ishmael " * (8 * MIB // 16)
+    window = 64
+    with (
+        fake_controller(FakeEngine(keep=False), f"ipc://{tmp_path}/c") as address,
+        running_process(tmp_path, address) as (process, url),
+    ):
+        eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
+        assert httpx.post(f"{url}/v1/encodings", content=b"warm up", timeout=SECONDS).status_code == 200
+        resident = psutil.Process(process.pid).memory_info
+        before = resident().rss
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+            connection.sendall(head(f"/v1/encodings?window={window}", TEXT, f"Content-Length: {len(data)}"))
+            highest = before
+            for start in range(0, len(data), 1 << 16):
+                connection.sendall(data[start : start + (1 << 16)])
+                highest = max(highest, resident().rss)
+            answer = Answer(connection)
+            assert answer.read_head() == 200
+            lines = lines_of(answer.read_body())
+            highest = max(highest, resident().rss)
+        assert lines[-1]["rows"] == len(lines) - 1 == len(data) // window
+        assert highest - before < 40 * MIB
+        assert list((tmp_path / "data/spool").iterdir()) == []
+
+
+def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
+    """SIGTERM while a document is under way: its answer ends with an error line, the exit is clean, the log too."""
+    engine = FakeEngine()
+    with (
+        fake_controller(engine, f"ipc://{tmp_path}/c") as address,
+        running_process(tmp_path, address, shutdown_seconds="1", spool_memory_bytes="1000") as (process, url),
+    ):
+        eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+            connection.sendall(head("/v1/encodings?window=8", TEXT, "Content-Length: 9000000") + b"x" * 600_000)
+            answer = Answer(connection)
+            assert answer.read_head() == 200
+            process.send_signal(signal.SIGTERM)
+            assert lines_of(answer.read_body())[-1]["error"]["code"] == "stopping"
+        assert process.wait(SECONDS) == 0
+        eventually(lambda: engine.open_count == 0, "the engine to be told")
+        log = (tmp_path / "log").read_text()
+        assert "unexpected error" not in log and "Traceback" not in log
+
+
+def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
+    """kill -9 with bytes in the spools: no file stays, and the port can be used again."""
+    engine = FakeEngine(paused=True)
+    with fake_controller(engine, f"ipc://{tmp_path}/c") as address:
+        engine.paused = False
+        with running_process(tmp_path, address, spool_memory_bytes="1000") as (process, url):
+            eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
+            engine.paused = True
+            host, port = url.removeprefix("http://").split(":")
+            with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+                connection.sendall(head("/v1/encodings", TEXT, "Content-Length: 9000000") + b"x" * 2_000_000)
+                process.kill()
+                process.wait(SECONDS)
+            assert list((tmp_path / "data/spool").iterdir()) == []
+            socket.create_server((host, int(port))).close()
+
+
+def test_a_start_that_cannot_work_says_why(tmp_path: Path) -> None:
+    """A taken port, a missing model folder or a bad setting: exit code 2, one line, no traceback."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        cases = [
+            (command(tmp_path, "ipc:///x", "--port", port), port),
+            (command(tmp_path, "ipc:///x", "--model", str(tmp_path / "nothing")), "nothing"),
+            (command(tmp_path, "ipc:///x", "--port", "70000"), "port"),
+            (command(tmp_path, "nowhere"), "nowhere"),
+            ([sys.executable, "-m", "service", "--model", str(model_folder(tmp_path))], "api_address"),
+        ]
+        results = []
+
+        def start(arguments: list[str], word: str) -> None:
+            ended = subprocess.run(arguments, capture_output=True, text=True, timeout=SECONDS)
+            results.append((ended.returncode, word in ended.stderr, ended.stderr.count("\n")))
+
+        threads = [threading.Thread(target=start, args=case) for case in cases]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(SECONDS)
+    assert results == [(2, True, 1)] * len(cases)

@@ -1,0 +1,67 @@
+"""POST /tokenize and /detokenize over real sockets."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.service_server import RunningService, running_service
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """One service with the byte tokeniser."""
+    with running_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def ask(service: RunningService, path: str, **body: Any) -> dict[str, Any]:
+    """The answer to a request that works."""
+    answer = httpx.post(service.url + path, json=body, timeout=20)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def test_a_text_and_its_tokens(service: RunningService) -> None:
+    """The answer has vLLM's keys; token strings come when they are asked for."""
+    plain = ask(service, "/tokenize", model="tiny", prompt="aé", add_special_tokens=False)
+    assert plain == {"count": 3, "max_model_len": 1 << 53, "tokens": [97, 195, 169], "token_strs": None}
+    told = ask(service, "/tokenize", prompt="aé", return_token_strs=True)
+    assert told["token_strs"] == ["a", "bytes:\\xc3", "bytes:\\xa9"]
+    assert ask(service, "/tokenize", prompt="")["tokens"] == []
+
+
+@pytest.mark.parametrize("text", ["", "naïve — 😀", "x" * 200_000])
+def test_detokenize_undoes_tokenize(service: RunningService, text: str) -> None:
+    """Tokens and back is the text, of any length."""
+    tokens = ask(service, "/tokenize", prompt=text)["tokens"]
+    assert ask(service, "/detokenize", tokens=tokens)["prompt"] == text
+
+
+def test_bytes_that_are_no_text_are_marked(service: RunningService) -> None:
+    """Half a character becomes U+FFFD, and the end token stands for nothing."""
+    assert ask(service, "/detokenize", tokens=[97, 195, 256, 98])["prompt"] == "a\ufffdb"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        ("/tokenize", {}, "missing_parameter", "prompt"),
+        ("/tokenize", {"prompt": 5}, "invalid_value", "prompt"),
+        ("/tokenize", {"messages": []}, "missing_parameter", "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, "unknown_parameter", "messages"),
+        ("/tokenize", {"prompt": "a", "model": "x"}, "model_not_found", "model"),
+        ("/detokenize", {"tokens": [257]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "invalid_value", "tokens"),
+        ("/detokenize", {"tokens": "a"}, "invalid_value", "tokens"),
+    ],
+)
+def test_what_is_refused(service: RunningService, path: str, body: dict[str, Any], code: str, param: str) -> None:
+    """Every unusable parameter is refused by name."""
+    answer = httpx.post(service.url + path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404)
+    assert (error["code"], error["param"]) == (code, param), error

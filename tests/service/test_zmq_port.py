@@ -1,0 +1,87 @@
+"""What only the ZeroMQ port has: a connection that may be missing, break and come back."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_attn.wire.messages import RowSpec
+from service.engine_port import ZmqEnginePort
+from service.engine_stream import StreamLimits
+from service.errors import Code, ServiceError
+from service.logs import make_log
+from tests.support.fake_engine import FakeEngine, fake_controller
+
+SECONDS = 20
+
+
+def make_port(address: str) -> ZmqEnginePort:
+    """A port that looks often."""
+    return ZmqEnginePort(address, StreamLimits(), make_log(), status_seconds=0.05, stale_seconds=0.3)
+
+
+async def until_ready(port: ZmqEnginePort, wanted: bool) -> None:
+    """Wait for the health to become that."""
+    async with asyncio.timeout(SECONDS):
+        while port.health().ready is not wanted:  # noqa: ASYNC110 - a port has no event for this
+            await asyncio.sleep(0.005)
+
+
+def test_without_a_controller_nothing_opens(tmp_path: Path) -> None:
+    """No controller: not ready, the address is named, and a request is refused at once."""
+
+    async def scenario() -> None:
+        port = make_port(f"ipc://{tmp_path}/nobody")
+        await port.start()
+        assert "nobody" in port.health().reason and not port.health().ready
+        with pytest.raises(ServiceError) as refused:
+            port.open(RowSpec())
+        assert (refused.value.status, refused.value.code) == (503, Code.ENGINE_UNREACHABLE)
+        await port.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_dies_fails_its_requests_and_may_come_back(tmp_path: Path) -> None:
+    """Open requests end at once with an error, and a new controller at the same address is found again."""
+    address = f"ipc://{tmp_path}/c"
+
+    async def scenario() -> None:
+        port = make_port(address)
+        await port.start()
+        with fake_controller(FakeEngine(), address):
+            await until_ready(port, True)
+            stream = port.open(RowSpec())
+            await stream.admitted(5)
+        with pytest.raises(ServiceError, match="connection") as broken:
+            async with asyncio.timeout(SECONDS):
+                await stream.next()
+        assert broken.value.status == 503
+        stream.close()
+        await until_ready(port, False)
+        with fake_controller(FakeEngine(), address):
+            await until_ready(port, True)
+            with port.open(RowSpec(window=4)) as again:
+                await again.send(np.zeros(4, dtype=np.int32), final=True)
+                await again.next()
+            await port.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_hangs_is_noticed(tmp_path: Path) -> None:
+    """A status that is too old means not ready, with its age."""
+    engine = FakeEngine()
+
+    async def scenario() -> None:
+        with fake_controller(engine, f"ipc://{tmp_path}/c") as address:
+            port = make_port(address)
+            await port.start()
+            await until_ready(port, True)
+            engine.mute_status = True
+            await until_ready(port, False)
+            assert "has not answered for" in port.health().reason
+            await port.close()
+
+    asyncio.run(scenario())

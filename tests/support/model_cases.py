@@ -1,0 +1,48 @@
+"""Small models of every kind, and folders that hold them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
+
+__all__ = ["MODEL_CASES", "small_model", "write_config"]
+
+# Each says only what it means to differ in, so the defaults of the configuration are part of the case.
+MODEL_CASES: dict[str, dict[str, Any]] = {
+    "gated": {"mixer": {"kind": "rfa_gate", "num_heads": 4, "num_random": 16}},
+    "gated with all defaults": {"mixer": {"kind": "rfa_gate", "num_heads": 2}},
+    "plain, no convolution": {"mixer": {"kind": "rfa", "num_heads": 2, "num_random": 8, "short_convolution": 0}},
+    "arc-cosine, one tap": {
+        "mixer": {"kind": "rfa_gate", "num_heads": 4, "num_random": 8, "short_convolution": 1, "feature": "arc_cosine"}
+    },
+    "wide MLP, positions": {"mlp_size": 384, "positions": "sinusoidal", "mixer": {"kind": "rfa", "num_heads": 8}},
+    "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
+}
+
+
+def model_config(case: str) -> dict[str, Any]:
+    """What config.json of this case says."""
+    own = MODEL_CASES[case]
+    size = 64
+    return {
+        "kind": "language_model",
+        "vocab_size": 96,
+        "hidden_size": size,
+        "num_layers": 2,
+        "mlp_size": 128,
+        **own,
+        "mixer": {"hidden_size": size, **own["mixer"]},
+    }
+
+
+def small_model(case: str) -> LanguageModel:
+    """The model of this case, with fresh parameters."""
+    return build_model(LanguageModelConfig.model_validate(model_config(case))).eval()
+
+
+def write_config(case: str, folder: Path) -> Path:
+    """A folder with the config.json of this case and nothing else."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(model_config(case)))
+    return folder

@@ -1,0 +1,104 @@
+"""A real service on a real port, in a thread of the test."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from dist_attn.text import ByteTokeniser, Tokeniser
+from service.__main__ import server_config
+from service.app import create_app, stream_limits
+from service.logs import make_log
+from service.settings import Settings
+from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
+
+PATIENCE_SECONDS = 20.0
+
+
+def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:
+    """A model folder as far as the service reads it."""
+    model = folder / "tiny"
+    model.mkdir(parents=True, exist_ok=True)
+    (tokeniser or ByteTokeniser()).save(model)
+    (model / "config.json").write_text(json.dumps({"vocab_size": VOCAB, "hidden_size": HIDDEN, "kind": "tiny"}))
+    return model
+
+
+@dataclass
+class RunningService:
+    """Where it listens and what is behind it."""
+
+    port: int
+    engine: FakeEngine
+    engine_port: FakeEnginePort
+    settings: Settings
+    log: StringIO
+
+    @property
+    def url(self) -> str:
+        """http://host:port"""
+        return f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        """A raw connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE_SECONDS)
+
+    def log_lines(self) -> list[dict[str, Any]]:
+        """What has been logged so far."""
+        return [json.loads(line) for line in self.log.getvalue().splitlines()]
+
+    def logged(self, request_id: str) -> dict[str, Any]:
+        """The line of one request, as soon as it is there."""
+        found: list[dict[str, Any]] = []
+
+        def look() -> bool:
+            found[:] = [
+                x for x in self.log_lines() if x.get("request_id") == request_id and x.get("event") == "request"
+            ]
+            return bool(found)
+
+        eventually(look, f"a log line of {request_id}")
+        return found[0]
+
+
+def eventually(check: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
+    """Wait until `check` holds; fails with `what` otherwise."""
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"waited {seconds:g} s for {what}")
+        time.sleep(0.01)
+
+
+@contextmanager
+def running_service(folder: Path, engine: FakeEngine | None = None, **values: Any) -> Iterator[RunningService]:
+    """Serve from a thread until the block ends."""
+    engine = engine or FakeEngine()
+    if "model" not in values:
+        values["model"] = model_folder(folder)
+    values.setdefault("shutdown_seconds", 2)
+    settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", **values)
+    log = StringIO()
+    port = FakeEnginePort(engine, stream_limits(settings))
+    config = server_config(settings, create_app(settings, port, make_log(log, "debug")))
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, args=([listener],), name="service")
+    thread.start()
+    try:
+        eventually(lambda: server.started or not thread.is_alive(), "the service to start")
+        yield RunningService(listener.getsockname()[1], engine, port, settings, log)
+    finally:
+        server.should_exit = True
+        thread.join(PATIENCE_SECONDS)
+        listener.close()
+        if thread.is_alive():
+            raise AssertionError("the service did not stop")

@@ -1,0 +1,139 @@
+"""`dist-attn serve` with its real engine, told by a file: keys, sockets, clients that leave, ranks that die."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.served import Served, served
+from tests.support.service_server import eventually
+
+pytestmark = pytest.mark.slow
+
+KEY = "the-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+SECONDS = 60.0
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A service with one rank, told by a file to ask for a key."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "keys").write_text(f"{KEY}\n")
+    digest = hashlib.sha256(b"admin").hexdigest()
+    text = f'[http]\napi_keys_file = "{folder}/keys"\nadmin_keys = ["{digest}"]\n[limits]\nmax_tokens = 100000\n'
+    (folder / "serve.toml").write_text(text)
+    with served(folder, f"--config={folder}/serve.toml") as running:
+        yield running
+
+
+def status(whole: Served) -> dict[str, Any]:
+    """What the service tells an admin."""
+    answer = httpx.get(f"{whole.url}/v1/status", headers={"Authorization": "Bearer admin"}, timeout=SECONDS)
+    assert answer.status_code == 200, answer.text
+    result: dict[str, Any] = answer.json()
+    return result
+
+
+def complete(whole: Served, **body: Any) -> httpx.Response:
+    """A short completion."""
+    given = {"prompt": "It was", "max_tokens": 5, "temperature": 0, **body}
+    return httpx.post(f"{whole.url}/v1/completions", json=given, headers=HEADERS, timeout=SECONDS)
+
+
+def outcomes(whole: Served) -> list[str]:
+    """How the controller's requests ended."""
+    lines = [json.loads(line) for line in whole.program.output.splitlines() if line.startswith("{")]
+    return [line["outcome"] for line in lines if line["event"] == "request ended"]
+
+
+def test_the_file_reaches_the_api(whole: Served) -> None:
+    """Its keys are asked for, an admin's own routes for an admin's, and its limits hold."""
+    assert httpx.get(f"{whole.url}/v1/models").status_code == 401
+    assert httpx.get(f"{whole.url}/metrics", headers=HEADERS).status_code == 403
+    assert complete(whole).status_code == 200
+    assert complete(whole, max_tokens=100_001).status_code == 400
+    assert KEY not in whole.program.output
+    assert not any(KEY in word for part in whole.parts().values() for word in part.cmdline())
+
+
+def test_every_listening_socket_was_printed(whole: Served) -> None:
+    """With one rank only the API listens on the network, and it and the controller's sockets stand in the output."""
+    listening = {
+        f"{connection.laddr.ip}:{connection.laddr.port}"
+        for process in whole.program.family()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {whole.url.removeprefix("http://")}
+    assert f"listening on {whole.url}" in whole.program.output
+    local = {
+        connection.laddr
+        for connection in whole.parts()["controller"].net_connections("unix")
+        if connection.laddr and connection.laddr.startswith("/")
+    }
+    assert local and all(f"controller listens on ipc://{path}" in whole.program.output for path in local)
+
+
+def test_log_probabilities_of_a_real_model(whole: Served) -> None:
+    """A greedy completion draws the likeliest token each time, and says so."""
+    choice = complete(whole, logprobs=3).json()["choices"][0]["logprobs"]
+    for value, top in zip(choice["token_logprobs"], choice["top_logprobs"], strict=True):
+        assert value == max(top.values()) < 0 and len(top) in (2, 3)
+    assert complete(whole, logprobs=3, n=2).json()["choices"][1]["logprobs"] == choice
+
+
+def test_embeddings_are_the_document_rows(whole: Served) -> None:
+    """An embedding is what /v1/encodings gives for the same text as one document."""
+    text = "It was the best of times. " * 50
+    embedding = httpx.post(f"{whole.url}/v1/embeddings", json={"input": text}, headers=HEADERS, timeout=SECONDS)
+    document = httpx.post(
+        f"{whole.url}/v1/encodings?granularity=document", content=text.encode(), headers=HEADERS, timeout=SECONDS
+    )
+    row = json.loads(document.text.splitlines()[0])
+    assert embedding.json()["data"][0]["embedding"] == pytest.approx(row["embedding"], abs=1e-5)
+
+
+def test_a_client_that_leaves_frees_the_engine(whole: Served) -> None:
+    """In the middle of its text or of its document: the engine forgets the session."""
+    before = outcomes(whole).count("cancelled")
+    # Greedy: the model, which is random but always the same, then never draws its end token.
+    body = {"prompt": "It was", "max_tokens": 100_000, "temperature": 0, "stream": True}
+    with httpx.stream("POST", f"{whole.url}/v1/completions", json=body, headers=HEADERS, timeout=SECONDS) as answer:
+        chunks = answer.iter_raw()  # kept: the connection ends with it
+        next(chunks)
+        eventually(lambda: status(whole)["sessions"] == 1, "the session", SECONDS)
+
+    class Gone(Exception):
+        pass
+
+    def endless() -> Iterator[bytes]:
+        while status(whole)["sessions"] == 0:
+            yield b"It was the best of times. " * 1000
+        raise Gone
+
+    eventually(lambda: status(whole)["sessions"] == 0, "the completion to end", SECONDS)
+    with pytest.raises(Gone):
+        httpx.post(f"{whole.url}/v1/encodings", content=endless(), headers=HEADERS, timeout=SECONDS)
+    eventually(lambda: status(whole)["sessions"] == status(whole)["open_requests"] == 0, "the document to end", SECONDS)
+    eventually(lambda: outcomes(whole).count("cancelled") == before + 2, "both to be cancelled", SECONDS)
+
+
+def test_a_request_waits_for_ranks_that_start_again(whole: Served) -> None:
+    """While a killed rank is replaced, a new request is not refused; it is answered when the ranks are back."""
+    epoch = status(whole)["epoch"]
+    wanted = complete(whole).json()["choices"]
+    whole.parts()["rank 1"].kill()
+    eventually(lambda: not status(whole)["ready"], "the death to be noticed", SECONDS)
+    answers: list[httpx.Response] = []
+    asked = threading.Thread(target=lambda: answers.append(complete(whole)))
+    asked.start()
+    eventually(lambda: status(whole)["waiting_requests"] == 1, "the request to wait", SECONDS)
+    asked.join(SECONDS)
+    assert answers[0].status_code == 200 and answers[0].json()["choices"] == wanted
+    assert status(whole)["epoch"] == epoch + 1

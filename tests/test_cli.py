@@ -1,0 +1,286 @@
+"""The command line: what it prints, where, and with which exit code; bad input is one line and never a traceback."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_attn import cli
+from dist_attn.checkpoints import load_model
+from tests.support.models import write_small_folder
+from tests.support.tokenisers import PROSE
+from tests.support.training import small_run, write_toml
+
+DEADLINE_S = 120.0
+REPORT_FIELDS = [
+    "tokens",
+    "rows",
+    "seconds",
+    "tokens_per_second",
+    "ranks",
+    "backend",
+    "peak_rss_mib",
+    "carry_bytes_per_rank",
+    "model",
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model, a text and a training configuration."""
+    folder = tmp_path_factory.mktemp("cli")
+    write_small_folder(folder / "tiny")
+    (folder / "book.txt").write_bytes(3 * PROSE.encode())
+    write_toml(small_run(folder), folder / "train.toml")
+    return folder
+
+
+@pytest.fixture
+def run(place, monkeypatch, capsys):
+    """The command line in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(place)
+        monkeypatch.setattr(sys, "argv", ["dist-attn", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return (ended.value.code or 0, *capsys.readouterr())
+
+    return call
+
+
+def _start(command: Sequence[str], place: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    return subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=place,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+@contextlib.contextmanager
+def _bounded(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that is read from bit by bit, and killed at the deadline or at the end."""
+    watchdog = threading.Timer(DEADLINE_S, process.kill)
+    watchdog.start()
+    with process:
+        try:
+            yield process
+        finally:
+            watchdog.cancel()
+            process.kill()
+
+
+def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
+    """Two processes under torchrun write the rows of one process, and one report, with every field of the contract."""
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "dist_attn"]
+    arguments = ["encode", "book.txt", "--model", "tiny", "--window", "300", "--out"]
+    started = _start([*torchrun, *arguments, "two.npy"], place)
+    code, out, _ = run(*arguments, "one.npy")
+    one = json.loads(out.splitlines()[-1])
+    two_code, two_out, two_err = _finish(started)
+    assert (code, two_code) == (0, 0), two_err
+    two = json.loads(two_out.splitlines()[-1])
+    assert len(two_out.splitlines()) == 1
+    assert list(one) == list(two) == REPORT_FIELDS
+    assert (one["ranks"], one["backend"], two["ranks"], two["backend"]) == (1, "local", 2, "gloo")
+    assert (two["tokens"], two["rows"], two["model"]) == (one["tokens"], one["rows"], "tiny")
+    assert len(two["peak_rss_mib"]) == 2
+    assert two["carry_bytes_per_rank"] > one["carry_bytes_per_rank"] == 0
+    rows = [np.load(place / f"{name}.npy", allow_pickle=False) for name in ("one", "two")]
+    assert rows[0].shape == (one["rows"], 16)
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_missing_file_is_said_once_whatever_the_number_of_processes(place):
+    """A process of its own exits with 2 and exactly one line; under torchrun one rank of two says it, and all end."""
+    arguments = ["dist_attn", "encode", "nope.txt", "--out", "no.npy", "--model", "tiny"]
+    two = _start(["torch.distributed.run", "--nproc-per-node", "2", "-m", *arguments], place)
+    code, out, err = _finish(_start(arguments, place))
+    two_code, two_out, two_err = _finish(two)
+    line = "dist-attn: nope.txt cannot be read: No such file or directory"
+    assert (code, out, err) == (2, "", f"{line}\n")
+    assert two_code != 0
+    assert two_out == ""
+    assert [said for said in two_err.splitlines() if said.startswith("dist-attn: ")] == [line]
+    assert not list(place.glob("*no.npy*"))
+
+
+def test_an_encoding_that_is_asked_to_end_leaves_nothing_behind(place):
+    """SIGTERM, which torchrun sends to the ranks that are left, ends the work without half-written rows."""
+    os.mkfifo(place / "endless")
+    before = sorted(place.rglob("*"))
+    command = ["dist_attn", "encode", "endless", "--out", "rows.npy", "--model", "tiny"]
+    with _bounded(_start(command, place)) as process, (place / "endless").open("wb", buffering=0) as text:
+        text.write(b"It was the best of times")
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(place.glob(".rows.npy.*.writing")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 128 + signal.SIGTERM
+        assert process.stderr.read() == ""
+    assert sorted(place.rglob("*")) == before
+    (place / "endless").unlink()
+
+
+def test_a_reader_that_goes_away_is_no_error(place):
+    """A stream that is cut off by its reader, as by `| head`, ends quietly with code 0."""
+    command = ["dist_attn", "generate", "--model", "tiny", "--prompt", "It", "--max-tokens", "100000"]
+    with _bounded(_start([*command, "--temperature", "1.5", "--seed", "1"], place)) as process:
+        assert process.stdout.read(10)
+        process.stdout.close()
+        assert process.wait(DEADLINE_S) == 0
+        assert process.stderr.read() == ""
+
+
+def test_generated_text_is_streamed_or_one_object(place, run):
+    """The same seed gives the same text as a stream and as JSON, from a prompt or from a file with it."""
+    (place / "prompt.txt").write_text("It was")
+    drawing = ["--model", "tiny", "--max-tokens", "12", "--temperature", "1.2", "--seed", "7"]
+    code, streamed, err = run("generate", "--prompt", "It was", *drawing)
+    assert (code, err) == (0, "")
+    code, out, err = run("generate", "--prompt-file", "prompt.txt", "--json", *drawing)
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert list(report) == ["text", "tokens", "finish_reason", "seconds", "tokens_per_second", "model"]
+    assert streamed == report["text"] + "\n"
+    assert report["tokens"] <= 12
+
+
+def test_an_evaluation_is_one_line_of_json(run):
+    """`evaluate` prints the fields of the contract."""
+    code, out, err = run("evaluate", "book.txt", "--model", "tiny")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert {"bits_per_byte", "tokens", "bytes", "seconds"} <= report.keys()
+    assert report["bytes"] == 3 * len(PROSE.encode())
+
+
+def test_a_killed_training_goes_on(place, run):
+    """A training that is killed with SIGKILL goes on with --resume, and leaves a model that loads."""
+    sets = ("folder=killed", "steps=200", "log_every=1", "checkpoint_every=5")
+    arguments = ["train", "train.toml", *(word for key in sets for word in ("--set", f"run.{key}"))]
+    with _bounded(_start(["dist_attn", *arguments], place)) as process:
+        # Each step is a line, and so is the evaluation after step 4; step 6 comes after the first checkpoint.
+        lines = [process.stdout.readline() for _ in range(7)]
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert lines[6].startswith("step 6  steps 200  loss ")
+    assert list((place / "killed" / "checkpoints").glob("step-*"))
+    assert not (place / "killed" / "model").exists()
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert "killed holds a run already; give --resume" in err
+    code, out, err = run(*arguments, "--resume")
+    assert (code, err) == (0, "")
+    assert int(out.split()[1]) > 5
+    assert load_model(place / "killed" / "model").config.hidden_size == 16
+
+
+BAD = {
+    "no command": ([], "which command?"),
+    "unknown command": (["frobnicate"], "No such command 'frobnicate'"),
+    "unknown option": (["encode", "book.txt", "--out", "x.npy", "--windo", "3"], "No such option: --windo"),
+    "missing argument": (["encode", "--out", "x.npy"], "Missing argument"),
+    "missing option": (["encode", "book.txt"], "Missing option '--out'"),
+    "window 0": (["encode", "book.txt", "--out", "x.npy", "--window", "0"], "greater than or equal to 1"),
+    "window too large": (["encode", "book.txt", "--out", "x.npy", "--window", "9" * 20], "less than or equal to"),
+    "a name too long": (["encode", "n" * 300, "--out", "x.npy", "--model", "tiny"], "File name too long"),
+    "rows over the text": (["encode", "book.txt", "--out", "book.txt", "--model", "tiny"], "is the text itself"),
+    "granularity": (["encode", "book.txt", "--out", "x.npy", "--granularity", "word"], "'word' is not one of"),
+    "missing file": (["encode", "nope.txt", "--out", "x.npy", "--model", "tiny"], "nope.txt cannot be read"),
+    "empty file": (["encode", "/dev/null", "--out", "x.npy", "--model", "tiny"], "/dev/null is empty"),
+    "a device": (["encode", "book.txt", "--out", "/dev/null", "--model", "tiny"], "/dev/null is a folder or a device"),
+    "unknown model": (["encode", "book.txt", "--out", "x.npy", "--model", "nix"], "no model at 'nix'"),
+    "no prompt": (["generate", "--model", "tiny"], "either --prompt TEXT or --prompt-file FILE"),
+    "two prompts": (["generate", "--prompt", "a", "--prompt-file", "book.txt"], "either --prompt TEXT or"),
+    "empty prompt": (["generate", "--prompt", "", "--model", "tiny"], "the prompt is empty"),
+    "missing prompt file": (["generate", "--prompt-file", "nope.txt"], "nope.txt cannot be read"),
+    "no tokens wanted": (["generate", "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0"),
+    "cold": (["generate", "--prompt", "a", "--temperature", "-1"], "temperature is -1"),
+    "seed in words": (["generate", "--prompt", "a", "--seed", "x"], "Invalid value for '--seed'"),
+    "nothing to score": (["evaluate", "/dev/null", "--model", "tiny"], "/dev/null is empty"),
+    "no text to score": (["evaluate", "nope.txt"], "nope.txt cannot be read"),
+    "no config": (["train", "nope.toml"], "nope.toml cannot be read"),
+    "config is a folder": (["train", "tiny"], "tiny cannot be read: Is a directory"),
+    "bad --set": (["train", "train.toml", "--set", "run.steps"], "needs the form section.key=value"),
+    "unknown key in --set": (["train", "train.toml", "--set", "run.stepz=1"], "run.stepz: Extra inputs"),
+    "no number of tokens": (["plan", "--tokens", "2X", "--model", "tiny"], "'2X' is not a number of tokens"),
+    "a plan for nothing": (["plan", "--tokens", "0", "--model", "tiny"], "at least 1"),
+    "a plan without tokens": (["plan"], "Missing option '--tokens'"),
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_bad_input_is_one_line_and_code_2(place, run, how):
+    """Whatever is wrong with the input, stderr has one line that says it, stdout no result, and no file appears."""
+    arguments, words = BAD[how]
+    before = sorted(place.rglob("*"))
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == "" or how == "no command"
+    assert err.startswith("dist-attn: ")
+    assert err.count("\n") == 1
+    assert words in err
+    assert sorted(place.rglob("*")) == before
+
+
+def test_a_failure_of_the_work_is_one_line_and_code_1(place, run):
+    """A training that blows up ends with code 1 and one line that names the step; the run can be looked at."""
+    wild = ["--set", "run.folder=wild", "--set", "optimiser.learning_rate=1e25", "--set", "optimiser.kind=adamw"]
+    code, _, err = run("train", "train.toml", *wild, "--set", "run.steps=20")
+    assert code == 1
+    assert err.startswith("dist-attn: the ")
+    assert " at step " in err
+    assert err.count("\n") == 1
+    assert (place / "wild" / "metrics.jsonl").exists()
+
+
+def test_help_names_every_command(run):
+    """`--help` lists the commands with code 0, and each command explains itself with an example."""
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("encode", "generate", "evaluate", "train", "serve", "plan", "doctor", "bench", "config"):
+        assert command in out
+        code, own, _ = run(command, "--help")
+        assert code == 0
+        assert f"dist-attn {command}" in own
+
+
+def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys):
+    """Under torchrun only rank 0 generates and scores, and training by several processes is refused in words."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    for arguments in (["generate", "--prompt", "x"], ["evaluate", "nowhere.txt"]):
+        monkeypatch.setattr("sys.argv", ["dist-attn", *arguments])
+        with pytest.raises(SystemExit) as done:
+            cli.main()
+        assert done.value.code == 0
+        assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("sys.argv", ["dist-attn", "train", "any.toml"])
+    with pytest.raises(SystemExit) as done:
+        cli.main()
+    assert done.value.code == 2
+    assert "2 processes were started to train" in capsys.readouterr().err

@@ -1,0 +1,41 @@
+"""What CONTRIBUTING.md and the commit hooks tell people to run exists, and needs no network."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+HOOKS = ROOT / ".pre-commit-config.yaml"
+
+
+def test_every_make_target_has_a_line_of_help() -> None:
+    """`make help` lists every target."""
+    command = ["make", "--no-print-directory", "help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert {line.split()[1] for line in done.stdout.splitlines()} == TARGETS
+
+
+def test_contributing_names_what_exists() -> None:
+    """Every make target and every file that CONTRIBUTING.md names is there."""
+    assert set(re.findall(r"make ([a-z]+)", CONTRIBUTING)) <= TARGETS
+    paths = re.findall(r"`((?:dist_attn|service|tests|docs|deploy|\.ci)/[\w./-]+)`", CONTRIBUTING)
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == ["docs/decisions/NNNN-title.md"]
+
+
+def test_the_hooks_are_valid_and_local() -> None:
+    """pre-commit accepts its configuration, and every hook runs something of this checkout."""
+    command = [sys.executable, "-m", "pre_commit", "validate-config", str(HOOKS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for repository in yaml.safe_load(HOOKS.read_text())["repos"]:
+        assert repository["repo"] == "local"
+        for hook in repository["hooks"]:
+            assert hook["language"] == "system"
+            program, *words = hook["entry"].split()
+            assert program.startswith(".venv/bin/") or (program == "make" and words[0] in TARGETS), hook["entry"]

@@ -1,0 +1,134 @@
+"""The settings tree: which source wins, what is refused and how it is said, and that the parts are fed from it."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import ValidationError
+
+from dist_attn.control.settings import ControlSettings
+from dist_attn.errors import ConfigError
+from dist_attn.settings import EngineSettings, Resolved, Settings, read_settings, settings_keys
+from service.settings import Settings as ServiceSettings
+
+HASH = "ab" * 32
+NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "rank_address", "parent", "rank_command", "local_agent"}
+
+
+def read(folder: Path, toml: str = "", flags: dict[str, Any] | None = None, **environment: str) -> Resolved:
+    """The settings from a file with this text, these variables and flags."""
+    file = folder / "serve.toml"
+    file.write_text(toml)
+    return read_settings(file, environment=environment, flags=flags)
+
+
+def origins(resolved: Resolved) -> dict[str, tuple[Any, str]]:
+    """Value and origin of every setting that is not a default."""
+    return {key: (value, origin) for key, value, origin in resolved.rows() if origin != "default"}
+
+
+def test_the_later_source_wins_and_is_named(tmp_path: Path) -> None:
+    """A flag beats the environment, which beats the file, which beats the default; each value knows its source."""
+    toml = 'model = "a"\n[http]\nport = 1\nhost = "x"\n[waits]\nping_seconds = 2\n'
+    resolved = read(
+        tmp_path, toml, {"http.port": 3, "model": None}, DIST_ATTN_HTTP__PORT="2", DIST_ATTN_WAITS__PING_SECONDS="4.5"
+    )
+    assert origins(resolved) == {
+        "model": ("a", f"file {tmp_path / 'serve.toml'}"),
+        "http.host": ("x", f"file {tmp_path / 'serve.toml'}"),
+        "http.port": (3, "flag --port"),
+        "waits.ping_seconds": (4.5, "environment DIST_ATTN_WAITS__PING_SECONDS"),
+    }
+    assert resolved.settings.http.port == 3
+    assert resolved.settings.limits == Settings().limits
+
+
+def test_a_variable_may_name_the_file(tmp_path: Path) -> None:
+    """DIST_ATTN_CONFIG is read when no file is given by flag, and only then."""
+    (tmp_path / "a.toml").write_text("[engine]\nranks = 4\n")
+    (tmp_path / "b.toml").write_text("[engine]\nranks = 2\n")
+    environment = {"DIST_ATTN_CONFIG": str(tmp_path / "a.toml")}
+    assert read_settings(environment=environment).settings.engine.ranks == 4
+    assert read_settings(tmp_path / "b.toml", environment=environment).settings.engine.ranks == 2
+    assert read_settings(environment={}).settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("toml", "words"),
+    [
+        ("[http]\nprot = 1\n", ["http.prot", "serve.toml", "http.port"]),
+        ("ranks = 2\n", ["ranks", "engine.ranks"]),
+        ("[htp]\n", ["[htp]", "http"]),
+        ("http = 3\n", ["http", "no setting"]),
+        ("[http.tls]\nport = 1\n", ["http.tls"]),
+        ("[http\n", ["TOML", "line 1"]),
+        ("[http]\nport = 99999\n", ["http.port", "file", "99999", "65535"]),
+        ('[http]\nport = "many"\n', ["http.port", "'many'", "integer"]),
+        ("[waits]\nping_seconds = nan\n", ["waits.ping_seconds", "nan"]),
+        ('[engine]\nbackend = "carrier-pigeon"\n', ["engine.backend", "carrier-pigeon", "gloo"]),
+    ],
+)
+def test_what_a_file_may_not_say(tmp_path: Path, toml: str, words: list[str]) -> None:
+    """Unknown keys and sections, broken TOML and values out of range are refused with key, file and what would do."""
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, toml)
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert "\n" not in str(refused.value)
+
+
+def test_a_misspelt_variable_is_refused(tmp_path: Path) -> None:
+    """Every DIST_ATTN_ variable must be a setting, but for those that Kubernetes puts beside its services."""
+    for name in ("DIST_ATTN_HTTP__PROT", "DIST_ATTN_RANKS", "DIST_ATTN_SERVICE_MAX_TOKENS"):
+        with pytest.raises(ConfigError, match=name):
+            read(tmp_path, "", **{name: "1"})
+    links = {
+        "DIST_ATTN_API_SERVICE_HOST": "10.0.0.1",
+        "DIST_ATTN_API_SERVICE_PORT_HTTP": "8000",
+        "DIST_ATTN_PORT": "tcp://10.0.0.1:8000",
+        "DIST_ATTN_PORT_8000_TCP_ADDR": "10.0.0.1",
+    }
+    assert origins(read(tmp_path, "", **links)) == {}
+
+
+def test_keys_are_hashes_and_never_shown(tmp_path: Path) -> None:
+    """A key that stands there by itself is refused without being repeated; of hashes only the number is shown."""
+    with pytest.raises(ConfigError, match="sha256sum") as refused:
+        read(tmp_path, '[http]\napi_keys = ["hunter2"]\n')
+    assert "hunter2" not in str(refused.value)
+    resolved = read(tmp_path, "", DIST_ATTN_HTTP__API_KEYS=f"{HASH}, {HASH.upper()}")
+    assert resolved.settings.http.api_keys == (HASH, HASH)
+    assert origins(resolved)["http.api_keys"][0] == "2 keys"
+    assert HASH not in repr(resolved)
+
+
+def test_a_missing_file_is_said(tmp_path: Path) -> None:
+    """A configuration that cannot be read is named with the reason."""
+    with pytest.raises(ConfigError, match=r"nope\.toml cannot be read: No such file"):
+        read_settings(tmp_path / "nope.toml", environment={})
+
+
+def test_the_tree_is_frozen() -> None:
+    """No value of the tree can be set once it is read."""
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().http.port = 5  # type: ignore[misc]
+
+
+def test_the_engine_gets_its_part(tmp_path: Path) -> None:
+    """The [engine] section has the names and defaults of the controller's settings, so neither can drift."""
+    control = {field.name: field.default for field in msgspec.structs.fields(ControlSettings)}
+    engine = {name: field.default for name, field in EngineSettings.model_fields.items()}
+    assert set(control) - set(engine) == NOT_OF_AN_OPERATOR
+    assert engine.pop("api_address") == ""
+    assert engine == {name: control[name] for name in engine}
+
+
+def test_the_api_gets_its_part(tmp_path: Path) -> None:
+    """Every key outside [engine] is a value of the API's settings, and the file's value arrives there."""
+    toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
+    settings = ServiceSettings.of(read(tmp_path, toml).settings)
+    assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
+    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith("engine.")}
+    assert set(ServiceSettings.model_fields) == names | {"api_address"}
+    with pytest.raises(ConfigError, match="--api-address"):
+        ServiceSettings.of(Settings(model="m"))

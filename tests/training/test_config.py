@@ -1,0 +1,81 @@
+"""The training configuration: what is read, what `--set` changes, and what is refused with file and key."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_attn.errors import ConfigError
+from dist_attn.training.config import read_config
+from tests.support.training import small_run, write_toml
+
+SHIPPED_RECIPE = Path(__file__).parents[2] / "examples" / "train-books.toml"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return write_toml(small_run(tmp_path), tmp_path / "train.toml")
+
+
+def test_a_file_gives_the_configuration(file, tmp_path):
+    """A TOML file is read into the value it was written from."""
+    assert read_config(file) == small_run(tmp_path)
+
+
+def test_the_shipped_recipe_is_accepted():
+    """The example that reproduces the shipped model is a valid configuration."""
+    assert read_config(SHIPPED_RECIPE).model.vocab_size == 4096
+
+
+def test_overrides_replace_single_keys(file):
+    """Overrides take TOML values and plain words, and change nothing else."""
+    before = read_config(file)
+    after = read_config(file, ["run.steps=99", "run.folder=else/where", "run.bf16=false", "optimiser.betas=[0.5, 0.6]"])
+    assert after.run.steps == 99
+    assert after.run.folder == Path("else/where")
+    assert after.run.bf16 is False
+    assert after.optimiser.betas == (0.5, 0.6)
+    assert (after.model, after.data) == (before.model, before.data)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("run.steps", "needs the form section.key=value"),
+        ("=3", "needs the form section.key=value"),
+        ("run.steps=many", "run.steps: Input should be a valid integer"),
+        ("run.steps=0", "run.steps: Input should be greater than or equal to 1"),
+        ("run.stepz=3", "run.stepz: Extra inputs are not permitted"),
+        ("runs.steps=3", "runs: Extra inputs are not permitted"),
+        ("run.steps.more=3", "'steps' is not a section"),
+        ("run=3", "run: Input should be a valid dictionary"),
+        ("optimiser.kind=sgd", "optimiser.kind: Input should be 'adamw' or 'muon'"),
+        ("optimiser.betas=[0.9, 1.5]", "optimiser.betas.1: Input should be less than 1"),
+        ("optimiser.learning_rate=inf", "optimiser.learning_rate: Input should be a finite number"),
+        ("model.hidden_size=32", "model: .*the mixer's hidden_size 16 must equal the model's 32"),
+        ("data.train=[]", "data.train: "),
+    ],
+)
+def test_bad_values_are_named(file, override, words):
+    """A key that is unknown, or a value of the wrong type or size, is refused in one line with its key."""
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_config(file, [override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"[run\n", "is not TOML"),
+        (b"\xff\xfe", "is not TOML"),
+        (b"", "model: Field required"),
+    ],
+)
+def test_files_that_are_no_configuration_are_named(tmp_path, contents, words):
+    """A file that is missing, is not TOML, or lacks a section is refused with its name."""
+    path = tmp_path / "train.toml"
+    if contents is not None:
+        path.write_bytes(contents)
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_config(path)
+    assert "train.toml" in str(caught.value)

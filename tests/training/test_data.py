@@ -1,0 +1,85 @@
+"""Training segments: contiguous streams that depend on the step alone, and a token cache keyed by content."""
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.errors import ConfigError
+from dist_attn.text import ByteTokeniser
+from dist_attn.training import data
+from dist_attn.training.data import SegmentStream, tokenise_files
+
+
+def test_streams_are_contiguous_and_targets_are_the_next_tokens():
+    """Stream i of a step goes on where it stopped in the step before, and each target is the token after its input."""
+    tokens = np.arange(1000, dtype=np.int32)
+    stream = SegmentStream(tokens, batch=4, segment=7)
+    before_inputs, before_targets = stream(0)
+    assert before_inputs[:, 0].tolist() == [0, 250, 500, 750]
+    for step in range(1, 200):
+        inputs, targets = stream(step)
+        assert inputs.shape == targets.shape == (4, 7)
+        assert inputs.dtype == targets.dtype == torch.int64
+        assert torch.equal(inputs[:, 0], before_targets[:, -1])
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        before_inputs, before_targets = inputs, targets
+
+
+def test_every_token_is_read():
+    """One pass over the corpus reads each token once, whatever remains at the end."""
+    stream = SegmentStream(np.arange(120, dtype=np.int32), batch=3, segment=8)
+    seen = torch.cat([stream(step)[0].flatten() for step in range(5)])
+    assert sorted(seen.tolist()) == list(range(120))
+
+
+def test_a_step_depends_on_nothing_but_its_number():
+    """The same step of a fresh stream gives the same batch, in any order of asking: what a resumed run needs."""
+    tokens = np.random.default_rng(0).integers(0, 99, 333).astype(np.int32)
+    asked = SegmentStream(tokens, 5, 13)
+    want = [asked(step) for step in range(20)]
+    fresh = SegmentStream(tokens, 5, 13)
+    for step in (19, 0, 7):
+        assert all(torch.equal(a, b) for a, b in zip(fresh(step), want[step], strict=True))
+
+
+def test_a_corpus_shorter_than_a_batch_is_refused():
+    """A corpus that cannot fill one batch is refused with both numbers and what to change."""
+    with pytest.raises(ConfigError, match=r"has 39 tokens; .* needs 40\. Give more text, or a smaller data\.batch"):
+        SegmentStream(np.zeros(39, dtype=np.int32), batch=4, segment=9)
+    SegmentStream(np.zeros(40, dtype=np.int32), batch=4, segment=9)
+
+
+def test_files_become_one_stream_with_an_end_token_after_each(tmp_path, monkeypatch):
+    """Tokens of all files in order, each file ended, the same however small the pieces that are read."""
+    monkeypatch.setattr(data, "_PIECE_BYTES", 3)
+    tokeniser = ByteTokeniser()
+    (tmp_path / "a").write_text("héllo")
+    (tmp_path / "b").write_text("world")
+    got = tokenise_files((tmp_path / "a", tmp_path / "b"), tokeniser, tmp_path / "cache")
+    end = [tokeniser.end_token]
+    want = [*tokeniser.encode("héllo".encode()), *end, *tokeniser.encode(b"world"), *end]
+    assert got.tolist() == want
+
+
+def test_the_cache_is_used_until_a_file_changes(tmp_path, monkeypatch):
+    """A second call tokenises nothing; a changed file is tokenised again."""
+    path = tmp_path / "a"
+    path.write_text("one")
+    first = tokenise_files((path,), ByteTokeniser(), tmp_path / "cache")
+    with monkeypatch.context() as patched:
+        patched.setattr(data, "_tokenise", lambda *_: pytest.fail("the cache was not used"))
+        assert np.array_equal(tokenise_files((path,), ByteTokeniser(), tmp_path / "cache"), first)
+    path.write_text("two")
+    assert not np.array_equal(tokenise_files((path,), ByteTokeniser(), tmp_path / "cache"), first)
+    assert not list((tmp_path / "cache").glob("*writing*"))
+
+
+@pytest.mark.parametrize(("contents", "words"), [(None, "cannot be read: No such file"), (b"", "is empty")])
+def test_missing_and_empty_texts_are_named(tmp_path, contents, words):
+    """A training text that is missing or empty is refused with its name, and no cache is left."""
+    path = tmp_path / "text.txt"
+    if contents is not None:
+        path.write_bytes(contents)
+    with pytest.raises(ConfigError, match=f"text.txt {words}"):
+        tokenise_files((path,), ByteTokeniser(), tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))

@@ -1,0 +1,198 @@
+"""Training runs: the loss falls, a run that was killed ends like one that was not, and a bad start leaves no trace."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.errors import ConfigError, EngineError
+from dist_attn.training import TrainingConfig, checkpointing, loop, train
+from tests.support.training import small_run
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing of ours catches it."""
+
+
+def _metrics(config: TrainingConfig) -> list[dict[str, float]]:
+    lines = (config.run.folder / "metrics.jsonl").read_text().splitlines()
+    timing = ("tokens_per_second",)
+    return [{k: v for k, v in json.loads(line).items() if k not in timing} for line in lines]
+
+
+def _last_tensors(config: TrainingConfig) -> dict[str, torch.Tensor]:
+    folder = config.run.folder / "checkpoints" / f"step-{config.run.steps:06d}"
+    files = ("model", "optimiser", "carried_state")
+    return {f"{f}.{name}": t for f in files for name, t in load_file(folder / f"{f}.safetensors").items()}
+
+
+def _kill_before_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    whole = loop.SegmentStream.__call__
+
+    def stream(self: loop.SegmentStream, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if at == step:
+            raise Killed
+        return whole(self, at)
+
+    monkeypatch.setattr(loop.SegmentStream, "__call__", stream)
+
+
+def test_a_run_learns_and_leaves_a_model(tmp_path):
+    """The loss falls, every report is in metrics.jsonl, and the exported folder loads with a matching tokeniser."""
+    reports = []
+    config = small_run(tmp_path, steps=60, log_every=10, checkpoint_every=30, evaluate_every=60)
+    last = train(config, report=reports.append)
+    losses = [report["loss"] for report in reports if "loss" in report]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+    assert last["bits_per_byte"] < 5.5
+    assert [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()] == reports
+    model, tokeniser = load_model_and_tokeniser(tmp_path / "run" / "model")
+    assert model.config == config.model
+    assert tokeniser.vocab_size == 257
+    manifest = json.loads((tmp_path / "run" / "model" / "manifest.json").read_text())
+    assert (manifest["steps"], manifest["tokens_seen"]) == (60, 60 * 2 * 24)
+    kept = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    assert kept == ["step-000030", "step-000060"]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("killed_at", [2, 5])
+def test_a_killed_run_ends_like_an_undisturbed_one(tmp_path, monkeypatch, kind, killed_at):
+    """Killed before or after its first checkpoint and resumed, a run has the same weights and state, bit for bit."""
+    runs = {}
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+        run = small_run(tmp_path / name, steps=7)
+        runs[name] = run.model_copy(update={"optimiser": run.optimiser.model_copy(update={"kind": kind})})
+    train(runs["whole"])
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        _kill_before_step(patched, killed_at)
+        train(runs["killed"])
+    train(runs["killed"], resume=True)
+    want, got = _last_tensors(runs["whole"]), _last_tensors(runs["killed"])
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    steps = [report["step"] for report in _metrics(runs["killed"])]
+    assert steps == [report["step"] for report in _metrics(runs["whole"])]
+
+
+def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(tmp_path, monkeypatch):
+    """A checkpoint is there whole or not at all: killed half-way through the second, the run resumes from the first."""
+    config, whole = small_run(tmp_path), checkpointing.save_file
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        if "step-000006" in str(path) and path.name == "carried_state.safetensors":
+            raise Killed
+        whole(tensors, path)
+
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(checkpointing, "save_file", save_file)
+        train(config)
+    newest = checkpointing.latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-000003"
+    train(config, resume=True)
+    assert [report["step"] for report in _metrics(config)] == [2, 4, 4, 6, 6]
+
+
+def test_the_state_is_carried_from_segment_to_segment(tmp_path):
+    """The state in a checkpoint has seen every token of its stream so far."""
+    config = small_run(tmp_path)
+    train(config)
+    carried = load_file(tmp_path / "run" / "checkpoints" / "step-000006" / "carried_state.safetensors")
+    positions = carried[str(len(carried) - 1)]
+    assert positions.tolist() == [6 * 24, 6 * 24]
+
+
+def test_folders_of_other_runs_are_left_alone(tmp_path):
+    """A folder in use is refused without --resume, and a resume under another configuration names the section."""
+    config = small_run(tmp_path)
+    train(config)
+    before = (tmp_path / "run" / "config.json").read_text()
+    with pytest.raises(ConfigError, match="holds a run already; give --resume"):
+        train(config)
+    other = config.model_copy(update={"optimiser": config.optimiser.model_copy(update={"learning_rate": 1.0})})
+    with pytest.raises(ConfigError, match=r"was started with another \[optimiser\] section"):
+        train(other, resume=True)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+    last = train(config, resume=True)
+    assert last["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "words"),
+    [
+        ("data", {"tokeniser": Path("nowhere")}, "nowhere"),
+        ("data", {"train": (Path("missing.txt"),)}, "missing.txt cannot be read"),
+        ("data", {"validation": Path("missing.txt")}, "missing.txt cannot be read"),
+        ("data", {"validation": Path("/dev/null")}, "validation text /dev/null is empty"),
+        ("data", {"batch": 10_000}, "one batch of 10000 segments"),
+        ("model", {"vocab_size": 300}, "has 257 tokens, model.vocab_size is 300"),
+    ],
+)
+def test_a_start_that_fails_leaves_the_folder_free(tmp_path, section, changes, words):
+    """What is missing or does not fit is named, and the corrected run starts in the same folder."""
+    config = small_run(tmp_path, steps=1)
+    bad = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
+    with pytest.raises(ValueError, match=words):
+        train(bad)
+    train(config)
+
+
+def test_muon_under_a_torch_without_it_is_refused(tmp_path, monkeypatch):
+    """A recipe for Muon says which torch it needs where torch is older."""
+    monkeypatch.delattr(torch.optim, "Muon")
+    config = small_run(tmp_path)
+    muon = config.model_copy(update={"optimiser": config.optimiser.model_copy(update={"kind": "muon"})})
+    with pytest.raises(ConfigError, match=r"use torch 2\.9 or newer, or adamw"):
+        train(muon)
+
+
+def test_a_run_folder_that_cannot_be_used_is_named(tmp_path):
+    """A run folder under a file, or with a config.json that is something else, is a ConfigError."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.folder .* cannot be used"):
+        train(small_run(tmp_path, folder=tmp_path / "file" / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not the configuration of a run"):
+        train(small_run(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradients"])
+def test_a_run_that_blows_up_stops_at_that_step(tmp_path, monkeypatch, where):
+    """A loss or gradient that is not finite stops the run with the step, and the last checkpoint is sound."""
+    whole = loop._Run._loss
+
+    def loss(self: loop._Run, h_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+        if self.step == 4 and where == "loss":
+            return whole(self, h_ND, targets_N) * float("nan")
+        if self.step == 4:
+            h_ND.register_hook(lambda grad: grad * float("inf"))
+        return whole(self, h_ND, targets_N)
+
+    monkeypatch.setattr(loop._Run, "_loss", loss)
+    with pytest.raises(EngineError, match=rf"the .*{where} is (nan|inf) at step 4; all parameters are finite"):
+        train(small_run(tmp_path, checkpoint_every=1))
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-000003", "step-000004"]
+    assert all(bool(t.isfinite().all()) for t in load_file(checkpoints[-1] / "model.safetensors").values())
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_damaged_checkpoints_are_named(tmp_path):
+    """A checkpoint with a file missing, cut off or of another shape is refused with its name, and the way out works."""
+    config = small_run(tmp_path)
+    train(config)
+    newest = tmp_path / "run" / "checkpoints" / "step-000006"
+    sound = (newest / "optimiser.safetensors").read_bytes()
+    (newest / "optimiser.safetensors").write_bytes(sound[:100])
+    with pytest.raises(ConfigError, match=r"step-000006 is damaged: .*; delete it to resume from an older one"):
+        train(config, resume=True)
+    shutil.rmtree(newest)
+    assert train(config, resume=True)["step"] == 6

@@ -1,0 +1,142 @@
+"""The messages between processes: they survive the trip, and whatever arrives instead is refused in one way."""
+
+import contextlib
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_attn.errors import WireError
+from dist_attn.wire import messages as wire
+from dist_attn.wire.messages import AnyMessage, decode, encode
+
+KINDS = typing.get_args(AnyMessage)
+FIELDS = sorted({field for kind in KINDS for field in kind.__struct_fields__})
+
+EXAMPLES = [
+    wire.OpenEncoding("a", wire.RowSpec("token", 7, "last")),
+    wire.OpenCompletion("a", wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
+    wire.Tokens("a", 3, b"\1\0\0\0", True),
+    wire.Cancel("a"),
+    wire.GetStatus(),
+    wire.Accepted("a"),
+    wire.Credit("a", 5),
+    wire.Rows("a", 2, [0, 4], [4, 8], b"\0" * 32),
+    wire.EncodingDone("a", 8, 2),
+    wire.Generated("a", [1, 2], "stop"),
+    wire.Failed("a", "overloaded", "why"),
+    wire.Status(True, "", "m", 4, 9, "gloo", 1, 2, 0, 1, 3.5, [wire.RankStatus(0, 1, "idle", 2, 0.1, 0.2, 3)]),
+    wire.Step(1, 2, [wire.OpenOp(1, wire.RowSpec()), wire.PrefillOp(1, 0, [1, 0], b"\0" * 4), wire.CloseOp(1)]),
+    wire.Step(1, 3, [wire.OpenOp(2, None, wire.SamplingSpec(1)), wire.DecodeOp([wire.DecodeEntry(2, 5)])]),
+    wire.Shutdown(1),
+    wire.Ping(),
+    wire.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, None),
+    wire.StepDone(
+        1, 2, 0, 0.5, [wire.RowPieces(1, [0], [1], b"\0" * 16)], [wire.Drawn(2, 5)], [wire.SessionFault(3, "NaN")]
+    ),
+    wire.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
+    wire.RankFailed(1, 0, 2, "why"),
+    wire.StartGroup(1, 2, "gloo", "m", "ipc:///x"),
+    wire.WatchRanks(1, [77, 78]),
+    wire.KillGroup(1, [77]),
+    wire.StopAgent(),
+    wire.AgentHello(1, "host", 5),
+    wire.GroupStarted(1, 6),
+    wire.RankExited(1, 0, 77),
+    wire.GroupExited(1, -9, "tail"),
+]
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5) | st.sampled_from(FIELDS), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
+
+
+def decodes_or_refuses(data: bytes) -> None:
+    """Decode; anything but a message or a WireError fails the test."""
+    with contextlib.suppress(WireError):
+        assert isinstance(decode(data), KINDS)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_trip(message):
+    """Every kind of message decodes to what was encoded."""
+    assert decode(encode(message)) == message
+
+
+def test_every_kind_has_an_example():
+    """No kind of message is left out of the round trip."""
+    assert {type(message) for message in EXAMPLES} == set(KINDS)
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_refused_as_wire_errors(data):
+    """Bytes from anywhere never raise anything but WireError."""
+    decodes_or_refuses(data)
+
+
+@given(st.sampled_from([kind.__name__ for kind in KINDS]), st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=8))
+def test_messages_with_wrong_fields_are_refused_as_wire_errors(kind, fields):
+    """A known kind with any fields of any type never raises anything but WireError."""
+    decodes_or_refuses(msgspec.msgpack.encode({"type": kind, **fields}))
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_damaged_messages_are_refused_as_wire_errors(message, data):
+    """A real message with one byte changed, or cut short, never raises anything but WireError."""
+    encoded = bytearray(encode(message))
+    encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
+    decodes_or_refuses(bytes(encoded[: data.draw(st.integers(0, len(encoded)))]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x91" * 100_000,
+        b"\x81\xa1a" * 50_000,
+        b"\x82\xa4type\xa9KillGroup\xa4pids\xdd\xff\xff\xff\xff\x01",
+        b"\x82\xa4type\xa6Cancel\xaarequest_id\xa2\xff\xfe",
+    ],
+    ids=["deep lists", "deep maps", "a list that claims 4 G entries", "invalid UTF-8"],
+)
+def test_traps_are_refused_as_wire_errors(data):
+    """Deep nesting, false lengths and broken text are refused like everything else."""
+    with pytest.raises(WireError, match="unreadable"):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.OpenEncoding("a", wire.RowSpec("paragraph")),
+        wire.OpenEncoding("a", wire.RowSpec("window", 0)),
+        wire.OpenEncoding("", wire.RowSpec()),
+        wire.OpenCompletion("a", wire.SamplingSpec(0)),
+        wire.OpenCompletion("a", wire.SamplingSpec(1, float("nan"))),
+        wire.Tokens("a", -1, b"", False),
+        wire.Step(1, -1, []),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused(message):
+    """A value that nobody could work with does not get past the decoder."""
+    with pytest.raises(WireError):
+        decode(encode(message))
+
+
+def test_a_message_over_the_limit_is_refused_on_both_sides():
+    """More than MAX_MESSAGE_BYTES is neither sent nor read, and the error names both sizes."""
+    with pytest.raises(WireError, match=str(wire.MAX_MESSAGE_BYTES)):
+        encode(wire.Tokens("a", 0, bytes(wire.MAX_MESSAGE_BYTES), False))
+    with pytest.raises(WireError, match=str(wire.MAX_MESSAGE_BYTES)):
+        decode(bytes(wire.MAX_MESSAGE_BYTES + 1))
