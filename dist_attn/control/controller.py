@@ -217,8 +217,7 @@ class Controller:
         """The engine ends: open requests fail and the ranks finish; `stopped` tells when nothing of them is left."""
         self._now = now
         self._group.stop()
-        for session in list(self._desk.sessions.values()):
-            self._desk.fail(session, "engine_not_ready", "the engine is stopping; send the request again later")
+        self._desk.stop("the engine is stopping; send the request again later")
         for rank in self._group.ranks:
             self._port.to_engine(rank_identity(self._group.epoch, rank), Shutdown(self._group.epoch))
 

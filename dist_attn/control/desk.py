@@ -52,6 +52,7 @@ class Desk:
         self.sessions: dict[int, Session] = {}
         self.closing: list[int] = []
         """Ended sessions whose state the ranks still hold."""
+        self._stopping = ""
 
     # ---- from the API --------------------------------------------------------------------------
 
@@ -75,6 +76,9 @@ class Desk:
         if (peer, name) in self._by_name:
             log.warning("request id is open already", request=name, peer=peer.hex())
             return
+        if self._stopping:
+            self.post(peer, Failed(name, "engine_not_ready", self._stopping))
+            return
         if len(self.sessions) >= self._settings.max_open:
             text = f"{len(self.sessions)} requests are open, which is the limit of this engine; try again soon"
             self.post(peer, Failed(name, "overloaded", text))
@@ -94,7 +98,8 @@ class Desk:
         session = self._by_name.get((peer, message.request_id))
         if session is None:
             text = "the controller does not know this request: it has ended, or the controller was started again"
-            self.post(peer, Failed(message.request_id, "engine_failed", text))
+            failed = ("engine_not_ready", self._stopping) if self._stopping else ("engine_failed", text)
+            self.post(peer, Failed(message.request_id, *failed))
             return
         number, rest = divmod(len(message.tokens), 4)
         stop = message.start + number
@@ -200,6 +205,12 @@ class Desk:
         """End a request without its result."""
         self.post(session.peer, Failed(session.request_id, code, text))
         self._remove(session, code)
+
+    def stop(self, text: str) -> None:
+        """End every open request, and refuse those that come now, as not ready."""
+        self._stopping = text
+        for session in list(self.sessions.values()):
+            self.fail(session, "engine_not_ready", text)
 
     def post(self, peer: bytes, message: AnyMessage) -> None:
         """Send to an API process; the requests of one that is gone end."""

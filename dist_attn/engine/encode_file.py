@@ -4,12 +4,13 @@ import contextlib
 import io
 import os
 import resource
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,10 +25,14 @@ from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowPieces, RowSpec
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 __all__ = ["BLOCK_TOKENS_PER_RANK", "EncodeReport", "encode_file"]
 
 BLOCK_TOKENS_PER_RANK = 4 * GRAIN
 _READ_BYTES = 1 << 18
+_READ_TURN_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -122,9 +127,21 @@ def _open_together(
     return blocks, writer
 
 
+class _WaitingFile(io.FileIO):
+    """A file, or a pipe that is waited for in short turns.
+
+    A signal that comes just before a blocking read is handled only after it; between turns it always is.
+    """
+
+    def readinto(self, buffer: "WriteableBuffer") -> int | None:
+        while not select.select([self], [], [], _READ_TURN_S)[0]:
+            pass
+        return super().readinto(buffer)
+
+
 def _open_text(source: Path) -> io.BufferedReader:
     try:
-        file = source.open("rb")
+        file = io.BufferedReader(_WaitingFile(source))
         empty = not file.peek(1)
     except OSError as error:
         raise InputError(f"{source} cannot be read: {error.strerror}") from None

@@ -143,6 +143,16 @@ def test_tokens_of_an_unknown_request_are_answered(counter):
     assert counter.last(Failed).request_id == "gone"
 
 
+def test_a_stopping_desk_ends_and_refuses_everything_as_not_ready(counter):
+    """Open requests, tokens that were on their way and new requests are all told the same reason."""
+    counter.tell(OpenEncoding("a", RowSpec()))
+    counter.desk.stop("the engine is stopping")
+    counter.tokens([1, 2])
+    counter.tell(OpenEncoding("b", RowSpec()))
+    failures = [message for message in counter.sent if isinstance(message, Failed)]
+    assert failures == [Failed(name, "engine_not_ready", "the engine is stopping") for name in ("a", "a", "b")]
+
+
 def test_empty_inputs_end_at_once(counter):
     """An encoding of nothing has no rows; a completion needs a token."""
     counter.tell(OpenEncoding("a", RowSpec()))

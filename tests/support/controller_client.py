@@ -196,4 +196,4 @@ class ControllerClient:
                 request.tokens += message.tokens
                 request.finish_reason = message.finish_reason
             case Failed():
-                request.failed = message
+                request.failed = request.failed or message
