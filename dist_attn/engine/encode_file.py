@@ -139,7 +139,7 @@ class _WaitingFile(io.FileIO):
         return super().readinto(buffer)
 
 
-def _open_text(source: Path) -> io.BufferedReader:
+def _open_text(source: Path) -> IO[bytes]:
     try:
         file = io.BufferedReader(_WaitingFile(source))
         empty = not file.peek(1)
