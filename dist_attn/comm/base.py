@@ -1,13 +1,15 @@
 """The `Communicator` interface: what each exchange means, checks and counts, whatever carries the bytes.
 
-A back end only moves bytes (`_gather`, `_exchange`, `_broadcast`). Shapes, dtypes, sums and counts are settled here,
-once, so every back end gives the same bits: sums are taken in the order of the ranks, in float32 for half-precision
-tensors, and do not depend on which algorithm moved the numbers.
+A back end only moves bytes (`_gather`, `_exchange`, `_send_receive`, `_broadcast`). Shapes, dtypes, sums and counts
+are settled here, once, so every back end gives the same bits: sums are taken in the order of the ranks, in float32 for
+half-precision tensors, and do not depend on which algorithm moved the numbers.
 """
 
 import hashlib
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
@@ -84,8 +86,20 @@ class Communicator(ABC):
         """Launch: every rank's bytes [n] to every rank, as [P n] in order of rank."""
 
     @abstractmethod
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
-        """Split `sent` by `send_bytes`, part r to rank r; the parts for this rank, in order of their senders."""
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+        """Launch: split `sent` by `send_bytes`, part r to rank r; the parts for this rank, in order of their senders.
+
+        Every rank is waited for, with or without bytes.
+        """
+
+    @abstractmethod
+    def _send_receive(
+        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+    ) -> Pending:
+        """Launch: as `_exchange` between the ranks named, in ascending order; nobody waits for the others.
+
+        No rank is its own partner, and no count is 0.
+        """
 
     @abstractmethod
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
@@ -110,14 +124,7 @@ class Communicator(ABC):
 
         Shapes and Cost: as `all_gather`.
         """
-        pending = self._launch_gather(x, label, "launch")
-
-        def finish() -> Tensor:
-            gathered = pending.wait()
-            self.traffic.record(Event("all_gather", "wait", label=label))
-            return gathered
-
-        return Pending(finish)
+        return self._launch_gather(x, label, "launch")
 
     @final
     def all_reduce_sum(self, x: Tensor, *, label: str = "") -> Tensor:
@@ -129,18 +136,19 @@ class Communicator(ABC):
         call = _call_of("all_reduce_sum", _summable(x), label)
         sent = _bytes_of(x)
         if sent.numel() <= ONE_STEP_BYTES or self.size == 1:
-            self._record(call, (self.size - 1) * sent.numel(), (self.size - 1) * sent.numel(), self.size - 1)
-            parts = self._gather(call, sent).wait().view(x.dtype)
+            moved = (self.size - 1) * sent.numel()
+            with self._counted(call, moved, moved, self.size - 1):
+                parts = self._gather(call, sent).wait().view(x.dtype)
             return _sum_in_order(parts.reshape(self.size, *x.shape))
         share = -(-x.numel() // self.size)
         padded = torch.zeros(self.size * share, dtype=x.dtype, device=x.device)
         padded[: x.numel()] = x.detach().reshape(-1)
         piece_bytes = share * x.element_size()
         moved = 2 * (self.size - 1) * piece_bytes
-        self._record(call, moved, moved, 2 * (self.size - 1))
         even = [piece_bytes] * self.size
-        pieces = self._exchange(call, _bytes_of(padded), even, even).view(x.dtype).reshape(self.size, share)
-        whole = self._gather(call, _bytes_of(_sum_in_order(pieces))).wait()
+        with self._counted(call, moved, moved, 2 * (self.size - 1)):
+            pieces = self._exchange(call, _bytes_of(padded), even, even).wait().view(x.dtype).reshape(self.size, share)
+            whole = self._gather(call, _bytes_of(_sum_in_order(pieces))).wait()
         return whole.view(x.dtype)[: x.numel()].reshape(x.shape)
 
     @final
@@ -155,9 +163,9 @@ class Communicator(ABC):
             raise ShapeError(f"reduce_scatter_sum needs one row per rank ({self.size}), got shape {list(x.shape)}")
         sent = _bytes_of(x)
         piece = sent.numel() // self.size
-        self._record(call, (self.size - 1) * piece, (self.size - 1) * piece, self.size - 1)
-        even = [piece] * self.size
-        parts = self._exchange(call, sent, even, even).view(x.dtype).reshape(x.shape)
+        moved, even = (self.size - 1) * piece, [piece] * self.size
+        with self._counted(call, moved, moved, self.size - 1):
+            parts = self._exchange(call, sent, even, even).wait().view(x.dtype).reshape(x.shape)
         return _sum_in_order(parts)
 
     @final
@@ -169,25 +177,41 @@ class Communicator(ABC):
         Shapes: x [sum(send_counts), ...] -> [sum(recv_counts), ...] in order of sender; counts may be 0.
         Cost: the rows that go to other ranks, one message for each rank that gets any.
         """
-        send, recv = list(send_counts), list(recv_counts)
-        if x.dim() == 0 or len(send) != self.size or len(recv) != self.size or min(send + recv) < 0:
-            raise ShapeError(
-                f"all_to_all needs rows and one count of 0 or more per rank ({self.size}), "
-                f"got shape {list(x.shape)}, send_counts {send}, recv_counts {recv}"
-            )
-        if sum(send) != x.shape[0]:
-            raise ShapeError(f"all_to_all was given {x.shape[0]} rows but send_counts {send} add up to {sum(send)}")
-        call = _call_of("all_to_all", x, label, rows_may_differ=True)
-        row_bytes = x.element_size() * prod(x.shape[1:])
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        self._record(
-            call,
-            row_bytes * sum(send[rank] for rank in others),
-            row_bytes * sum(recv[rank] for rank in others),
-            sum(send[rank] > 0 for rank in others),
-        )
-        received = self._exchange(call, _bytes_of(x), [n * row_bytes for n in send], [n * row_bytes for n in recv])
-        return received.view(x.dtype).reshape(sum(recv), *x.shape[1:])
+        return self._launch_exchange(x, send_counts, recv_counts, label, "call").wait()
+
+    @final
+    def all_to_all_start(
+        self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], *, label: str = ""
+    ) -> Pending:
+        """Launch an all-to-all and come back at once; `x` must not change before `wait()` has returned.
+
+        Shapes and Cost: as `all_to_all`.
+        """
+        return self._launch_exchange(x, send_counts, recv_counts, label, "launch")
+
+    @final
+    def send_receive(
+        self, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
+    ) -> Tensor:
+        """Send rows to some ranks and receive rows from some; a rank waits only for those that it receives from.
+
+        Every rank makes the call, with empty counts where it has no part in it. Rows lie in ascending order of rank,
+        whatever the order of the mappings.
+
+        Shapes: x [sum of send_counts, ...] -> [sum of recv_counts, ...] in order of sender; counts may be 0.
+        Cost: these rows, one message for each rank that gets any.
+        """
+        return self._launch_send_receive(x, send_counts, recv_counts, label, "call").wait()
+
+    @final
+    def send_receive_start(
+        self, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
+    ) -> Pending:
+        """Launch a `send_receive` and come back at once; `x` must not change before `wait()` has returned.
+
+        Shapes and Cost: as `send_receive`.
+        """
+        return self._launch_send_receive(x, send_counts, recv_counts, label, "launch")
 
     @final
     def broadcast(self, x: Tensor, source: int, *, label: str = "") -> Tensor:
@@ -201,15 +225,16 @@ class Communicator(ABC):
         call = _call_of(f"broadcast from rank {source}", x, label)
         sent = _bytes_of(x)
         outgoing = self.size - 1 if self.rank == source else 0
-        self._record(call, outgoing * sent.numel(), 0 if self.rank == source else sent.numel(), outgoing)
-        return self._broadcast(call, sent, source).view(x.dtype).reshape(x.shape)
+        incoming = 0 if self.rank == source else sent.numel()
+        with self._counted(call, outgoing * sent.numel(), incoming, outgoing):
+            return self._broadcast(call, sent, source).view(x.dtype).reshape(x.shape)
 
     @final
     def barrier(self, *, label: str = "") -> None:
         """Wait until every rank is here."""
         call = Call("barrier", label=label)
-        self._record(call, 0, 0, self.size - 1)
-        self._gather(call, torch.zeros(1, dtype=torch.uint8)).wait()
+        with self._counted(call, 0, 0, self.size - 1):
+            self._gather(call, torch.zeros(1, dtype=torch.uint8)).wait()
 
     @final
     def require_equal(self, what: str, value: str) -> None:
@@ -245,17 +270,100 @@ class Communicator(ABC):
         self.close()
 
     def _launch_gather(self, x: Tensor, label: str, phase: Phase) -> Pending:
-        call = _call_of("all_gather", x, label)
-        sent = _bytes_of(x)
+        call, sent = _call_of("all_gather", x, label), _bytes_of(x)
         moved = (self.size - 1) * sent.numel()
-        self._record(call, moved, moved, self.size - 1, phase)
-        pending = self._gather(call, sent)
-        shape, dtype = (self.size, *x.shape), x.dtype
-        return Pending(lambda: pending.wait().view(dtype).reshape(shape))
+        shape = (self.size, *x.shape)
+        return self._launch(call, phase, moved, moved, self.size - 1, x.dtype, shape, lambda: self._gather(call, sent))
 
-    def _record(self, call: Call, sent: int, received: int, messages: int, phase: Phase = "call") -> None:
-        name = call.name.partition(" ")[0]
-        self.traffic.record(Event(name, phase, sent, received, call.label), messages)
+    def _launch_exchange(
+        self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], label: str, phase: Phase
+    ) -> Pending:
+        send, recv = list(send_counts), list(recv_counts)
+        if x.dim() == 0 or len(send) != self.size or len(recv) != self.size or min(send + recv) < 0:
+            raise ShapeError(
+                f"all_to_all needs rows and one count of 0 or more per rank ({self.size}), "
+                f"got shape {list(x.shape)}, send_counts {send}, recv_counts {recv}"
+            )
+        if sum(send) != x.shape[0]:
+            raise ShapeError(f"all_to_all was given {x.shape[0]} rows but send_counts {send} add up to {sum(send)}")
+        call, sent = _call_of("all_to_all", x, label, rows_may_differ=True), _bytes_of(x)
+        row_bytes = x.element_size() * prod(x.shape[1:])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return self._launch(
+            call,
+            phase,
+            row_bytes * sum(send[rank] for rank in others),
+            row_bytes * sum(recv[rank] for rank in others),
+            sum(send[rank] > 0 for rank in others),
+            x.dtype,
+            (sum(recv), *x.shape[1:]),
+            lambda: self._exchange(call, sent, [n * row_bytes for n in send], [n * row_bytes for n in recv]),
+        )
+
+    def _launch_send_receive(
+        self, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], label: str, phase: Phase
+    ) -> Pending:
+        for counts in (send_counts, recv_counts):
+            if any(not 0 <= rank < self.size or rank == self.rank or n < 0 for rank, n in counts.items()):
+                raise ShapeError(
+                    f"send_receive needs counts of 0 or more for ranks 0 to {self.size - 1} without rank {self.rank}, "
+                    f"which is this one, got {dict(counts)}"
+                )
+        rows, received = sum(send_counts.values()), sum(recv_counts.values())
+        if x.dim() == 0 or x.shape[0] != rows:
+            raise ShapeError(f"send_receive was given shape {list(x.shape)} but send_counts add up to {rows} rows")
+        call, sent = _call_of("send_receive", x, label, rows_may_differ=True), _bytes_of(x)
+        row_bytes = x.element_size() * prod(x.shape[1:])
+        send, recv = (
+            {rank: row_bytes * counts[rank] for rank in sorted(counts) if row_bytes * counts[rank]}
+            for counts in (send_counts, recv_counts)
+        )
+        return self._launch(
+            call,
+            phase,
+            rows * row_bytes,
+            received * row_bytes,
+            sum(n > 0 for n in send_counts.values()),
+            x.dtype,
+            (received, *x.shape[1:]),
+            lambda: self._send_receive(call, sent, send, recv),
+        )
+
+    def _launch(
+        self,
+        call: Call,
+        phase: Phase,
+        sent: int,
+        received: int,
+        messages: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        start: Callable[[], Pending],
+    ) -> Pending:
+        """Start an exchange; the tensor that its bytes are. A blocking call has waited when this returns."""
+        if phase == "call":
+            with self._counted(call, sent, received, messages):
+                value = start().wait()
+            return Pending(lambda: value.view(dtype).reshape(shape))
+        with self._counted(call, sent, received, messages, "launch"):
+            pending = start()
+
+        def finish() -> Tensor:
+            with self._counted(call, 0, 0, 0, "wait"):
+                return pending.wait().view(dtype).reshape(shape)
+
+        return Pending(finish)
+
+    @contextmanager
+    def _counted(self, call: Call, sent: int, received: int, messages: int, phase: Phase = "call") -> Iterator[None]:
+        """Log what is done inside, with the time it takes, also when it fails."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            name = call.name.partition(" ")[0]
+            self.traffic.record(Event(name, phase, sent, received, call.label, seconds), messages)
 
 
 def _call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:

@@ -5,7 +5,7 @@ run backward, empty ranks included: mask what does not count, never skip the cal
 therefore part of what the ranks must agree on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from dist_attn.comm.base import Communicator
 
-__all__ = ["all_gather", "all_reduce_sum", "all_to_all", "broadcast", "reduce_scatter_sum"]
+__all__ = ["all_gather", "all_reduce_sum", "all_to_all", "broadcast", "reduce_scatter_sum", "send_receive"]
 
 
 def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
@@ -52,6 +52,16 @@ def all_to_all(
     return cast(Tensor, _AllToAll.apply(x, comm, *counts, label))  # type: ignore[no-untyped-call]
 
 
+def send_receive(
+    comm: Communicator, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
+) -> Tensor:
+    """Rows of `x` to some ranks, rows from some; backward sends the gradients back the same way.
+
+    Shapes: x [sum of send_counts, ...] -> [sum of recv_counts, ...].
+    """
+    return cast(Tensor, _SendReceive.apply(x, comm, dict(send_counts), dict(recv_counts), label))  # type: ignore[no-untyped-call]
+
+
 def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") -> Tensor:
     """The `x` of rank `source`; backward sums the gradients there and is zero elsewhere.
 
@@ -66,7 +76,7 @@ class _Context(Protocol):
     needs_input_grad: tuple[bool, ...]
     comm: Communicator
     label: str
-    counts: tuple[tuple[int, ...], tuple[int, ...]]
+    counts: tuple[tuple[int, ...], tuple[int, ...]] | tuple[dict[int, int], dict[int, int]]
     source: int
 
 
@@ -117,6 +127,19 @@ class _AllToAll(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return all_to_all(ctx.comm, grad, *ctx.counts, label=ctx.label), None, None, None, None
+
+
+class _SendReceive(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, comm: Communicator, send: dict[int, int], recv: dict[int, int], label: str
+    ) -> Tensor:
+        ctx.counts = (recv, send)
+        return comm.send_receive(x, send, recv, label=_remember(ctx, comm, label))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return send_receive(ctx.comm, grad, *ctx.counts, label=ctx.label), None, None, None, None
 
 
 class _Broadcast(Function):

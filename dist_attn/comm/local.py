@@ -1,5 +1,6 @@
 """A group of one rank: every exchange is a copy."""
 
+from collections.abc import Mapping
 from typing import final
 
 from torch import Tensor
@@ -21,10 +22,16 @@ class LocalCommunicator(Communicator):
         copy = sent.clone()
         return Pending(lambda: copy)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         if send_bytes != recv_bytes:
             raise MismatchError(f"{call}: the only rank sends itself {send_bytes} bytes but expects {recv_bytes}")
-        return sent.clone()
+        copy = sent.clone()
+        return Pending(lambda: copy)
+
+    def _send_receive(
+        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+    ) -> Pending:
+        return Pending(sent.clone)  # no partners, so no bytes
 
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         return sent.clone()

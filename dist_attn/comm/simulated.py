@@ -2,7 +2,7 @@
 
 import contextvars
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import TypeVar, final
@@ -22,10 +22,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """What one rank brings to one exchange: its bytes and, for all-to-all, how many go to each rank."""
+    """What one rank brings to one exchange: its bytes and, between pairs, how many go to and come from each rank."""
 
     data: Tensor
     send_bytes: tuple[int, ...] = ()
+    recv_bytes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -58,16 +59,17 @@ class _Group:
             meeting.parcels[rank] = parcel
             if any(other != call for other in meeting.calls.values()):
                 self._fail_here(_mismatch(step, meeting))
+            self._check_counts(rank, step, call, meeting)
             self._changed.notify_all()
 
-    def collect(self, rank: int, step: int, call: Call) -> list[_Parcel]:
-        """All parcels of exchange number `step`, in order of rank, once every rank has arrived."""
+    def collect(self, rank: int, step: int, call: Call, senders: Collection[int] | None = None) -> list[_Parcel]:
+        """The parcels of `senders` (of all ranks) of exchange number `step`, in order of rank, once they arrived."""
+        wanted = range(self.size) if senders is None else sorted(senders)
         deadline = time.monotonic() + self.timeout_s
         with self._changed:
             meeting = self._meetings[step]
-            while len(meeting.parcels) < self.size:
+            while missing := [other for other in wanted if other not in meeting.parcels]:
                 self._check(rank, call)
-                missing = [other for other in range(self.size) if other not in meeting.parcels]
                 gone = [other for other in missing if other in self._left]
                 if gone:
                     done = self._left[gone[0]]
@@ -89,7 +91,7 @@ class _Group:
             meeting.collected += 1
             if meeting.collected == self.size:
                 del self._meetings[step]
-            return [meeting.parcels[other] for other in range(self.size)]
+            return [meeting.parcels[other] for other in wanted]
 
     def leave(self, rank: int, steps: int) -> None:
         """The rank makes no more calls."""
@@ -103,6 +105,22 @@ class _Group:
             if self.failure is None:
                 self.failure = error
             self._changed.notify_all()
+
+    def _check_counts(self, rank: int, step: int, call: Call, meeting: _Meeting) -> None:
+        """What each rank sends to another is what that one expects of it."""
+        if not meeting.parcels[rank].send_bytes:
+            return
+        for other in meeting.parcels:
+            for sender, receiver in ((rank, other), (other, rank)):
+                sent = meeting.parcels[sender].send_bytes[receiver]
+                expected = meeting.parcels[receiver].recv_bytes[sender]
+                if sent != expected:
+                    self._fail_here(
+                        MismatchError(
+                            f"exchange {step}, {call}: rank {sender} sends {sent} bytes to rank {receiver}, which "
+                            f"expects {expected}; the send counts of one must be the receive counts of the other"
+                        )
+                    )
 
     def _fail_here(self, error: CommError) -> None:
         self.failure = error
@@ -148,22 +166,31 @@ class SimulatedCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
-        step = self._bring(call, _Parcel(sent.clone(), tuple(send_bytes)))
-        received = torch.full((sum(recv_bytes),), POISON, dtype=torch.uint8, device=sent.device)
-        place = 0
-        for sender, parcel in enumerate(self._group.collect(self.rank, step, call)):
-            start, count = sum(parcel.send_bytes[: self.rank]), parcel.send_bytes[self.rank]
-            if count != recv_bytes[sender]:
-                error = MismatchError(
-                    f"exchange {step}, {call}: rank {sender} sends {count} bytes to rank {self.rank}, which "
-                    f"expects {recv_bytes[sender]}; the send counts of one must be the receive counts of the other"
-                )
-                self._group.fail(error)
-                raise error
-            received[place : place + count].copy_(parcel.data[start : start + count])
-            place += count
-        return received
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+        return self._between_pairs(call, sent, send_bytes, recv_bytes, range(self.size))
+
+    def _send_receive(
+        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+    ) -> Pending:
+        ranks = range(self.size)
+        send, recv = ([counts.get(rank, 0) for rank in ranks] for counts in (send_bytes, recv_bytes))
+        return self._between_pairs(call, sent, send, recv, recv_bytes)
+
+    def _between_pairs(
+        self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int], senders: Collection[int]
+    ) -> Pending:
+        step = self._bring(call, _Parcel(sent.clone(), tuple(send_bytes), tuple(recv_bytes)))
+
+        def finish() -> Tensor:
+            received = torch.full((sum(recv_bytes),), POISON, dtype=torch.uint8, device=sent.device)
+            place = 0
+            for parcel in self._group.collect(self.rank, step, call, senders):
+                start, count = sum(parcel.send_bytes[: self.rank]), parcel.send_bytes[self.rank]
+                received[place : place + count].copy_(parcel.data[start : start + count])
+                place += count
+            return received
+
+        return Pending(finish)
 
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         step = self._bring(call, _Parcel(sent.clone()))

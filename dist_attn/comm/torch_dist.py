@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import TypeVar, final
 
@@ -96,12 +96,40 @@ class TorchDistCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         received = self._buffer(sum(recv_bytes))
         source = sent.to(self._device)
-        self._guarded(call, lambda: dist.all_to_all_single(received, source, recv_bytes, send_bytes, group=self._group))
-        self._settle(call)
-        return received.to(sent.device)
+        all_to_all = dist.all_to_all_single
+        work = self._guarded(
+            call, lambda: all_to_all(received, source, recv_bytes, send_bytes, group=self._group, async_op=True)
+        )
+
+        def finish() -> Tensor:
+            self._guarded(call, work.wait)
+            self._settle(call)
+            return received.to(sent.device)
+
+        return Pending(finish)
+
+    def _send_receive(
+        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+    ) -> Pending:
+        received = self._buffer(sum(recv_bytes.values()))
+        source = sent.to(self._device)
+        group = self._group
+        steps = [
+            *_partners(dist.isend, source, send_bytes, group),
+            *_partners(dist.irecv, received, recv_bytes, group),
+        ]
+        works = self._guarded(call, lambda: dist.batch_isend_irecv(steps) if steps else [])
+
+        def finish() -> Tensor:
+            for work in works:
+                self._guarded(call, work.wait)
+            self._settle(call)
+            return received.to(sent.device)
+
+        return Pending(finish)
 
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         copy = sent.to(self._device, copy=True)
@@ -141,6 +169,14 @@ class TorchDistCommunicator(Communicator):
         """On a GPU a collective has only been queued so far: wait here, where a failure can still be named."""
         if self._device.type == "cuda":
             self._guarded(call, torch.cuda.current_stream(self._device).synchronize)
+
+
+def _partners(
+    operation: Callable[..., object], data: Tensor, counts: Mapping[int, int], group: dist.ProcessGroup | None
+) -> list[dist.P2POp]:
+    """One send or receive for each rank in `counts`, of the next part of `data`."""
+    parts = data.split(list(counts.values())) if counts else ()
+    return [dist.P2POp(operation, part, group=group, group_peer=rank) for rank, part in zip(counts, parts, strict=True)]
 
 
 def _given(value: int, variable: str) -> str:

@@ -142,6 +142,59 @@ def exchanges_nothing(comm: Communicator) -> None:
     assert_close(comm.all_to_all(x, send, receive), want, kind="exact")
 
 
+def passed(sender: int, receiver: int, size: int) -> int:
+    """A sparse table of row counts: each rank sends to the next one and, an even one, to the one after that."""
+    step = receiver - sender
+    return 3 if step == 1 else sender + 1 if step == 2 and sender % 2 == 0 else 0
+
+
+def pass_counts(comm: Communicator) -> tuple[dict[int, int], dict[int, int]]:
+    """This rank's part of `passed`, named in descending order; pairs without rows stand in it or not, by turns."""
+    others = [rank for rank in reversed(range(comm.size)) if rank != comm.rank]
+    send = {rank: passed(comm.rank, rank, comm.size) for rank in others}
+    recv = {rank: passed(rank, comm.rank, comm.size) for rank in others}
+    keep = comm.rank % 2 == 0
+    return {r: n for r, n in send.items() if n or keep}, {r: n for r, n in recv.items() if n or keep}
+
+
+def passed_rows(size: int, *shape: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Each rank's rows for a send_receive by `passed`."""
+    ranks = range(size)
+    return [brought(sender, sum(passed(sender, to, size) for to in ranks), *shape, dtype=dtype) for sender in ranks]
+
+
+def passed_on(rows: list[Tensor], receiver: int) -> Tensor:
+    """What `receiver` gets when every rank's rows are split by `passed`."""
+    size = len(rows)
+    parts = [x.split([passed(sender, to, size) for to in range(size)])[receiver] for sender, x in enumerate(rows)]
+    return torch.cat(parts)
+
+
+def passes_rows_between_some(comm: Communicator) -> None:
+    """Rows go from some ranks to some, in order of sender, also where a rank has no part or rows no elements."""
+    for dtype in (torch.float32, torch.bfloat16, torch.bool):
+        rows = passed_rows(comm.size, 2, dtype=dtype)
+        got = comm.send_receive(rows[comm.rank], *pass_counts(comm))
+        assert_close(got, passed_on(rows, comm.rank), kind="exact", what=str(dtype))
+    assert comm.send_receive(torch.empty(0, 3), {}, {}).shape == (0, 3)
+    send, recv = pass_counts(comm)
+    got = comm.send_receive(torch.empty(sum(send.values()), 0), send, recv)
+    assert got.shape == (sum(recv.values()), 0)
+
+
+def exchanges_while_working(comm: Communicator) -> None:
+    """All-to-alls and sparse steps may be under way together and be waited for in any order and more than once."""
+    rows, receive = rows_of(comm, 2)
+    sparse = passed_rows(comm.size, 3)
+    first = comm.all_to_all_start(rows[comm.rank], sends_of(comm), receive)
+    second = comm.send_receive_start(sparse[comm.rank], *pass_counts(comm))
+    third = comm.send_receive_start(-sparse[comm.rank], *pass_counts(comm))
+    assert_close(third.wait(), -passed_on(sparse, comm.rank), kind="exact")
+    assert_close(second.wait(), passed_on(sparse, comm.rank), kind="exact")
+    assert_close(first.wait(), exchanged(rows, comm.rank), kind="exact")
+    assert first.wait() is first.wait()
+
+
 def broadcasts_from_each(comm: Communicator) -> None:
     """Every rank gets the source's numbers, whoever the source is."""
     for source in range(comm.size):
@@ -189,6 +242,10 @@ def refuses_bad_arguments(comm: Communicator) -> None:
         comm.all_to_all(x, [-1, *zeros], [-1, *zeros])
     with pytest.raises(ShapeError):
         comm.all_to_all(x.sum(), [1, *zeros], [1, *zeros])
+    with pytest.raises(ShapeError, match="which is this one"):
+        comm.send_receive(x, {comm.rank: 3}, {})
+    with pytest.raises(ShapeError, match="add up to 0 rows"):
+        comm.send_receive(x, {}, {})
     with pytest.raises(ShapeError, match="one row per rank"):
         comm.reduce_scatter_sum(brought(comm.rank, comm.size + 1))
     with pytest.raises(ShapeError, match="bool"):
@@ -227,6 +284,10 @@ def counts_bytes_by_formula(comm: Communicator) -> None:
             sum(send[rank] > 0 for rank in apart),
         ),
     ]
+    sparse = passed_rows(comm.size, 5)[comm.rank]
+    to, of = pass_counts(comm)
+    partners = sum(n > 0 for n in to.values())
+    steps.append((lambda: comm.send_receive(sparse, to, of), 40 * sum(to.values()), 40 * sum(of.values()), partners))
     if comm.size > 2:
         steps.append((lambda: comm.all_reduce_sum(large), 64000 * others, 64000 * others, 2 * others))
     for step, sent, received, messages in steps:
@@ -249,11 +310,25 @@ def logs_calls_in_order(comm: Communicator) -> None:
     assert comm.traffic.events[0] == Event("all_gather", "launch", moved, moved, "carry")
 
 
+def measures_exposed_time(comm: Communicator) -> None:
+    """Time in calls, launches and waits adds up to the exposed time; time spent computing in between does not."""
+    comm.traffic.clear()
+    assert comm.traffic.exposed_s == 0
+    pending = comm.send_receive_start(torch.zeros(0), {}, {})
+    pending.wait()
+    comm.barrier()
+    times = [event.seconds for event in comm.traffic.events]
+    assert [event.phase for event in comm.traffic.events] == ["launch", "wait", "call"]
+    assert min(times) > 0
+    assert comm.traffic.exposed_s == pytest.approx(sum(times))
+
+
 def differentiates_each_exchange(comm: Communicator) -> None:
     """Gradients of every exchange are those of the same computation on one rank, the loss being the ranks' sum."""
     size = comm.size
     rows, receive = rows_of(comm, 2)
     whole = [brought(rank, size, 3) for rank in range(size)]
+    sparse = passed_rows(size, 2)
     last = size - 1
     exchanges: list[tuple[str, list[Tensor], Callable[[Tensor], Tensor], Callable[[list[Tensor], int], Tensor]]] = [
         ("all_gather", whole, lambda x: differentiable.all_gather(comm, x), lambda xs, _: torch.stack(xs)),
@@ -265,6 +340,7 @@ def differentiates_each_exchange(comm: Communicator) -> None:
             lambda xs, rank: torch.stack(xs).sum(0)[rank],
         ),
         ("broadcast", whole, lambda x: differentiable.broadcast(comm, x, last), lambda xs, _: xs[last] + 0 * sum(xs)),
+        ("send_receive", sparse, lambda x: differentiable.send_receive(comm, x, *pass_counts(comm)), passed_on),
         ("all_to_all", rows, lambda x: differentiable.all_to_all(comm, x, sends_of(comm), receive), exchanged),
     ]
     for name, inputs, sharded, single in exchanges:
@@ -326,6 +402,7 @@ def warns_of_nothing(comm: Communicator) -> None:
         comm.all_reduce_sum(torch.ones(40_000, dtype=torch.float64))
         comm.reduce_scatter_sum(x)
         comm.all_to_all(x, [1] * comm.size, [1] * comm.size)
+        comm.send_receive(passed_rows(comm.size)[comm.rank], *pass_counts(comm))
         comm.broadcast(x, 0)
         comm.barrier()
 
@@ -340,6 +417,8 @@ CASES: dict[str, Case] = {
         reduce_scatters_in_order,
         exchanges_uneven_rows,
         exchanges_nothing,
+        passes_rows_between_some,
+        exchanges_while_working,
         broadcasts_from_each,
         results_are_own_memory,
         agrees_or_says_who_differs,
@@ -347,6 +426,7 @@ CASES: dict[str, Case] = {
         refuses_to_lose_gradients,
         counts_bytes_by_formula,
         logs_calls_in_order,
+        measures_exposed_time,
         differentiates_each_exchange,
         differentiates_on_empty_ranks,
         differentiates_in_any_precision,
