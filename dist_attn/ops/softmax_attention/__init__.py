@@ -1,6 +1,14 @@
-"""Softmax attention: the oracle and PyTorch's fused kernels."""
+"""Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
 from dist_attn.ops.softmax_attention.fused import softmax_attention
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
+from dist_attn.ops.softmax_attention.placement import Placement
+from dist_attn.ops.softmax_attention.tiled import merge_partials, softmax_attention_partial
 
-__all__ = ["softmax_attention", "softmax_attention_naive"]
+__all__ = [
+    "Placement",
+    "merge_partials",
+    "softmax_attention",
+    "softmax_attention_naive",
+    "softmax_attention_partial",
+]
