@@ -3,35 +3,22 @@
 The forward pass keeps the carry only at every sqrt(N)-th block. The backward pass walks the blocks from the
 last to the first: it re-derives the carries of one stretch from its kept one, then differentiates block after
 block. One driver serves causal attention, state absorption and read-out, so their gradients are one piece of code.
+
+A backward pass that is to be differentiated again (`create_graph=True`) goes through `plain_scan` instead.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+
+from dist_attn.ops.linear_attention.plain_scan import BlockBody, plain_gradients, plain_scan, slices
 
 __all__ = ["BlockBody", "scan"]
 
 _Tensors = tuple[torch.Tensor, ...]
 _Optional = tuple[torch.Tensor | None, ...]
-
-
-class BlockBody(Protocol):
-    """One block of work. Sequence tensors are sliced along dim 2; parameters are whole.
-
-    `has_output` says whether `run` gives an output slice; a body without a carry takes and gives ().
-    """
-
-    has_output: bool
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        """The block's output slice (or None) and the carry after it."""
-        ...
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        """Only the carry after the block."""
-        ...
 
 
 class _Plan(NamedTuple):
@@ -56,17 +43,14 @@ def scan(
     """Run `body` over `blocks` (token ranges of dim 2) from first to last.
 
     Returns the outputs of all blocks side by side along dim 2, shape `output_shape` (empty for a body without
-    output), and the carry after the last block. First-order differentiable in every tensor.
+    output), and the carry after the last block. Differentiable in every tensor, to any order; only the first order has
+    memory that does not grow with the length.
     """
     plan = _Plan(body, tuple(blocks), len(sequence), len(carry), output_shape, output_dtype)
     results = cast(_Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
     if body.has_output:
         return results[0], results[1:]
     return torch.empty(0), results
-
-
-def _slices(sequence: _Optional, start: int, stop: int) -> _Optional:
-    return tuple(None if t is None else t[:, :, start:stop] for t in sequence)
 
 
 class _Scan(torch.autograd.Function):
@@ -82,7 +66,7 @@ class _Scan(torch.autograd.Function):
             for number, (start, stop) in enumerate(plan.blocks):
                 if keep and number % stride == 0:
                     kept.extend(carry)
-                out, carry = plan.body.run(_slices(sequence, start, stop), carry, parameters)
+                out, carry = plan.body.run(slices(sequence, start, stop), carry, parameters)
                 if out is not None:
                     output[:, :, start:stop] = out
         ctx.plan, ctx.stride, ctx.num_inputs = plan, stride, len(tensors)
@@ -92,11 +76,13 @@ class _Scan(torch.autograd.Function):
         return (output, *after) if plan.body.has_output else after
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         plan: _Plan = ctx.plan
         saved = ctx.saved_tensors
         tensors, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+        # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
+        if torch.is_grad_enabled():
+            return (None, *_composite(plan, tensors, ctx.needs_input_grad[1:], grads))
         sequence, _, parameters = _split(plan, tensors)
         needs = ctx.needs_input_grad[1:]
         grad_output = grads[0] if plan.body.has_output else None
@@ -112,12 +98,23 @@ class _Scan(torch.autograd.Function):
                 carries = [carry]
                 with torch.no_grad():
                     for start, stop in blocks[:-1]:
-                        carry = plan.body.advance(_slices(sequence, start, stop), carry, parameters)
+                        carry = plan.body.advance(slices(sequence, start, stop), carry, parameters)
                         carries.append(carry)
                 for (start, stop), carry in zip(reversed(blocks), reversed(carries), strict=True):
                     grad_block = None if grad_output is None else grad_output[:, :, start:stop]
-                    totals.add_block(start, stop, _slices(sequence, start, stop), carry, parameters, grad_block)
+                    totals.add_block(start, stop, slices(sequence, start, stop), carry, parameters, grad_block)
         return (None, *totals.results())
+
+
+def _composite(plan: _Plan, tensors: _Optional, needs: Sequence[bool], grads: _Tensors) -> list[torch.Tensor | None]:
+    """The gradients of all inputs as differentiable functions of the inputs and of `grads`."""
+    # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
+    inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
+    output, carry = plain_scan(
+        plan.body, plan.blocks, *_split(plan, inputs), output_shape=plan.output_shape, output_dtype=plan.output_dtype
+    )
+    results = (output, *carry) if plan.body.has_output else carry
+    return plain_gradients(results, grads, inputs, needs)
 
 
 def _split(plan: _Plan, tensors: _Optional) -> tuple[_Optional, _Tensors, _Tensors]:

@@ -1,0 +1,155 @@
+"""First and second derivatives of every sharded operation, checked against differences over all ranks at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.gradcheck import GradcheckError
+
+from dist_attn import feature_maps
+from dist_attn.comm import Communicator
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import Denominator, LinearState, SequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.across_ranks import across_ranks
+
+BATCH, HEADS, SIZE, VALUES = 1, 2, 2, 2
+CUTS = [(3, 0, 2), (0, 4, 1)]
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: which inputs are cut along which dimension, which are equal on all ranks, and what it computes."""
+
+    sliced: dict[str, tuple[tuple[int, ...], int]]  # sizes before the tokens, size after them
+    replicated: dict[str, tuple[int, ...]]
+    run: Callable[[SequenceOps, dict[str, Tensor]], Tensors]
+
+
+def _linear(*, causal: bool, gated: bool, given_state: bool) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+    replicated = {"sigma": (HEADS, 1, SIZE), "w": (HEADS, 2, SIZE)}
+    if gated:
+        sliced |= {"gate": (per_head, 0), "scale": (per_head, 0)}
+    if given_state:
+        replicated |= {"s": (*per_head, 4, VALUES), "z": (*per_head, 4), "mass": per_head, "log_decay": per_head}
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        state = None
+        if given_state:
+            no = torch.zeros(per_head, dtype=torch.bool)
+            state = LinearState(x["s"], x["z"], x["mass"].exp(), x["log_decay"], no)
+        out, after = ops.linear_attention(
+            x["q"],
+            x["k"],
+            x["v"],
+            feature_map=feature_maps.Gaussian(x["sigma"] * x["w"], unit_norm=True),
+            log_gate_BHS=torch.nn.functional.logsigmoid(x["gate"]) if gated else None,
+            key_scale_BHS=torch.sigmoid(-x["scale"]) if gated else None,
+            causal=causal,
+            state=state,
+            denominator=Denominator("floor", 0.3),
+        )
+        return (out, *after.tensors()[:4])
+
+    return Case(sliced, replicated, run)
+
+
+def _relative(*, causal: bool, reach: int) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
+        return (ops.relative_attention(q, k, x["v"], rp, causal=causal),)
+
+    return Case(sliced, {"rp": (HEADS, 2 * reach + 1, SIZE)}, run)
+
+
+def _softmax(*, causal: bool, groups: int) -> Case:
+    sliced = {"q": ((BATCH, 2 * groups), SIZE), "k": ((BATCH, groups), SIZE), "v": ((BATCH, groups), VALUES)}
+    return Case(sliced, {}, lambda ops, x: (ops.softmax_attention(x["q"], x["k"], x["v"], causal=causal),))
+
+
+def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicated: tuple[int, ...]) -> Case:
+    return Case({"x": ((BATCH,), 3)}, replicated, run)
+
+
+KERNEL_CASES = {
+    "linear": _linear(causal=True, gated=False, given_state=False),
+    "linear, gated, from a state": _linear(causal=True, gated=True, given_state=True),
+    "linear, full, gated, from a state": _linear(causal=False, gated=True, given_state=True),
+    "relative": _relative(causal=True, reach=2),
+    "relative, no reach": _relative(causal=True, reach=0),
+    "relative, full": _relative(causal=False, reach=2),
+}
+CASES = KERNEL_CASES | {
+    "softmax": _softmax(causal=True, groups=1),
+    "softmax, full": _softmax(causal=False, groups=2),
+    "convolve": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
+    "convolve, centred": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
+    "convolve, streaming": _tokens(
+        lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
+    ),
+    "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
+    "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
+}
+
+
+def _global(case: Case, lengths: tuple[int, ...]) -> tuple[Callable[..., Tensor], Tensors]:
+    """The operation over all ranks as one function from whole inputs to all outputs in a row, and such inputs."""
+    layout = SequenceLayout.from_lengths(lengths)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*before, layout.total, *((after,) if after else ())) for before, after in case.sliced.values()]
+    inputs = tuple(
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in (*shapes, *case.replicated.values())
+    )
+    names = [*case.sliced, *case.replicated]
+
+    def on_rank(comm: Communicator, own: Tensors) -> Tensors:
+        return case.run(ShardedSequenceOps(comm, layout), dict(zip(names, own, strict=True)))
+
+    def whole(*tensors: Tensor) -> Tensor:
+        per_rank = []
+        for rank in range(layout.size):
+            start, stop = layout.range(rank)
+            dims = [len(before) for before, _ in case.sliced.values()]
+            own = [t.narrow(dim, start, stop - start) for t, dim in zip(tensors, dims, strict=False)]
+            per_rank.append((*own, *tensors[len(own) :]))
+        # What is the same on all ranks has a gradient from each of them, so each copy is an output of its own.
+        return torch.cat([t.flatten() for own in across_ranks(on_rank, per_rank) for t in own])
+
+    return whole, inputs
+
+
+@pytest.mark.parametrize("lengths", CUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_derivatives(name: str, lengths: tuple[int, ...]) -> None:
+    """Moving any input on any rank moves all ranks' outputs as the gradients say, with empty and uneven slices."""
+    whole, inputs = _global(CASES[name], lengths)
+    assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", KERNEL_CASES)
+def test_second_derivatives(name: str) -> None:
+    """Gradients with `create_graph` are themselves differentiable, across ranks, in every input and state."""
+    whole, inputs = _global(KERNEL_CASES[name], (2, 0, 3))
+    assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
+
+
+def test_a_gradient_lost_between_ranks_is_noticed() -> None:
+    """The check itself fails where an exchange carries values but no gradients."""
+
+    def halves(comm: Communicator, own: Tensors) -> Tensors:
+        (x,) = own
+        return (x + comm.all_gather(x.detach()).sum(0),)
+
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(GradcheckError):
+        torch.autograd.gradcheck(lambda x: torch.cat([y for (y,) in across_ranks(halves, [(x,), (x,)])]), (x,))
