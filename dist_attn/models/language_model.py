@@ -1,6 +1,7 @@
 """The causal language model: encode, score, and decode from a state."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,7 +14,7 @@ from dist_attn.mixers import MixerConfig, MixerState, RandomFeatureConfig
 from dist_attn.models.blocks import Block
 from dist_attn.models.config import LanguageModelConfig
 from dist_attn.models.positions import sinusoidal
-from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
 
 __all__ = ["LanguageModel", "ModelState"]
 
@@ -98,7 +99,7 @@ class LanguageModel(nn.Module):
             positions_BL = state.position_B[:, None] + positions_L.to(tokens_BL.device)
             x_BLD = x_BLD + sinusoidal(positions_BL, self.config.hidden_size).to(x_BLD.dtype)
         layers = []
-        for block, before in zip(self._blocks(), state.layers, strict=True):
+        for block, before in zip(self._blocks_told(), state.layers, strict=True):
             x_BLD, after = block(x_BLD, ops, before)
             layers.append(after)
         position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
@@ -139,13 +140,21 @@ class LanguageModel(nn.Module):
         if self.config.positions == "sinusoidal":
             x_BD = x_BD + sinusoidal(state.position_B, self.config.hidden_size).to(x_BD.dtype)
         layers = []
-        for block, before in zip(self._blocks(), state.layers, strict=True):
+        for block, before in zip(self._blocks_told(), state.layers, strict=True):
             x_BD, after = block.step(x_BD, before)
             layers.append(after)
         return self.readout(self.norm(x_BD)), ModelState(tuple(layers), state.position_B + 1)
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
+
+    def _blocks_told(self) -> Iterator[Block]:
+        """The blocks in order; whoever watches is told which layer runs."""
+        watch = current_watch()
+        for layer, block in enumerate(self._blocks()):
+            if watch is not None:
+                watch.layer = layer
+            yield block
 
     def _check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> None:
         if tokens.dim() != len(dims) or tokens.dtype not in (torch.int64, torch.int32):

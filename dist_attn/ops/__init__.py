@@ -9,6 +9,7 @@ from dist_attn.ops.relative_attention import relative_attention, relative_attent
 from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
 from dist_attn.ops.state import LinearState
+from dist_attn.ops.watch import Watch, current_watch, watching
 
 __all__ = [
     "Denominator",
@@ -16,13 +17,16 @@ __all__ = [
     "LinearState",
     "LocalSequenceOps",
     "SequenceOps",
+    "Watch",
     "absorb_keys",
     "convolve",
     "convolve_streaming",
+    "current_watch",
     "fourier_mix",
     "linear_attention",
     "linear_attention_step",
     "relative_attention",
     "relative_attention_step",
     "softmax_attention",
+    "watching",
 ]

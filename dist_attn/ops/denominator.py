@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from dist_attn.errors import ConfigError
+from dist_attn.ops.watch import current_watch
 
 __all__ = ["Denominator"]
 
@@ -39,11 +40,15 @@ class Denominator:
             raise ConfigError(f"denominator eps {self.eps!r} must be a finite number >= 0")
 
     def divide(self, num: torch.Tensor, den: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
-        """num / policy(den).
+        """num / policy(den); a `Watch` is told of the denominators that the policy replaced.
 
-        Shapes: num [..., V], den [...], mass broadcastable to den.
+        Shapes: num [B, H, ..., V], den [B, H, ...], mass broadcastable to den.
         """
-        return num / self.guard(den, mass)[..., None]
+        divisor = self.guard(den, mass)
+        watch = current_watch()
+        if watch is not None:
+            watch.count(den, divisor)
+        return num / divisor[..., None]
 
     def guard(self, den: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
         """The divisor that the policy puts in the place of `den`."""

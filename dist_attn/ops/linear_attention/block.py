@@ -75,9 +75,8 @@ class AttentionBlock:
             decay_GnCC = _pair_decay(keys.decay_GnC)
             num_GnCW = (weights_GnCC * decay_GnCC) @ keys.v1_GnCW + keys.decay_GnC.exp()[..., None] * inter_GnCW
             mass_GnC = self._gated_mass(keys, decay_GnCC, carry.mass_BH.reshape(-1))
-        num_GnCV, den_GnC1 = num_GnCW.split((values, 1), dim=-1)
-        out = self.denominator.divide(num_GnCV, den_GnC1[..., 0], mass_GnC)
-        return out.reshape(batch, heads, tokens, values), after
+        num_BHTV, den_BHT1 = num_GnCW.reshape(batch, heads, tokens, values + 1).split((values, 1), dim=-1)
+        return self.denominator.divide(num_BHTV, den_BHT1[..., 0], mass_GnC.reshape(batch, heads, tokens)), after
 
     def absorb(
         self,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from dist_attn.ops.linear_attention.plain_scan import BlockBody, plain_gradients, plain_scan, slices
+from dist_attn.ops.watch import watching
 
 __all__ = ["BlockBody", "scan"]
 
@@ -90,7 +91,8 @@ class _Scan(torch.autograd.Function):
         totals = _Gradients(plan, tensors, needs, grad_carry)
         starts = list(range(0, len(plan.blocks), ctx.stride))
         device = next(t for t in tensors if t is not None).device
-        with torch.autocast(device.type, enabled=False):
+        # What the forward pass has reported is not reported again.
+        with torch.autocast(device.type, enabled=False), watching(None):
             for index in reversed(range(len(starts))):
                 first = starts[index]
                 blocks = plan.blocks[first : first + ctx.stride]
@@ -110,9 +112,11 @@ def _composite(plan: _Plan, tensors: _Optional, needs: Sequence[bool], grads: _T
     """The gradients of all inputs as differentiable functions of the inputs and of `grads`."""
     # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
     inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
-    output, carry = plain_scan(
-        plan.body, plan.blocks, *_split(plan, inputs), output_shape=plan.output_shape, output_dtype=plan.output_dtype
-    )
+    shape, dtype = plan.output_shape, plan.output_dtype
+    with watching(None):
+        output, carry = plain_scan(
+            plan.body, plan.blocks, *_split(plan, inputs), output_shape=shape, output_dtype=dtype
+        )
     results = (output, *carry) if plan.body.has_output else carry
     return plain_gradients(results, grads, inputs, needs)
 

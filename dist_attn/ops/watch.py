@@ -1,0 +1,70 @@
+"""What a caller may learn of the operations that run inside a `with` block: how many denominators were guarded, where.
+
+Nobody passes it along: models and operations ask for the one of this thread, and do without when there is none. It
+changes no result.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import final
+
+import torch
+
+__all__ = ["Watch", "current_watch", "watching"]
+
+
+@final
+class Watch:
+    """Counts by layer and head.
+
+    `layer` is the layer that runs, set by the model (0 for a bare operation); `rows`, where set, is how many batch
+    elements count: padded ones behind them do not.
+    """
+
+    def __init__(self) -> None:
+        self.layer = 0
+        self.rows: int | None = None
+        self.denominators = 0
+        self._guarded: dict[int, torch.Tensor] = {}
+
+    def count(self, den: torch.Tensor, divisor: torch.Tensor) -> None:
+        """One read-out: its denominators and what a policy made of them.
+
+        Shapes: both [B, H, ...].
+        """
+        den, divisor = den.detach()[: self.rows], divisor.detach()[: self.rows]
+        # A denominator that is NaN is no guarded one: NaN - NaN > 0 is false.
+        guarded_H = ((divisor - den).abs() > 0).transpose(0, 1).flatten(1).sum(1)
+        self.denominators += den.numel()
+        before = self._guarded.get(self.layer)
+        self._guarded[self.layer] = guarded_H if before is None else before + guarded_H
+
+    @property
+    def guarded(self) -> tuple[tuple[int, ...], ...]:
+        """Guarded denominators per layer and head; a layer without denominators has no heads."""
+        layers = range(max(self._guarded, default=-1) + 1)
+        return tuple(tuple(self._guarded[n].tolist()) if n in self._guarded else () for n in layers)
+
+    def clear(self) -> None:
+        """Begin at nothing."""
+        self.denominators = 0
+        self._guarded.clear()
+
+
+_watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+
+
+def current_watch() -> Watch | None:
+    """The watch of this thread; None when nobody looks, and always inside a compiled graph."""
+    return None if torch.compiler.is_compiling() else _watch.get()
+
+
+@contextmanager
+def watching(watch: Watch | None) -> Iterator[None]:
+    """Let the operations inside report to `watch`, or to nobody."""
+    token = _watch.set(watch)
+    try:
+        yield
+    finally:
+        _watch.reset(token)
