@@ -1,63 +1,147 @@
-"""Exact softmax attention across ranks: every rank takes all tokens of some heads, attends, and gives them back.
+"""Exact softmax attention across ranks: every rank takes all tokens of its share of the heads, and gives them back.
 
-Heads are attended one after the other, so the memory above inputs and outputs is that of one head.
-Reference: A Unified View of Long-Sequence Models, Sec. 10.4 (all-to-all head reshuffle).
+q, k and v travel in one all-to-all, the outputs in another. Heads are attended one after the other, so the memory above
+inputs and outputs is that of one head. Which rank takes which share is chosen so that least travels.
+Reference: A Unified View of Long-Sequence Models, Sec. 10.4 (all-to-all head reshuffle); Kabic et al., COSTA.
 """
+
+from functools import lru_cache
 
 import torch
 
 from dist_attn.comm import Communicator
-from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import softmax_attention
-from dist_attn.sharded.reshuffle import columns_to_tokens, tokens_to_columns
+from dist_attn.ops.softmax_attention import Placement, softmax_attention
+from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
+from dist_attn.sharded.block_table import Block, BlockTable
+from dist_attn.sharded.head_parts import HeadPart, head_parts
+from dist_attn.sharded.placements import placement_of
+from dist_attn.sharded.redistribution import block_views, redistribute
+from dist_attn.sharded.redistribution_plan import Change, RedistributionPlan, plan_redistribution
 
-__all__ = ["sharded_softmax_attention"]
+__all__ = ["head_reshuffle_plans", "sharded_softmax_attention"]
 
 
 def sharded_softmax_attention(
     comm: Communicator,
     layout: SequenceLayout,
     q_BHLK: torch.Tensor,
-    k_BGLK: torch.Tensor,
-    v_BGLV: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSV: torch.Tensor,
     *,
     causal: bool,
     scale: float | None = None,
+    memory_layout: SequenceLayout | None = None,
 ) -> torch.Tensor:
-    """`ops.softmax_attention` on this rank's slice; queries and keys lie on the same layout.
+    """`ops.softmax_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
 
-    Shapes: as `ops.softmax_attention`, L local.
-    Cost: two all-to-alls; per rank and batch element (P - 1) / P of L local (H K + G K + G V) elements there and of
-        L local H V back.
+    Documents of the layouts attend to themselves; that of a memory attends to the document of the same number.
+    Shapes: as `ops.softmax_attention`, L and S local.
+    Cost: two all-to-alls, exactly `head_reshuffle_plans(…)`'s traffic; for G divisible by P and even slices, per rank
+        and batch element (P - 1) / P of (L H K + S G K + S G V) elements there and of L H V back. Where a head is
+        shared between ranks, its keys and values go to each of them.
+    Raises: ShapeError when shapes do not fit together.
     """
+    check_softmax_shapes(q_BHLK, k_BGSK, v_BGSV)
+    memory = layout if memory_layout is None else memory_layout
     batch, heads, length, size = q_BHLK.shape
-    groups, values = k_BGLK.shape[1], v_BGLV.shape[3]
-    if not groups or heads % groups:
-        raise ShapeError(f"{heads} query heads over {groups} key heads; the key heads must divide the query heads")
+    groups, keys, values = k_BGSK.shape[1], k_BGSK.shape[2], v_BGSV.shape[3]
     repeats = heads // groups
-    # q, k and v travel in one exchange: one row per key head and token holds its query heads, its key and its value.
-    q_GLBN = q_BHLK.unflatten(1, (groups, repeats)).permute(1, 3, 0, 2, 4).flatten(3)
-    k_GLBN, v_GLBN = k_BGLK.permute(1, 2, 0, 3), v_BGLV.permute(1, 2, 0, 3)
-    rows_GLN = torch.cat([q_GLBN, k_GLBN, v_GLBN], dim=3).flatten(2)
-    mine_GTN = tokens_to_columns(comm, layout, rows_GLN, label="heads")
-    own = mine_GTN.shape[0]
-    q, k, v = mine_GTN.unflatten(2, (batch, repeats * size + size + values)).split(
-        (repeats * size, size, values), dim=3
+    numbers = (batch * repeats * size, batch * size, batch * values)
+    there, back = head_reshuffle_plans(layout, memory, groups, numbers, batch * repeats * values, causal=causal)
+    q_EN, k_EN, v_EN = redistribute(
+        comm,
+        there,
+        q_BHLK.unflatten(1, (groups, repeats)).permute(1, 3, 0, 2, 4).reshape(groups * length, numbers[0]),
+        k_BGSK.permute(1, 2, 0, 3).reshape(groups * keys, numbers[1]),
+        v_BGSV.permute(1, 2, 0, 3).reshape(groups * keys, numbers[2]),
+        label="heads",
     )
+    q_blocks, k_blocks, v_blocks = (
+        block_views(table, comm.rank, x) for table, x in zip(there.targets, (q_EN, k_EN, v_EN), strict=True)
+    )
+    # Also with no head of its own a rank joins the way back, forward and backward: with no rows, but of its graph.
+    rows = [q_EN.flatten()[:0].view(0, batch * repeats * values)]
+    part_of_rank = there.players.index(comm.rank)
+    at = 0
+    for number, part in enumerate(
+        head_parts(groups, layout.total, memory.total, comm.size, causal=causal)[part_of_rank]
+    ):
+        fragments = q_blocks[at : at + len(part.queries)]
+        at += len(part.queries)
+        outs_ALN = _attend(
+            part,
+            torch.cat(fragments, dim=1).unflatten(2, (batch, repeats, size)),
+            k_blocks[number].unflatten(2, (batch, size)),
+            v_blocks[number].unflatten(2, (batch, values)),
+            _placement(part, layout, memory, causal),
+            causal,
+            size**-0.5 if scale is None else scale,
+        )
+        rows += [piece.flatten(0, 1) for piece in outs_ALN.split([b - a for a, b in part.queries], dim=1)]
+    (out_EN,) = redistribute(comm, back, torch.cat(rows), label="heads back")
+    out_BGRLV = out_EN.reshape(groups, length, batch, repeats, values).permute(2, 0, 3, 1, 4)
+    return out_BGRLV.flatten(1, 2)
+
+
+@lru_cache(maxsize=64)
+def head_reshuffle_plans(
+    layout: SequenceLayout,
+    memory: SequenceLayout,
+    groups: int,
+    numbers: tuple[int, int, int],
+    out_numbers: int,
+    *,
+    causal: bool,
+) -> tuple[RedistributionPlan, RedistributionPlan]:
+    """How q, k, v get to the heads, and the outputs back; `numbers` stand at each element [key head, token] of them."""
+    ranks = layout.size
+    parts = head_parts(groups, layout.total, memory.total, ranks, causal=causal)
+    q_blocks = [Block(r, (p.heads, q)) for r, of_rank in enumerate(parts) for p in of_rank for q in p.queries]
+    k_blocks = [Block(r, (p.heads, p.keys)) for r, of_rank in enumerate(parts) for p in of_rank]
+    queries = BlockTable.grid([[0, groups], layout.cuts], range(ranks), ranks)
+    keys = BlockTable.grid([[0, groups], memory.cuts], range(ranks), ranks)
+    q_target = BlockTable(queries.shape, ranks, tuple(q_blocks))
+    k_target = BlockTable(keys.shape, ranks, tuple(k_blocks))
+    there = plan_redistribution(
+        (
+            Change(queries, q_target, numbers[0]),
+            Change(keys, k_target, numbers[1]),
+            Change(keys, k_target, numbers[2]),
+        )
+    )
+    back = plan_redistribution((Change(there.targets[0], queries, out_numbers),), relabel=False)
+    return there, back
+
+
+def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, causal: bool) -> Placement | None:
+    """Where the queries and keys of a part stand; None where the kernels for whole sequences do."""
+    if layout.documents is None and memory.documents is None and (part.whole or not causal):
+        return None
+    return placement_of(part.queries, [part.keys], layout, memory)
+
+
+def _attend(
+    part: HeadPart,
+    q_ALBRK: torch.Tensor,
+    k_ASBK: torch.Tensor,
+    v_ASBV: torch.Tensor,
+    placement: Placement | None,
+    causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """The outputs of a part's heads, one after the other: [heads, queries, B R V]."""
     outs = [
         softmax_attention(
-            q[g].unflatten(2, (repeats, size)).permute(1, 2, 0, 3),
-            k[g].transpose(0, 1)[:, None],
-            v[g].transpose(0, 1)[:, None],
+            q_ALBRK[head].permute(1, 2, 0, 3),
+            k_ASBK[head].transpose(0, 1)[:, None],
+            v_ASBV[head].transpose(0, 1)[:, None],
             causal=causal,
-            scale=size**-0.5 if scale is None else scale,
+            scale=scale,
+            placement=placement,
         )
-        for g in range(own)
+        .permute(2, 0, 1, 3)
+        .flatten(1)
+        for head in range(part.heads[1] - part.heads[0])
     ]
-    # With no head of its own a rank still joins the way back, forward and backward, with zero rows of its graph.
-    out_GBRTV = torch.stack(outs) if outs else v.new_empty((0, batch, repeats, layout.total, values)) + v.sum()
-    out_GTN = out_GBRTV.permute(0, 3, 1, 2, 4).flatten(2)
-    back_GLN = columns_to_tokens(comm, layout, out_GTN, groups, label="heads back")
-    out_BGRLV = back_GLN.reshape(groups, length, batch, repeats, values).permute(2, 0, 3, 1, 4)
-    return out_BGRLV.flatten(1, 2)
+    return torch.stack(outs)

@@ -1,5 +1,7 @@
 """`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
 
+from typing import Literal
+
 import torch
 
 from dist_attn.comm import Communicator
@@ -13,8 +15,11 @@ from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.relative import sharded_relative_attention
+from dist_attn.sharded.ring_attention import ring_attention
 
-__all__ = ["ShardedSequenceOps"]
+__all__ = ["ShardedSequenceOps", "SoftmaxExchange"]
+
+SoftmaxExchange = Literal["reshuffle", "ring"]
 
 
 class ShardedSequenceOps:
@@ -24,6 +29,9 @@ class ShardedSequenceOps:
     ranks. Gradients of replicated inputs are this rank's share; the loss is the sum of the ranks' losses; every rank
     runs every operation and its backward pass, empty slices too.
 
+    `softmax` says how exact attention gets to all keys: by moving heads to ranks, which is even work and two exchanges
+    ("reshuffle"), or by passing keys round, which holds two slices at most and takes P - 1 exchanges ("ring").
+
     Making one is a call that every rank makes: the layouts are compared, in one small exchange unless they are those
     of the one made before.
 
@@ -31,13 +39,20 @@ class ShardedSequenceOps:
         MismatchError on every rank where the layouts differ.
     """
 
-    def __init__(self, comm: Communicator, layout: SequenceLayout, memory_layout: SequenceLayout | None = None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        layout: SequenceLayout,
+        memory_layout: SequenceLayout | None = None,
+        *,
+        softmax: SoftmaxExchange = "reshuffle",
+    ) -> None:
         for given in (layout, memory_layout):
             if given is not None and given.size != comm.size:
                 raise ShapeError(f"the layout is for {given.size} ranks, the communicator has {comm.size}")
             if given is not None and given.documents is not None:
                 raise InputError("this layout has document boundaries; sharded operations take one unbroken sequence")
-        self._comm, self._layout = comm, layout
+        self._comm, self._layout, self._softmax = comm, layout, softmax
         self._memory = layout if memory_layout is None else memory_layout
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
         comm.agree_on("layout", f"{layout.digest} {self._memory.digest}")
@@ -98,10 +113,20 @@ class ShardedSequenceOps:
         causal: bool,
         scale: float | None = None,
     ) -> torch.Tensor:
-        """See `sharded.head_reshuffle.sharded_softmax_attention`; queries and keys lie on the same layout."""
+        """See `sharded.head_reshuffle` and `sharded.ring_attention`; keys lie on `memory_layout` where one is given."""
         self._check("queries", q_BHLK.shape[2], self._layout)
-        self._check("keys", k_BGSK.shape[2], self._layout)
-        return sharded_softmax_attention(self._comm, self._layout, q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale)
+        self._check("keys", k_BGSK.shape[2], self._memory)
+        attention = ring_attention if self._softmax == "ring" else sharded_softmax_attention
+        return attention(
+            self._comm,
+            self._layout,
+            q_BHLK,
+            k_BGSK,
+            v_BGSV,
+            causal=causal,
+            scale=scale,
+            memory_layout=self._memory,
+        )
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `sharded.fourier.sharded_fourier_mix`."""
