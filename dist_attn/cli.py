@@ -260,15 +260,16 @@ def plan(
     ranks: Ranks = 1,
     model: Model = None,
     gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks read here for some seconds.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What a document will cost: memory, bytes between ranks, time, output; nothing is started.
+    """What a document will cost: memory, bytes between ranks, time, output.
 
-    Example: dist-attn plan --tokens 2M --ranks 4
+    Example: dist-attn plan --tokens 2M --ranks 4 --measure
     """
     from dist_attn.engine.plan import plan as print_plan
 
-    print_plan(tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json)
+    print_plan(tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json, measure=measure)
 
 
 @app.command()

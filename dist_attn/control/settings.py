@@ -11,7 +11,7 @@ from dist_attn.control.rows import GRAIN
 from dist_attn.errors import ConfigError
 from dist_attn.wire.sockets import check_address
 
-__all__ = ["BACKENDS", "ControlSettings", "Launcher"]
+__all__ = ["BACKENDS", "ControlSettings", "Launcher", "threads_for"]
 
 BACKENDS = ("local", "gloo", "nccl")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -95,12 +95,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def threads_per_rank(self) -> int:
-        """Compute threads of each rank: an even share of the cores this process may use.
-
-        More threads than cores wait for each other by spinning: ten times slower, not a little.
-        """
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.ranks)
+        """Compute threads of each rank."""
+        return threads_for(self.ranks)
 
     @property
     def rank_program(self) -> tuple[str, ...]:
@@ -147,3 +143,12 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 def _defaults(cls: type[ControlSettings]) -> dict[str, object]:
     """Every field and its default, msgspec.NODEFAULT for one that must be given."""
     return {field.name: field.default for field in msgspec.structs.fields(cls)}
+
+
+def threads_for(ranks: int) -> int:
+    """Compute threads of each of `ranks` on this machine: an even share of the cores this process may use.
+
+    More threads than cores wait for each other by spinning: ten times slower, not a little.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)

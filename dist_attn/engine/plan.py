@@ -6,6 +6,7 @@ from typing import Any
 
 from dist_attn.control.rows import GRAIN
 from dist_attn.costs import Estimate, Rates, estimate, parse_count, read_model_costs
+from dist_attn.engine.rehearsal import measured_rates
 from dist_attn.engine.tables import Table, byte_size, duration, print_tables
 from dist_attn.errors import InputError
 from dist_attn.shipped import resolve_model_folder
@@ -15,24 +16,34 @@ __all__ = ["BLOCK_TOKENS", "plan"]
 BLOCK_TOKENS = 4 * GRAIN  # per rank, as `encode` and the controller cut
 
 
-def plan(tokens: str, *, ranks: int, model: str | None, gflops: float | None, as_json: bool) -> None:
-    """Print what reading `tokens` (like 2M) costs on `ranks` ranks; `gflops` is one rank's matmul rate.
+def plan(
+    tokens: str, *, ranks: int, model: str | None, gflops: float | None, as_json: bool, measure: bool = False
+) -> None:
+    """Print what reading `tokens` (like 2M) costs on `ranks` ranks.
 
-    Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model.
+    `gflops` is one rank's matmul rate; with `measure`, that many ranks read for a few seconds to find all rates.
+
+    Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError when
+        measuring fails.
     """
     count = parse_count(tokens)
     folder = resolve_model_folder(model)
+    costs = read_model_costs(folder)
     rates = Rates()
-    if gflops is not None:
+    if measure:
+        if gflops is not None:
+            raise InputError("--measure and --gflops were given; needed is one of them, or none")
+        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS)
+    elif gflops is not None:
         if not 0 < gflops < float("inf"):
             raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
         rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
-    result = estimate(read_model_costs(folder), count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates)
+    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates)
     name = folder.resolve().name
     if as_json:
         print(json.dumps(_as_object(name, result)))
     else:
-        _print(name, result)
+        _print(name, result, "Measured" if measure else "Assumed")
 
 
 def _as_object(model: str, result: Estimate) -> dict[str, Any]:
@@ -48,12 +59,12 @@ def _as_object(model: str, result: Estimate) -> dict[str, Any]:
     }
 
 
-def _print(model: str, result: Estimate) -> None:
+def _print(model: str, result: Estimate, source: str) -> None:
     ranks = "1 rank" if result.ranks == 1 else f"{result.ranks:,} ranks"
     print_tables(
         f"{result.tokens:,} tokens on {ranks} with {model} ({result.parameters:,} parameters)",
         [_memory(result), _exchange(result), _time(result), _output(result)],
-        _notes(result),
+        _notes(result, source),
     )
 
 
@@ -95,11 +106,13 @@ def _output(result: Estimate) -> Table:
     return Table("Output", rows, ("", *next(iter(result.output.values()))))
 
 
-def _notes(result: Estimate) -> list[str]:
+def _notes(result: Estimate, source: str) -> list[str]:
     rates = result.rates
-    return [
-        f"Assumed for each rank: {rates.matmul_flops_per_s / 1e9:g} GFLOP/s in matrix products, of which reading "
-        f"reaches {rates.prefill_efficiency:.0%}; {rates.memory_bytes_per_s / 1e9:g} GB/s of memory, which bounds "
-        f"writing; {rates.link.latency_s * 1e6:g} us and {rates.link.bytes_per_s / 1e9:g} GB/s between ranks.",
-        "`dist-attn doctor` measures this machine; give its rate with --gflops.",
+    told = [
+        f"{source} for each rank: {rates.matmul_flops_per_s / 1e9:.3g} GFLOP/s in matrix products, of which reading "
+        f"reaches {rates.prefill_efficiency:.0%}; {rates.memory_bytes_per_s / 1e9:.3g} GB/s of memory, which bounds "
+        f"writing; {rates.link.latency_s * 1e6:.3g} us and {rates.link.bytes_per_s / 1e9:.3g} GB/s between ranks.",
     ]
+    if source == "Assumed":
+        told.append("With --measure the ranks read for a few seconds and find the rates of this machine.")
+    return told

@@ -56,6 +56,7 @@ def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFi
         ({"tokens": "many"}, InputError, "'many' is not a number of tokens"),
         ({"gflops": 0.0}, InputError, "--gflops 0"),
         ({"gflops": float("nan")}, InputError, "--gflops nan"),
+        ({"gflops": 50.0, "measure": True}, InputError, "one of them"),
         ({"ranks": 0}, InputError, "ranks is 0"),
         ({"model": "no such model"}, ModelFolderError, "no such model"),
     ],
