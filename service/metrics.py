@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from dist_attn.wire.messages import GuardCounts
 from service.engine_port import EngineHealth
 from service.errors import Code
 
@@ -100,6 +101,21 @@ class _GaugeCollector(Collector):
             idle.add_metric([str(rank.rank)], rank.progress_age + now.health.age)
             memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
         yield from (ages, idle, memory)
+        if status.guards is not None:
+            yield from _guard_counters(status.guards)
+
+
+def _guard_counters(counts: GuardCounts) -> Iterable[Metric]:
+    """Label values are those of the model: one series for each of its heads."""
+    words = "Denominators that kernel attention formed"
+    yield CounterMetricFamily("dist_attn_attention_denominators", words, value=counts.denominators)
+    guarded = CounterMetricFamily(
+        "dist_attn_guarded_denominators", "Of these, the ones that the floor replaced", labels=["layer", "head"]
+    )
+    for layer, heads in enumerate(counts.guarded):
+        for head, count in enumerate(heads):
+            guarded.add_metric([str(layer), str(head)], count)
+    yield guarded
 
 
 def _gauge(name: str, words: str, value: float) -> Metric:

@@ -6,6 +6,7 @@ import structlog
 
 from dist_attn.control.desk import Desk
 from dist_attn.control.group import Phase, RankGroup
+from dist_attn.control.guard_tally import GuardTally
 from dist_attn.control.identities import beat_identity, rank_identity
 from dist_attn.control.scheduler import Limits, Turn, View, plan
 from dist_attn.control.settings import ControlSettings
@@ -65,6 +66,7 @@ class Controller:
         self._desk = Desk(settings, port.to_api)
         self._group = RankGroup(settings, rank_address, self)
         self._steps = StepBook(settings.ranks)
+        self._guards = GuardTally()
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -119,6 +121,8 @@ class Controller:
         except WireError as error:
             self._group.rank_confused(done.rank, str(error), now)
             return
+        if done.guards is not None:
+            self._guards.add(done.guards)
         for drawn in done.drawn:
             self._desk.take_draw(drawn.session, drawn.token, drawn.logprobs)
         for fault in done.faults:
@@ -211,6 +215,7 @@ class Controller:
             active=active,
             tokens_per_second=round(self._steps.tokens_per_second(now), 1),
             ranks=group.status(now),
+            guards=self._guards.counts(),
         )
 
     def stop(self, now: float) -> None:

@@ -12,6 +12,7 @@ import torch
 from dist_attn.errors import EngineError
 from dist_attn.generation import generator_for, sample, token_logprobs
 from dist_attn.models import LanguageModel, ModelState
+from dist_attn.ops import current_watch
 from dist_attn.wire.messages import DecodeEntry, Drawn, SamplingSpec, SessionFault
 
 __all__ = ["SLOTS", "DecodeSlots"]
@@ -80,7 +81,12 @@ class DecodeSlots:
         seats = [self._seats[session] for session in batch.sessions]
         tokens = [seat.token for seat in seats] + [0] * (SLOTS - len(seats))
         token_B = torch.tensor(tokens, dtype=torch.int64, device=self._model.embedding.weight.device)
+        watch = current_watch()
+        if watch is not None:
+            watch.rows = len(seats)
         logits_BV, batch.state = self._model.step(token_B, batch.state)
+        if watch is not None:
+            watch.rows = None
         logits_BV = logits_BV[: len(seats)].float().cpu()
         results: list[Drawn | SessionFault] = []
         for session, seat, logits_V in zip(batch.sessions, seats, logits_BV, strict=True):

@@ -17,11 +17,21 @@ from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.errors import EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
-from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops import LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
-from dist_attn.wire.messages import DecodeOp, Drawn, OpenOp, PrefillOp, RowPieces, RowSpec, SamplingSpec, SessionFault
+from dist_attn.wire.messages import (
+    DecodeOp,
+    Drawn,
+    GuardCounts,
+    OpenOp,
+    PrefillOp,
+    RowPieces,
+    RowSpec,
+    SamplingSpec,
+    SessionFault,
+)
 
 __all__ = ["ModelExecutor", "open_executor"]
 
@@ -73,6 +83,7 @@ class ModelExecutor:
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
         self._decoding = DecodeSlots(model)
+        self._watch = Watch()
         self._warm_up()
 
     @torch.inference_mode()
@@ -98,7 +109,8 @@ class ModelExecutor:
         tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
         if len(tokens_L) != length:
             raise EngineError(f"{len(tokens_L)} tokens of session {op.session} came; this rank's slice has {length}")
-        h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
+        with watching(self._watch):
+            h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
         session.position += sum(op.lengths)
         if session.rows is None or not length:
             return None
@@ -114,13 +126,23 @@ class ModelExecutor:
                     raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
                 del self._prefilling[entry.session]
                 self._decoding.take_in(entry.session, session.state, session.sampling)
-        return self._decoding.draw(op.entries)
+        with watching(self._watch):
+            return self._decoding.draw(op.entries)
 
     @torch.inference_mode()
     def close(self, session: int) -> None:
         """Drop the session's state; an unknown session is ignored."""
         self._prefilling.pop(session, None)
         self._decoding.forget(session)
+
+    def take_guards(self) -> GuardCounts | None:
+        """The denominators since this was asked last; None where there were none."""
+        watch = self._watch
+        if not watch.denominators:
+            return None
+        counts = GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded])
+        watch.clear()
+        return counts
 
     def shut_down(self) -> None:
         """Leave the group."""

@@ -20,6 +20,7 @@ from dist_attn.wire.messages import (
     CloseOp,
     DecodeOp,
     Drawn,
+    GuardCounts,
     OpenOp,
     PrefillOp,
     RankFailed,
@@ -61,6 +62,8 @@ class Executor(Protocol):
     def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
 
     def close(self, session: int) -> None: ...
+
+    def take_guards(self) -> GuardCounts | None: ...
 
     def shut_down(self) -> None: ...
 
@@ -167,4 +170,5 @@ def _perform(step: Step, rank: int, executor: Executor, pulse: Pulse) -> StepDon
         pulse.advance()
     faults = [result for result in drawn if isinstance(result, SessionFault)]
     tokens = [result for result in drawn if isinstance(result, Drawn)]
-    return StepDone(step.epoch, step.k, rank, time.monotonic() - began, pieces, tokens, faults)
+    seconds = time.monotonic() - began
+    return StepDone(step.epoch, step.k, rank, seconds, pieces, tokens, faults, executor.take_guards())

@@ -158,6 +158,16 @@ class Failed(Message, frozen=True):
     message: str
 
 
+class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many denominators attention formed, and how many of them a policy replaced before dividing.
+
+    `guarded` is per layer and head; a layer that forms no denominators has no heads.
+    """
+
+    denominators: Count = 0
+    guarded: list[list[Count]] = []
+
+
 class RankStatus(msgspec.Struct, frozen=True):
     """One rank as the controller sees it; ages in seconds."""
 
@@ -185,6 +195,7 @@ class Status(Message, frozen=True):
     active: int
     tokens_per_second: float
     ranks: list[RankStatus]
+    guards: GuardCounts | None = None  # of all ranks since the controller started
 
 
 # ---- controller -> rank ------------------------------------------------------------------------
@@ -306,6 +317,7 @@ class StepDone(Message, frozen=True):
     pieces: list[RowPieces]
     drawn: list[Drawn]
     faults: list[SessionFault] = []
+    guards: GuardCounts | None = None  # of this step, where attention formed denominators
 
 
 class Heartbeat(Message, frozen=True):

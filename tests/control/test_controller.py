@@ -16,6 +16,7 @@ from dist_attn.wire.messages import (
     Drawn,
     Failed,
     Generated,
+    GuardCounts,
     Heartbeat,
     KillGroup,
     OpenCompletion,
@@ -23,6 +24,7 @@ from dist_attn.wire.messages import (
     OpenOp,
     Ping,
     PrefillOp,
+    RankFailed,
     RankHello,
     RowPieces,
     RowSpec,
@@ -171,6 +173,19 @@ def test_a_session_fault_fails_its_request_alone(table):
     table.engine(rank_identity(1, 0), message)
     assert table.to_peers[-1] == Failed("a", "engine_failed", "NaN logits")
     assert table.controller.status(table.now).ready
+
+
+def test_guarded_denominators_of_all_ranks_add_up(table):
+    """Counts of ranks and steps are summed by layer and head, and stay when the ranks are lost."""
+    assert table.controller.status(table.now).guards is None
+    table.api(OpenEncoding("a", RowSpec()))
+    table.feed("a", 1500)
+    table.turn()
+    for rank, k, guards in ((0, 1, GuardCounts(9, [[1, 2], []])), (1, 1, None), (0, 2, GuardCounts(7, [[0, 1], [4]]))):
+        table.engine(rank_identity(1, rank), StepDone(1, k, rank, 0.1, [], [], [], guards))
+    assert table.controller.status(table.now).guards == GuardCounts(16, [[1, 3], [4]])
+    table.engine(rank_identity(1, 0), RankFailed(1, 0, 3, "gone"))
+    assert table.controller.status(table.now).guards == GuardCounts(16, [[1, 3], [4]])
 
 
 @pytest.mark.parametrize(("rank", "k"), [(0, 2), (0, 0), (1, 7)])

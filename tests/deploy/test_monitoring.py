@@ -10,7 +10,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from dist_attn.wire.messages import RankStatus, Status
+from dist_attn.wire.messages import GuardCounts, RankStatus, Status
 from service.engine_port import EngineHealth
 from service.metrics import Gauges, Metrics
 
@@ -29,7 +29,7 @@ def queries(dashboard: dict[str, Any]) -> list[str]:
 def exported() -> set[str]:
     """The names of all series that the API tells of once something has happened."""
     rank = RankStatus(0, 1, "idle", 0, 0.0, 0.0)
-    status = Status(True, "", "tiny", 1, 1, "local", 1, 1, 0, 0, 0.0, [rank])
+    status = Status(True, "", "tiny", 1, 1, "local", 1, 1, 0, 0, 0.0, [rank], GuardCounts(4, [[1]]))
     metrics = Metrics()
     metrics.watch(lambda: Gauges(EngineHealth(True, "", status), 0, 0, 0), version="0", model="tiny")
     metrics.ended("/v1/encodings", "finished", 1.0, received=1, sent=1)

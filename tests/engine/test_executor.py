@@ -53,6 +53,28 @@ def complete(made, sessions, count):
     return drawn
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_denominators_are_counted_once(ranks):
+    """Prefill on all ranks and decoding count every token, head and layer once; empty slots do not count."""
+
+    def rank_work(comm):
+        made = executor(comm)
+        assert made.take_guards() is None
+        for number in (1, 2):
+            made.open(OpenOp(number, None, SamplingSpec(3)))
+        prefill(made, 1, TOKENS[:700], 0, ranks, comm.rank)
+        prefilled = made.take_guards()
+        assert made.take_guards() is None
+        made.decode(DecodeOp([DecodeEntry(1, 5), DecodeEntry(2, 6)]))
+        return prefilled, made.take_guards()
+
+    counted = run_simulated(rank_work, ranks)
+    heads_and_layers = 2 * 2
+    assert sum(before.denominators for before, _ in counted if before) == 700 * heads_and_layers
+    assert all(after.denominators == 2 * heads_and_layers for _, after in counted)
+    assert [len(layer) for layer in counted[0][0].guarded] == [2, 2]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_blocks_over_ranks_give_the_rows_of_the_whole_text(ranks):
     """Pieces of all ranks and blocks, put together, are the sums of the hidden states of the text in one go."""

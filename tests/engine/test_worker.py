@@ -15,6 +15,7 @@ from dist_attn.wire.messages import (
     CloseOp,
     DecodeEntry,
     DecodeOp,
+    GuardCounts,
     Heartbeat,
     OpenOp,
     Ping,
@@ -87,6 +88,7 @@ def test_a_rank_says_hello_takes_steps_and_ends_when_told(stage):
     )
     done = stage.next(StepDone)
     assert (done.epoch, done.k, done.rank, done.drawn) == (EPOCH, 1, 0, [])
+    assert done.guards == GuardCounts(700, [[700]])
     assert (done.pieces[0].starts, done.pieces[0].stops) == ([0, 512], [512, 700])
     vectors = np.frombuffer(done.pieces[0].vectors, dtype="<f4").reshape(2, -1)
     np.testing.assert_array_equal(vectors[0], fake_hidden(tokens[:512], 0).sum(0))

@@ -69,6 +69,17 @@ def test_gauges_follow_what_happens(tmp_path: Path) -> None:
         eventually(lambda: value(samples(service), "dist_attn_open_requests") == 0, "the request to end")
 
 
+def test_guarded_denominators_are_told_by_layer_and_head(service: RunningService) -> None:
+    """Each head of the model has one counter, layers without denominators none, and their number stands beside them."""
+    found = samples(service)
+    name = "dist_attn_guarded_denominators_total"
+    told = {key: count for key, count in found.items() if key[0] == name}
+    assert {(dict(labels)["layer"], dict(labels)["head"]): count for (_, labels), count in told.items()} == {
+        ("0", "0"): 3, ("0", "1"): 0, ("2", "0"): 1, ("2", "1"): 50,
+    }  # fmt: skip
+    assert value(found, "dist_attn_attention_denominators_total") == 600
+
+
 def test_labels_come_from_closed_sets(service: RunningService) -> None:
     """Whatever clients send, no label holds it: routes are the app's, outcomes the errors' codes."""
     for path in ("/v1/models/strange-name", "/x?y", "/v1/completions/strange-name"):

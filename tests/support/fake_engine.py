@@ -20,6 +20,7 @@ from dist_attn.wire.messages import (
     Failed,
     Generated,
     GetStatus,
+    GuardCounts,
     OpenCompletion,
     OpenEncoding,
     RankStatus,
@@ -152,6 +153,7 @@ class FakeEngine:
             active=len(self._work),
             tokens_per_second=0.0,
             ranks=[RankStatus(rank=0, pid=1, phase="idle", step_done=0, heartbeat_age=0.0, progress_age=0.0)],
+            guards=GuardCounts(600, [[3, 0], [], [1, 50]]),
         )
 
     def _open(self, name: str, work: _Work) -> list[AnyMessage]:

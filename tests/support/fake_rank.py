@@ -12,7 +12,7 @@ from dist_attn.control.heartbeat import Pulse
 from dist_attn.control.rows import piece_edges
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.worker import run_rank
-from dist_attn.wire.messages import DecodeOp, Drawn, OpenOp, PrefillOp, RowPieces, RowSpec
+from dist_attn.wire.messages import DecodeOp, Drawn, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec
 
 VOCAB, DIM, END = 1000, 4, 7
 RAISE, HANG, DIE, STOP, SLOW = 991, 992, 993, 994, 995
@@ -42,6 +42,7 @@ class FakeExecutor:
         self.rows: dict[int, RowSpec | None] = {}
         self.position: dict[int, int] = {}
         self.last: dict[int, int] = {}
+        self.denominators = 0
 
     def open(self, op: OpenOp) -> None:
         assert op.session not in self.position, "opened twice"
@@ -52,6 +53,7 @@ class FakeExecutor:
         self.position[op.session] += sum(op.lengths)
         tokens = np.frombuffer(op.tokens, dtype="<i4")
         assert len(tokens) == op.lengths[self.rank]
+        self.denominators += len(tokens)
         self._misbehave(set(tokens.tolist()))
         spec = self.rows[op.session]
         if spec is None or not len(tokens):
@@ -79,6 +81,11 @@ class FakeExecutor:
     def close(self, session: int) -> None:
         self.position.pop(session, None)
         self.last.pop(session, None)
+
+    def take_guards(self) -> GuardCounts | None:
+        """One head in one layer, which guards every denominator."""
+        count, self.denominators = self.denominators, 0
+        return GuardCounts(count, [[count]]) if count else None
 
     def shut_down(self) -> None:
         pass
