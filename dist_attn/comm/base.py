@@ -158,15 +158,15 @@ class Communicator(ABC):
         Shapes: x [P, ...] equal on all ranks -> [...].
         Cost: sends and receives (P-1)/P |x| bytes in P-1 messages.
         """
-        call = _call_of("reduce_scatter_sum", _summable(x), label)
-        if x.dim() == 0 or x.shape[0] != self.size:
-            raise ShapeError(f"reduce_scatter_sum needs one row per rank ({self.size}), got shape {list(x.shape)}")
-        sent = _bytes_of(x)
-        piece = sent.numel() // self.size
-        moved, even = (self.size - 1) * piece, [piece] * self.size
-        with self._counted(call, moved, moved, self.size - 1):
-            parts = self._exchange(call, sent, even, even).wait().view(x.dtype).reshape(x.shape)
-        return _sum_in_order(parts)
+        return self._launch_reduce_scatter(x, label, "call").wait()
+
+    @final
+    def reduce_scatter_sum_start(self, x: Tensor, *, label: str = "") -> Pending:
+        """Launch a reduce-scatter and come back at once; `x` must not change before `wait()` has returned.
+
+        Shapes and Cost: as `reduce_scatter_sum`.
+        """
+        return self._launch_reduce_scatter(x, label, "launch")
 
     @final
     def all_to_all(
@@ -272,8 +272,27 @@ class Communicator(ABC):
     def _launch_gather(self, x: Tensor, label: str, phase: Phase) -> Pending:
         call, sent = _call_of("all_gather", x, label), _bytes_of(x)
         moved = (self.size - 1) * sent.numel()
-        shape = (self.size, *x.shape)
-        return self._launch(call, phase, moved, moved, self.size - 1, x.dtype, shape, lambda: self._gather(call, sent))
+        return self._launch(
+            call,
+            phase,
+            (moved, moved, self.size - 1),
+            lambda: self._gather(call, sent),
+            lambda received: received.view(x.dtype).reshape(self.size, *x.shape),
+        )
+
+    def _launch_reduce_scatter(self, x: Tensor, label: str, phase: Phase) -> Pending:
+        call, sent = _call_of("reduce_scatter_sum", _summable(x), label), _bytes_of(x)
+        if x.dim() == 0 or x.shape[0] != self.size:
+            raise ShapeError(f"reduce_scatter_sum needs one row per rank ({self.size}), got shape {list(x.shape)}")
+        piece = sent.numel() // self.size
+        moved, even = (self.size - 1) * piece, [piece] * self.size
+        return self._launch(
+            call,
+            phase,
+            (moved, moved, self.size - 1),
+            lambda: self._exchange(call, sent, even, even),
+            lambda received: _sum_in_order(received.view(x.dtype).reshape(x.shape)),
+        )
 
     def _launch_exchange(
         self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], label: str, phase: Phase
@@ -292,12 +311,13 @@ class Communicator(ABC):
         return self._launch(
             call,
             phase,
-            row_bytes * sum(send[rank] for rank in others),
-            row_bytes * sum(recv[rank] for rank in others),
-            sum(send[rank] > 0 for rank in others),
-            x.dtype,
-            (sum(recv), *x.shape[1:]),
+            (
+                row_bytes * sum(send[rank] for rank in others),
+                row_bytes * sum(recv[rank] for rank in others),
+                sum(send[rank] > 0 for rank in others),
+            ),
             lambda: self._exchange(call, sent, [n * row_bytes for n in send], [n * row_bytes for n in recv]),
+            lambda received: received.view(x.dtype).reshape(sum(recv), *x.shape[1:]),
         )
 
     def _launch_send_receive(
@@ -309,7 +329,7 @@ class Communicator(ABC):
                     f"send_receive needs counts of 0 or more for ranks 0 to {self.size - 1} without rank {self.rank}, "
                     f"which is this one, got {dict(counts)}"
                 )
-        rows, received = sum(send_counts.values()), sum(recv_counts.values())
+        rows, expected = sum(send_counts.values()), sum(recv_counts.values())
         if x.dim() == 0 or x.shape[0] != rows:
             raise ShapeError(f"send_receive was given shape {list(x.shape)} but send_counts add up to {rows} rows")
         call, sent = _call_of("send_receive", x, label, rows_may_differ=True), _bytes_of(x)
@@ -321,36 +341,32 @@ class Communicator(ABC):
         return self._launch(
             call,
             phase,
-            rows * row_bytes,
-            received * row_bytes,
-            sum(n > 0 for n in send_counts.values()),
-            x.dtype,
-            (received, *x.shape[1:]),
+            (sum(send.values()), sum(recv.values()), len(send)),
             lambda: self._send_receive(call, sent, send, recv),
+            lambda received: received.view(x.dtype).reshape(expected, *x.shape[1:]),
         )
 
     def _launch(
         self,
         call: Call,
         phase: Phase,
-        sent: int,
-        received: int,
-        messages: int,
-        dtype: torch.dtype,
-        shape: tuple[int, ...],
+        traffic: tuple[int, int, int],
         start: Callable[[], Pending],
+        read: Callable[[Tensor], Tensor],
     ) -> Pending:
-        """Start an exchange; the tensor that its bytes are. A blocking call has waited when this returns."""
-        if phase == "call":
-            with self._counted(call, sent, received, messages):
-                value = start().wait()
-            return Pending(lambda: value.view(dtype).reshape(shape))
-        with self._counted(call, sent, received, messages, "launch"):
+        """Start an exchange whose bytes `read` understands; a blocking call has waited when this returns.
+
+        `traffic` is what it sends and receives, in bytes, and in how many messages.
+        """
+        with self._counted(call, *traffic, phase):
             pending = start()
+            if phase == "call":
+                value = read(pending.wait())
+                return Pending(lambda: value)
 
         def finish() -> Tensor:
             with self._counted(call, 0, 0, 0, "wait"):
-                return pending.wait().view(dtype).reshape(shape)
+                return read(pending.wait())
 
         return Pending(finish)
 

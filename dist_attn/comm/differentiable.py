@@ -3,18 +3,33 @@
 The loss is the sum of the ranks' losses. A backward pass exchanges too, so every rank must build the same graph and
 run backward, empty ranks included: mask what does not count, never skip the call. Whether `x` requires a gradient is
 therefore part of what the ranks must agree on.
+
+A launched exchange is two Functions with the local work between them: the backward pass of its wait launches the
+transposed exchange, the backward pass of its launch waits for it. autograd goes through nodes in the reverse of the
+order in which they were made, so what lies between them forward lies between them backward too.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, final
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from dist_attn.comm.base import Communicator
+from dist_attn.comm.base import Communicator, Pending
 
-__all__ = ["all_gather", "all_reduce_sum", "all_to_all", "broadcast", "reduce_scatter_sum", "send_receive"]
+__all__ = [
+    "Launched",
+    "all_gather",
+    "all_gather_start",
+    "all_reduce_sum",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter_sum",
+    "send_receive",
+    "send_receive_start",
+]
 
 
 def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
@@ -59,7 +74,8 @@ def send_receive(
 
     Shapes: x [sum of send_counts, ...] -> [sum of recv_counts, ...].
     """
-    return cast(Tensor, _SendReceive.apply(x, comm, dict(send_counts), dict(recv_counts), label))  # type: ignore[no-untyped-call]
+    counts = (dict(send_counts), dict(recv_counts))
+    return cast(Tensor, _SendReceive.apply(x, _thread(x), comm, *counts, label))  # type: ignore[no-untyped-call]
 
 
 def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") -> Tensor:
@@ -70,6 +86,34 @@ def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") ->
     return cast(Tensor, _Broadcast.apply(x, comm, source, label))  # type: ignore[no-untyped-call]
 
 
+def all_gather_start(comm: Communicator, x: Tensor, *, label: str = "") -> "Launched":
+    """Launch an `all_gather`; its backward pass likewise launches and waits."""
+    return _start(x, _Gather(comm, label))
+
+
+def send_receive_start(
+    comm: Communicator, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
+) -> "Launched":
+    """Launch a `send_receive`; its backward pass likewise launches and waits."""
+    return _start(x, _Rows(comm, label, dict(send_counts), dict(recv_counts)))
+
+
+@final
+class Launched:
+    """An exchange with gradients that is under way; wait for it once, on every rank."""
+
+    def __init__(self, token: Tensor, thread: Tensor, flight: "_Flight") -> None:
+        self.token, self._thread, self._flight = token, thread, flight
+
+    def wait(self) -> Tensor:
+        """What the exchange brings, connected to what was sent."""
+        return self.wait_from(self.token)
+
+    def wait_from(self, token: Tensor) -> Tensor:
+        """`wait`, for a token that came back through autograd."""
+        return cast(Tensor, _Wait.apply(token, self._thread, self._flight))  # type: ignore[no-untyped-call]
+
+
 class _Context(Protocol):
     """The part of autograd's context that is used here, with what the forward pass leaves in it."""
 
@@ -78,6 +122,21 @@ class _Context(Protocol):
     label: str
     counts: tuple[tuple[int, ...], tuple[int, ...]] | tuple[dict[int, int], dict[int, int]]
     source: int
+
+
+def _thread(x: Tensor) -> Tensor:
+    """Nothing, connected to `x`: kept for the backward pass in its place, it holds no memory."""
+    return x.reshape(-1)[:0].clone()
+
+
+def _on_thread(grad: Tensor, thread: Tensor) -> Tensor:
+    """The gradient, connected to what the forward pass sent, where the backward pass is to be differentiated itself.
+
+    A gradient may be a constant on one rank only, which a pass through the gradients' graph would then not go through.
+    """
+    if not torch.is_grad_enabled():
+        return grad
+    return torch.cat([grad.reshape(-1), thread.to(grad.dtype)]).reshape(grad.shape)
 
 
 def _remember(ctx: _Context, comm: Communicator, label: str) -> str:
@@ -132,14 +191,22 @@ class _AllToAll(Function):
 class _SendReceive(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, comm: Communicator, send: dict[int, int], recv: dict[int, int], label: str
+        ctx: Any,
+        x: Tensor,
+        thread: Tensor,
+        comm: Communicator,
+        send: dict[int, int],
+        recv: dict[int, int],
+        label: str,
     ) -> Tensor:
         ctx.counts = (recv, send)
+        ctx.save_for_backward(thread)
         return comm.send_receive(x, send, recv, label=_remember(ctx, comm, label))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return send_receive(ctx.comm, grad, *ctx.counts, label=ctx.label), None, None, None, None
+        grad = _on_thread(grad, *ctx.saved_tensors)
+        return send_receive(ctx.comm, grad, *ctx.counts, label=ctx.label), None, None, None, None, None
 
 
 class _Broadcast(Function):
@@ -153,3 +220,91 @@ class _Broadcast(Function):
         total = all_reduce_sum(ctx.comm, grad, label=ctx.label)
         here = torch.tensor(ctx.comm.rank == ctx.source, device=grad.device)
         return torch.where(here, total, torch.zeros_like(total)), None, None, None
+
+
+@dataclass(frozen=True)
+class _Gather:
+    comm: Communicator
+    label: str
+
+    def launch(self, x: Tensor, label: str) -> Pending:
+        return self.comm.all_gather_start(x, label=label)
+
+    def transposed(self) -> "_Exchange":
+        return _Scatter(self.comm, f"{self.label} backward".strip())
+
+
+@dataclass(frozen=True)
+class _Scatter:
+    comm: Communicator
+    label: str
+
+    def launch(self, x: Tensor, label: str) -> Pending:
+        return self.comm.reduce_scatter_sum_start(x, label=label)
+
+    def transposed(self) -> "_Exchange":
+        return _Gather(self.comm, f"{self.label} backward".strip())
+
+
+@dataclass(frozen=True)
+class _Rows:
+    comm: Communicator
+    label: str
+    send: dict[int, int]
+    recv: dict[int, int]
+
+    def launch(self, x: Tensor, label: str) -> Pending:
+        return self.comm.send_receive_start(x, self.send, self.recv, label=label)
+
+    def transposed(self) -> "_Exchange":
+        return _Rows(self.comm, f"{self.label} backward".strip(), self.recv, self.send)
+
+
+_Exchange = _Gather | _Scatter | _Rows
+
+
+@final
+class _Flight:
+    """One exchange from launch to wait, and the transposed one that the backward pass has launched."""
+
+    def __init__(self, exchange: _Exchange) -> None:
+        self.exchange = exchange
+        self.pending: Pending | None = None
+        self.back: Launched | None = None
+
+
+def _start(x: Tensor, exchange: _Exchange) -> Launched:
+    flight = _Flight(exchange)
+    return Launched(cast(Tensor, _Start.apply(x, flight)), _thread(x), flight)  # type: ignore[no-untyped-call]
+
+
+class _Start(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        label = flight.exchange.label
+        flight.pending = flight.exchange.launch(
+            x, f"{label} with gradient".strip() if ctx.needs_input_grad[0] else label
+        )
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, token: Tensor) -> Any:
+        # The gradient of the token is the token of the transposed exchange, which the backward pass of the wait made.
+        back = ctx.flight.back
+        ctx.flight.back = None
+        return back.wait_from(token), None
+
+
+class _Wait(Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, thread: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        ctx.save_for_backward(thread)
+        assert flight.pending is not None  # launched before there was a token
+        return flight.pending.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.flight.back = _start(_on_thread(grad, *ctx.saved_tensors), ctx.flight.exchange.transposed())
+        return ctx.flight.back.token, None, None

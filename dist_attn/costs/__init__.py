@@ -15,6 +15,7 @@ from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
 from dist_attn.costs.output import output_bytes
+from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
 __all__ = [
     "Estimate",
@@ -24,6 +25,8 @@ __all__ = [
     "MemoryPerRank",
     "MixerCosts",
     "Rates",
+    "ScanCost",
+    "ScanMessage",
     "SoftmaxAttention",
     "TokenFlops",
     "all_gather_bytes",
@@ -36,4 +39,6 @@ __all__ = [
     "parse_count",
     "read_model_costs",
     "reduce_scatter_bytes",
+    "scan_cost",
+    "scan_seconds",
 ]

@@ -1,6 +1,7 @@
 """What each exchange between ranks moves and how long it takes, as `dist_attn.comm` performs and counts them.
 
 Bytes are payload that one rank sends, as in `comm.traffic`. P is the number of ranks, |x| the bytes of a rank's tensor.
+The scans over ranks are in `costs.scans`.
 """
 
 from collections.abc import Sequence

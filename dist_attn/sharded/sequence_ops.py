@@ -14,6 +14,7 @@ from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
+from dist_attn.sharded.prefix_scan import Algorithm, Exchange
 from dist_attn.sharded.relative import sharded_relative_attention
 from dist_attn.sharded.ring_attention import ring_attention
 
@@ -31,12 +32,13 @@ class ShardedSequenceOps:
 
     `softmax` says how exact attention gets to all keys: by moving heads to ranks, which is even work and two exchanges
     ("reshuffle"), or by passing keys round, which holds two slices at most and takes P - 1 exchanges ("ring").
+    `exchange` is how carries travel, by name or with its details; all ways give the same result to rounding.
 
-    Making one is a call that every rank makes: the layouts are compared, in one small exchange unless they are those
-    of the one made before.
+    Making one is a call that every rank makes: layouts and exchanges are compared, in one small exchange unless they
+    are those of the one made before.
 
     Raises: ShapeError for a layout of another number of ranks, or a slice of another length than the layout says;
-        MismatchError on every rank where the layouts differ.
+        MismatchError on every rank where the layouts or the exchanges differ.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class ShardedSequenceOps:
         memory_layout: SequenceLayout | None = None,
         *,
         softmax: SoftmaxExchange = "reshuffle",
+        exchange: Exchange | Algorithm = "auto",
     ) -> None:
         for given in (layout, memory_layout):
             if given is not None and given.size != comm.size:
@@ -54,8 +57,9 @@ class ShardedSequenceOps:
                 raise InputError("this layout has document boundaries; sharded operations take one unbroken sequence")
         self._comm, self._layout, self._softmax = comm, layout, softmax
         self._memory = layout if memory_layout is None else memory_layout
+        self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
-        comm.agree_on("layout", f"{layout.digest} {self._memory.digest}")
+        comm.agree_on("layout and exchange", f"{layout.digest} {self._memory.digest} {softmax} {self._exchange}")
 
     def linear_attention(
         self,
@@ -86,6 +90,7 @@ class ShardedSequenceOps:
             causal=causal,
             state=state,
             denominator=denominator,
+            exchange=self._exchange,
         )
 
     def relative_attention(

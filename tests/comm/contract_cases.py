@@ -186,12 +186,14 @@ def exchanges_while_working(comm: Communicator) -> None:
     """All-to-alls and sparse steps may be under way together and be waited for in any order and more than once."""
     rows, receive = rows_of(comm, 2)
     sparse = passed_rows(comm.size, 3)
+    scattered = comm.reduce_scatter_sum_start(brought(comm.rank, comm.size, 3))
     first = comm.all_to_all_start(rows[comm.rank], sends_of(comm), receive)
     second = comm.send_receive_start(sparse[comm.rank], *pass_counts(comm))
     third = comm.send_receive_start(-sparse[comm.rank], *pass_counts(comm))
     assert_close(third.wait(), -passed_on(sparse, comm.rank), kind="exact")
     assert_close(second.wait(), passed_on(sparse, comm.rank), kind="exact")
     assert_close(first.wait(), exchanged(rows, comm.rank), kind="exact")
+    assert_close(scattered.wait(), ordered_sum(everyone(comm, comm.size, 3))[comm.rank], kind="exact")
     assert first.wait() is first.wait()
 
 
@@ -340,6 +342,18 @@ def differentiates_each_exchange(comm: Communicator) -> None:
             lambda xs, rank: torch.stack(xs).sum(0)[rank],
         ),
         ("broadcast", whole, lambda x: differentiable.broadcast(comm, x, last), lambda xs, _: xs[last] + 0 * sum(xs)),
+        (
+            "all_gather_start",
+            whole,
+            lambda x: differentiable.all_gather_start(comm, x).wait(),
+            lambda xs, _: torch.stack(xs),
+        ),
+        (
+            "send_receive_start",
+            sparse,
+            lambda x: differentiable.send_receive_start(comm, x, *pass_counts(comm)).wait(),
+            passed_on,
+        ),
         ("send_receive", sparse, lambda x: differentiable.send_receive(comm, x, *pass_counts(comm)), passed_on),
         ("all_to_all", rows, lambda x: differentiable.all_to_all(comm, x, sends_of(comm), receive), exchanged),
     ]
@@ -359,6 +373,40 @@ def differentiates_each_exchange(comm: Communicator) -> None:
         assert_close(grad, wants[comm.rank], kind="gradient", what=f"{name} gradient")
         (twice,) = torch.autograd.grad((grad**2).sum(), mine)
         assert_close(twice, second[comm.rank], kind="gradient", what=f"{name} second gradient")
+
+
+def works_between_launch_and_wait(comm: Communicator) -> None:
+    """Local work between the launch and the wait of an exchange with gradients lies there backward too."""
+    x = brought(comm.rank, 3).requires_grad_(True)
+    comm.traffic.clear()
+    launched = differentiable.all_gather_start(comm, x, label="carry")
+    local = Marked.apply(x, comm)
+    (launched.wait().sum() + local.sum()).backward()
+    assert comm.traffic.order() == [
+        "carry with gradient launch",
+        "local mark",
+        "carry with gradient wait",
+        "carry backward launch",
+        "local backward mark",
+        "carry backward wait",
+    ]
+    assert x.grad is not None
+    assert_close(x.grad, torch.full_like(x, 1.0 + comm.size))
+
+
+class Marked(torch.autograd.Function):
+    """The identity, with a mark in the traffic log where it happens."""
+
+    @staticmethod
+    def forward(ctx, x, comm):
+        ctx.comm = comm
+        comm.traffic.mark("local")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.comm.traffic.mark("local backward")
+        return grad, None
 
 
 def differentiates_on_empty_ranks(comm: Communicator) -> None:
@@ -428,6 +476,7 @@ CASES: dict[str, Case] = {
         logs_calls_in_order,
         measures_exposed_time,
         differentiates_each_exchange,
+        works_between_launch_and_wait,
         differentiates_on_empty_ranks,
         differentiates_in_any_precision,
         stays_out_of_graphs_without_gradients,

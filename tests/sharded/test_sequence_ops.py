@@ -189,7 +189,7 @@ def test_ranks_with_different_layouts_are_told(kind):
     """Every rank learns that the layouts differ before anything is computed; one that has not changed costs nothing."""
     for calls, words in run_ranks(kind, _layout_of_ones_own, 2):
         assert calls == 1
-        assert "the layout of rank 0 and of rank 1 differ" in words
+        assert "the layout and exchange of rank 0 and of rank 1 differ" in words
 
 
 def test_slices_and_layouts_that_do_not_fit_are_named():

@@ -1,0 +1,117 @@
+"""The exclusive scan of states over ranks: one interface, several exchanges, the same result to rounding."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, final, get_args
+
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.errors import ConfigError
+from dist_attn.ops import LinearState
+from dist_attn.sharded.prefix_scan import gather, log_step, pair, pipelined_ring, serial_ring, two_level
+from dist_attn.sharded.prefix_scan.element import pack, unpack
+
+__all__ = ["Algorithm", "Exchange", "RunningScan", "exclusive_scan", "exclusive_scan_start"]
+
+Algorithm = Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How states travel between ranks; equal on all ranks.
+
+    `pieces` is into how many parts the pipelined ring cuts a state; `hosts` are the ranks of each host for the
+    two-level exchange.
+
+    Raises: ConfigError for an unknown algorithm, no pieces, or two levels without hosts.
+    """
+
+    algorithm: Algorithm = "auto"
+    pieces: int = 4
+    hosts: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.algorithm not in get_args(Algorithm):
+            raise ConfigError(
+                f"exchange {self.algorithm!r} is unknown; use one of {', '.join(map(str, get_args(Algorithm)))}"
+            )
+        if self.pieces < 1:
+            raise ConfigError(f"a ring in {self.pieces} pieces was asked for; it needs 1 or more")
+
+    def resolved(self, ranks: int, columns: int) -> "Exchange":
+        """This exchange with `auto` replaced by what suits a message of so many columns."""
+        if self.algorithm != "auto":
+            return self
+        return replace(self, algorithm="pair" if ranks == 2 else "gather" if ranks <= 8 else "log_step")
+
+
+@final
+class RunningScan:
+    """A scan that is under way; `wait` on every rank, once."""
+
+    def __init__(self, finish: Callable[[], tuple[LinearState, LinearState]]) -> None:
+        self._finish = finish
+
+    def wait(self) -> tuple[LinearState, LinearState]:
+        """The state before this rank's first token and the one after the last token of all ranks."""
+        return self._finish()
+
+
+def exclusive_scan(
+    comm: Communicator, element: LinearState, initial: LinearState | None = None, exchange: Exchange | None = None
+) -> tuple[LinearState, LinearState]:
+    """The state before this rank's first token and the one after the last token of all ranks.
+
+    `element` is what this rank's tokens leave behind by themselves, `initial` the state before the first global token,
+    equal on all ranks. Every rank takes part, forward and backward; gradients of `initial` are this rank's share.
+
+    Cost: with |x| = 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64), that of the exchange: see the
+        `start` of each algorithm and `costs.scan_cost`. One rank alone exchanges nothing.
+    """
+    return exclusive_scan_start(comm, element, initial, exchange).wait()
+
+
+def exclusive_scan_start(
+    comm: Communicator, element: LinearState, initial: LinearState | None = None, exchange: Exchange | None = None
+) -> RunningScan:
+    """Launch an `exclusive_scan`: what its algorithm can send before it has received anything is under way."""
+    first = _on_first_rank(comm, element, initial)
+    if comm.size == 1:
+        return RunningScan(lambda: (first, first.combine(element)))
+    packed_BHX = pack(first.combine(element))
+    chosen = (exchange or Exchange()).resolved(comm.size, packed_BHX.shape[-1])
+    finish = _starter(chosen)(comm, packed_BHX)
+
+    def states() -> tuple[LinearState, LinearState]:
+        # Through one tensor: whichever of the two a loss depends on, its gradient goes through the whole exchange.
+        before_BHX, after_BHX = torch.stack(finish()).unbind(0)
+        return first.combine(unpack(before_BHX, element)), unpack(after_BHX, element)
+
+    return RunningScan(states)
+
+
+def _on_first_rank(comm: Communicator, element: LinearState, initial: LinearState | None) -> LinearState:
+    """`initial` on rank 0 and the identity elsewhere, in the same graph."""
+    if initial is None:
+        batch, heads, features, values = element.s_BHMV.shape
+        dtype, device = element.s_BHMV.dtype, element.s_BHMV.device
+        return LinearState.identity(batch, heads, features, values, dtype=dtype, device=device)
+    here = torch.tensor(comm.rank == 0, device=element.s_BHMV.device)
+    return LinearState(*(torch.where(here, t, torch.zeros_like(t)) for t in initial.tensors()))
+
+
+def _starter(
+    exchange: Exchange,
+) -> Callable[[Communicator, torch.Tensor], Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+    if exchange.algorithm == "two_level":
+        return partial(two_level.start, hosts=exchange.hosts)
+    if exchange.algorithm == "pipelined_ring":
+        return partial(pipelined_ring.start, pieces=exchange.pieces)
+    return {
+        "pair": pair.start,
+        "gather": gather.start,
+        "log_step": log_step.start,
+        "serial_ring": serial_ring.start,
+    }[exchange.algorithm]

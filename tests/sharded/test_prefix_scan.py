@@ -1,0 +1,197 @@
+"""Every exchange of the scan over ranks against a left fold on one rank: states, gradients, and what is refused."""
+
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ConfigError
+from dist_attn.ops import LinearState
+from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
+from tests.support.attention import weighted_sum
+from tests.support.closeness import assert_close
+from tests.support.ranks import run_ranks
+
+Depends = Literal["before", "after", "both"]
+SIZES = range(1, 9)
+
+
+def states(size: int) -> tuple[list[LinearState], LinearState]:
+    """What each rank contributes, and the initial state, with leaves that require gradients."""
+    generator = torch.Generator().manual_seed(size)
+
+    def one() -> LinearState:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+        tensors = normal(2, 3, 4, 3), normal(2, 3, 4), normal(2, 3).abs(), -normal(2, 3).abs() / 4
+        return LinearState(*(t.requires_grad_() for t in tensors), torch.zeros(2, 3, dtype=torch.bool))
+
+    return [one() for _ in range(size)], one()
+
+
+def floats(state: LinearState) -> tuple[torch.Tensor, ...]:
+    """The fields that have gradients."""
+    return state.tensors()[:4]
+
+
+def loss_of(before: LinearState, after: LinearState, rank: int, depends: Depends) -> torch.Tensor:
+    """A loss of one rank, in which both results or one of them counts."""
+    parts = {"before": floats(before), "after": floats(after), "both": (*floats(before), *floats(after))}[depends]
+    return weighted_sum(*(t.sin() for t in parts), seed=rank)
+
+
+def expected(size: int, depends: Depends):
+    """Prefixes, the last of which is the total, and all gradients by plain folds."""
+    elements, initial = states(size)
+    prefixes = [initial]
+    for element in elements:
+        prefixes.append(prefixes[-1].combine(element))
+    losses = [loss_of(prefixes[rank], prefixes[-1], rank, depends) for rank in range(size)]
+    leaves = [t for state in (*elements, initial) for t in floats(state)]
+    return prefixes, torch.autograd.grad(torch.stack(losses).sum(), leaves, materialize_grads=True)
+
+
+def on_a_rank(comm: Communicator, exchange: Exchange, depends: Depends, with_initial: bool = True):
+    """Results of one rank, gradients of its element and its share of those of the initial state."""
+    elements, initial = states(comm.size)
+    element = elements[comm.rank]
+    before, after = exclusive_scan(comm, element, initial if with_initial else None, exchange)
+    leaves = [*floats(element), *floats(initial)]
+    grads = torch.autograd.grad(loss_of(before, after, comm.rank, depends), leaves, materialize_grads=True)
+    return [t.detach() for t in floats(before)], [t.detach() for t in floats(after)], list(grads)
+
+
+def check(kind: str, exchange: Exchange, size: int, depends: Depends = "both") -> None:
+    """Compare all ranks with the fold."""
+    prefixes, grads = expected(size, depends)
+    ranks = run_ranks(kind, partial(on_a_rank, exchange=exchange, depends=depends), size)
+    for rank, (before, after, own) in enumerate(ranks):
+        for got, want in zip((*before, *after), (*floats(prefixes[rank]), *floats(prefixes[-1])), strict=True):
+            assert_close(got, want, kind="state", what=f"rank {rank}")
+        for got, want in zip(own[:4], grads[4 * rank : 4 * rank + 4], strict=True):
+            assert_close(got, want, kind="gradient", what=f"rank {rank}")
+    for number, want in enumerate(grads[-4:]):
+        got = torch.stack([own[4 + number] for _, _, own in ranks]).sum(0)
+        assert_close(got, want, kind="gradient", what="initial")
+
+
+def hosts(*sizes: int) -> tuple[tuple[int, ...], ...]:
+    """Hosts of so many ranks."""
+    edges = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    return tuple(tuple(range(a, b)) for a, b in pairwise(edges))
+
+
+EXCHANGES = [
+    *(Exchange(name) for name in ("auto", "gather", "log_step", "serial_ring")),
+    *(Exchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 50)),
+]
+TWO_LEVELS = [(1,), (3,), (1, 1), (2, 2), (3, 1), (1, 2, 4), (2, 2, 2), (4, 4), (1, 1, 1, 1, 1)]
+
+
+def name_of(exchange: Exchange) -> str:
+    """For the list of tests."""
+    return f"{exchange.algorithm}-{exchange.pieces}"
+
+
+@pytest.mark.parametrize("depends", ["before", "after", "both"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
+def test_every_exchange_is_the_fold(exchange: Exchange, size: int, depends: Depends) -> None:
+    """Each exchange gives the states and gradients of a left fold, for any number of ranks and whatever is used."""
+    check("simulated", exchange, size, depends)
+
+
+@pytest.mark.parametrize("depends", ["before", "after", "both"])
+def test_a_pair(depends: Depends) -> None:
+    """Two ranks that swap their states have the fold's results and gradients."""
+    check("simulated", Exchange("pair"), 2, depends)
+
+
+@pytest.mark.parametrize("depends", ["before", "after", "both"])
+@pytest.mark.parametrize("sizes", TWO_LEVELS, ids=str)
+def test_two_levels(sizes: tuple[int, ...], depends: Depends) -> None:
+    """Hosts of equal or different size give the fold's results and gradients."""
+    check("simulated", Exchange("two_level", hosts=hosts(*sizes)), sum(sizes), depends)
+
+
+def over_processes(comm: Communicator):
+    """Every exchange on one group of processes."""
+    exchanges = [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 1))]
+    return [on_a_rank(comm, exchange, "both") for exchange in exchanges]
+
+
+def test_over_processes() -> None:
+    """Real processes over gloo give for every exchange what simulated ranks give, bit for bit."""
+    for simulated, processes in zip(
+        run_simulated(over_processes, 3), run_ranks("gloo", over_processes, 3), strict=True
+    ):
+        for one, other in zip(simulated, processes, strict=True):
+            for got, want in zip((*other[0], *other[1], *other[2]), (*one[0], *one[1], *one[2]), strict=True):
+                assert_close(got, want, kind="exact")
+
+
+@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 1))], ids=name_of)
+def test_without_an_initial_state(exchange: Exchange) -> None:
+    """Without an initial state the first rank begins from nothing."""
+    elements, _ = states(3)
+    ranks = run_simulated(partial(on_a_rank, exchange=exchange, depends="both", with_initial=False), 3)
+    assert all(t.abs().max() == 0 for t in ranks[0][0])
+    for _, after, _ in ranks:
+        assert_close(after[0], LinearState.fold(elements).s_BHMV, kind="state")
+
+
+@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 2, 1))], ids=name_of)
+def test_second_derivatives(exchange: Exchange) -> None:
+    """Gradients of gradients through each exchange are those of the fold."""
+    size = 5
+
+    def body(comm: Communicator) -> list[torch.Tensor]:
+        elements, initial = states(size)
+        element = elements[comm.rank]
+        results = exclusive_scan(comm, element, initial, exchange)
+        loss = loss_of(*results, comm.rank, "both")
+        grads = torch.autograd.grad(loss, floats(element), create_graph=True)
+        return list(torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), floats(element)))
+
+    leaves, initial = states(size)
+    prefixes = [initial]
+    for element in leaves:
+        prefixes.append(prefixes[-1].combine(element))
+    loss = torch.stack([loss_of(prefixes[rank], prefixes[-1], rank, "both") for rank in range(size)]).sum()
+    flat = [t for state in leaves for t in floats(state)]
+    grads = torch.autograd.grad(loss, flat, create_graph=True)
+    want = torch.autograd.grad(torch.stack([g.square().sum() for g in grads]).sum(), flat)
+    for rank, got in enumerate(run_simulated(body, size)):
+        for one, other in zip(got, want[4 * rank : 4 * rank + 4], strict=True):
+            assert_close(one, other, kind="gradient", what=f"rank {rank}")
+
+
+@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level", hosts=hosts(2, 2))], ids=name_of)
+def test_the_future_does_not_reach_back(exchange: Exchange) -> None:
+    """NaN in a later rank's state leaves the states before it bitwise as they were."""
+
+    def body(comm: Communicator, spoiled: bool) -> torch.Tensor:
+        elements, initial = states(comm.size)
+        element = elements[comm.rank].detach()
+        if spoiled and comm.rank == 2:
+            element = LinearState(*(t * float("nan") if t.is_floating_point() else t for t in element.tensors()))
+        return exclusive_scan(comm, element, initial.detach(), exchange)[0].s_BHMV
+
+    clean, spoiled = (run_simulated(partial(body, spoiled=spoiled), 4) for spoiled in (False, True))
+    for rank in range(3):
+        assert_close(spoiled[rank], clean[rank], kind="exact")
+    assert spoiled[3].isnan().all()
+
+
+def test_what_is_refused() -> None:
+    """Unknown exchanges, a pair of three, no pieces and hosts that do not fit are errors that name what was given."""
+    for bad in ({"algorithm": "telepathy"}, {"pieces": 0}):
+        with pytest.raises(ConfigError, match=r"telepathy|0 pieces"):
+            Exchange(**bad)
+    for exchange in (Exchange("pair"), Exchange("two_level"), Exchange("two_level", hosts=((0, 2), (1,)))):
+        with pytest.raises(ConfigError, match=r"there are 3|consecutive ranks"):
+            run_simulated(partial(on_a_rank, exchange=exchange, depends="both"), 3)
