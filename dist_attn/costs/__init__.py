@@ -14,6 +14,7 @@ from dist_attn.costs.exchanges import (
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
+from dist_attn.costs.operations import diagonal_scan_bytes, reshuffle_back_bytes, reshuffle_bytes
 from dist_attn.costs.output import output_bytes
 from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
@@ -34,6 +35,7 @@ __all__ = [
     "all_reduce_bytes",
     "all_to_all_bytes",
     "broadcast_bytes",
+    "diagonal_scan_bytes",
     "estimate",
     "output_bytes",
     "parse_count",
@@ -41,4 +43,6 @@ __all__ = [
     "reduce_scatter_bytes",
     "scan_cost",
     "scan_seconds",
+    "reshuffle_back_bytes",
+    "reshuffle_bytes",
 ]

@@ -2,13 +2,16 @@
 
 from dist_attn.ops.convolution import convolve, convolve_streaming
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import fourier_mix
 from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_step
+from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import relative_attention, relative_attention_step
 from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
 from dist_attn.ops.state import LinearState
+from dist_attn.ops.token_mixing import mix_tokens
 from dist_attn.ops.watch import Watch, current_watch, watching
 
 __all__ = [
@@ -22,9 +25,12 @@ __all__ = [
     "convolve",
     "convolve_streaming",
     "current_watch",
+    "diagonal_scan",
     "fourier_mix",
     "linear_attention",
     "linear_attention_step",
+    "long_convolve",
+    "mix_tokens",
     "relative_attention",
     "relative_attention_step",
     "softmax_attention",

@@ -12,12 +12,15 @@ import torch
 from dist_attn.errors import ShapeError
 from dist_attn.ops.convolution import convolve, convolve_streaming
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix
 from dist_attn.ops.linear_attention import linear_attention
+from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import relative_attention
 from dist_attn.ops.softmax_attention import softmax_attention
 from dist_attn.ops.state import LinearState
+from dist_attn.ops.token_mixing import Activation, mix_tokens
 
 __all__ = ["LocalSequenceOps", "SequenceOps"]
 
@@ -64,6 +67,31 @@ class SequenceOps(Protocol):
     def convolve_streaming(
         self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def long_convolve(
+        self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+    def diagonal_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def mix_tokens(
+        self,
+        x_BLD: torch.Tensor,
+        w_in_LS: torch.Tensor,
+        w_out_SL: torch.Tensor,
+        *,
+        bias_in_S: torch.Tensor | None = None,
+        bias_out_L: torch.Tensor | None = None,
+        activation: Activation = "gelu_tanh",
+    ) -> torch.Tensor: ...
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
 
@@ -140,6 +168,37 @@ class LocalSequenceOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.convolve_streaming`."""
         return convolve_streaming(x_BLD, w_KD, tail_BKD)
+
+    def long_convolve(
+        self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.long_convolve`."""
+        return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+
+    def diagonal_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.diagonal_scan`."""
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def mix_tokens(
+        self,
+        x_BLD: torch.Tensor,
+        w_in_LS: torch.Tensor,
+        w_out_SL: torch.Tensor,
+        *,
+        bias_in_S: torch.Tensor | None = None,
+        bias_out_L: torch.Tensor | None = None,
+        activation: Activation = "gelu_tanh",
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.mix_tokens`."""
+        return mix_tokens(x_BLD, w_in_LS, w_out_SL, bias_in_S=bias_in_S, bias_out_L=bias_out_L, activation=activation)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `dist_attn.ops.fourier_mix`."""

@@ -10,13 +10,17 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, LinearState
 from dist_attn.ops.fourier import FourierNorm
+from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.carry_scan import sharded_linear_attention
+from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
+from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange
 from dist_attn.sharded.relative import sharded_relative_attention
 from dist_attn.sharded.ring_attention import ring_attention
+from dist_attn.sharded.token_mixing import sharded_mix_tokens
 
 __all__ = ["ShardedSequenceOps", "SoftmaxExchange"]
 
@@ -137,6 +141,49 @@ class ShardedSequenceOps:
         """See `sharded.fourier.sharded_fourier_mix`."""
         self._check("tokens", x_BLD.shape[1], self._layout)
         return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
+
+    def long_convolve(
+        self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `sharded.long_convolution.sharded_long_convolve`."""
+        self._check("tokens", x_BLD.shape[1], self._layout)
+        return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+
+    def diagonal_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sharded.diagonal.sharded_diagonal_scan`."""
+        self._check("tokens", u_BLD.shape[1], self._layout)
+        return sharded_diagonal_scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def mix_tokens(
+        self,
+        x_BLD: torch.Tensor,
+        w_in_LS: torch.Tensor,
+        w_out_SL: torch.Tensor,
+        *,
+        bias_in_S: torch.Tensor | None = None,
+        bias_out_L: torch.Tensor | None = None,
+        activation: Activation = "gelu_tanh",
+    ) -> torch.Tensor:
+        """See `sharded.token_mixing.sharded_mix_tokens`; the weights are those of all tokens."""
+        self._check("tokens", x_BLD.shape[1], self._layout)
+        return sharded_mix_tokens(
+            self._comm,
+            self._layout,
+            x_BLD,
+            w_in_LS,
+            w_out_SL,
+            bias_in_S=bias_in_S,
+            bias_out_L=bias_out_L,
+            activation=activation,
+        )
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `sharded.halo.sharded_convolve`."""

@@ -80,6 +80,15 @@ def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicat
     return Case({"x": ((BATCH,), 3)}, replicated, run)
 
 
+def _diagonal() -> Case:
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        a, b, c, state = (torch.view_as_complex(x[name]) for name in ("a", "b", "c", "state"))
+        out, after = ops.diagonal_scan(x["x"], a, b, c, state=state)
+        return out, torch.view_as_real(after)
+
+    return _tokens(run, a=(3, 2, 2), b=(3, 2, 2), c=(3, 2, 2), state=(BATCH, 3, 2, 2))
+
+
 KERNEL_CASES = {
     "linear": _linear(causal=True, gated=False, given_state=False),
     "linear, gated, from a state": _linear(causal=True, gated=True, given_state=True),
@@ -97,6 +106,13 @@ CASES = KERNEL_CASES | {
         lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
     ),
     "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
+    "long convolution": _tokens(
+        lambda ops, x: (ops.long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"]),), k=(7, 3), ahead=(2, 3)
+    ),
+    "token mixing": _tokens(
+        lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
+    ),
+    "diagonal scan": _diagonal(),
     "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
 }
 

@@ -1,0 +1,31 @@
+"""What one rank sends in each sharded operation that mixes along the sequence, forward; backward sends as much.
+
+Letters are the glossary's: B batch, L tokens, D channels, N modes, P ranks. `numbers_bytes` are those of one token in
+one column: B times the size of an element for channels.
+"""
+
+from collections.abc import Sequence
+
+from dist_attn.costs.exchanges import all_gather_bytes
+
+__all__ = ["diagonal_scan_bytes", "reshuffle_back_bytes", "reshuffle_bytes"]
+
+
+def reshuffle_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
+    """From tokens to columns: L local tokens of the columns that other ranks take."""
+    return lengths[rank] * (columns - _own_columns(columns, len(lengths), rank)) * numbers_bytes
+
+
+def reshuffle_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
+    """From columns to tokens: the other ranks' tokens of this rank's columns."""
+    return (sum(lengths) - lengths[rank]) * _own_columns(columns, len(lengths), rank) * numbers_bytes
+
+
+def diagonal_scan_bytes(batch: int, channels: int, modes: int, ranks: int, *, real_bytes: int = 4) -> int:
+    """(P - 1) 2 B D N real numbers: a complex state, whatever the length."""
+    return all_gather_bytes(2 * real_bytes * batch * channels * modes, ranks)
+
+
+def _own_columns(columns: int, ranks: int, rank: int) -> int:
+    share, extra = divmod(columns, ranks)
+    return share + (rank < extra)

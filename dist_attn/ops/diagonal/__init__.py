@@ -1,0 +1,7 @@
+"""The diagonal state-space recurrence: the oracle, and the chunked form with a backward pass of bounded memory."""
+
+from dist_attn.ops.diagonal.chunked import absorb_inputs, diagonal_scan, state_types
+from dist_attn.ops.diagonal.naive import diagonal_scan_naive
+from dist_attn.ops.diagonal.powers import power
+
+__all__ = ["absorb_inputs", "diagonal_scan", "diagonal_scan_naive", "power", "state_types"]

@@ -1,0 +1,6 @@
+"""Convolution with a kernel as long as the sequence: the oracle and the form by the fast Fourier transform."""
+
+from dist_attn.ops.long_convolution.fft import long_convolve
+from dist_attn.ops.long_convolution.naive import long_convolve_naive
+
+__all__ = ["long_convolve", "long_convolve_naive"]

@@ -1,0 +1,67 @@
+"""Token mixing by two matrix products along the sequence, with weights shared by all channels."""
+
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import InputError, ShapeError
+
+__all__ = ["Activation", "check_token_weights", "mix_tokens"]
+
+Activation = Literal["gelu_tanh", "gelu", "relu"]
+
+
+def mix_tokens(
+    x_BLD: torch.Tensor,
+    w_in_LS: torch.Tensor,
+    w_out_SL: torch.Tensor,
+    *,
+    bias_in_S: torch.Tensor | None = None,
+    bias_out_L: torch.Tensor | None = None,
+    activation: Activation = "gelu_tanh",
+) -> torch.Tensor:
+    """The MLP that MLP-Mixer applies to every channel over the tokens: w_out^T act(w_in^T x + b_in) + b_out.
+
+    Every token sees every other; the length is that of the weights.
+
+    Shapes: x [B, L, D], w_in [L, S], w_out [S, L], bias_in [S], bias_out [L] -> [B, L, D] in x's dtype.
+    Raises: ShapeError when they do not fit together; InputError for another activation.
+    Reference: A Unified View of Long-Sequence Models, Eq. 12 (with the GELU that it leaves out).
+    """
+    if x_BLD.dim() != 3:
+        raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
+    check_token_weights(x_BLD.shape[1], w_in_LS, w_out_SL, bias_in_S, bias_out_L)
+    if activation not in get_args(Activation):
+        raise InputError(f"activation {activation!r} was given; there are {', '.join(get_args(Activation))}")
+    dtype = x_BLD.dtype
+    h_BSD = w_in_LS.to(dtype).T @ x_BLD
+    if bias_in_S is not None:
+        h_BSD = h_BSD + bias_in_S.to(h_BSD.dtype)[:, None]
+    if activation == "relu":
+        h_BSD = F.relu(h_BSD)
+    else:
+        h_BSD = F.gelu(h_BSD, approximate="tanh" if activation == "gelu_tanh" else "none")
+    y_BLD = w_out_SL.to(h_BSD.dtype).T @ h_BSD
+    if bias_out_L is not None:
+        y_BLD = y_BLD + bias_out_L.to(y_BLD.dtype)[:, None]
+    return y_BLD.to(dtype)
+
+
+def check_token_weights(
+    length: int,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    bias_in: torch.Tensor | None,
+    bias_out: torch.Tensor | None,
+) -> None:
+    """Raises ShapeError in words when weights and biases are not those of `length` tokens."""
+    hidden = w_in.shape[1] if w_in.dim() == 2 else 0
+    wanted = {"w_in": (length, hidden), "w_out": (hidden, length), "bias_in": (hidden,), "bias_out": (length,)}
+    given = {"w_in": w_in, "w_out": w_out, "bias_in": bias_in, "bias_out": bias_out}
+    shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
+    if any(shape != wanted[name] for name, shape in shapes.items()):
+        raise ShapeError(
+            f"the weights have shapes {shapes}; for {length} tokens w_in is [{length}, S], w_out [S, {length}], "
+            f"bias_in [S] and bias_out [{length}]"
+        )
