@@ -1,7 +1,9 @@
 """`python -m service`: the API process. Flags for what differs between starts; a file and the environment for all."""
 
 import argparse
+import asyncio
 import logging
+import math
 import os
 import signal
 import socket
@@ -18,26 +20,40 @@ from dist_attn.wire.sockets import check_address
 from service.app import create_app
 from service.auth import KeyRing
 from service.http_protocol import bounded_protocol
+from service.limits import OpenRequests
 from service.logs import LibraryLogs, make_log
 from service.served_model import ServedModel
 from service.settings import Settings
 
-__all__ = ["main", "serve", "server_config"]
+__all__ = ["ApiServer", "main", "serve", "server_config"]
 
 USAGE_ERROR = 2
+LOOK_SECONDS = 0.1
 
 
-class _AnnouncingServer(uvicorn.Server):
-    """Says where it listens once it really does."""
+class ApiServer(uvicorn.Server):
+    """Says where it listens once it really does, and listens until nothing is under way any more."""
 
-    def __init__(self, config: uvicorn.Config, announcement: str) -> None:
+    def __init__(self, config: uvicorn.Config, app: FastAPI, announcement: str = "") -> None:
         super().__init__(config)
+        self._open_requests: OpenRequests = app.state.open_requests
         self._announcement = announcement
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
         await super().startup(sockets=sockets)
-        if self.started:
+        if self.started and self._announcement:
             print(self._announcement, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let open streams finish first; meanwhile /readyz says that this process stops, and new work is refused."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (self.config.timeout_graceful_shutdown or 0)
+        self._open_requests.close()
+        while not self.force_exit and clock() < deadline and not await self._open_requests.drained(LOOK_SECONDS):
+            pass
+        self.config.timeout_graceful_shutdown = max(0, math.ceil(deadline - clock()))
+        await super().shutdown(sockets=sockets)
 
 
 def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
@@ -71,9 +87,11 @@ def serve(settings: Settings) -> int:
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: a host that is no name, such as one with a part of more than 63 characters
         print(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}; choose another with --port",
+            f"cannot listen on {settings.host}:{settings.port}: {getattr(error, 'strerror', error)}; choose another "
+            "with --host and --port",
             file=sys.stderr,
         )
         return USAGE_ERROR
@@ -82,10 +100,10 @@ def serve(settings: Settings) -> int:
         print(f"warning: {host} is open to the network and asks for no key; see http.api_keys", file=sys.stderr)
     log = make_log(level=settings.log_level)
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryLogs(log)])
-    config = server_config(settings, create_app(settings, log=log))
+    app = create_app(settings, log=log)
     place = f"[{host}]" if ":" in host else host
     announcement = f"listening on http://{place}:{port}  model {model.id}  (stop with Ctrl-C)"
-    server = _AnnouncingServer(config, announcement)
+    server = ApiServer(server_config(settings, app), app, announcement)
     # uvicorn raises the signal again once everything is closed: then this exit is a clean one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:

@@ -55,6 +55,7 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
     """
     log = log or make_log(level=settings.log_level)
     metrics, keys = Metrics(), KeyRing.read(settings)
+    open_requests = OpenRequests(settings.open_requests)
     port = engine or ZmqEnginePort(
         settings.api_address,
         stream_limits(settings),
@@ -69,7 +70,7 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
             ThreadPoolExecutor(settings.threads, thread_name_prefix="work") as threads,
             ThreadPoolExecutor(1, thread_name_prefix="disk") as disk,
         ):
-            services = _services(settings, port, metrics, threads, disk)
+            services = _services(settings, port, metrics, open_requests, threads, disk)
             metrics.watch(services.gauges, version=__version__, model=services.model.id)
             await port.start()
             try:
@@ -77,7 +78,7 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
             finally:
                 await port.close()
                 # what was cut off still writes its last words and gives its spools back
-                await services.open_requests.drained(FAREWELL_SECONDS)
+                await open_requests.drained(FAREWELL_SECONDS)
 
     app = FastAPI(
         title="dist-attn",
@@ -97,7 +98,9 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
     )
     envelope = Envelope(log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port))
     app.add_middleware(envelope.around)
+    # what the server below the app, which sees broken requests and the end first, needs of it
     app.state.refused = envelope.refused
+    app.state.open_requests = open_requests
     for family in ROUTERS:
         app.include_router(family.router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
@@ -121,7 +124,12 @@ def _whereabouts(engine: EnginePort) -> dict[str, Any]:
 
 
 def _services(
-    settings: Settings, engine: EnginePort, metrics: Metrics, threads: ThreadPoolExecutor, disk: ThreadPoolExecutor
+    settings: Settings,
+    engine: EnginePort,
+    metrics: Metrics,
+    open_requests: OpenRequests,
+    threads: ThreadPoolExecutor,
+    disk: ThreadPoolExecutor,
 ) -> Services:
     """Read the model folder and put the parts together."""
     model = ServedModel.read(settings.model)
@@ -139,7 +147,7 @@ def _services(
         completions=CompletionService(settings, engine, watch, tokeniser),
         documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
-        open_requests=OpenRequests(settings.open_requests),
+        open_requests=open_requests,
         budget=budget,
         metrics=metrics,
         threads=threads,

@@ -19,7 +19,8 @@ __all__ = ["ADMIN_ROUTES", "OPEN_ROUTES", "KeyRing"]
 OPEN_ROUTES = frozenset({"/livez", "/readyz"})
 ADMIN_ROUTES = frozenset({"/metrics", "/v1/status"})
 """Routes that ask for an admin key once there is one; until then any key opens them."""
-_BEARER = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
+_KEY = r"[\x21-\x7e]{1,512}"
+_BEARER = re.compile(f"bearer +({_KEY})", re.IGNORECASE)
 _CHALLENGE = {"www-authenticate": 'Bearer realm="dist-attn"'}
 
 
@@ -34,7 +35,7 @@ class KeyRing:
     def read(cls, settings: Settings) -> "KeyRing":
         """The keys that the settings name.
 
-        Raises: ConfigError for a file that cannot be read, or that holds no key.
+        Raises: ConfigError for a file that cannot be read, that holds no key, or one that cannot be sent.
         """
         return cls(
             _digests(settings.api_keys, settings.api_keys_file), _digests(settings.admin_keys, settings.admin_keys_file)
@@ -90,5 +91,11 @@ def _digests(hashes: tuple[str, ...], file: Path | None) -> frozenset[bytes]:
         keys = [line for line in lines if line and not line.startswith("#")]
         if not keys:
             raise ConfigError(f"the file of keys {file} holds no key; write one per line, or leave the setting out")
+        for number, key in enumerate(keys, start=1):
+            if not re.fullmatch(_KEY, key):
+                raise ConfigError(
+                    f"key {number} in {file} holds a space or a control character, or more than 512 characters: no "
+                    "client could send it; write one key per line"
+                )
         digests |= {hashlib.sha256(key.encode()).digest() for key in keys}
     return frozenset(digests)

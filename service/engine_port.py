@@ -161,7 +161,7 @@ class ZmqEnginePort:
             task.add_done_callback(self._task_ended)
 
     async def close(self) -> None:
-        """Fail what is open, stop the tasks, close the sockets."""
+        """Fail what is open, stop the tasks, close the sockets; a second time there is nothing left to do."""
         self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
         for task in self._tasks:
             task.cancel()
@@ -170,6 +170,7 @@ class ZmqEnginePort:
             self._socket.disable_monitor()
             self._socket.close()
             self._context.destroy()
+            self._socket = self._context = None
 
     def health(self) -> EngineHealth:
         """The newest Status, unless it is too old."""
@@ -192,7 +193,7 @@ class ZmqEnginePort:
         return self._streams.open(work, self._post, name)
 
     def _post(self, message: AnyMessage) -> None:
-        if self._socket is None or self._socket.closed:
+        if self._socket is None:
             return
         asyncio.ensure_future(self._socket.send(encode(message), copy=True)).add_done_callback(_consume)
 

@@ -139,10 +139,10 @@ class EngineStream:
     async def admitted(self, within_seconds: float) -> None:
         """Wait until the controller has taken the request.
 
-        Raises: ServiceError when it refuses, or does not answer in time.
+        Raises: ServiceError when it refuses, goes away, or does not answer in time.
         """
         deadline = time.monotonic() + within_seconds
-        while not self._accepted:
+        while not self._accepted and self._error is None:
             if not await self._wait_until(deadline) and not self._accepted:
                 raise EngineUnavailable(
                     f"the engine's controller did not answer a new request within {within_seconds:g} s",

@@ -62,9 +62,9 @@ class Envelope:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = record.request_id
-            else:
-                record.sent += len(message.get("body", b""))
             await send(message)
+            # Only now: a writer gives up a `send` that a slow client keeps waiting, and tries the same bytes again.
+            record.sent += len(message.get("body", b""))
 
         try:
             refusal = self._refusal(scope)

@@ -75,7 +75,8 @@ def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
         case _:
             given = repr(first["input"])
             shown = given if len(given) <= 80 else f"{given[:77]}..."
-            return BadRequest(f"{name} cannot be {shown}: {first['msg']}", param=name)
+            why = first["msg"].removeprefix("Value error, ")
+            return BadRequest(f"{name} cannot be {shown}: {why}", param=name)
 
 
 def refuse_unsupported(request: CompletionRequest) -> None:

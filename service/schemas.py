@@ -1,8 +1,9 @@
 """The JSON that goes in and out; unknown keys are refused, nothing is converted silently."""
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 __all__ = [
     "Choice",
@@ -223,6 +224,13 @@ class Detokenized(_Output):
 # ---- /v1/encodings -----------------------------------------------------------------------------
 
 
+def _digits(value: Any) -> Any:
+    """In a query a number is its digits: not 5.0, +5 or 5_0, which Python would read as well."""
+    if isinstance(value, str) and not re.fullmatch(r"-?[0-9]+", value):
+        raise ValueError("a whole number was needed, in digits alone")
+    return value
+
+
 class EncodingOptions(BaseModel):
     """Which rows to return; in the query of any request, or in a JSON body."""
 
@@ -230,7 +238,9 @@ class EncodingOptions(BaseModel):
 
     model: str | None = None
     granularity: Literal["token", "window", "document"] = "window"
-    window: int = Field(default=512, ge=1, le=MAX_WINDOW, description="tokens per row")
+    window: Annotated[int, BeforeValidator(_digits)] = Field(
+        default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
+    )
     pooling: Literal["mean", "last"] = "mean"
     format: str = "ndjson"
 

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from dist_attn import __version__
 from service.dependencies import services_of
+from service.errors import ServiceStopping
 from service.schemas import RankState, Readiness, ServiceState, Version
 
 __all__ = ["router"]
@@ -23,8 +24,10 @@ async def livez() -> dict[str, bool]:
 
 @router.get("/readyz", response_model=Readiness, summary="The engine can take work")
 async def readyz(request: Request) -> Response:
-    """200 when the engine is ready, otherwise 503 with the reason."""
+    """200 when the engine is ready, otherwise 503 with the reason; 503 too once the service stops."""
     services = services_of(request)
+    if services.open_requests.closed:
+        raise ServiceStopping
     status = services.watch.ready_status()
     ready = Readiness(
         model=services.model.id,
@@ -47,9 +50,10 @@ async def status(request: Request) -> ServiceState:
     """Ranks, queue, sessions, speed; 200 also while the engine is not ready."""
     services = services_of(request)
     health = services.watch.health()
+    stopping = services.open_requests.closed
     own = {
-        "ready": health.ready,
-        "reason": "ready" if health.ready else health.reason,
+        "ready": health.ready and not stopping,
+        "reason": "the service is stopping" if stopping else "ready" if health.ready else health.reason,
         "version": __version__,
         "model": services.model.id,
         "uptime_seconds": round(time.monotonic() - services.started, 1),

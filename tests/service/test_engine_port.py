@@ -138,6 +138,22 @@ def test_a_failure_is_raised_wherever_the_request_waits(kind: str, tmp_path: Pat
     run(kind, engine, tmp_path, use)
 
 
+def test_a_request_that_was_not_taken_yet_ends_with_the_connection(kind: str, tmp_path: Path) -> None:
+    """When the port lets go, a request that waits to be admitted hears that at once, not at its own deadline."""
+    engine = FakeEngine(mute=True)
+
+    async def use(port: EnginePort) -> None:
+        with port.open(RowSpec()) as stream:
+            waiting = asyncio.ensure_future(stream.admitted(10 * SECONDS))
+            await until(lambda: bool(engine.received))
+            await port.close()
+            with pytest.raises(ServiceError, match="stopping") as failed:
+                await waiting
+            assert failed.value.code == Code.STOPPING
+
+    run(kind, engine, tmp_path, use)
+
+
 def test_silence_has_a_deadline(kind: str, tmp_path: Path) -> None:
     """An engine that stops answering fails admission, the wait for credit, and the wait for results."""
     engine = FakeEngine(credit=10, mute=True)

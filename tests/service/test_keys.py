@@ -140,11 +140,17 @@ def test_any_key_opens_everything_while_there_is_no_admin_key(tmp_path: Path) ->
 
 
 def test_a_file_without_keys_does_not_open_the_service(tmp_path: Path) -> None:
-    """A file that is missing, empty or not ASCII is refused before anything listens."""
+    """A file that is missing, empty, not ASCII, or with a key that no header carries, is refused before anything
+    listens, and without showing the key.
+    """
     model = model_folder(tmp_path)
     (tmp_path / "empty").write_text("# none yet\n")
     (tmp_path / "umlaut").write_text("schlüssel\n")
-    for name, word in (("none", "No such file"), ("empty", "holds no key"), ("umlaut", "ASCII")):
+    (tmp_path / "phrase").write_text("# ours\nfirst-key\na pass phrase\n")
+    (tmp_path / "long").write_text("k" * 513 + "\n")
+    cases = {"none": "No such file", "empty": "holds no key", "umlaut": "ASCII", "phrase": "key 2", "long": "key 1"}
+    for name, word in cases.items():
         settings = Settings(api_address="ipc:///x", model=model, api_keys_file=tmp_path / name)
-        with pytest.raises(ConfigError, match=word):
+        with pytest.raises(ConfigError, match=word) as refused:
             KeyRing.read(settings)
+        assert "pass phrase" not in str(refused.value)

@@ -1,5 +1,6 @@
 """The log: one line for every request that ends, with its reason and its sizes; JSON unless somebody is looking."""
 
+import asyncio
 import json
 import logging
 from collections.abc import Iterator
@@ -8,9 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding
+from service.envelope import Envelope
 from service.logs import LibraryLogs, make_log
+from service.metrics import Metrics
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, head
 from tests.support.service_server import RunningService, eventually, running_service
@@ -104,6 +108,31 @@ def test_a_document_that_breaks_off_tells_how_far_it_came(tmp_path_factory: pyte
         httpx.post(f"{service.url}/v1/encodings", content=b"x" * 1000, headers={"x-request-id": "broke"})
         line = service.logged("broke")
         assert (line["reason"], line["request_bytes"], line["tokens"]) == ("engine_failed", 1000, 1000)
+
+
+def test_bytes_that_are_tried_twice_are_counted_once() -> None:
+    """A piece of the answer that a slow client kept waiting, and that is sent again, counts as sent once."""
+    stream = StringIO()
+    stalls = [True, False, False]
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        with pytest.raises(TimeoutError):
+            await send({"type": "http.response.body", "body": b"four", "more_body": True})
+        await send({"type": "http.response.body", "body": b"four", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body" and stalls.pop(0):
+            raise TimeoutError
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    envelope = Envelope(log=make_log(stream), metrics=Metrics(), refusal=lambda _: None, whereabouts=dict)
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    asyncio.run(envelope.around(app)(scope, receive, send))
+    assert json.loads(stream.getvalue())["response_bytes"] == 4
 
 
 def test_a_terminal_gets_lines_for_people(monkeypatch: pytest.MonkeyPatch) -> None:

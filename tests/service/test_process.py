@@ -121,6 +121,31 @@ def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
         assert "unexpected error" not in log and "Traceback" not in log
 
 
+def test_what_is_under_way_may_finish_while_readiness_says_stop(tmp_path: Path) -> None:
+    """After SIGTERM /readyz answers 503, new work is refused with words, and an open document gets all of its rows."""
+    with (
+        fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as address,
+        running_process(tmp_path, address, shutdown_seconds=str(SECONDS)) as (process, url),
+    ):
+        eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+            connection.sendall(head("/v1/encodings?window=8", TEXT, "Content-Length: 800") + b"x" * 400)
+            answer = Answer(connection)
+            assert answer.read_head() == 200
+            process.send_signal(signal.SIGTERM)
+            eventually(lambda: httpx.get(f"{url}/readyz").status_code == 503, "readiness to end")
+            assert httpx.get(f"{url}/readyz").json()["error"]["code"] == "stopping"
+            assert httpx.get(f"{url}/livez").status_code == 200
+            state = httpx.get(f"{url}/v1/status").json()
+            assert (state["ready"], state["open_requests"]) == (False, 1) and "stopping" in state["reason"]
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            connection.sendall(b"x" * 400)
+            assert lines_of(answer.read_body())[-1]["rows"] == 100
+        assert process.wait(SECONDS) == 0
+
+
 def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
     """kill -9 with bytes in the spools: no file stays, and the port can be used again."""
     engine = FakeEngine(paused=True)
@@ -139,13 +164,14 @@ def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_a_start_that_cannot_work_says_why(tmp_path: Path) -> None:
-    """A taken port, a missing model folder or a bad setting: exit code 2, one line, no traceback."""
+    """A taken port, a host that is no name, a missing model folder or a bad setting: exit code 2, one line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = [
             (command(tmp_path, "ipc:///x", "--port", port), port),
             (command(tmp_path, "ipc:///x", "--model", str(tmp_path / "nothing")), "nothing"),
             (command(tmp_path, "ipc:///x", "--port", "70000"), "port"),
+            (command(tmp_path, "ipc:///x", "--host", "h" * 64), "h" * 64),
             (command(tmp_path, "nowhere"), "nowhere"),
             ([sys.executable, "-m", "service", "--model", str(model_folder(tmp_path))], "api_address"),
         ]

@@ -11,10 +11,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
 from dist_attn.text import ByteTokeniser, Tokeniser
-from service.__main__ import server_config
+from service.__main__ import ApiServer, server_config
 from service.app import create_app, stream_limits
 from service.logs import make_log
 from service.settings import Settings
@@ -88,9 +86,9 @@ def running_service(folder: Path, engine: FakeEngine | None = None, **values: An
     settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", **values)
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))
-    config = server_config(settings, create_app(settings, port, make_log(log, "debug")))
+    app = create_app(settings, port, make_log(log, "debug"))
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(config)
+    server = ApiServer(server_config(settings, app), app)
     thread = threading.Thread(target=server.run, args=([listener],), name="service")
     thread.start()
     try:
