@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 import typer
 
 from dist_attn.errors import DistAttnError, InputError
+from dist_attn.launchers import is_first_rank, read_launch
 
 __all__ = ["app", "main"]
 
@@ -23,8 +24,6 @@ __all__ = ["app", "main"]
 UsageErrors = tuple(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
 )
-
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 app = typer.Typer(
     name="dist-attn",
@@ -91,14 +90,9 @@ def _usage(error: Exception) -> str:
     return words or "which command? They are listed above"
 
 
-def _is_first_rank() -> bool:
-    """Whether this process is alone, or rank 0 under torchrun or mpiexec."""
-    return all(os.environ.get(name, "0") == "0" for name in RANK_VARIABLES)
-
-
 def _complain(message: str, code: int) -> int:
     # One rank speaks for all: under torchrun or mpiexec every rank meets the same bad input.
-    if _is_first_rank():
+    if is_first_rank(os.environ):
         print(f"dist-attn: {' '.join(message.split())}", file=sys.stderr)
     return code
 
@@ -114,7 +108,7 @@ def encode(
     pooling: Annotated[Literal["mean", "last"], typer.Option(help="How a window's vectors become one.")] = "mean",
     model: Model = None,
 ) -> None:
-    """Encode a file into vectors; alone or under torchrun, split over all ranks.
+    """Encode a file into vectors; alone, or split over all ranks of torchrun or mpiexec.
 
     Example: dist-attn encode book.txt --out book.npy
     """
@@ -156,7 +150,7 @@ def generate(
 
     Example: dist-attn generate --prompt "It was the best of times" --max-tokens 100
     """
-    if not _is_first_rank():
+    if not is_first_rank(os.environ):
         return  # one state, one stream of tokens: there is nothing to share
     from dist_attn.generation.text import generate_text
 
@@ -184,7 +178,7 @@ def evaluate(
 
     Example: dist-attn evaluate book.txt
     """
-    if not _is_first_rank():
+    if not is_first_rank(os.environ):
         return
     from dist_attn.training.evaluation import evaluate_file
 
@@ -203,9 +197,12 @@ def train(
 
     Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
     """
-    started = int(os.environ.get("WORLD_SIZE", "1"))
-    if started > 1:
-        raise InputError(f"{started} processes were started to train; training runs in one so far: leave out torchrun")
+    launch = read_launch(os.environ)
+    if launch is not None and launch.size != 1:
+        started = launch.size or "several"
+        raise InputError(
+            f"{started} processes were started to train; training runs in one so far: leave out {launch.launcher}"
+        )
     from dist_attn.engine.progress import training_progress
     from dist_attn.training import train as run_training
     from dist_attn.training.config import read_config
@@ -305,7 +302,7 @@ def bench(
 
 @contextlib.contextmanager
 def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM, which torchrun sends to all ranks when one fails, unwind the work as Ctrl-C does."""
+    """Let SIGTERM, which launchers send to all ranks when one fails, unwind the work as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         yield

@@ -6,13 +6,12 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import shutil
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.support.mpi import why_no_mpi
 
 # No deadline per example: a busy machine is not a failure. Derandomised: what is red once is red again.
 settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
@@ -43,10 +42,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
-        if item.get_closest_marker("mpi") and shutil.which("mpiexec", path=_search_path()) is None:
-            item.add_marker(pytest.mark.skip(reason="needs mpiexec: pip install 'dist-attn[mpi]'"))
-
-
-def _search_path() -> str:
-    """Where programs are looked for: beside this Python, where wheels put theirs, and then as always."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        if item.get_closest_marker("mpi") and (lack := why_no_mpi()):
+            item.add_marker(pytest.mark.skip(reason=lack))

@@ -23,6 +23,7 @@ TORCH_FREE = (
     "dist_attn.costs",
     "dist_attn.errors",
     "dist_attn.layout",
+    "dist_attn.launchers",
     "dist_attn.settings",
     "dist_attn.store",
     "dist_attn.text",

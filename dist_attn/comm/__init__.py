@@ -1,4 +1,4 @@
-"""Ranks that exchange tensors: one `Communicator` interface over local, simulated and torch.distributed ranks."""
+"""Ranks that exchange tensors: one `Communicator` interface over local, simulated, torch.distributed and MPI ranks."""
 
 from dist_attn.comm.base import Communicator, Pending
 from dist_attn.comm.open import open_communicator

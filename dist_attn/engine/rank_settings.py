@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dist_attn.errors import ConfigError
+from dist_attn.launchers import read_launch
 
 __all__ = ["RankSettings", "rank_from_environment"]
-
-# What torchrun (and the agent), MPICH and Open MPI call the number of a rank and how many there are.
-RANK_VARIABLES = (("RANK", "WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,14 @@ def rank_from_environment(environ: Mapping[str, str], ranks: int) -> int:
 
     Raises: ConfigError if the launcher started another number of ranks.
     """
-    for rank_name, size_name in RANK_VARIABLES:
-        if rank_name in environ:
-            rank, size = environ[rank_name], environ.get(size_name, "")
-            if not rank.isdigit() or size != str(ranks) or int(rank) >= ranks:
-                raise ConfigError(f"{rank_name}={rank} of {size_name}={size} does not fit --ranks {ranks}")
-            return int(rank)
+    launch = read_launch(environ)
+    if launch is not None:
+        rank, size = launch.rank, ranks if launch.size_variable == "" else launch.size
+        if rank is None or size != ranks or rank >= ranks:
+            raise ConfigError(
+                f"{launch.rank_variable}={rank} of {launch.size_variable}={size} does not fit --ranks {ranks}"
+            )
+        return rank
     if ranks != 1:
-        raise ConfigError(f"--ranks is {ranks}, but no launcher says which rank this is; start it by torchrun")
+        raise ConfigError(f"--ranks is {ranks}, but no launcher says which rank this is; use torchrun or mpiexec")
     return 0

@@ -1,4 +1,4 @@
-"""One contract for every back end: local, simulated ranks and real processes over gloo."""
+"""One contract for every back end: local, simulated ranks and real processes over gloo and MPI."""
 
 import traceback
 from functools import cache
@@ -15,9 +15,8 @@ GROUPS: list[tuple[Kind, int]] = [
     ("simulated", 2),
     ("simulated", 3),
     ("simulated", 5),
-    ("gloo", 2),
-    ("gloo", 3),
 ]
+PROCESSES = [("gloo", 2), ("gloo", 3), pytest.param("mpi", 3, marks=pytest.mark.mpi)]
 
 
 def run_all_cases(comm: Communicator) -> dict[str, str]:
@@ -33,23 +32,27 @@ def run_all_cases(comm: Communicator) -> dict[str, str]:
 
 
 @cache
-def gloo_failures(size: int) -> dict[str, str]:
+def process_failures(kind: Kind, size: int) -> dict[str, str]:
     """The failed cases of one group of processes, which is started once for all cases."""
-    return {name: text for failed in run_ranks("gloo", run_all_cases, size) for name, text in failed.items()}
+    return {name: text for failed in run_ranks(kind, run_all_cases, size) for name, text in failed.items()}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("kind", "size"), GROUPS, ids=lambda value: str(value))
 def test_contract(kind: Kind, size: int, case: str) -> None:
     """Every back end keeps every promise in contract_cases.py."""
-    if kind == "gloo":
-        assert case not in gloo_failures(size), gloo_failures(size)[case]
-    else:
-        run_ranks(kind, CASES[case], size)
+    run_ranks(kind, CASES[case], size)
 
 
-@pytest.mark.parametrize(("kind", "size"), GROUPS[:5], ids=lambda value: str(value))
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("kind", "size"), PROCESSES, ids=lambda value: str(value))
+def test_contract_between_processes(kind: Kind, size: int, case: str) -> None:
+    """So do the ones between processes; their ranks, started once, run all cases and then close."""
+    failures = process_failures(kind, size)
+    assert case not in failures, failures[case]
+
+
+@pytest.mark.parametrize(("kind", "size"), GROUPS[1:], ids=lambda value: str(value))
 def test_close(kind: Kind, size: int) -> None:
-    """A closed communicator refuses exchanges (gloo: at the end of its contract run)."""
-    if kind != "local":
-        run_ranks(kind, closes_for_good, size)
+    """A closed communicator refuses exchanges (between processes: at the end of their contract run)."""
+    run_ranks(kind, closes_for_good, size)

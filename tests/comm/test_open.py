@@ -1,4 +1,4 @@
-"""open_communicator: alone, under torchrun's environment, and when neither fits."""
+"""open_communicator: alone, under torchrun's or mpiexec's environment, and when none fits."""
 
 import os
 import socket
@@ -8,9 +8,12 @@ import sys
 import pytest
 
 from dist_attn.comm import open_communicator
-from dist_attn.errors import CommError, ConfigError
+from dist_attn.errors import CommError, ConfigError, MissingExtraError
 
-VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+VARIABLES = (
+    "WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE", "PMIX_RANK",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +42,33 @@ def test_one_rank_of_torchrun_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank under torchrun needs no process group."""
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert open_communicator().backend == "local"
+
+
+def test_one_rank_of_mpiexec_is_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank under mpiexec needs no MPI."""
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    assert open_communicator().backend == "local"
+
+
+@pytest.mark.parametrize(
+    ("backend", "environment"),
+    [
+        (None, {"PMI_RANK": "1", "PMI_SIZE": "4"}),
+        (None, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}),
+        (None, {"PMIX_RANK": "0"}),
+        ("mpi", {}),
+    ],
+)
+def test_mpiexec_or_a_wish_means_mpi_and_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, backend: str | None, environment: dict[str, str]
+) -> None:
+    """Whatever mpiexec started joins by MPI; without mpi4py, one line names the extra that brings it."""
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MissingExtraError, match=r"^[^\n]*pip install 'dist-attn\[mpi\]'$"):
+        open_communicator(backend)
 
 
 def test_torchrun_environment_joins_gloo() -> None:
@@ -82,14 +112,15 @@ def test_ranks_that_never_come_are_a_comm_error(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("backend", "environment", "says"),
     [
-        ("ucx", {}, "choose one of local, gloo, nccl"),
+        ("ucx", {}, "choose one of local, gloo, nccl, mpi"),
         ("gloo", {}, "torchrun"),
         (None, {"WORLD_SIZE": "2"}, "needs RANK, MASTER_ADDR, MASTER_PORT"),
         (None, {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
         (None, {"WORLD_SIZE": "0"}, "1 or more"),
         ("local", {"WORLD_SIZE": "4"}, "4 were started"),
-        (None, {"PMI_SIZE": "4"}, "mpiexec started 4 ranks"),
-        (None, {"OMPI_COMM_WORLD_SIZE": "2"}, "torchrun"),
+        ("local", {"PMI_RANK": "0", "PMI_SIZE": "4"}, "4 were started"),
+        ("gloo", {"PMI_RANK": "0", "PMI_SIZE": "4"}, "torchrun"),
+        (None, {"PMI_RANK": "0", "PMI_SIZE": "many"}, "PMI_SIZE is 'many'"),
     ],
 )
 def test_what_does_not_fit_is_a_config_error(

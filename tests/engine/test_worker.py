@@ -169,10 +169,12 @@ def test_a_rank_that_hears_nothing_ends_by_itself(stage):
         ({"RANK": "2", "WORLD_SIZE": "4"}, 4, 2),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, 2, 1),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, 2, 1),
+        ({"PMIX_RANK": "1"}, 2, 1),
+        ({"RANK": "2", "WORLD_SIZE": "4", "PMI_RANK": "0", "PMI_SIZE": "1"}, 4, 2),
     ],
 )
 def test_a_rank_learns_its_number_from_its_launcher(environ, ranks, rank):
-    """torchrun, MPICH and Open MPI each have a way to say it."""
+    """torchrun, MPICH, Open MPI and PMIx each have a way to say it; torchrun under mpiexec counts."""
     assert rank_from_environment(environ, ranks) == rank
 
 

@@ -1,4 +1,4 @@
-"""Run a function on every rank of a group: threads of this process, or real processes joined by gloo."""
+"""Run a function on every rank of a group: threads of this process, or real processes joined by gloo or MPI."""
 
 import multiprocessing
 import os
@@ -19,8 +19,9 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import CommError
+from tests.support.mpi import run_mpi
 
-Kind = Literal["local", "simulated", "gloo"]
+Kind = Literal["local", "simulated", "gloo", "mpi"]
 Result = TypeVar("Result")
 
 PROCESS_DEADLINE_S = 90.0
@@ -29,15 +30,17 @@ PROCESS_DEADLINE_S = 90.0
 def run_ranks(kind: Kind, fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 30.0) -> list[Result]:
     """What `fn(comm)` returned on each rank, in order of rank.
 
-    For gloo, `fn` must be a function that can be imported by name (or a `functools.partial` of one), and its results
-    must pickle. Raises what a rank raised by itself, before what others raised because they lost it.
+    For gloo and mpi, `fn` must be a function that can be imported by name (for gloo also a `functools.partial` of
+    one), and its results must pickle. Raises what a rank raised by itself, before what others raised because they
+    lost it.
     """
     if kind == "local":
         assert size == 1
         return [fn(LocalCommunicator())]
     if kind == "simulated":
         return run_simulated(fn, size, timeout_s=timeout_s)
-    outcomes = run_processes(fn, size, timeout_s=timeout_s)
+    run = run_mpi if kind == "mpi" else run_processes
+    outcomes = run(fn, size, timeout_s=timeout_s)
     failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if failures:
         raise next((failure for failure in failures if not isinstance(failure, CommError)), failures[0])

@@ -1,0 +1,321 @@
+"""Ranks as processes over MPI, started by mpiexec: every exchange is messages between pairs of ranks.
+
+No call blocks inside the MPI library. MPICH's waits spin: with more ranks than cores, the ranks that wait take the
+cores from the ones that are waited for, without end if one never comes. Here every wait asks, gives way, asks again
+and soon sleeps in between, up to a deadline. Messages between pairs, rather than MPI's collectives, tell who is late.
+A message's tag holds its place and its call, so ranks that call different things never take one for another.
+"""
+
+import os
+import time
+import zlib
+from collections.abc import Mapping
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.comm.mpi_start import leave_running, start_mpi
+from dist_attn.errors import CommError, MismatchError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiCommunicator"]
+
+POISON = 0xFF  # as any float type, bytes of ones are NaN
+PIECE_BYTES = 1 << 30  # of one message; older MPI libraries count in 32 bits
+
+GIVE_WAY_S = 0.0003  # how long a wait only gives way, before it sleeps
+LONGEST_SLEEP_S = 0.005
+GRACE_S = 0.5  # for messages of a rank that has left, and for the farewells of a group that failed
+FAREWELL_BYTES = 400
+
+
+@final
+class _Message:
+    """One piece on its way to or from `partner`."""
+
+    def __init__(self, mpi: ModuleType, request: "MPI.Request", partner: int, size: int, incoming: bool) -> None:
+        self._mpi = mpi
+        self._request = request
+        self._status = mpi.Status()
+        self._size = size
+        self._done = False
+        self.partner = partner
+        self.incoming = incoming
+
+    def done(self) -> bool:
+        """Whether it has been sent or has arrived.
+
+        Raises: MismatchError if it is not of the expected size.
+        """
+        if self._done:
+            return True
+        try:
+            self._done = self._request.Test(self._status)
+        except self._mpi.Exception as error:
+            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
+                raise self._wrong_size("more") from error
+            raise
+        if self._done and self.incoming:
+            count = self._status.Get_count(self._mpi.BYTE)
+            if count != self._size:
+                raise self._wrong_size(str(count))
+        return self._done
+
+    def _wrong_size(self, count: str) -> MismatchError:
+        return MismatchError(
+            f"rank {self.partner} sent {count} bytes where {self._size} were expected; the send counts of one must be "
+            "the receive counts of the other"
+        )
+
+
+@final
+class MpiCommunicator(Communicator):
+    """One rank of all that mpiexec started; use `connect` to make one.
+
+    Tensors on a GPU travel through pinned host memory: MPI does not follow CUDA's streams.
+    `poison` fills receive buffers with NaN first, so that a part which no rank wrote shows in tests.
+    """
+
+    def __init__(
+        self, mpi: ModuleType, data: "MPI.Comm", farewells: "MPI.Comm", timeout_s: float, *, poison: bool = False
+    ) -> None:
+        super().__init__(data.Get_rank(), data.Get_size(), "mpi", timeout_s)
+        self._mpi = mpi
+        self._data = data
+        self._farewells = farewells
+        self._poison = poison
+        self._tags = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767
+        self._sent = [0] * self.size  # messages to each rank so far, and from each
+        self._received = [0] * self.size
+        self._under_way: dict[int, list[_Message]] = {}
+        self._left: dict[int, tuple[bool, str]] = {}  # who has left: whether in order, and why if not at its end
+        self._failure = ""
+        self._reason = ""
+        self._closed = False
+
+    @classmethod
+    def connect(cls, *, timeout_s: float, poison: bool = False) -> "MpiCommunicator":
+        """Join the ranks that mpiexec started together with this process, or be a group of one without mpiexec.
+
+        Raises: MissingExtraError without mpi4py; CommError if the ranks do not come together within the deadline.
+        """
+        mpi = start_mpi(timeout_s)
+        world = mpi.COMM_WORLD
+        data = _duplicate(mpi, world, timeout_s)
+        return cls(mpi, data, _duplicate(mpi, world, timeout_s), timeout_s, poison=poison)
+
+    def _gather(self, call: Call, sent: Tensor) -> Pending:
+        return self._exchange_start(call, sent, None, [sent.numel()] * self.size)
+
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
+        return self._exchange_start(call, sent, send_bytes, recv_bytes).wait()
+
+    def _exchange_start(self, call: Call, sent: Tensor, send_bytes: list[int] | None, recv_bytes: list[int]) -> Pending:
+        """Parts between all ranks, empty ones too; without `send_bytes` the whole of `sent` goes to each."""
+        source, received = self._on_host(sent), self._buffer(sum(recv_bytes), sent.device)
+        parts = [source] * self.size if send_bytes is None else list(source.split(send_bytes))
+        places = list(received.split(recv_bytes))
+        if parts[self.rank].shape != places[self.rank].shape:
+            raise MismatchError(f"{call}: rank {self.rank} sends itself {parts[self.rank].numel()} bytes but expects "
+                                f"{places[self.rank].numel()}")  # fmt: skip
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pending = self._launch(call, {r: parts[r] for r in others}, {r: places[r] for r in others}, received, sent)
+        places[self.rank].copy_(parts[self.rank])
+        return pending
+
+    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+        if self.rank == source:
+            copy = self._on_host(sent)
+            others = {rank: copy for rank in range(self.size) if rank != source}
+            return self._launch(call, others, {}, copy, sent).wait().clone()
+        received = self._buffer(sent.numel(), sent.device)
+        return self._launch(call, {}, {source: received}, received, sent).wait()
+
+    def close(self) -> None:
+        """Leave the group in step with the others; after a failure they are told, and not waited for for long."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._under_way and not self._failure:
+            self._failure = self._reason or f"rank {self.rank} closed its communicator with an exchange under way"
+        text = f"{int(bool(self._failure))}{self._failure or self._reason}".encode()[:FAREWELL_BYTES]
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        messages = [_Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r, 0, False) for r in others]
+        began = time.monotonic()
+        while len(self._left) < len(others) or not all(message.done() for message in messages):
+            self._hear_farewells()
+            waited = time.monotonic() - began
+            if waited > (self.timeout_s if self._in_order() else min(GRACE_S, self.timeout_s)):
+                self._failure = self._failure or f"rank {self.rank} closed its communicator, but others did not"
+                break
+            _rest(waited)
+        if self._in_order():
+            self._data.Free()
+            self._farewells.Free()
+        else:
+            leave_running(text, messages, self._under_way)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._reason = f"rank {self.rank} left with {type(error).__name__}: {error}"
+        super().__exit__(kind, error, trace)
+
+    def _launch(
+        self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], received: Tensor, sent: Tensor
+    ) -> Pending:
+        """Start the messages of one exchange; the result is `received`, where `sent` lay."""
+        self._check(call)
+        messages: list[_Message] = []
+        flight = id(messages)
+        self._under_way[flight] = messages
+        try:
+            for rank, place in receives.items():
+                tag = self._tag(call, self._received, rank)
+                for piece in _pieces(place):
+                    request = self._data.Irecv([piece.numpy(), self._mpi.BYTE], rank, tag)
+                    messages.append(_Message(self._mpi, request, rank, piece.numel(), True))
+            for rank, part in sends.items():
+                tag = self._tag(call, self._sent, rank)
+                for piece in _pieces(part):
+                    request = self._data.Isend([piece.numpy(), self._mpi.BYTE], rank, tag)
+                    messages.append(_Message(self._mpi, request, rank, piece.numel(), False))
+        except self._mpi.Exception as error:
+            raise self._failed(call, _first_line(error)) from error
+
+        def finish() -> Tensor:
+            self._wait(call, messages)
+            del self._under_way[flight]
+            return received.to(sent.device)
+
+        return Pending(finish)
+
+    def _wait(self, call: Call, messages: list[_Message]) -> None:
+        """Until all have been sent and have arrived, at most until the deadline."""
+        self._check(call)
+        began = time.monotonic()
+        deadline = began + self.timeout_s
+        waiting = messages
+        while True:
+            try:
+                waiting = [message for message in waiting if not message.done()]
+            except MismatchError as error:
+                self._failed(call, str(error))
+                raise MismatchError(f"rank {self.rank} of {self.size} ({self.backend}): {self._failure}") from error
+            except self._mpi.Exception as error:
+                raise self._failed(call, _first_line(error)) from error
+            if not waiting:
+                return
+            now = time.monotonic()
+            if now > deadline:
+                raise self._late(call, waiting, now - began)
+            if now - began > GIVE_WAY_S:
+                self._hear_farewells()
+                if self._reasons() or any(message.partner in self._left for message in waiting):
+                    # What they sent before they left may be on its way still.
+                    deadline = min(deadline, now + GRACE_S)
+            _rest(now - began)
+
+    def _late(self, call: Call, waiting: list[_Message], waited_s: float) -> CommError:
+        """Who was waited for in vain, and what is known of them."""
+        partners = sorted({message.partner for message in waiting})
+        elsewhere = [rank for rank in partners if self._data.Iprobe(source=rank, tag=self._mpi.ANY_TAG)]
+        gone = [rank for rank in partners if rank in self._left]
+        what = f"waited {waited_s:.1f} s for {_ranks(partners)}"
+        if elsewhere:
+            # A message of theirs that no call here waits for has come, and none of those that this one waits for.
+            self._failed(call, f"{what}, but {_ranks(elsewhere)} called something else")
+            return MismatchError(f"{self._who()}: {self._failure}. Every rank must make the same calls")
+        if reasons := self._reasons():
+            return self._failed(call, f"{what}, but the group has failed: {reasons[0]}")
+        if gone:
+            return self._failed(call, f"{what}, but {_ranks(gone)} has closed its communicator")
+        return self._failed(call, f"{what}; it died, hangs or is late by more than {self.timeout_s:g} s")
+
+    def _failed(self, call: Call, why: str) -> CommError:
+        self._failure = f"{call} failed: {why}"
+        return CommError(f"{self._who()}: {self._failure}")
+
+    def _check(self, call: Call) -> None:
+        if self._closed:
+            raise CommError(f"rank {self.rank} called {call} after it closed its communicator; close it last")
+        if self._failure:
+            raise CommError(f"{self._who()} cannot do {call}: {self._failure}")
+
+    def _who(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.backend})"
+
+    def _hear_farewells(self) -> None:
+        """Take in who has left meanwhile."""
+        status = self._mpi.Status()
+        while self._farewells.Iprobe(status=status):
+            text = bytearray(status.Get_count(self._mpi.BYTE))
+            self._farewells.Recv([text, self._mpi.BYTE], source=status.Get_source())
+            self._left[status.Get_source()] = (text.startswith(b"0"), text[1:].decode(errors="replace"))
+
+    def _reasons(self) -> list[str]:
+        """Why ranks have left before their end."""
+        return [reason for _, (_, reason) in sorted(self._left.items()) if reason]
+
+    def _in_order(self) -> bool:
+        """Whether no exchange has failed or was left under way, as far as is known here."""
+        return not self._failure and all(in_order for in_order, _ in self._left.values())
+
+    def _tag(self, call: Call, counts: list[int], rank: int) -> int:
+        """The tag of the next message between this pair: a digest of its number and its call."""
+        counts[rank] += 1
+        return zlib.crc32(f"{counts[rank]} {call}".encode()) % self._tags
+
+    def _buffer(self, size: int, device: torch.device) -> Tensor:
+        buffer = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return buffer.fill_(POISON) if self._poison else buffer
+
+    def _on_host(self, x: Tensor) -> Tensor:
+        return self._buffer(x.numel(), x.device).copy_(x) if x.device.type != "cpu" else x
+
+
+def _duplicate(mpi: ModuleType, world: "MPI.Comm", timeout_s: float) -> "MPI.Comm":
+    """A communicator with the ranks of `world` whose messages mix with no others."""
+    world.Set_errhandler(mpi.ERRORS_RETURN)
+    copy, request = world.Idup()
+    began = time.monotonic()
+    while not request.Test():
+        waited = time.monotonic() - began
+        if waited > timeout_s:
+            leave_running(copy, request)
+            raise CommError(
+                f"rank {world.Get_rank()} of {world.Get_size()} could not join the mpi group within {timeout_s:g} s: "
+                "another rank has started but does not join"
+            )
+        _rest(waited)
+    copy.Set_errhandler(mpi.ERRORS_RETURN)
+    return copy
+
+
+def _pieces(part: Tensor) -> list[Tensor]:
+    """What goes into one message each; an empty part is one empty message."""
+    return list(part.split(PIECE_BYTES)) if part.numel() else [part]
+
+
+def _rest(waited_s: float) -> None:
+    """Let others run: at first without losing time, then asleep for an eighth of the wait so far."""
+    if waited_s > GIVE_WAY_S:
+        time.sleep(min(waited_s / 8, LONGEST_SLEEP_S))
+    elif hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,55 @@
+"""What launchers tell a process about its group: torchrun, and mpiexec in the dialects of MPICH, Open MPI and PMIx."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dist_attn.errors import ConfigError
+
+__all__ = ["Launch", "is_first_rank", "read_launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Who started this process, and as which of how many ranks; None stands for what was not said."""
+
+    launcher: str
+    rank_variable: str
+    size_variable: str
+    rank: int | None
+    size: int | None
+
+
+# torchrun first: under an mpiexec that starts torchrun, the ranks are torchrun's. PMIx does not tell the size.
+_DIALECTS = (
+    ("torchrun", "RANK", "WORLD_SIZE"),
+    ("mpiexec", "PMI_RANK", "PMI_SIZE"),
+    ("mpiexec", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpiexec", "PMIX_RANK", ""),
+)
+
+
+def read_launch(environ: Mapping[str, str]) -> Launch | None:
+    """How this process was started; None when no launcher left a word.
+
+    Raises: ConfigError for a rank or a number of ranks that cannot be read.
+    """
+    for launcher, rank_variable, size_variable in _DIALECTS:
+        if rank_variable in environ or size_variable in environ:
+            rank = _number(environ, rank_variable, 0, "the number of this rank, 0 or more")
+            size = _number(environ, size_variable, 1, "the number of ranks, 1 or more")
+            return Launch(launcher, rank_variable, size_variable, rank, size)
+    return None
+
+
+def is_first_rank(environ: Mapping[str, str]) -> bool:
+    """Whether this process is alone or rank 0, the one that speaks for all; it never fails."""
+    return all(environ.get(rank_variable, "0") == "0" for _, rank_variable, _ in _DIALECTS)
+
+
+def _number(environ: Mapping[str, str], name: str, lowest: int, what: str) -> int | None:
+    text = environ.get(name)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < lowest:
+        raise ConfigError(f"{name} is {text!r}; it must be {what}")
+    return int(text)

@@ -1,0 +1,236 @@
+"""MPI in particular: ranks that differ, leave, hang or die; messages in pieces; what is not installed."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, differentiable, mpi
+from dist_attn.comm.mpi import MpiCommunicator
+from dist_attn.errors import CommError
+from tests.support.models import write_small_folder
+from tests.support.mpi import find_mpiexec, finish, kill_family, run_mpi, start_under_mpiexec
+from tests.support.tokenisers import PROSE
+
+pytestmark = pytest.mark.mpi
+
+DEADLINE_S = 90.0
+
+
+def fails_in_many_ways(healthy: Communicator) -> dict[str, str]:
+    """One group after the other breaks, each in its own way; what this rank was told, by the way it broke."""
+    ways = (is_late, calls_something_else, expects_other_rows, raises_by_itself, closes_early)
+    groups = [MpiCommunicator.connect(timeout_s=60.0) for _ in ways]
+    said = {"in pieces": str(gathers_in_pieces(healthy))}
+    for way, comm in zip(ways, groups, strict=True):
+        try:
+            with comm:
+                comm.barrier()
+                way(comm)
+        except (CommError, KeyError) as error:
+            said[way.__name__] = f"{type(error).__name__}: {error}"
+    healthy.barrier()
+    return said
+
+
+def gathers_in_pieces(comm: Communicator) -> bool:
+    """More bytes than go into one message, forward and backward."""
+    before, mpi.PIECE_BYTES = mpi.PIECE_BYTES, 1000
+    try:
+        x = (torch.arange(3001.0) + comm.rank).requires_grad_()
+        gathered = differentiable.all_gather(comm, x)
+        (grad,) = torch.autograd.grad(gathered.sum() * (comm.rank + 1), x)
+    finally:
+        mpi.PIECE_BYTES = before
+    whole = torch.stack([torch.arange(3001.0) + rank for rank in range(comm.size)])
+    return torch.equal(gathered, whole) and torch.equal(grad, torch.full_like(x, sum(range(1, comm.size + 1))))
+
+
+def is_late(comm: Communicator) -> None:
+    """Rank 1 comes after the deadline, when all it needs may have arrived; from then on the group is of no use."""
+    comm.timeout_s = 0.4
+    if comm.rank == 1:
+        time.sleep(1.0)
+    else:
+        with pytest.raises(CommError) as late:
+            comm.all_gather(torch.zeros(2), label="carry")
+        with pytest.raises(CommError, match=r"cannot do barrier\(\): all_gather"):
+            comm.barrier()
+        raise late.value
+    comm.all_gather(torch.zeros(2), label="carry")
+    comm.barrier()
+
+
+def calls_something_else(comm: Communicator) -> None:
+    """Rank 1 gathers another shape."""
+    comm.timeout_s = 0.4
+    comm.all_gather(torch.zeros(3 if comm.rank == 1 else 2))
+
+
+def expects_other_rows(comm: Communicator) -> None:
+    """Rank 1 expects more rows from rank 0 than are sent."""
+    receive = [2, 1, 1] if comm.rank == 1 else [1, 1, 1]
+    comm.all_to_all(torch.zeros(3, 4), [1, 1, 1], receive)
+    comm.barrier()
+
+
+def raises_by_itself(comm: Communicator) -> None:
+    """Rank 1 leaves with an exception of its own."""
+    if comm.rank == 1:
+        raise KeyError("the real one")
+    comm.all_reduce_sum(torch.zeros(2), label="loss")
+
+
+def closes_early(comm: Communicator) -> None:
+    """Rank 1 is done before the others."""
+    if comm.rank == 1:
+        comm.close()
+    else:
+        comm.barrier()
+
+
+def test_every_failure_is_named() -> None:
+    """Whoever is late, differs or leaves is named with the exchange, by its reason where there is one."""
+    outcomes = run_mpi(fails_in_many_ways, 3)
+    assert all(isinstance(outcome, dict) for outcome in outcomes), outcomes
+    zero, one, two = outcomes
+    assert {outcome["in pieces"] for outcome in outcomes} == {"True"}
+    assert "for carry failed: waited 0.4 s for rank 1; it died, hangs or is late" in zero["is_late"] + two["is_late"]
+    assert "the group has failed" in one["is_late"]
+    for said in (zero, two):
+        assert said["calls_something_else"].startswith("MismatchError: rank ")
+        assert "all_gather(float32[2]) failed" in said["calls_something_else"]
+        assert "rank 1 called something else" in said["calls_something_else"]
+    assert one["expects_other_rows"].startswith("MismatchError: rank 1 of 3 (mpi): all_to_all(float32[any, 4]) failed")
+    assert "rank 0 sent 16 bytes where 32 were expected" in one["expects_other_rows"]
+    assert "rank 0 sent 16 bytes" in zero["expects_other_rows"]
+    assert one["raises_by_itself"] == "KeyError: 'the real one'"
+    for said in (zero, two):
+        assert "all_reduce_sum(float32[2]) for loss failed" in said["raises_by_itself"]
+        assert "rank 1 left with KeyError: 'the real one'" in said["raises_by_itself"]
+        assert "rank 1 has closed its communicator" in said["closes_early"]
+
+
+def dies_on_rank_1(comm: Communicator) -> None:
+    """Rank 1 ends without a word in the middle of the run, as a killed process does."""
+    comm.barrier()
+    if comm.rank == 1:
+        os._exit(9)
+    comm.all_reduce_sum(torch.zeros(2), label="loss")
+
+
+def test_a_dead_rank_is_a_comm_error_at_the_deadline() -> None:
+    """Where the launcher leaves the others alive, they name the dead rank and the exchange, and end by themselves."""
+    if "HYDRA" not in subprocess.run([str(find_mpiexec()), "--version"], capture_output=True, text=True).stdout:
+        pytest.skip("only MPICH's mpiexec can be told to leave the others alive")
+    outcomes = run_mpi(dies_on_rank_1, 3, timeout_s=1.0, options=["-disable-auto-cleanup"])
+    assert isinstance(outcomes[1], EOFError)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], CommError)
+        assert f"rank {rank} of 3 (mpi): all_reduce_sum(float32[2]) for loss failed" in str(outcomes[rank])
+    assert "waited 1.0 s for rank 1" in f"{outcomes[0]} {outcomes[2]}"
+
+
+def test_a_rank_that_never_joins_is_a_comm_error(tmp_path: Path) -> None:
+    """A rank that ends before it joins does not leave the others in MPI_Init for ever."""
+    code = (
+        "import os\n"
+        "from dist_attn.comm import open_communicator\n"
+        "from dist_attn.errors import CommError\n"
+        "if os.environ['PMI_RANK'] != '1':\n"
+        "    try:\n"
+        "        open_communicator(timeout_s=0.5)\n"
+        "    except CommError as error:\n"
+        "        raise SystemExit(f'said: {error}')\n"
+    )
+    exit_code, out, err = finish(start_under_mpiexec(["-c", code], 2, tmp_path))
+    assert (exit_code, out) == (1, "")
+    assert "said: rank 0 of 2 could not join the mpi group, MPI_Init: no answer within 0.5 s" in err
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model and a text."""
+    folder = tmp_path_factory.mktemp("mpi")
+    write_small_folder(folder / "tiny")
+    (folder / "book.txt").write_bytes(3 * PROSE.encode())
+    return folder
+
+
+ENCODE = ["-m", "dist_attn", "encode", "book.txt", "--model", "tiny", "--window", "300", "--out"]
+
+
+def test_encoding_under_mpiexec_gives_the_rows_of_one(place: Path) -> None:
+    """Three ranks write the rows of one process, and one report, on a machine with fewer cores as well."""
+    code, out, err = finish(start_under_mpiexec([*ENCODE, "three.npy"], 3, place))
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 1
+    three = json.loads(out)
+    done = subprocess.run(
+        [sys.executable, *ENCODE, "one.npy"], cwd=place, capture_output=True, text=True, timeout=DEADLINE_S, check=True
+    )
+    one = json.loads(done.stdout)
+    assert list(three) == list(one)
+    assert (three["ranks"], three["backend"], three["tokens"]) == (3, "mpi", one["tokens"])
+    assert len(three["peak_rss_mib"]) == 3
+    rows = [np.load(place / f"{name}.npy", allow_pickle=False) for name in ("one", "three")]
+    np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
+
+
+def test_bad_input_under_mpiexec_is_said_once(place: Path) -> None:
+    """A missing file is one line in all, with exit code 2."""
+    arguments = ["-m", "dist_attn", "encode", "nope.txt", "--model", "tiny", "--out", "no.npy"]
+    said = finish(start_under_mpiexec(arguments, 3, place))
+    assert said == (2, "", "dist-attn: nope.txt cannot be read: No such file or directory\n")
+    assert not list(place.glob("*no.npy*"))
+
+
+def test_work_that_is_not_shared_under_mpiexec(place: Path) -> None:
+    """Training by several processes is refused in one line; scoring is done once."""
+    refused = finish(start_under_mpiexec(["-m", "dist_attn", "train", "any.toml"], 2, place))
+    assert refused[:2] == (2, "")
+    assert "2 processes were started to train" in refused[2]
+    assert refused[2].count("\n") == 1
+    code, out, _ = finish(start_under_mpiexec(["-m", "dist_attn", "evaluate", "book.txt", "--model", "tiny"], 2, place))
+    assert code == 0
+    assert len(out.splitlines()) == 1
+
+
+def test_without_mpi4py_one_line_says_what_to_install(place: Path) -> None:
+    """Ranks of mpiexec without mpi4py end with one line that names the command."""
+    code = (
+        "import sys\n"
+        "sys.modules['mpi4py'] = None\n"
+        "sys.argv = ['dist-attn', *sys.argv[1:]]\n"
+        "from dist_attn.cli import main\n"
+        "main()\n"
+    )
+    exit_code, out, err = finish(start_under_mpiexec(["-c", code, *ENCODE[2:], "no.npy"], 2, place))
+    assert (exit_code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith("dist-attn: back end mpi needs mpi4py")
+    assert "pip install 'dist-attn[mpi]'" in err
+
+
+def test_ranks_do_not_outlive_a_killed_launcher(place: Path) -> None:
+    """When mpiexec is killed outright, its ranks end as well."""
+    os.mkfifo(place / "endless")
+    process = start_under_mpiexec(["-m", "dist_attn", "encode", "endless", *ENCODE[4:], "no.npy"], 2, place)
+    try:
+        with (place / "endless").open("wb", buffering=0) as text:
+            text.write(b"It was the best of times")
+            ranks = [p for p in psutil.Process(process.pid).children(recursive=True) if "encode" in p.cmdline()]
+            assert len(ranks) == 2
+            process.kill()
+            gone, left = psutil.wait_procs(ranks, DEADLINE_S)
+            assert (len(gone), left) == (2, [])
+    finally:
+        kill_family(process)
+        process.communicate()
