@@ -36,16 +36,15 @@ FAREWELL_BYTES = 400
 
 @final
 class _Message:
-    """One piece on its way to or from `partner`."""
+    """One piece on its way to `partner` or, of `expected` bytes, from it."""
 
-    def __init__(self, mpi: ModuleType, request: "MPI.Request", partner: int, size: int, incoming: bool) -> None:
+    def __init__(self, mpi: ModuleType, request: "MPI.Request", partner: int, expected: int | None = None) -> None:
         self._mpi = mpi
         self._request = request
         self._status = mpi.Status()
-        self._size = size
+        self._expected = expected
         self._done = False
         self.partner = partner
-        self.incoming = incoming
 
     def done(self) -> bool:
         """Whether it has been sent or has arrived.
@@ -60,16 +59,16 @@ class _Message:
             if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
                 raise self._wrong_size("more") from error
             raise
-        if self._done and self.incoming:
+        if self._done and self._expected is not None:
             count = self._status.Get_count(self._mpi.BYTE)
-            if count != self._size:
+            if count != self._expected:
                 raise self._wrong_size(str(count))
         return self._done
 
     def _wrong_size(self, count: str) -> MismatchError:
         return MismatchError(
-            f"rank {self.partner} sent {count} bytes where {self._size} were expected; the send counts of one must be "
-            "the receive counts of the other"
+            f"rank {self.partner} sent {count} bytes where {self._expected} were expected; the send counts of one must "
+            "be the receive counts of the other"
         )
 
 
@@ -110,31 +109,25 @@ class MpiCommunicator(Communicator):
         return cls(mpi, data, _duplicate(mpi, world, timeout_s), timeout_s, poison=poison)
 
     def _gather(self, call: Call, sent: Tensor) -> Pending:
-        return self._exchange_start(call, sent, None, [sent.numel()] * self.size)
+        received = self._buffer(self.size * sent.numel(), sent.device)
+        sends = dict.fromkeys(range(self.size), self._on_host(sent))
+        receives = _parts(received, dict.fromkeys(range(self.size), sent.numel()))
+        return self._post(call, sends, receives, received, sent)
 
-    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Tensor:
-        return self._exchange_start(call, sent, send_bytes, recv_bytes).wait()
+    def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
+        return self._send_receive(call, sent, dict(enumerate(send_bytes)), dict(enumerate(recv_bytes)))
 
-    def _exchange_start(self, call: Call, sent: Tensor, send_bytes: list[int] | None, recv_bytes: list[int]) -> Pending:
-        """Parts between all ranks, empty ones too; without `send_bytes` the whole of `sent` goes to each."""
-        source, received = self._on_host(sent), self._buffer(sum(recv_bytes), sent.device)
-        parts = [source] * self.size if send_bytes is None else list(source.split(send_bytes))
-        places = list(received.split(recv_bytes))
-        if parts[self.rank].shape != places[self.rank].shape:
-            raise MismatchError(f"{call}: rank {self.rank} sends itself {parts[self.rank].numel()} bytes but expects "
-                                f"{places[self.rank].numel()}")  # fmt: skip
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        pending = self._launch(call, {r: parts[r] for r in others}, {r: places[r] for r in others}, received, sent)
-        places[self.rank].copy_(parts[self.rank])
-        return pending
+    def _send_receive(
+        self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
+    ) -> Pending:
+        received = self._buffer(sum(recv_bytes.values()), sent.device)
+        sends, receives = _parts(self._on_host(sent), send_bytes), _parts(received, recv_bytes)
+        return self._post(call, sends, receives, received, sent)
 
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
-        if self.rank == source:
-            copy = self._on_host(sent)
-            others = {rank: copy for rank in range(self.size) if rank != source}
-            return self._launch(call, others, {}, copy, sent).wait().clone()
         received = self._buffer(sent.numel(), sent.device)
-        return self._launch(call, {}, {source: received}, received, sent).wait()
+        sends = dict.fromkeys(range(self.size), self._on_host(sent)) if self.rank == source else {}
+        return self._post(call, sends, {source: received}, received, sent).wait()
 
     def close(self) -> None:
         """Leave the group in step with the others; after a failure they are told, and not waited for for long."""
@@ -145,7 +138,7 @@ class MpiCommunicator(Communicator):
             self._failure = self._reason or f"rank {self.rank} closed its communicator with an exchange under way"
         text = f"{int(bool(self._failure))}{self._failure or self._reason}".encode()[:FAREWELL_BYTES]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        messages = [_Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r, 0, False) for r in others]
+        messages = [_Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r) for r in others]
         began = time.monotonic()
         while len(self._left) < len(others) or not all(message.done() for message in messages):
             self._hear_farewells()
@@ -167,27 +160,37 @@ class MpiCommunicator(Communicator):
             self._reason = f"rank {self.rank} left with {type(error).__name__}: {error}"
         super().__exit__(kind, error, trace)
 
-    def _launch(
+    def _post(
         self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], received: Tensor, sent: Tensor
     ) -> Pending:
-        """Start the messages of one exchange; the result is `received`, where `sent` lay."""
+        """Start the messages of one exchange, empty ones too; the result is `received`, moved to where `sent` lay."""
         self._check(call)
         messages: list[_Message] = []
         flight = id(messages)
         self._under_way[flight] = messages
         try:
             for rank, place in receives.items():
-                tag = self._tag(call, self._received, rank)
-                for piece in _pieces(place):
-                    request = self._data.Irecv([piece.numpy(), self._mpi.BYTE], rank, tag)
-                    messages.append(_Message(self._mpi, request, rank, piece.numel(), True))
+                if rank != self.rank:
+                    tag = self._tag(call, self._received, rank)
+                    for piece in _pieces(place):
+                        request = self._data.Irecv([piece.numpy(), self._mpi.BYTE], rank, tag)
+                        messages.append(_Message(self._mpi, request, rank, piece.numel()))
             for rank, part in sends.items():
-                tag = self._tag(call, self._sent, rank)
-                for piece in _pieces(part):
-                    request = self._data.Isend([piece.numpy(), self._mpi.BYTE], rank, tag)
-                    messages.append(_Message(self._mpi, request, rank, piece.numel(), False))
+                if rank != self.rank:
+                    tag = self._tag(call, self._sent, rank)
+                    for piece in _pieces(part):
+                        request = self._data.Isend([piece.numpy(), self._mpi.BYTE], rank, tag)
+                        messages.append(_Message(self._mpi, request, rank))
         except self._mpi.Exception as error:
             raise self._failed(call, _first_line(error)) from error
+        if self.rank in receives:
+            own = sends[self.rank]
+            place = receives[self.rank]
+            if own.numel() != place.numel():
+                why = f"rank {self.rank} sends itself {own.numel()} bytes but expects {place.numel()}"
+                self._failed(call, why)
+                raise MismatchError(f"{self._who()}: {self._failure}")
+            place.copy_(own)
 
         def finish() -> Tensor:
             self._wait(call, messages)
@@ -298,9 +301,15 @@ def _duplicate(mpi: ModuleType, world: "MPI.Comm", timeout_s: float) -> "MPI.Com
     return copy
 
 
-def _pieces(part: Tensor) -> list[Tensor]:
+def _parts(whole: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:
+    """Each rank's part of `whole`, where they lie in ascending order."""
+    ranks = sorted(counts)
+    return dict(zip(ranks, whole.split([counts[rank] for rank in ranks]), strict=True))
+
+
+def _pieces(part: Tensor) -> tuple[Tensor, ...]:
     """What goes into one message each; an empty part is one empty message."""
-    return list(part.split(PIECE_BYTES)) if part.numel() else [part]
+    return part.split(PIECE_BYTES) if part.numel() else (part,)
 
 
 def _rest(waited_s: float) -> None:
