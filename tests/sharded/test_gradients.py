@@ -13,10 +13,19 @@ from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.prefix_scan import Exchange
+from dist_attn.sharded.sequence_ops import SoftmaxExchange
 from tests.support.across_ranks import across_ranks
 
 BATCH, HEADS, SIZE, VALUES = 1, 2, 2, 2
 CUTS = [(3, 0, 2), (0, 4, 1)]
+EXCHANGES = {
+    "pair": (Exchange("pair"), (3, 2)),
+    "log steps": (Exchange("log_step"), (3, 0, 2)),
+    "two levels": (Exchange("two_level", hosts=((0, 1), (2,))), (3, 0, 2)),
+    "pipelined ring": (Exchange("pipelined_ring", pieces=2), (0, 3, 2)),
+    "serial ring": (Exchange("serial_ring"), (3, 0, 2)),
+}
 
 Tensors = tuple[Tensor, ...]
 
@@ -117,7 +126,13 @@ CASES = KERNEL_CASES | {
 }
 
 
-def _global(case: Case, lengths: tuple[int, ...]) -> tuple[Callable[..., Tensor], Tensors]:
+def _global(
+    case: Case,
+    lengths: tuple[int, ...],
+    *,
+    exchange: Exchange | None = None,
+    softmax: SoftmaxExchange = "reshuffle",
+) -> tuple[Callable[..., Tensor], Tensors]:
     """The operation over all ranks as one function from whole inputs to all outputs in a row, and such inputs."""
     layout = SequenceLayout.from_lengths(lengths)
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +144,8 @@ def _global(case: Case, lengths: tuple[int, ...]) -> tuple[Callable[..., Tensor]
     names = [*case.sliced, *case.replicated]
 
     def on_rank(comm: Communicator, own: Tensors) -> Tensors:
-        return case.run(ShardedSequenceOps(comm, layout), dict(zip(names, own, strict=True)))
+        ops = ShardedSequenceOps(comm, layout, exchange=exchange or "auto", softmax=softmax)
+        return case.run(ops, dict(zip(names, own, strict=True)))
 
     def whole(*tensors: Tensor) -> Tensor:
         per_rank = []
@@ -157,6 +173,22 @@ def test_second_derivatives(name: str) -> None:
     """Gradients with `create_graph` are themselves differentiable, across ranks, in every input and state."""
     whole, inputs = _global(KERNEL_CASES[name], (2, 0, 3))
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_derivatives_through_every_exchange(name: str) -> None:
+    """However the carries travel, first and second derivatives are those of the function."""
+    exchange, lengths = EXCHANGES[name]
+    whole, inputs = _global(_linear(causal=True, gated=True, given_state=False), lengths, exchange=exchange)
+    assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_of_softmax_in_a_ring(causal: bool) -> None:
+    """The ring's gradients are the derivatives of exact attention too."""
+    whole, inputs = _global(_softmax(causal=causal, groups=1), (3, 0, 2), softmax="ring")
+    assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
 
 
 def test_a_gradient_lost_between_ranks_is_noticed() -> None:
