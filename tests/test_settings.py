@@ -7,9 +7,11 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
+from dist_attn.control.serve import api_stop_deadline_s
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.settings import EngineSettings, Resolved, Settings, read_settings, settings_keys
+from service.app import FAREWELL_SECONDS
 from service.settings import Settings as ServiceSettings
 
 HASH = "ab" * 32
@@ -132,3 +134,10 @@ def test_the_api_gets_its_part(tmp_path: Path) -> None:
     assert set(ServiceSettings.model_fields) == names | {"api_address"}
     with pytest.raises(ConfigError, match="--api-address"):
         ServiceSettings.of(Settings(model="m"))
+
+
+def test_serve_waits_as_long_as_the_api_may_take_to_stop(tmp_path: Path) -> None:
+    """Whatever waits.shutdown_seconds says, `serve` gives the API that time and its farewell before it kills it."""
+    for seconds in (1, 10, 600):
+        settings = read(tmp_path, f"[waits]\nshutdown_seconds = {seconds}\n").settings
+        assert api_stop_deadline_s(settings) > seconds + FAREWELL_SECONDS

@@ -10,6 +10,7 @@ from collections import deque
 from pathlib import Path
 
 import dist_attn
+from dist_attn.control.passing_on import PassOn
 from dist_attn.control.processes import GROUP_MARK, kill_processes
 from dist_attn.control.settings import ControlSettings
 from dist_attn.wire.messages import StartGroup
@@ -17,6 +18,8 @@ from dist_attn.wire.messages import StartGroup
 __all__ = ["RankProcesses", "child_environment"]
 
 TAIL_BYTES = 8192
+STDERR = 2
+READS_PER_TURN = 16  # of 64 KiB each: ranks that print without end do not keep the agent from its other work
 KILL_TIMEOUT_S = 5.0
 
 
@@ -43,6 +46,8 @@ def launch_command(settings: ControlSettings, start: StartGroup) -> list[str]:
     if settings.uses_torchrun:
         # A new rendezvous per epoch: what an old group left in its store must not reach the new one.
         torchrun = f"torch.distributed.run --nnodes=1 --nproc-per-node={start.ranks} --max-restarts=0"
+        # Ranks print into this process's pipe: torchrun needs no folder for logs, which it would leave behind.
+        torchrun += f" --log-dir={os.devnull}"
         rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id=dist-attn-{os.getpid()}-{start.epoch}"
         program = [sys.executable, "-m", *torchrun.split(), *rendezvous.split(), "--no-python", *program]
     return [sys.executable, "-m", "dist_attn.control.tether", str(os.getpid()), *program]
@@ -55,6 +60,7 @@ class RankProcesses:
         self.epoch = start.epoch
         self._mark = f"{mark}{start.epoch}:"
         self._tail: deque[bytes] = deque()
+        self._stderr = PassOn(STDERR)
         self._watched: dict[int, tuple[int, int]] = {}  # pidfd -> rank, pid
         self._unwatchable: dict[int, int] = {}  # rank -> pid
         self._reported: list[int] = []
@@ -119,8 +125,11 @@ class RankProcesses:
         return ended
 
     def forward_output(self) -> None:
-        """Copy what the ranks have printed to stderr and keep the end of it."""
-        while self.output >= 0:
+        """Copy what the ranks have printed to stderr, as far as that is read, and keep the end of it."""
+        self._stderr.flush()
+        for _ in range(READS_PER_TURN):
+            if self.output < 0:
+                return
             try:
                 data = os.read(self.output, 65536)
             except BlockingIOError:
@@ -132,8 +141,7 @@ class RankProcesses:
             self._tail.append(data)
             while len(self._tail) > 1 and sum(map(len, self._tail)) - len(self._tail[0]) >= TAIL_BYTES:
                 self._tail.popleft()
-            with contextlib.suppress(OSError, ValueError):
-                os.write(2, data)
+            self._stderr.write(data)
 
     def exit_code(self, patience_s: float) -> int | None:
         """How the group ended, None while it runs.

@@ -15,11 +15,10 @@ from dist_attn.control.ranks import child_environment
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 
-__all__ = ["serve"]
+__all__ = ["api_stop_deadline_s", "serve"]
 
 POLL_S = 0.2
-# The API process lets open streams finish for 10 s by itself.
-API_STOP_DEADLINE_S = 13.0
+API_FAREWELL_S = 5.0  # the API's last words to what did not finish, and its exit
 
 
 def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
@@ -45,7 +44,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         try:
             return _watch(engine, api, stopped)
         finally:
-            _stop_api(api)
+            _stop_api(api, api_stop_deadline_s(settings))
 
 
 def _engine_fields(settings: Settings, folder: Path) -> dict[str, Any]:
@@ -79,10 +78,15 @@ def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threadin
     return 0
 
 
-def _stop_api(api: subprocess.Popen[bytes]) -> None:
+def api_stop_deadline_s(settings: Settings) -> float:
+    """How long the API may take to end by itself: it lets open streams finish first."""
+    return settings.waits.shutdown_seconds + API_FAREWELL_S
+
+
+def _stop_api(api: subprocess.Popen[bytes], deadline_s: float) -> None:
     api.terminate()
     try:
-        api.wait(API_STOP_DEADLINE_S)
+        api.wait(deadline_s)
     except subprocess.TimeoutExpired:
         api.kill()
         api.wait()
