@@ -62,6 +62,10 @@ class Answer:
             parts.append(part)
         return b"".join(parts)
 
+    def read_rest(self) -> bytes:
+        """All that comes until the connection ends."""
+        return self._file.read()
+
     def at_end(self) -> bool:
         """Whether the server closed the connection."""
         return self._file.read(1) == b""
