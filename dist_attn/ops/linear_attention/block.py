@@ -4,6 +4,9 @@ Intra-chunk attention is a masked C x C product, inter-chunk attention a read of
 (RFA Eq. 6 and 7 in chunked form). A ones column beside v makes z and the denominator part of the same
 matrix products. Gated: with c_t the cumulative log gate inside the chunk, the weight of key i at query t is
 exp(c_t - c_i) * key_scale_i, formed as one exponent <= 0 and masked before exp, so it cannot overflow.
+
+Where documents start inside a block, a pair of tokens of two documents weighs exactly 0, cumulative sums restart, and
+the state is replaced, not multiplied by 0: no number of one document enters the arithmetic of another one's tokens.
 """
 
 from dataclasses import dataclass
@@ -26,19 +29,40 @@ class Carry(NamedTuple):
     log_decay_BH: torch.Tensor
 
 
+class _Segments(NamedTuple):
+    """Where documents start in the chunks of a block."""
+
+    same_nCC: torch.Tensor  # whether query t and key i are of one document
+    first_nC: torch.Tensor  # whether a token is of the document that the state before the chunk is of
+    last_nC: torch.Tensor  # whether it is of the one that the state after the chunk is of
+    fresh_n: torch.Tensor  # whether a document starts in the chunk
+
+    @staticmethod
+    def of(starts_nC: torch.Tensor) -> "_Segments":
+        number_nC = starts_nC.cumsum(-1)
+        last_n1 = number_nC[:, -1:]
+        same_nCC = number_nC[:, :, None] == number_nC[:, None, :]
+        return _Segments(same_nCC, number_nC == 0, number_nC == last_n1, last_n1[:, 0] > 0)
+
+
 class _Chunked(NamedTuple):
     """A block's keys, split in chunks (G = B * H, n chunks of C tokens, W = V + 1)."""
 
     phi_k_GnCM: torch.Tensor
     v1_GnCW: torch.Tensor  # [v, 1] * key_scale
     scale_GnC: torch.Tensor | None
-    decay_GnC: torch.Tensor | None  # cumulative log gate inside the chunk, c_t
+    decay_GnC: torch.Tensor | None  # cumulative log gate inside the chunk and document, c_t
     totals_GnMW: torch.Tensor  # what each chunk adds to the state
+    within_GnC: torch.Tensor | None  # how much of each key is left after the chunk; None: all of it (G may be 1)
+    segments: _Segments | None
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Causal attention over one block as a pure function of (sequence slices, carry, feature-map tensors)."""
+    """Causal attention over one block as a pure function of (sequence slices, carry, feature-map tensors).
+
+    `starts` [1, 1, T] says at which tokens documents start; None: at none of them.
+    """
 
     feature_map: FeatureMap | None
     denominator: Denominator
@@ -52,6 +76,7 @@ class AttentionBlock:
         v_BHTV: torch.Tensor,
         log_gate_BHT: torch.Tensor | None,
         key_scale_BHT: torch.Tensor | None,
+        starts_11T: torch.Tensor | None,
         carry: Carry,
         map_tensors: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, Carry]:
@@ -59,22 +84,23 @@ class AttentionBlock:
         batch, heads, tokens, values = v_BHTV.shape
         size = min(self.chunk, tokens)
         # The last size is spelt out: an empty batch has no elements to tell it by.
-        phi_q_BHTM = self._features(q_BHTK, map_tensors)
+        phi_q_BHTM = self.features(q_BHTK, map_tensors)
         phi_q_GnCM = phi_q_BHTM.reshape(batch * heads, tokens // size, size, phi_q_BHTM.shape[-1])
-        keys = self._chunked(k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, map_tensors, size)
-        before_GnMW, after = self._scan(keys, carry)
+        keys = self._chunked(k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T, map_tensors, size)
+        before_GnMW, mass_before_Gn, after = self._scan(keys, carry)
 
         weights_GnCC = phi_q_GnCM @ keys.phi_k_GnCM.transpose(-1, -2)
         inter_GnCW = phi_q_GnCM @ before_GnMW
-        mass_G1 = carry.mass_BH.reshape(-1, 1, 1)
-        if keys.decay_GnC is None:
-            weights_GnCC = weights_GnCC.tril()
-            num_GnCW = weights_GnCC @ keys.v1_GnCW + inter_GnCW
-            mass_GnC = mass_G1 + self._steps(keys, batch * heads, tokens).reshape(-1, tokens // size, size)
+        if mass_before_Gn is None:
+            num_GnCW = weights_GnCC.tril() @ keys.v1_GnCW + inter_GnCW
+            steps_GnC = self._steps(keys, batch * heads, tokens).reshape(-1, tokens // size, size)
+            mass_GnC = carry.mass_BH.reshape(-1, 1, 1) + steps_GnC
         else:
-            decay_GnCC = _pair_decay(keys.decay_GnC)
-            num_GnCW = (weights_GnCC * decay_GnCC) @ keys.v1_GnCW + keys.decay_GnC.exp()[..., None] * inter_GnCW
-            mass_GnC = self._gated_mass(keys, decay_GnCC, carry.mass_BH.reshape(-1))
+            pairs_GnCC, into_GnC = self._pairs(keys)
+            num_GnCW = (weights_GnCC * pairs_GnCC) @ keys.v1_GnCW + into_GnC[..., None] * inter_GnCW
+            scale_GnC = keys.scale_GnC
+            own_GnC = pairs_GnCC.sum(-1) if scale_GnC is None else (pairs_GnCC @ scale_GnC[..., None])[..., 0]
+            mass_GnC = into_GnC * mass_before_Gn[..., None] + own_GnC
         num_BHTV, den_BHT1 = num_GnCW.reshape(batch, heads, tokens, values + 1).split((values, 1), dim=-1)
         return self.denominator.divide(num_BHTV, den_BHT1[..., 0], mass_GnC.reshape(batch, heads, tokens)), after
 
@@ -84,19 +110,22 @@ class AttentionBlock:
         v_BHTV: torch.Tensor,
         log_gate_BHT: torch.Tensor | None,
         key_scale_BHT: torch.Tensor | None,
+        starts_11T: torch.Tensor | None,
         carry: Carry,
         map_tensors: tuple[torch.Tensor, ...],
     ) -> Carry:
         """The carry after the block, without its outputs."""
         size = min(self.chunk, v_BHTV.shape[2])
-        return self._scan(self._chunked(k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, map_tensors, size), carry)[1]
+        keys = self._chunked(k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T, map_tensors, size)
+        return self._scan(keys, carry)[2]
 
     def read(self, q_BHTK: torch.Tensor, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Outputs of queries that all see exactly `carry` (cross and full attention, RFA Algorithm 2)."""
-        num_BHTW = self._features(q_BHTK, map_tensors) @ carry.sz_BHMW
+        num_BHTW = self.features(q_BHTK, map_tensors) @ carry.sz_BHMW
         return self.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], carry.mass_BH[..., None])
 
-    def _features(self, x_BHTK: torch.Tensor, map_tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def features(self, x_BHTK: torch.Tensor, map_tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """phi of queries or keys, in the precision of the sums; what they are already, without a feature map."""
         x_BHTK = x_BHTK.to(self.dtype)
         return x_BHTK if self.feature_map is None else self.feature_map.with_tensors(*map_tensors)(x_BHTK)
 
@@ -106,55 +135,74 @@ class AttentionBlock:
         v_BHTV: torch.Tensor,
         log_gate_BHT: torch.Tensor | None,
         key_scale_BHT: torch.Tensor | None,
+        starts_11T: torch.Tensor | None,
         map_tensors: tuple[torch.Tensor, ...],
         size: int,
     ) -> _Chunked:
         batch, heads, tokens, values = v_BHTV.shape
         groups, chunks = batch * heads, tokens // size
-        phi_k_BHTM = self._features(k_BHTK, map_tensors)
+        phi_k_BHTM = self.features(k_BHTK, map_tensors)
         phi_k_GnCM = phi_k_BHTM.reshape(groups, chunks, size, phi_k_BHTM.shape[-1])
         v1_GnCW = F.pad(v_BHTV.to(self.dtype), (0, 1), value=1.0).reshape(groups, chunks, size, values + 1)
-        scale_GnC = decay_GnC = None
+        segments = None if starts_11T is None else _Segments.of(starts_11T.reshape(chunks, size))
+        scale_GnC = decay_GnC = within_GnC = None
         if key_scale_BHT is not None:
             scale_GnC = key_scale_BHT.to(self.dtype).reshape(groups, chunks, size)
             v1_GnCW = v1_GnCW * scale_GnC[..., None]
-        kept_GnCW = v1_GnCW
         if log_gate_BHT is not None:
-            # The cumulative sum restarts in every chunk: over a whole long sequence its differences lose all digits.
-            decay_GnC = log_gate_BHT.to(self.dtype).reshape(groups, chunks, size).cumsum(-1)
-            kept_GnCW = v1_GnCW * (decay_GnC[..., -1:] - decay_GnC).exp()[..., None]
-        return _Chunked(phi_k_GnCM, v1_GnCW, scale_GnC, decay_GnC, phi_k_GnCM.transpose(-1, -2) @ kept_GnCW)
+            decay_GnC = _cumulative(log_gate_BHT.to(self.dtype).reshape(groups, chunks, size), segments)
+            remaining_GnC = decay_GnC[..., -1:] - decay_GnC
+            if segments is not None:
+                remaining_GnC = remaining_GnC.masked_fill(~segments.last_nC, float("-inf"))
+            within_GnC = remaining_GnC.exp()
+        elif segments is not None:
+            within_GnC = segments.last_nC.to(self.dtype)[None]
+        kept_GnCW = v1_GnCW if within_GnC is None else v1_GnCW * within_GnC[..., None]
+        totals_GnMW = phi_k_GnCM.transpose(-1, -2) @ kept_GnCW
+        return _Chunked(phi_k_GnCM, v1_GnCW, scale_GnC, decay_GnC, totals_GnMW, within_GnC, segments)
 
-    def _scan(self, keys: _Chunked, carry: Carry) -> tuple[torch.Tensor, Carry]:
-        """The state before each chunk, [G, n, M, W], and the carry after the last one."""
+    def _scan(self, keys: _Chunked, carry: Carry) -> tuple[torch.Tensor, torch.Tensor | None, Carry]:
+        """The state [G, n, M, W] and the mass [G, n] before each chunk, and the carry after the last one.
+
+        Without gates and documents the mass is a cumulative sum and is not given.
+        """
         state_GMW = carry.sz_BHMW.reshape(-1, *carry.sz_BHMW.shape[2:])
         mass_G = carry.mass_BH.reshape(-1)
         log_decay_G = carry.log_decay_BH.reshape(-1)
         groups, _, size = keys.v1_GnCW.shape[:3]
         chunks = keys.totals_GnMW.shape[1]
-        before = []
+        before, mass_before = [], []
         # unbind, not [:, n]: the backward pass of an index fills a zero tensor of full size for every chunk.
-        if keys.decay_GnC is None:
-            for total_GMW in keys.totals_GnMW.unbind(1):
+        totals = keys.totals_GnMW.unbind(1)
+        if keys.within_GnC is None:
+            for total_GMW in totals:
                 before.append(state_GMW)
                 state_GMW = state_GMW + total_GMW
             mass_G = mass_G + self._steps(keys, groups, chunks * size)[..., -1]
         else:
-            gain_Gn = keys.decay_GnC[..., -1].exp()
-            within_GnC = (keys.decay_GnC[..., -1:] - keys.decay_GnC).exp()
-            added_Gn = (within_GnC if keys.scale_GnC is None else within_GnC * keys.scale_GnC).sum(-1)
-            per_chunk = zip(keys.totals_GnMW.unbind(1), gain_Gn.unbind(1), added_Gn.unbind(1), strict=True)
-            for total_GMW, gain_G, added_G in per_chunk:
+            within_GnC = keys.within_GnC if keys.scale_GnC is None else keys.within_GnC * keys.scale_GnC
+            ends = [None] * chunks if keys.decay_GnC is None else keys.decay_GnC[..., -1].unbind(1)
+            fresh = [None] * chunks if keys.segments is None else keys.segments.fresh_n.unbind(0)
+            for total_GMW, added_G, end_G, new in zip(totals, within_GnC.sum(-1).unbind(1), ends, fresh, strict=True):
                 before.append(state_GMW)
-                state_GMW = torch.addcmul(total_GMW, state_GMW, gain_G[:, None, None])
-                mass_G = gain_G * mass_G + added_G
-            log_decay_G = log_decay_G + keys.decay_GnC[..., -1].sum(-1)
+                mass_before.append(mass_G)
+                if new is not None:
+                    # Dropped, not multiplied by 0: what went wrong in one document must not reach the next.
+                    state_GMW, mass_G, log_decay_G = (
+                        t.masked_fill(new, 0.0) for t in (state_GMW, mass_G, log_decay_G)
+                    )
+                if end_G is None:
+                    state_GMW, mass_G = state_GMW + total_GMW, mass_G + added_G
+                else:
+                    gain_G = end_G.exp()
+                    state_GMW = torch.addcmul(total_GMW, state_GMW, gain_G[:, None, None])
+                    mass_G, log_decay_G = gain_G * mass_G + added_G, log_decay_G + end_G
         after = Carry(
             state_GMW.reshape(carry.sz_BHMW.shape),
             mass_G.reshape(carry.mass_BH.shape),
             log_decay_G.reshape(carry.log_decay_BH.shape),
         )
-        return torch.stack(before, dim=1), after
+        return torch.stack(before, dim=1), torch.stack(mass_before, dim=1) if mass_before else None, after
 
     def _steps(self, keys: _Chunked, groups: int, tokens: int) -> torch.Tensor:
         """Cumulative key scale over the block, [G or 1, T]: 1, 2, 3, ... when there is none."""
@@ -162,20 +210,30 @@ class AttentionBlock:
             return torch.arange(1, tokens + 1, dtype=self.dtype, device=keys.v1_GnCW.device)[None]
         return keys.scale_GnC.reshape(groups, tokens).cumsum(-1)
 
-    def _gated_mass(self, keys: _Chunked, decay_GnCC: torch.Tensor, mass_G: torch.Tensor) -> torch.Tensor:
-        """Mass at every token of the block, [G, n, C]."""
-        assert keys.decay_GnC is not None  # only called with gates
-        own_GnC = decay_GnCC.sum(-1) if keys.scale_GnC is None else (decay_GnCC @ keys.scale_GnC[..., None])[..., 0]
-        before = []
-        gains = keys.decay_GnC[..., -1].exp().unbind(1)
-        for gain_G, added_G in zip(gains, own_GnC[..., -1].unbind(1), strict=True):
-            before.append(mass_G)
-            mass_G = gain_G * mass_G + added_G
-        return keys.decay_GnC.exp() * torch.stack(before, dim=1)[..., None] + own_GnC
+    def _pairs(self, keys: _Chunked) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is left of key i at query t of its chunk, [G or 1, n, C, C], and of the state before it, [G or 1, n, C].
+
+        Both are 0 across the start of a document, the first also for keys after the query.
+        """
+        size = keys.v1_GnCW.shape[2]
+        seen_CC = torch.ones(size, size, dtype=torch.bool, device=keys.v1_GnCW.device).tril()
+        seen_nCC = seen_CC if keys.segments is None else seen_CC & keys.segments.same_nCC
+        if keys.decay_GnC is None:
+            assert keys.segments is not None  # only called with gates or documents
+            return seen_nCC.to(self.dtype)[None], keys.segments.first_nC.to(self.dtype)[None]
+        decay_GnCC = keys.decay_GnC[..., :, None] - keys.decay_GnC[..., None, :]
+        into_GnC = keys.decay_GnC
+        if keys.segments is not None:
+            into_GnC = into_GnC.masked_fill(~keys.segments.first_nC, float("-inf"))
+        return decay_GnCC.masked_fill(~seen_nCC, float("-inf")).exp(), into_GnC.exp()
 
 
-def _pair_decay(decay_GnC: torch.Tensor) -> torch.Tensor:
-    """exp(c_t - c_i) for i <= t and 0 above, [G, n, C, C]."""
-    size = decay_GnC.shape[-1]
-    future_CC = torch.ones(size, size, dtype=torch.bool, device=decay_GnC.device).triu(1)
-    return (decay_GnC[..., :, None] - decay_GnC[..., None, :]).masked_fill(future_CC, float("-inf")).exp()
+def _cumulative(gate_GnC: torch.Tensor, segments: _Segments | None) -> torch.Tensor:
+    """The cumulative log gate inside each chunk and document.
+
+    It restarts in every chunk: over a whole long sequence its differences lose all digits.
+    """
+    if segments is None:
+        return gate_GnC.cumsum(-1)
+    # A sum with weights 0 and 1, and no difference of two sums, which would round by the gates of other documents.
+    return (segments.same_nCC.tril().to(gate_GnC.dtype) @ gate_GnC[..., None])[..., 0]

@@ -1,5 +1,7 @@
 """The oracle of linear attention: the recurrence of RFA Eq. 6 and 7, one token after the other."""
 
+from dataclasses import replace
+
 import torch
 
 from dist_attn.ops.denominator import Denominator
@@ -20,6 +22,7 @@ def linear_attention_naive(
     causal: bool = True,
     state: LinearState | None = None,
     denominator: Denominator | None = None,
+    documents: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """Linear attention by its plainest definition; see `linear_attention` for the meaning of the arguments."""
     policy = Denominator() if denominator is None else denominator
@@ -35,8 +38,13 @@ def linear_attention_naive(
         num_BH1V, den_BH1 = state.read(phi_q[:, :, t : t + 1])
         return policy.divide(num_BH1V, den_BH1, state.mass_BH[..., None])
 
-    outputs = []
+    outputs: list[torch.Tensor] = []
     for t in range(num_keys):
+        if documents is not None and t in documents:
+            if not causal:
+                outputs += [readout(i, state) for i in range(len(outputs), t)]
+            nothing = LinearState.identity(batch, heads, features, values, dtype=dtype, device=v_BHSV.device)
+            state = replace(nothing, reset_BH=torch.ones_like(nothing.reset_BH))
         state = state.advance(
             phi_k[:, :, t],
             v_BHSV[:, :, t],

@@ -1,17 +1,19 @@
 """Linear attention in streaming form: cache-sized blocks, a carried state, memory flat in the length."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import reduce
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 from itertools import pairwise
 
 import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.documents import check_documents, document_groups, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.together import attend_together
 from dist_attn.ops.state import LinearState
 
 __all__ = ["absorb_keys", "linear_attention", "state_dtype"]
@@ -20,6 +22,9 @@ __all__ = ["absorb_keys", "linear_attention", "state_dtype"]
 # would be bound by memory traffic (4.4 times slower at 32,768 tokens). More batch x heads, fewer tokens a block.
 BLOCK_GROUP_TOKENS = 8 * 512
 CHUNK_TOKENS = 64
+# Up to this many tokens of whole documents attend by one masked product where attention is not causal. Up to about
+# 2 M V / (M + V) tokens that takes fewer multiplications than a state for each document.
+TOGETHER_TOKENS = 128
 
 _Tensors = tuple[torch.Tensor, ...]
 _Optional = tuple[torch.Tensor | None, ...]
@@ -36,6 +41,7 @@ def linear_attention(
     causal: bool = True,
     state: LinearState | None = None,
     denominator: Denominator | None = None,
+    documents: tuple[int, ...] | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """Kernel attention in O(L): S_t = exp(log_gate_t) S_{t-1} + key_scale_t phi(k_t) v_t^T, o_t = phi(q_t)^T S_t / den.
 
@@ -44,6 +50,9 @@ def linear_attention(
     <= t, later queries see all keys. Not causal: every query reads the state after the last key. RFA-Gate is
     log_gate = log g, key_scale = 1 - g.
 
+    `documents` are the positions at which documents start; each attends to itself. The state in is that of the tokens
+    before the first start, the state out that of the last document.
+
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
     Raises: ShapeError when shapes do not fit together.
@@ -51,6 +60,13 @@ def linear_attention(
     """
     check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     policy = Denominator() if denominator is None else denominator
+    starts_11L = None
+    if documents:
+        check_documents(documents, q_BHLK.shape[2], k_BHSK.shape[2])
+        if not causal:
+            sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
+            return _each_document(sequence, feature_map, state, policy, documents)
+        starts_11L = start_flags(documents, k_BHSK.shape[2], k_BHSK.device)[None, None]
     dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
     carry, block, reset_BH = _prepare(k_BHSK, v_BHSV, feature_map, state, policy, dtype)
     num_queries, num_keys = q_BHLK.shape[2], k_BHSK.shape[2]
@@ -58,16 +74,16 @@ def linear_attention(
 
     outputs: list[torch.Tensor] = []
     if shared:
-        sequence = tuple(_head(t, shared) for t in (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS))
-        out, carry = _run(_Attend(block), sequence, carry, block, v_BHSV.dtype)
+        given = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, starts_11L)
+        out, carry = _run(_Attend(block), tuple(_head(t, shared) for t in given), carry, block, v_BHSV.dtype)
         outputs.append(out)
     if shared < num_keys:
-        rest = tuple(_tail(t, shared) for t in (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS))
+        rest = (*(_tail(t, shared) for t in (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)), None)
         _, carry = _run(_Absorb(block), rest, carry, block, v_BHSV.dtype)
     if shared < num_queries or not outputs:
         outputs.append(_read(q_BHLK[:, :, shared:], carry, block, v_BHSV.dtype))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return out, _to_state(carry, reset_BH)
+    return out, _to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
 
 
 def absorb_keys(
@@ -79,19 +95,99 @@ def absorb_keys(
     key_scale_BHS: torch.Tensor | None = None,
     state: LinearState | None = None,
     dtype: torch.dtype = torch.float32,
+    documents: tuple[int, ...] | None = None,
 ) -> LinearState:
     """The state that these keys leave behind, without any output: what a rank sends to the ranks after it.
 
-    The state has at least the precision `dtype`.
+    The state has at least the precision `dtype`. With `documents` it is that of the last one.
 
     Shapes: as `linear_attention`.
     """
     check_shapes(k_BHSK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     dtype = state_dtype(k_BHSK, v_BHSV, state=state, at_least=dtype)
+    if documents:
+        check_documents(documents, k_BHSK.shape[2])
+        k_BHSK, v_BHSV = k_BHSK[:, :, documents[-1] :], v_BHSV[:, :, documents[-1] :]
+        log_gate_BHS, key_scale_BHS = (_tail(t, documents[-1]) for t in (log_gate_BHS, key_scale_BHS))
+        state = None
     carry, block, reset_BH = _prepare(k_BHSK, v_BHSV, feature_map, state, Denominator(), dtype)
     # No keys, no blocks, but the same graph: an empty rank must take part in the backward exchange too.
-    _, carry = _run(_Absorb(block), (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS), carry, block, v_BHSV.dtype)
-    return _to_state(carry, reset_BH)
+    _, carry = _run(_Absorb(block), (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, None), carry, block, v_BHSV.dtype)
+    return _to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
+
+
+def _each_document(
+    sequence: _Optional,
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
+    policy: Denominator,
+    documents: tuple[int, ...],
+) -> tuple[torch.Tensor, LinearState]:
+    """Full attention inside every document: long ones by their state, short ones several at a time."""
+    q, k, v, log_gate, key_scale = sequence
+    assert q is not None and k is not None and v is not None
+    dtype, first = state_dtype(q, k, v, state=state), documents[0]
+    block = AttentionBlock(feature_map, policy, CHUNK_TOKENS, dtype)
+    outputs: list[torch.Tensor] = []
+
+    def attend(start: int, stop: int, before: LinearState | None) -> LinearState:
+        parts = tuple(None if t is None else t[:, :, start:stop] for t in sequence)
+        assert parts[0] is not None and parts[1] is not None and parts[2] is not None
+        out, after = linear_attention(
+            parts[0],
+            parts[1],
+            parts[2],
+            feature_map=feature_map,
+            log_gate_BHS=parts[3],
+            key_scale_BHS=parts[4],
+            causal=False,
+            state=before,
+            denominator=policy,
+        )
+        outputs.append(out)
+        return after
+
+    if first:
+        attend(0, first, state)
+    starts_11L = start_flags(documents, q.shape[2], q.device)[None, None]
+    after = None
+    for start, stop, groups in _runs(documents, q.shape[2]):
+        if groups:
+            run = tuple(None if t is None else t[:, :, start:stop] for t in (*sequence, starts_11L))
+            outputs.append(attend_together(block, groups, run, v.dtype))
+            after = None
+        else:
+            after = attend(start, stop, None)
+    if after is None:
+        after = absorb_keys(
+            k,
+            v,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate,
+            key_scale_BHS=key_scale,
+            dtype=dtype,
+            documents=documents,
+        )
+    return torch.cat(outputs, dim=2), replace(after, reset_BH=torch.ones_like(after.reset_BH))
+
+
+@lru_cache(maxsize=64)
+def _runs(documents: tuple[int, ...], length: int) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
+    """The tokens from the first start on, as ranges: runs of short documents with their groups, long ones with none.
+
+    Groups count from the start of their run.
+    """
+    first = documents[0]
+    runs: list[tuple[int, int, list[tuple[int, int]]]] = []
+    for a, b in document_groups(tuple(start - first for start in documents), length - first, TOGETHER_TOKENS):
+        start, stop = a + first, b + first
+        if b - a > TOGETHER_TOKENS:
+            runs.append((start, stop, []))
+            continue
+        begin, _, groups = runs.pop() if runs and runs[-1][2] else (start, start, [])
+        groups.append((start - begin, stop - begin))
+        runs.append((begin, stop, groups))
+    return tuple((start, stop, tuple(groups)) for start, stop, groups in runs)
 
 
 def check_shapes(
@@ -127,9 +223,9 @@ class _Attend:
     has_output = True
 
     def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        q, k, v, log_gate, key_scale = sequence
+        q, k, v, log_gate, key_scale, starts = sequence
         assert q is not None and k is not None and v is not None
-        return self.block.attend(q, k, v, log_gate, key_scale, Carry(*carry), parameters)
+        return self.block.attend(q, k, v, log_gate, key_scale, starts, Carry(*carry), parameters)
 
     def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
         return _absorb(self.block, sequence[1:], carry, parameters)
@@ -165,9 +261,9 @@ class _Read:
 
 
 def _absorb(block: AttentionBlock, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> Carry:
-    k, v, log_gate, key_scale = sequence
+    k, v, log_gate, key_scale, starts = sequence
     assert k is not None and v is not None
-    return block.absorb(k, v, log_gate, key_scale, Carry(*carry), parameters)
+    return block.absorb(k, v, log_gate, key_scale, starts, Carry(*carry), parameters)
 
 
 def state_dtype(*inputs: torch.Tensor, state: LinearState | None, at_least: torch.dtype = torch.float32) -> torch.dtype:

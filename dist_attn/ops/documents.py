@@ -1,0 +1,93 @@
+"""Documents packed into one sequence: where each starts, which tokens see which, and runs of whole documents.
+
+Starts are rising positions. Tokens before the first start continue the document that the incoming state belongs to, so
+`()` is one unbroken sequence and `(0,)` a sequence that begins a document of its own.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import pairwise
+from operator import index
+
+import torch
+
+from dist_attn.errors import InputError, ShapeError
+
+__all__ = [
+    "check_documents",
+    "document_groups",
+    "document_numbers",
+    "document_ranges",
+    "document_starts",
+    "same_document",
+    "start_flags",
+]
+
+
+def document_starts(starts: Iterable[int]) -> tuple[int, ...]:
+    """The starts as rising whole numbers.
+
+    Raises: InputError if they are anything else.
+    """
+    given = tuple(starts)
+    try:
+        numbers = tuple(index(start) for start in given)
+    except TypeError:
+        numbers = (-1,)
+    if (numbers and numbers[0] < 0) or any(a >= b for a, b in pairwise(numbers)):
+        raise InputError(
+            f"documents {str(given[:8])[:80]} ({len(given)} in all) must be rising whole numbers from 0 on: give where "
+            "each document starts, not how long it is"
+        )
+    return numbers
+
+
+def check_documents(documents: tuple[int, ...], length: int, keys: int | None = None) -> None:
+    """Raises ShapeError unless every document starts inside the sequence, and keys lie on the same sequence."""
+    if keys is not None and keys != length:
+        raise ShapeError(
+            f"{length} queries and {keys} keys were given with documents; documents need as many keys as queries, of "
+            "the same sequence"
+        )
+    if documents and documents[-1] >= length:
+        raise ShapeError(f"a document starts at {documents[-1]}, but the sequence has {length} tokens")
+
+
+@lru_cache(maxsize=64)
+def document_ranges(documents: tuple[int, ...], length: int) -> tuple[tuple[int, int], ...]:
+    """The tokens [start, stop) of each document, in order; the first may continue an earlier one."""
+    edges = documents if documents[:1] == (0,) else (0, *documents)
+    return tuple(pairwise((*edges, length))) if length else ()
+
+
+@lru_cache(maxsize=64)
+def document_groups(documents: tuple[int, ...], length: int, longest: int) -> tuple[tuple[int, int], ...]:
+    """Consecutive whole documents as ranges of at most `longest` tokens; a longer document is a range by itself.
+
+    At most 2 length / longest + 1 ranges, however many documents there are.
+    """
+    groups: list[tuple[int, int]] = []
+    for start, stop in document_ranges(documents, length):
+        if groups and stop - groups[-1][0] <= longest:
+            groups[-1] = (groups[-1][0], stop)
+        else:
+            groups.append((start, stop))
+    return tuple(groups)
+
+
+def start_flags(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
+    """Whether a document starts at each token, bool [L]."""
+    flags_L = torch.zeros(length, dtype=torch.bool, device=device)
+    flags_L[torch.tensor(documents, dtype=torch.int64, device=device)] = True
+    return flags_L
+
+
+def document_numbers(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
+    """The number of each token's document, int64 [L]: 0 before the first start, 1 from it on, and so forth."""
+    return start_flags(documents, length, device).cumsum(0)
+
+
+def same_document(start_flags_L: torch.Tensor) -> torch.Tensor:
+    """Whether two tokens are of one document, bool [..., L, L]; flags [..., L] as of `start_flags`."""
+    number_L = start_flags_L.cumsum(-1)
+    return number_L[..., :, None] == number_L[..., None, :]
