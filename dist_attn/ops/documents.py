@@ -4,7 +4,7 @@ Starts are rising positions. Tokens before the first start continue the document
 `()` is one unbroken sequence and `(0,)` a sequence that begins a document of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from operator import index
@@ -18,8 +18,10 @@ __all__ = [
     "document_groups",
     "document_numbers",
     "document_ranges",
+    "document_runs",
     "document_starts",
     "same_document",
+    "split_tokens",
     "start_flags",
 ]
 
@@ -73,6 +75,37 @@ def document_groups(documents: tuple[int, ...], length: int, longest: int) -> tu
         else:
             groups.append((start, stop))
     return tuple(groups)
+
+
+@lru_cache(maxsize=64)
+def document_runs(
+    documents: tuple[int, ...], length: int, longest: int
+) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
+    """The sequence as ranges [start, stop): single documents above `longest` tokens, and runs of shorter ones.
+
+    A run comes with its `document_groups`, counted from its start; a long document with none.
+    """
+    runs: list[tuple[int, int, list[tuple[int, int]]]] = []
+    for start, stop in document_groups(documents, length, longest):
+        if stop - start > longest:
+            runs.append((start, stop, []))
+            continue
+        begin, _, groups = runs.pop() if runs and runs[-1][2] else (start, start, [])
+        groups.append((start - begin, stop - begin))
+        runs.append((begin, stop, groups))
+    return tuple((start, stop, tuple(groups)) for start, stop, groups in runs)
+
+
+def split_tokens(
+    sequence: Sequence[torch.Tensor | None], ranges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[torch.Tensor | None, ...]]:
+    """The parts [B, H, part, ...] of every tensor, range after range; the ranges tile the sequence.
+
+    One split, not a slice per range: the backward pass of a slice fills a zero tensor of full size.
+    """
+    sizes = [stop - start for start, stop in ranges]
+    parts = [[None] * len(sizes) if t is None else t.split(sizes, dim=2) for t in sequence]
+    return zip(*parts, strict=True)
 
 
 def start_flags(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:

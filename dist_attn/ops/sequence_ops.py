@@ -9,16 +9,17 @@ from typing import Protocol
 
 import torch
 
-from dist_attn.errors import ShapeError
-from dist_attn.ops.convolution import convolve, convolve_streaming
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.diagonal import diagonal_scan
+from dist_attn.ops.documents import document_starts
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.fourier import FourierNorm, fourier_mix
+from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.linear_attention import linear_attention
 from dist_attn.ops.long_convolution import long_convolve
-from dist_attn.ops.relative_attention import relative_attention
-from dist_attn.ops.softmax_attention import softmax_attention
+from dist_attn.ops.relative_attention import packed_relative_attention, relative_attention
+from dist_attn.ops.softmax_attention import packed_softmax_attention, softmax_attention
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, mix_tokens
 
@@ -107,7 +108,21 @@ class SequenceOps(Protocol):
 
 @dataclass(frozen=True)
 class LocalSequenceOps:
-    """All operations on a sequence that lies whole in this process."""
+    """All operations on a sequence that lies whole in this process.
+
+    `documents` are the positions at which packed documents start; None: one unbroken sequence. Documents never see each
+    other. Tokens before the first start continue the document that a state or a tail given is of; states and tails that
+    come out are those of the last document. Sums over the sequence and positions are those of the whole sequence.
+
+    Raises: InputError for documents that are not rising whole numbers, and from operations that do not take them;
+        ShapeError from operations for a document that starts behind the sequence, or for keys of another sequence.
+    """
+
+    documents: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.documents is not None:
+            object.__setattr__(self, "documents", document_starts(self.documents))
 
     def linear_attention(
         self,
@@ -133,6 +148,7 @@ class LocalSequenceOps:
             causal=causal,
             state=state,
             denominator=denominator,
+            documents=self.documents,
         )
 
     def relative_attention(
@@ -145,6 +161,10 @@ class LocalSequenceOps:
         causal: bool,
     ) -> torch.Tensor:
         """See `dist_attn.ops.relative_attention`."""
+        if self.documents:
+            return packed_relative_attention(
+                phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, documents=self.documents
+            )
         return relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
 
     def softmax_attention(
@@ -157,22 +177,31 @@ class LocalSequenceOps:
         scale: float | None = None,
     ) -> torch.Tensor:
         """See `dist_attn.ops.softmax_attention`."""
+        if self.documents:
+            return packed_softmax_attention(
+                q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents
+            )
         return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale)
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `dist_attn.ops.convolve`."""
+        if self.documents:
+            return packed_convolve(x_BLD, w_KD, centred=centred, documents=self.documents)
         return convolve(x_BLD, w_KD, centred=centred)
 
     def convolve_streaming(
         self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `dist_attn.ops.convolve_streaming`."""
+        if self.documents:
+            return packed_convolve_streaming(x_BLD, w_KD, tail_BKD, documents=self.documents)
         return convolve_streaming(x_BLD, w_KD, tail_BKD)
 
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `dist_attn.ops.long_convolve`."""
+        """See `dist_attn.ops.long_convolve`; one unbroken sequence only."""
+        self._refuse_documents("long_convolve")
         return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
     def diagonal_scan(
@@ -184,7 +213,8 @@ class LocalSequenceOps:
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.diagonal_scan`."""
+        """See `dist_attn.ops.diagonal_scan`; one unbroken sequence only."""
+        self._refuse_documents("diagonal_scan")
         return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
 
     def mix_tokens(
@@ -197,11 +227,14 @@ class LocalSequenceOps:
         bias_out_L: torch.Tensor | None = None,
         activation: Activation = "gelu_tanh",
     ) -> torch.Tensor:
-        """See `dist_attn.ops.mix_tokens`."""
+        """See `dist_attn.ops.mix_tokens`; one unbroken sequence only."""
+        self._refuse_documents("mix_tokens")
         return mix_tokens(x_BLD, w_in_LS, w_out_SL, bias_in_S=bias_in_S, bias_out_L=bias_out_L, activation=activation)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `dist_attn.ops.fourier_mix`."""
+        if self.documents:
+            return packed_fourier_mix(x_BLD, norm=norm, documents=self.documents)
         return fourier_mix(x_BLD, norm=norm)
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
@@ -225,3 +258,10 @@ class LocalSequenceOps:
     def whole(self) -> bool:
         """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return True
+
+    def _refuse_documents(self, operation: str) -> None:
+        if self.documents:
+            raise InputError(
+                f"{operation} was given {len(self.documents)} packed documents; it takes one unbroken sequence. Call it "
+                "once per document"
+            )

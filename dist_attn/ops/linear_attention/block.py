@@ -188,9 +188,7 @@ class AttentionBlock:
                 mass_before.append(mass_G)
                 if new is not None:
                     # Dropped, not multiplied by 0: what went wrong in one document must not reach the next.
-                    state_GMW, mass_G, log_decay_G = (
-                        t.masked_fill(new, 0.0) for t in (state_GMW, mass_G, log_decay_G)
-                    )
+                    state_GMW, mass_G, log_decay_G = (t.masked_fill(new, 0.0) for t in (state_GMW, mass_G, log_decay_G))
                 if end_G is None:
                     state_GMW, mass_G = state_GMW + total_GMW, mass_G + added_G
                 else:

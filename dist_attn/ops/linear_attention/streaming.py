@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, reduce
+from functools import reduce
 from itertools import pairwise
 
 import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.documents import check_documents, document_groups, start_flags
+from dist_attn.ops.documents import check_documents, document_runs, split_tokens, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
@@ -116,80 +116,6 @@ def absorb_keys(
     return _to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
 
 
-def _each_document(
-    sequence: _Optional,
-    feature_map: FeatureMap | None,
-    state: LinearState | None,
-    policy: Denominator,
-    documents: tuple[int, ...],
-) -> tuple[torch.Tensor, LinearState]:
-    """Full attention inside every document: long ones by their state, short ones several at a time."""
-    q, k, v, log_gate, key_scale = sequence
-    assert q is not None and k is not None and v is not None
-    dtype, first = state_dtype(q, k, v, state=state), documents[0]
-    block = AttentionBlock(feature_map, policy, CHUNK_TOKENS, dtype)
-    outputs: list[torch.Tensor] = []
-
-    def attend(start: int, stop: int, before: LinearState | None) -> LinearState:
-        parts = tuple(None if t is None else t[:, :, start:stop] for t in sequence)
-        assert parts[0] is not None and parts[1] is not None and parts[2] is not None
-        out, after = linear_attention(
-            parts[0],
-            parts[1],
-            parts[2],
-            feature_map=feature_map,
-            log_gate_BHS=parts[3],
-            key_scale_BHS=parts[4],
-            causal=False,
-            state=before,
-            denominator=policy,
-        )
-        outputs.append(out)
-        return after
-
-    if first:
-        attend(0, first, state)
-    starts_11L = start_flags(documents, q.shape[2], q.device)[None, None]
-    after = None
-    for start, stop, groups in _runs(documents, q.shape[2]):
-        if groups:
-            run = tuple(None if t is None else t[:, :, start:stop] for t in (*sequence, starts_11L))
-            outputs.append(attend_together(block, groups, run, v.dtype))
-            after = None
-        else:
-            after = attend(start, stop, None)
-    if after is None:
-        after = absorb_keys(
-            k,
-            v,
-            feature_map=feature_map,
-            log_gate_BHS=log_gate,
-            key_scale_BHS=key_scale,
-            dtype=dtype,
-            documents=documents,
-        )
-    return torch.cat(outputs, dim=2), replace(after, reset_BH=torch.ones_like(after.reset_BH))
-
-
-@lru_cache(maxsize=64)
-def _runs(documents: tuple[int, ...], length: int) -> tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]:
-    """The tokens from the first start on, as ranges: runs of short documents with their groups, long ones with none.
-
-    Groups count from the start of their run.
-    """
-    first = documents[0]
-    runs: list[tuple[int, int, list[tuple[int, int]]]] = []
-    for a, b in document_groups(tuple(start - first for start in documents), length - first, TOGETHER_TOKENS):
-        start, stop = a + first, b + first
-        if b - a > TOGETHER_TOKENS:
-            runs.append((start, stop, []))
-            continue
-        begin, _, groups = runs.pop() if runs and runs[-1][2] else (start, start, [])
-        groups.append((start - begin, stop - begin))
-        runs.append((begin, stop, groups))
-    return tuple((start, stop, tuple(groups)) for start, stop, groups in runs)
-
-
 def check_shapes(
     q_BHLK: torch.Tensor,
     k_BHSK: torch.Tensor,
@@ -215,6 +141,60 @@ def check_shapes(
             raise ShapeError(
                 f"{name} has shape {tuple(tensor.shape)}; needed is [batch, heads, keys] = {tuple(k_BHSK.shape[:3])}"
             )
+
+
+def _each_document(
+    sequence: _Optional,
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
+    policy: Denominator,
+    documents: tuple[int, ...],
+) -> tuple[torch.Tensor, LinearState]:
+    """Full attention inside every document: long ones by their state, short ones several at a time."""
+    q, k, v, log_gate, key_scale = sequence
+    assert q is not None and k is not None and v is not None
+    dtype, first = state_dtype(q, k, v, state=state), documents[0]
+    block = AttentionBlock(feature_map, policy, CHUNK_TOKENS, dtype)
+    starts_11L = start_flags(documents, q.shape[2], q.device)[None, None]
+    later = tuple(start - first for start in documents)
+    runs = [
+        (a + first, b + first, groups) for a, b, groups in document_runs(later, q.shape[2] - first, TOGETHER_TOKENS)
+    ]
+    if first:
+        runs.insert(0, (0, first, ()))
+    outputs: list[torch.Tensor] = []
+    after = None
+    parts = split_tokens((*sequence, starts_11L), [(a, b) for a, b, _ in runs])
+    for part, (start, _, groups) in zip(parts, runs, strict=True):
+        if groups:
+            outputs.append(attend_together(block, groups, part, v.dtype))
+            after = None
+            continue
+        part_q, part_k, part_v, part_gate, part_scale, _ = part
+        assert part_q is not None and part_k is not None and part_v is not None
+        out, after = linear_attention(
+            part_q,
+            part_k,
+            part_v,
+            feature_map=feature_map,
+            log_gate_BHS=part_gate,
+            key_scale_BHS=part_scale,
+            causal=False,
+            state=state if start < first else None,
+            denominator=policy,
+        )
+        outputs.append(out)
+    if after is None:
+        after = absorb_keys(
+            k,
+            v,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate,
+            key_scale_BHS=key_scale,
+            dtype=dtype,
+            documents=documents,
+        )
+    return torch.cat(outputs, dim=2), replace(after, reset_BH=torch.ones_like(after.reset_BH))
 
 
 @dataclass(frozen=True)

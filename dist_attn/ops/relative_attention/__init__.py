@@ -1,12 +1,14 @@
 """Relative attention (Scaleformer): the oracle, the windowed form in O(L), and the decode step."""
 
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
+from dist_attn.ops.relative_attention.packed import packed_relative_attention
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.relative_attention.windowed import relative_attention, relative_attention_step
 
 __all__ = [
     "RelativeState",
     "WindowState",
+    "packed_relative_attention",
     "relative_attention",
     "relative_attention_naive",
     "relative_attention_step",

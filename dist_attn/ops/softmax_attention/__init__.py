@@ -2,12 +2,14 @@
 
 from dist_attn.ops.softmax_attention.fused import softmax_attention
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
+from dist_attn.ops.softmax_attention.packed import packed_softmax_attention
 from dist_attn.ops.softmax_attention.placement import Placement
 from dist_attn.ops.softmax_attention.tiled import merge_partials, softmax_attention_partial
 
 __all__ = [
     "Placement",
     "merge_partials",
+    "packed_softmax_attention",
     "softmax_attention",
     "softmax_attention_naive",
     "softmax_attention_partial",
