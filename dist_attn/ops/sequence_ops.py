@@ -262,6 +262,6 @@ class LocalSequenceOps:
     def _refuse_documents(self, operation: str) -> None:
         if self.documents:
             raise InputError(
-                f"{operation} was given {len(self.documents)} packed documents; it takes one unbroken sequence. Call it "
-                "once per document"
+                f"{operation} was given {len(self.documents)} packed documents; it takes one unbroken sequence. Call "
+                "it once per document"
             )
