@@ -268,19 +268,39 @@ def test_help_names_every_command(run):
         assert f"dist-attn {command}" in own
 
 
-def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys):
-    """Under torchrun only rank 0 generates and scores, and training by several processes is refused in words."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
+MPIEXEC = (("PMI_SIZE", "2"), ("PMI_RANK", "1"), "mpiexec")
+TORCHRUN = (("WORLD_SIZE", "2"), ("RANK", "1"), "torchrun")
+
+
+@pytest.mark.parametrize(("size", "rank", "launcher"), [TORCHRUN, MPIEXEC])
+def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys, size, rank, launcher):
+    """Under a launcher only rank 0 generates and scores, and training by several processes is refused in words."""
+    monkeypatch.setenv(*size)
+    monkeypatch.setenv(*rank)
     for arguments in (["generate", "--prompt", "x"], ["evaluate", "nowhere.txt"]):
         monkeypatch.setattr("sys.argv", ["dist-attn", *arguments])
         with pytest.raises(SystemExit) as done:
             cli.main()
         assert done.value.code == 0
         assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv(rank[0], "0")
     monkeypatch.setattr("sys.argv", ["dist-attn", "train", "any.toml"])
     with pytest.raises(SystemExit) as done:
         cli.main()
     assert done.value.code == 2
-    assert "2 processes were started to train" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "2 processes were started to train" in said
+    assert f"leave out {launcher}" in said
+
+
+def test_mpiexec_without_mpi4py_is_one_line(run, monkeypatch, place):
+    """Ranks of mpiexec that find no mpi4py end with code 1 and one line that names what to install."""
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    code, out, err = run("encode", "book.txt", "--model", "tiny", "--out", "no.npy")
+    assert (code, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith("dist-attn: back end mpi needs mpi4py")
+    assert err.endswith("pip install 'dist-attn[mpi]'\n")
+    assert not list(place.glob("*no.npy*"))

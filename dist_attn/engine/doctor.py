@@ -14,12 +14,12 @@ from dist_attn.control.ranks import child_environment
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.engine import machine
 from dist_attn.engine.finding import Finding, broken
-from dist_attn.engine.probe import OPTIONAL, ProbeSettings, findings_in
+from dist_attn.engine.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.engine.tables import stdout_console
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.shipped import resolve_model_folder
 
-__all__ = ["doctor", "examine", "probe"]
+__all__ = ["doctor", "examine", "probe", "probe_mpi"]
 
 PROBE_DEADLINE_S = 15.0
 END_DEADLINE_S = 1.0
@@ -59,7 +59,7 @@ def examine(
         machine.check_port(host, port),
     ]
     tried = probe(folder, message_bytes, deadline_s)
-    return [*at_once, *tried, *problems, machine.check_mpi(), *machine.check_extras()]
+    return [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
 
 
 def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:
@@ -75,7 +75,7 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
             )
             for rank in (0, 1)
         ]
-        ended = _run(ranks, Path(private), deadline_s)
+        ended = _run([_command(settings) for settings in reversed(ranks)], Path(private), deadline_s)
         found = findings_in(ranks[0])
     known = {finding.name for finding in found}
     waiting = [name for name in ranks[0].checks if name not in known]
@@ -86,14 +86,32 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
     return found
 
 
-def _run(ranks: list[ProbeSettings], private: Path, deadline_s: float) -> str:
-    """Run both processes until the first has ended or the time is over; how it ended, in words."""
+def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
+    """MPI with a timed exchange between two ranks of mpiexec, or what it lacks."""
+    finding, mpiexec = machine.check_mpi(), machine.find_mpiexec()
+    if finding.status != "ok" or mpiexec is None:
+        return finding
+    with tempfile.TemporaryDirectory(prefix="dist-attn-doctor-") as private:
+        settings = ProbeSettings(
+            rank=0, folder=private, message_bytes=message_bytes, timeout_s=deadline_s / 2, backend="mpi"
+        )
+        ended = _run([[mpiexec, "-n", "2", *_command(settings)]], Path(private), deadline_s)
+        for found in findings_in(settings):
+            return msgspec.structs.replace(found, detail=f"{finding.detail}: {found.detail}")
+    return broken("mpi", f"{finding.detail}: {ended}", ADVICE["mpi"], needed=False)
+
+
+def _command(settings: ProbeSettings) -> list[str]:
+    return [sys.executable, "-m", "dist_attn.engine.probe", msgspec.json.encode(settings).decode()]
+
+
+def _run(commands: list[list[str]], private: Path, deadline_s: float) -> str:
+    """Run these until the last of them has ended or the time is over; how it ended, in words."""
     words = private / "stderr"
     processes: list[subprocess.Popen[bytes]] = []
     try:
         with words.open("wb") as stderr:
-            for settings in reversed(ranks):
-                command = [sys.executable, "-m", "dist_attn.engine.probe", msgspec.json.encode(settings).decode()]
+            for command in commands:
                 processes.append(
                     subprocess.Popen(
                         command,

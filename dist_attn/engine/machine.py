@@ -13,7 +13,7 @@ from dist_attn.engine.finding import Finding, broken, missing, ok
 from dist_attn.engine.tables import byte_size
 
 __all__ = ["EXTRAS", "LIBRARIES", "check_cores", "check_disk", "check_extras", "check_libraries", "check_memory",
-           "check_mpi", "check_port", "check_python"]  # fmt: skip
+           "check_mpi", "check_port", "check_python", "find_mpiexec"]  # fmt: skip
 
 OLDEST_PYTHON = (3, 11)
 FREE_DISK_BYTES = 1 << 30
@@ -22,7 +22,7 @@ CGROUP = Path("/sys/fs/cgroup")
 # What the service needs, by the names of pyproject.toml.
 LIBRARIES = (
     "torch", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "httptools", "pydantic",
-    "prometheus-client", "structlog", "typer", "rich",
+    "prometheus-client", "structlog", "typer", "rich", "scipy",
 )  # fmt: skip
 # What each optional extra brings, and what for. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -65,14 +65,17 @@ def check_extras() -> list[Finding]:
 
 
 def check_mpi() -> Finding:
-    """mpi4py and an mpiexec, looked for beside this Python first, where wheels put theirs."""
-    version = _version("mpi4py")
-    places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    program = shutil.which("mpiexec", path=places)
+    """mpi4py and an mpiexec."""
+    version, program = _version("mpi4py"), find_mpiexec()
     if version is None or program is None:
         absent = " and ".join(name for name, found in (("mpi4py", version), ("mpiexec", program)) if found is None)
         return missing("mpi", f"optional back end, lacks {absent}", "`pip install 'dist-attn[mpi]'`")
     return ok("mpi", f"mpi4py {version}, {program}")
+
+
+def find_mpiexec() -> str | None:
+    """MPI's launcher, looked for beside this Python first, where wheels put theirs."""
+    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def check_cores() -> Finding:

@@ -1,22 +1,28 @@
-"""`python -m dist_attn.engine.probe`: one of two short-lived processes that try out torch for `doctor`.
+"""`python -m dist_attn.engine.probe`: one of two short-lived processes that try out torch, or MPI, for `doctor`.
 
-Both join a gloo group and gather a message. Rank 0 writes each finding to a file as soon as it has it, so that whoever
+Both join a group and gather a message. Rank 0 writes each finding to a file as soon as it has it, so that whoever
 waits for it knows how far it came, whatever happens to it then.
 """
 
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
 from dist_attn.control.tether import die_with_parent
 from dist_attn.engine.finding import Finding, broken, missing, ok
 from dist_attn.engine.tables import byte_size, duration
+from dist_attn.launchers import is_first_rank
 
-__all__ = ["OPTIONAL", "ProbeSettings", "findings_in"]
+if TYPE_CHECKING:
+    from dist_attn.comm import Communicator
+
+__all__ = ["ADVICE", "OPTIONAL", "ProbeSettings", "findings_in"]
 
 MATMUL_SIZE = 1024
 MATMUL_S = 0.4
@@ -29,11 +35,12 @@ ERROR_CHARACTERS = 500
 class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one of the two processes is told."""
 
-    rank: int
+    rank: int  # of gloo; mpiexec tells its ranks itself
     folder: str  # private to this probe: where the ranks meet and where the findings go
     model: str = ""
     message_bytes: int = 1
     timeout_s: float = 10.0
+    backend: Literal["gloo", "mpi"] = "gloo"
 
     @property
     def report(self) -> Path:
@@ -43,7 +50,9 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checks(self) -> list[str]:
         """What rank 0 tries, in order."""
-        return [name for name in CHECKS if name != "model" or self.model]
+        if self.backend == "mpi":
+            return ["mpi"]
+        return [name for name in CHECKS if name != "mpi" and (name != "model" or self.model)]
 
     @property
     def store(self) -> str:
@@ -61,7 +70,7 @@ def findings_in(settings: ProbeSettings) -> list[Finding]:
 
 def run(settings: ProbeSettings) -> None:
     """Perform this rank's part."""
-    if settings.rank > 0:
+    if not (is_first_rank(os.environ) if settings.backend == "mpi" else settings.rank == 0):
         _gather_times(settings)
         return
     with settings.report.open("ab", buffering=0) as report:
@@ -113,7 +122,7 @@ def check_nccl(_: ProbeSettings) -> Finding:
     return ok("nccl", f"NCCL {'.'.join(map(str, nccl.version()))}")
 
 
-def check_gloo(settings: ProbeSettings) -> Finding:
+def check_exchange(settings: ProbeSettings) -> Finding:
     """A real all-gather between the two processes, timed."""
     seconds = _gather_times(settings)
     median = statistics.median(seconds)
@@ -121,7 +130,7 @@ def check_gloo(settings: ProbeSettings) -> Finding:
         f"all-gather of a {byte_size(settings.message_bytes)} state between 2 processes in {duration(median)} "
         f"(slowest of {len(seconds)}: {duration(max(seconds))})"
     )
-    return ok("gloo", detail, all_gather_seconds=median, message_bytes=settings.message_bytes)
+    return ok(settings.backend, detail, all_gather_seconds=median, message_bytes=settings.message_bytes)
 
 
 def check_matmul(_: ProbeSettings) -> Finding:
@@ -162,14 +171,16 @@ CHECKS: dict[str, Callable[[ProbeSettings], Finding]] = {
     "torch": check_torch,
     "cuda": check_cuda,
     "nccl": check_nccl,
-    "gloo": check_gloo,
+    "gloo": check_exchange,
     "model": check_model,
     "speed": check_matmul,
+    "mpi": check_exchange,
 }
-OPTIONAL = {"cuda", "nccl", "speed"}
+OPTIONAL = {"cuda", "nccl", "speed", "mpi"}
 ADVICE = {
     "torch": "`make setup`, or `pip install torch`",
     "gloo": "ranks on one machine need a network interface: try GLOO_SOCKET_IFNAME=lo",
+    "mpi": "try `mpiexec -n 2 python -c 'from mpi4py import MPI'`, or use gloo",
     "model": "fetch the model folder again, or name another with --model DIR",
 }
 
@@ -178,23 +189,32 @@ def _gather_times(settings: ProbeSettings) -> list[float]:
     """Seconds of each all-gather, after a few that are not counted; both ranks call this."""
     import torch
 
-    from dist_attn.comm.torch_dist import TorchDistCommunicator
-
     message = torch.zeros(settings.message_bytes, dtype=torch.uint8)
-    with TorchDistCommunicator.connect(
-        "gloo",
-        timeout_s=settings.timeout_s,
-        device=torch.device("cpu"),
-        init_method=settings.store,
-        rank=settings.rank,
-        size=2,
-    ) as comm:
+    with _join(settings) as comm:
         times = []
         for _ in range(WARM_UP_ROUNDS + ROUNDS):
             began = time.perf_counter()
             comm.all_gather(message)
             times.append(time.perf_counter() - began)
         return times[WARM_UP_ROUNDS:]
+
+
+def _join(settings: ProbeSettings) -> "Communicator":
+    import torch
+
+    from dist_attn.comm.mpi import MpiCommunicator
+    from dist_attn.comm.torch_dist import TorchDistCommunicator
+
+    if settings.backend == "mpi":
+        return MpiCommunicator.connect(timeout_s=settings.timeout_s)
+    return TorchDistCommunicator.connect(
+        "gloo",
+        timeout_s=settings.timeout_s,
+        device=torch.device("cpu"),
+        init_method=settings.store,
+        rank=settings.rank,
+        size=2,
+    )
 
 
 def _times(work: Callable[[], object], at_most_s: float) -> list[float]:

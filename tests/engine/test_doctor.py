@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from dist_attn.engine import doctor as doctor_module
-from dist_attn.engine.doctor import doctor, examine, probe
+from dist_attn.engine import machine
+from dist_attn.engine.doctor import doctor, examine, probe, probe_mpi
 from dist_attn.engine.finding import Finding
 from dist_attn.engine.probe import ProbeSettings, findings_in
 from tests.support.models import write_small_folder
+from tests.support.mpi import why_no_mpi
 
 DEADLINE_S = 90.0  # two processes that load torch, on a machine that runs other tests
 
@@ -45,6 +47,10 @@ def test_a_machine_that_works(folder: Path, tmp_path: Path) -> None:
     assert found["gloo"].measured["message_bytes"] == 4 * 2 * (16 * (8 + 1) + 2)
     assert 0 < found["gloo"].measured["all_gather_seconds"] < 5
     assert found["speed"].measured["matmul_gflops"] > 0.1
+    if why_no_mpi() is None:
+        assert found["mpi"].status == "ok", found["mpi"]
+        assert found["mpi"].measured.keys() == found["gloo"].measured.keys()
+        assert 0 < found["mpi"].measured["all_gather_seconds"] < 5
     assert "manifest right" in found["model"].detail
 
 
@@ -79,6 +85,16 @@ def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert "model" not in _by_name(found)
 
 
+@pytest.mark.mpi
+def test_an_mpi_that_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An mpiexec that fails is broken with its last words, and does not keep the service from starting."""
+    monkeypatch.setattr(machine, "find_mpiexec", lambda: _program(tmp_path, "echo 'no such fabric' >&2; exit 3"))
+    finding = probe_mpi(8, 30.0)
+    assert (finding.name, finding.status, finding.blocks) == ("mpi", "broken", False)
+    assert "ended with code 3: no such fabric" in finding.detail
+    assert "use gloo" in finding.advice
+
+
 def test_half_a_report(tmp_path: Path) -> None:
     """A report that was cut off in a line is read up to the last whole one."""
     settings = ProbeSettings(rank=0, folder=str(tmp_path))
@@ -94,6 +110,7 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("torch", "gloo", "speed", "model")
     fine = [Finding(name=name, status="ok", detail="fine") for name in names]
     monkeypatch.setattr(doctor_module, "probe", lambda folder, *_: fine if folder else fine[:-1])
+    monkeypatch.setattr(doctor_module, "probe_mpi", lambda *_: machine.check_mpi())
 
 
 @pytest.mark.usefixtures("without_processes")
