@@ -41,9 +41,9 @@ app.add_typer(configuration)
 Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
 Model = Annotated[str | None, typer.Option(help="A model folder or the name of a shipped model.")]
 Ranks = Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)]
-Host = Annotated[str, typer.Option(help="Address to listen on; others than loopback are open to the network.")]
-Port = Annotated[int, typer.Option(help="Port to listen on.", min=1, max=65535)]
-DataDir = Annotated[Path, typer.Option(help="Where uploads and states are kept.")]
+Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
+Port = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)]
+DataDir = Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
 
@@ -222,9 +222,9 @@ def serve(
     backend: Annotated[
         Literal["gloo", "nccl"] | None, typer.Option(help="How ranks talk to each other (default: gloo).")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")] = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDir = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"] | None, typer.Option(help="What is logged (default: info).")
     ] = None,
@@ -271,19 +271,23 @@ def plan(
 
 @app.command()
 def doctor(
+    config: Config = None,
     model: Model = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    data_dir: DataDir = Path("data"),
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try out whether `serve` would work here; what is missing or broken, and what to do. Code 1 when it would not.
+    """Try out whether `serve` would work here, with the same settings; what is missing or broken, and what to do.
+
+    Code 1 when it would not.
 
     Example: dist-attn doctor --port 8000
     """
     from dist_attn.engine.doctor import doctor as examine
 
-    raise typer.Exit(examine(model=model, host=host, port=port, data_dir=data_dir, as_json=as_json))
+    flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir}
+    raise typer.Exit(examine(config, flags, as_json=as_json))
 
 
 @app.command()

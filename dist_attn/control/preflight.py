@@ -36,10 +36,10 @@ def _check_address(host: str, port: int) -> None:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             trial.bind(address)
             trial.listen()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another with --host and --port"
-        ) from None
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: a host that is no name, such as one with a part of more than 63 characters.
+        why = getattr(error, "strerror", error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {why}; choose another with --host and --port") from None
 
 
 def _check_data_dir(data_dir: Path) -> None:

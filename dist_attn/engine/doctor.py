@@ -2,10 +2,13 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.text import Text
@@ -17,19 +20,25 @@ from dist_attn.engine.finding import Finding, broken
 from dist_attn.engine.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.engine.tables import stdout_console
 from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 
 __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 
 PROBE_DEADLINE_S = 15.0
 END_DEADLINE_S = 1.0
+NEEDED_BY_BACKEND = {"nccl": ("cuda", "nccl"), "mpi": ("mpi",)}  # optional for who takes another back end
 USUAL_MESSAGE_BYTES = 1 << 17
 STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 
 
-def doctor(*, model: str | None, host: str, port: int, data_dir: Path, as_json: bool) -> int:
-    """Print what was found, one line each; 0 when `dist-attn serve` with these settings would work, else 1."""
-    findings = examine(model=model, host=host, port=port, data_dir=data_dir)
+def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool) -> int:
+    """Print what was found, one line each; 0 when `dist-attn serve` with these settings would work, else 1.
+
+    `config` and `flags` are those of `serve`, and so is the environment.
+    Raises: ConfigError for settings that do not fit.
+    """
+    findings = examine(read_settings(config, environment=os.environ, flags=flags).settings)
     blocking = [finding.name for finding in findings if finding.blocks]
     if as_json:
         items = [msgspec.to_builtins(finding) for finding in findings]
@@ -39,27 +48,28 @@ def doctor(*, model: str | None, host: str, port: int, data_dir: Path, as_json: 
     return 1 if blocking else 0
 
 
-def examine(
-    *, model: str | None, host: str, port: int, data_dir: Path, deadline_s: float = PROBE_DEADLINE_S
-) -> list[Finding]:
+def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list[Finding]:
     """Everything that was looked at, in the order in which it matters."""
+    ranks = settings.engine.ranks
     problems: list[Finding] = []
     folder: Path | None = None
     try:
-        folder = resolve_model_folder(model)
+        folder = resolve_model_folder(settings.model)
     except ModelFolderError as error:
         problems.append(broken("model", str(error), "name another with --model DIR"))
-    needed_bytes, message_bytes = _needs(folder)
+    rank_bytes, message_bytes = _needs(folder, ranks)
     at_once = [
         machine.check_python(),
         machine.check_libraries(),
         machine.check_cores(),
-        machine.check_memory(needed_bytes),
-        machine.check_disk(data_dir),
-        machine.check_port(host, port),
+        machine.check_memory(rank_bytes, ranks),
+        machine.check_disk(settings.data_dir),
+        machine.check_port(settings.http.host, settings.http.port),
     ]
     tried = probe(folder, message_bytes, deadline_s)
-    return [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
+    findings = [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
+    needed = NEEDED_BY_BACKEND.get(settings.engine.backend, ())
+    return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
 
 
 def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:
@@ -134,12 +144,13 @@ def _run(commands: list[list[str]], private: Path, deadline_s: float) -> str:
     return f"the process that tried it ended with code {code}" + (f": {said[-1]}" if said else "")
 
 
-def _needs(folder: Path | None) -> tuple[int, int]:
+def _needs(folder: Path | None, ranks: int) -> tuple[int, int]:
     """Bytes of memory a rank needs and of the state it sends; usual figures for a model without formulas."""
     if folder is not None:
         with contextlib.suppress(ConfigError):
             model = read_model_costs(folder)
-            return estimate(model, 1 << 20).memory.peak, model.mixer.carry_bytes() or USUAL_MESSAGE_BYTES
+            at = estimate(model, 1 << 20, ranks=ranks if model.mixer.shards else 1)
+            return at.memory.peak, model.mixer.carry_bytes() or USUAL_MESSAGE_BYTES
     return 0, USUAL_MESSAGE_BYTES
 
 

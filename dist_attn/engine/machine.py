@@ -91,16 +91,17 @@ def check_cores() -> Finding:
     return ok("cpu", detail, cores=cores if quota is None else min(cores, quota))
 
 
-def check_memory(needed_bytes: int) -> Finding:
-    """Memory that is free to use, against what one rank needs (0: not known)."""
+def check_memory(rank_bytes: int, ranks: int = 1) -> Finding:
+    """Memory that is free to use, against what each of the ranks needs (0: not known)."""
     total, available = _memory()
     if available is None:
         return ok("memory", "not known on this system")
     detail = f"{byte_size(available)} available" + (f" of {byte_size(total)}" if total else "")
-    if needed_bytes:
-        detail += f"; one rank needs about {byte_size(needed_bytes)}"
-    if needed_bytes > available:
-        return broken("memory", detail, "free memory or take a smaller model")
+    if rank_bytes:
+        each = "one rank needs" if ranks == 1 else f"each of {ranks} ranks needs"
+        detail += f"; {each} about {byte_size(rank_bytes)}"
+    if rank_bytes * ranks > available:
+        return broken("memory", detail, "free memory, or take fewer ranks or a smaller model")
     return ok("memory", detail, available_bytes=available)
 
 
@@ -112,8 +113,10 @@ def check_port(host: str, port: int) -> Finding:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-    except OSError as error:
-        return broken("port", f"{host}:{port} cannot be listened on: {error.strerror}", advice)
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: a host that is no name, such as one with a part of more than 63 characters.
+        why = getattr(error, "strerror", error)
+        return broken("port", f"{host}:{port} cannot be listened on: {why}", advice)
     return ok("port", f"{host}:{port} is free")
 
 

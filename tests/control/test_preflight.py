@@ -1,6 +1,7 @@
 """What keeps a service from working is found before anything is started."""
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def test_a_port_that_is_taken(fields):
         check_before_start(**fields)
 
 
-def test_a_host_that_is_not_there(fields):
-    """An address that cannot be listened on is named."""
-    with pytest.raises(ConfigError, match=r"cannot listen on 300\.1\.1\.1:"):
-        check_before_start(**{**fields, "host": "300.1.1.1"})
+@pytest.mark.parametrize("host", ["300.1.1.1", "h" * 64])
+def test_a_host_that_is_not_there(fields, host):
+    """An address that cannot be listened on is named, also where it can be no address at all."""
+    with pytest.raises(ConfigError, match=f"cannot listen on {re.escape(host)}:"):
+        check_before_start(**{**fields, "host": host})
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])

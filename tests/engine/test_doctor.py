@@ -14,6 +14,8 @@ from dist_attn.engine import machine
 from dist_attn.engine.doctor import doctor, examine, probe, probe_mpi
 from dist_attn.engine.finding import Finding
 from dist_attn.engine.probe import ProbeSettings, findings_in
+from dist_attn.errors import ConfigError
+from dist_attn.settings import Settings, read_settings
 from tests.support.models import write_small_folder
 from tests.support.mpi import why_no_mpi
 
@@ -32,13 +34,19 @@ def _free_port() -> int:
         return int(probe_socket.getsockname()[1])
 
 
+def _settings(model: str, port: int, data_dir: Path) -> Settings:
+    """What `serve` would be told."""
+    flags = {"model": model, "http.port": port, "data_dir": data_dir}
+    return read_settings(environment={}, flags=flags).settings
+
+
 def _by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
 def test_a_machine_that_works(folder: Path, tmp_path: Path) -> None:
     """Here everything that is needed is ok, with a timed exchange of the model's own state and a measured rate."""
-    findings = examine(model=str(folder), host="127.0.0.1", port=_free_port(), data_dir=tmp_path, deadline_s=DEADLINE_S)
+    findings = examine(_settings(str(folder), _free_port(), tmp_path), deadline_s=DEADLINE_S)
     found = _by_name(findings)
     assert len(found) == len(findings)
     assert [f.line() for f in findings if f.blocks] == []
@@ -107,8 +115,8 @@ def test_half_a_report(tmp_path: Path) -> None:
 @pytest.fixture
 def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """doctor without its two processes, as if all they try were ok."""
-    names = ("torch", "gloo", "speed", "model")
-    fine = [Finding(name=name, status="ok", detail="fine") for name in names]
+    names = ("torch", "nccl", "gloo", "speed", "model")
+    fine = [Finding(name=name, status="ok", detail="fine", needed=name != "nccl") for name in names]
     monkeypatch.setattr(doctor_module, "probe", lambda folder, *_: fine if folder else fine[:-1])
     monkeypatch.setattr(doctor_module, "probe_mpi", lambda *_: machine.check_mpi())
 
@@ -116,7 +124,8 @@ def without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_processes")
 def test_code_0_and_one_line_each(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Where serve would work the code is 0, every finding one plain line, and the last line says so."""
-    code = doctor(model=str(folder), host="127.0.0.1", port=_free_port(), data_dir=tmp_path, as_json=False)
+    flags = {"model": str(folder), "http.port": _free_port(), "data_dir": tmp_path}
+    code = doctor(None, flags, as_json=False)
     lines = capsys.readouterr().out.splitlines()
     assert code == 0
     assert lines[-1] == "`dist-attn serve` would work"
@@ -129,10 +138,10 @@ def test_code_1_names_what_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        where = {"model": "no such model", "host": "127.0.0.1", "port": listener.getsockname()[1], "data_dir": tmp_path}
-        assert doctor(**where, as_json=False) == 1
+        flags = {"model": "no such model", "http.port": listener.getsockname()[1], "data_dir": tmp_path}
+        assert doctor(None, flags, as_json=False) == 1
         text = capsys.readouterr().out
-        assert doctor(**where, as_json=True) == 1
+        assert doctor(None, flags, as_json=True) == 1
         report = json.loads(capsys.readouterr().out)
     assert text.splitlines()[-1] == "`dist-attn serve` would not work because of: port, model"
     assert (report["object"], report["serve_works"]) == ("doctor", False)
@@ -140,10 +149,33 @@ def test_code_1_names_what_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.usefixtures("without_processes")
+def test_the_settings_of_serve_are_those_of_doctor(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """File, environment and flags count as for `serve`: model, place, port, ranks and back end."""
+    (tmp_path / "serve.toml").write_text(f'model = "{folder}"\n[engine]\nranks = 100000\n')
+    with pytest.raises(ConfigError, match=r"engine\.ranks"):
+        doctor(tmp_path / "serve.toml", {}, as_json=True)
+    (tmp_path / "serve.toml").write_text(f'model = "{folder}"\n[engine]\nranks = 3\nbackend = "nccl"\n')
+    monkeypatch.setenv("DIST_ATTN_DATA_DIR", str(tmp_path / "of the environment"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert doctor(tmp_path / "serve.toml", {"http.port": port}, as_json=True) == 1
+    found = {f["name"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["model"]["status"] == "ok"
+    assert "each of 3 ranks needs" in found["memory"]["detail"]
+    assert "of the environment" in found["disk"]["detail"]
+    assert str(port) in found["port"]["detail"]
+    assert found["nccl"]["needed"]
+
+
+@pytest.mark.usefixtures("without_processes")
 def test_a_model_without_formulas_is_still_tried(tmp_path: Path) -> None:
     """A model whose costs are not known is tried all the same, without a figure for its memory."""
     (tmp_path / "config.json").write_text("{}")
-    found = _by_name(examine(model=str(tmp_path), host="127.0.0.1", port=_free_port(), data_dir=tmp_path))
+    found = _by_name(examine(_settings(str(tmp_path), _free_port(), tmp_path)))
     assert found["model"].status == "ok"
     assert "needs" not in found["memory"].detail
 

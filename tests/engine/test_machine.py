@@ -58,7 +58,8 @@ def test_ports() -> None:
     assert f"127.0.0.1:{port}" in taken.detail
     assert "--port" in taken.advice
     assert machine.check_port("127.0.0.1", port).status == "ok"
-    assert machine.check_port("not an address", port).status == "broken"
+    for host in ("not an address", "h" * 64):
+        assert machine.check_port(host, port).status == "broken"
 
 
 def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +80,8 @@ def test_memory() -> None:
     """Memory is ok for a small model and broken for one that no machine could hold."""
     assert machine.check_memory(1).status == "ok"
     assert machine.check_memory(1 << 60).blocks
+    assert machine.check_memory(1 << 50, ranks=1 << 10).blocks
+    assert "each of 4 ranks" in machine.check_memory(1, ranks=4).detail
 
 
 def test_the_containers_limits_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
