@@ -14,7 +14,13 @@ from dist_attn.costs.exchanges import (
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
-from dist_attn.costs.operations import diagonal_scan_bytes, reshuffle_back_bytes, reshuffle_bytes
+from dist_attn.costs.operations import (
+    diagonal_scan_bytes,
+    realignment_bytes,
+    relative_attention_bytes,
+    reshuffle_back_bytes,
+    reshuffle_bytes,
+)
 from dist_attn.costs.output import output_bytes
 from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
@@ -40,7 +46,9 @@ __all__ = [
     "output_bytes",
     "parse_count",
     "read_model_costs",
+    "realignment_bytes",
     "reduce_scatter_bytes",
+    "relative_attention_bytes",
     "scan_cost",
     "scan_seconds",
     "reshuffle_back_bytes",

@@ -8,7 +8,13 @@ from collections.abc import Sequence
 
 from dist_attn.costs.exchanges import all_gather_bytes
 
-__all__ = ["diagonal_scan_bytes", "reshuffle_back_bytes", "reshuffle_bytes"]
+__all__ = [
+    "diagonal_scan_bytes",
+    "realignment_bytes",
+    "relative_attention_bytes",
+    "reshuffle_back_bytes",
+    "reshuffle_bytes",
+]
 
 
 def reshuffle_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
@@ -24,6 +30,32 @@ def reshuffle_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: in
 def diagonal_scan_bytes(batch: int, channels: int, modes: int, ranks: int, *, real_bytes: int = 4) -> int:
     """(P - 1) 2 B D N real numbers: a complex state, whatever the length."""
     return all_gather_bytes(2 * real_bytes * batch * channels * modes, ranks)
+
+
+def relative_attention_bytes(
+    groups: int,
+    features: int,
+    values: int,
+    reach: int,
+    ranks: int,
+    *,
+    causal: bool,
+    behind: bool = False,
+    real_bytes: int = 4,
+) -> int:
+    """(P - 1) (M + n max(k, 1)) (V + 1) numbers for each of `groups` batch elements x heads.
+
+    n is the number of windows: 1 when causal, else 2, and 3 where keys lie `behind` the last query.
+    """
+    windows = 1 if causal else 2 + behind
+    return all_gather_bytes(real_bytes * groups * (features + windows * max(reach, 1)) * (values + 1), ranks)
+
+
+def realignment_bytes(source: Sequence[int], target: Sequence[int], token_bytes: int, rank: int) -> int:
+    """The tokens of this rank that stand on another one in the target layout; those behind its end stay."""
+    start, end = sum(source[:rank]), sum(target)
+    kept = max(0, min(start + source[rank], sum(target[: rank + 1])) - max(start, sum(target[:rank])))
+    return (max(0, min(start + source[rank], end) - start) - kept) * token_bytes
 
 
 def _own_columns(columns: int, ranks: int, rank: int) -> int:

@@ -7,7 +7,12 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import fourier_mix
 from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_step
 from dist_attn.ops.long_convolution import long_convolve
-from dist_attn.ops.relative_attention import relative_attention, relative_attention_step
+from dist_attn.ops.relative_attention import (
+    RelativeState,
+    relative_attention,
+    relative_attention_step,
+    relative_attention_streaming,
+)
 from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
 from dist_attn.ops.state import LinearState
@@ -19,6 +24,7 @@ __all__ = [
     "FeatureMap",
     "LinearState",
     "LocalSequenceOps",
+    "RelativeState",
     "SequenceOps",
     "Watch",
     "absorb_keys",
@@ -33,6 +39,7 @@ __all__ = [
     "mix_tokens",
     "relative_attention",
     "relative_attention_step",
+    "relative_attention_streaming",
     "softmax_attention",
     "watching",
 ]

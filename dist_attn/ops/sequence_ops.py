@@ -18,7 +18,12 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.linear_attention import linear_attention
 from dist_attn.ops.long_convolution import long_convolve
-from dist_attn.ops.relative_attention import packed_relative_attention, relative_attention
+from dist_attn.ops.relative_attention import (
+    RelativeState,
+    packed_relative_attention,
+    relative_attention,
+    relative_attention_streaming,
+)
 from dist_attn.ops.softmax_attention import packed_softmax_attention, softmax_attention
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, mix_tokens
@@ -52,6 +57,15 @@ class SequenceOps(Protocol):
         *,
         causal: bool,
     ) -> torch.Tensor: ...
+
+    def relative_attention_streaming(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        state: RelativeState | None = None,
+    ) -> tuple[torch.Tensor, RelativeState]: ...
 
     def softmax_attention(
         self,
@@ -166,6 +180,18 @@ class LocalSequenceOps:
                 phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, documents=self.documents
             )
         return relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+
+    def relative_attention_streaming(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        state: RelativeState | None = None,
+    ) -> tuple[torch.Tensor, RelativeState]:
+        """See `dist_attn.ops.relative_attention_streaming`."""
+        self._refuse_documents("relative_attention_streaming")
+        return relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
 
     def softmax_attention(
         self,

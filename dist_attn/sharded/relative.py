@@ -3,6 +3,9 @@
 What a rank needs of the ranks before it is their `RelativeState`: the sum of phi(k) [v, 1]^T, the values still in the
 window, and the sum of the values that left it. Bidirectional attention needs the same of the ranks after it, on the
 mirrored sequence. Every sum is sent as it is needed; none is the difference of two others.
+
+A memory that is cut otherwise than the queries first sends each rank the values, and when causal the keys, at the
+positions of its queries. What lies behind the last query is only ever summed.
 """
 
 import torch
@@ -11,62 +14,145 @@ import torch.nn.functional as F
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.relative_attention import WindowState
-from dist_attn.ops.relative_attention.state import RelativeState
-from dist_attn.ops.relative_attention.windowed import check_relative_shapes, numerators
+from dist_attn.ops.relative_attention import (
+    RelativeState,
+    WindowState,
+    relative_attention,
+    relative_attention_streaming,
+)
+from dist_attn.ops.relative_attention.windowed import (
+    check_relative_shapes,
+    check_relative_state,
+    normalised,
+    numerators,
+)
+from dist_attn.sharded.realignment import realign_tokens
 
-__all__ = ["sharded_relative_attention"]
+__all__ = ["sharded_relative_attention", "sharded_relative_attention_streaming"]
 
 
 def sharded_relative_attention(
     comm: Communicator,
     layout: SequenceLayout,
     phi_q_BHLK: torch.Tensor,
-    phi_k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
+    phi_k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
     phi_rp_HRK: torch.Tensor,
     *,
     causal: bool,
+    memory_layout: SequenceLayout | None = None,
 ) -> torch.Tensor:
-    """`ops.relative_attention` on this rank's slice; queries and keys lie on the same layout.
+    """`ops.relative_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
 
-    Shapes: as `ops.relative_attention`, L local.
-    Cost: one all-gather per rank of (M + k) (V + 1) elements per batch element and head when causal (k >= 1), of
-        (M + 2 k) (V + 1) when not; its transpose backward. Independent of the length.
+    Shapes: as `ops.relative_attention`, L and S local; either may be 0.
+    Cost: one all-gather per rank of (M + r) (V + 1) elements per batch element and head when causal, r = max(k, 1),
+        of (M + 2 r) (V + 1) when not, and r (V + 1) more where the memory is the longer one; its transpose backward.
+        Independent of the length. On layouts that differ also one all-to-all of the values (when causal, and keys)
+        that stand at positions of other ranks' queries.
     Reference: Scaleformer, Eq. 9 to 11.
     """
+    if comm.size == 1:
+        return relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+    check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+    memory = layout if memory_layout is None else memory_layout
+    dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
+    q, k, v, rp_HRK = (t.to(dtype) for t in (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK))
+    aligned = realign_tokens(comm, memory, layout, torch.cat([k, v], dim=3) if causal else v, label="memory")
+    k_BHLK, v_BHLV = aligned.split((k.shape[3], v.shape[3]), dim=3) if causal else (k, aligned)
+    # Queries after the last key see zeros there, ones column included, which add nothing.
+    missing = (0, 0, 0, q.shape[2] - v_BHLV.shape[2])
+    v1_BHLW = F.pad(F.pad(v_BHLV, (0, 1), value=1.0), missing)
+    if causal:
+        k_BHLK = F.pad(k_BHLK, missing)
+        width = max(rp_HRK.shape[1] // 2 - 1, 0)
+        before, _ = _scan_states(comm, layout, RelativeState.of(k_BHLK, v1_BHLW, width), None)
+        num = numerators(q, k_BHLK, v1_BHLW, rp_HRK[:, : rp_HRK.shape[1] // 2 + 1], own=True, before=before)
+    else:
+        num = _bidirectional(comm, layout, memory, q, k, F.pad(v, (0, 1), value=1.0), v1_BHLW, rp_HRK)
+    return normalised(num, v_BHSV.dtype)
+
+
+def sharded_relative_attention_streaming(
+    comm: Communicator,
+    layout: SequenceLayout,
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    state: RelativeState | None = None,
+) -> tuple[torch.Tensor, RelativeState]:
+    """`ops.relative_attention_streaming` on this rank's slice.
+
+    `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
+    on every rank. Gradients of replicated inputs are this rank's share.
+
+    Cost: as causal `sharded_relative_attention` on one layout. One rank alone exchanges nothing.
+    """
+    if comm.size == 1:
+        return relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
     check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
-    dtype = torch.promote_types(v_BHLV.dtype, torch.float32)
-    q, k, rp_HRK = phi_q_BHLK.to(dtype), phi_k_BHLK.to(dtype), phi_rp_HRK.to(dtype)
-    v1 = F.pad(v_BHLV.to(dtype), (0, 1), value=1.0)
+    dtype = torch.promote_types(v_BHLV.dtype, torch.float32 if state is None else state.sz_BHMW.dtype)
+    reach = phi_rp_HRK.shape[1] // 2
+    k, v1 = phi_k_BHLK.to(dtype), F.pad(v_BHLV.to(dtype), (0, 1), value=1.0)
+    if state is not None:
+        check_relative_state(state, k, v1, reach)
+    before, after = _scan_states(comm, layout, RelativeState.of(k, v1, max(reach - 1, 0)), state)
+    out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before)
+    return out, after
+
+
+def _scan_states(
+    comm: Communicator, layout: SequenceLayout, own: RelativeState, initial: RelativeState | None
+) -> tuple[RelativeState, RelativeState]:
+    """The state before this rank's first token and the one after the last token of all ranks."""
+    parts = _gather(comm, [own.sz_BHMW, own.window])
+    states = [RelativeState(sums, _window(rows, n)) for (sums, rows), n in zip(parts, layout.lengths, strict=True)]
+    if initial is None:
+        initial = RelativeState(torch.zeros_like(own.sz_BHMW), _empty_like(own.window))
+    prefixes = [initial]
+    for later in states:
+        prefixes.append(prefixes[-1].combine(later))
+    # Stack, then pick, so that every rank's graph reaches the exchange.
+    sums = torch.stack([prefix.sz_BHMW for prefix in prefixes])[comm.rank]
+    return RelativeState(sums, _pick([prefix.window for prefix in prefixes], comm.rank)), prefixes[-1]
+
+
+def _bidirectional(
+    comm: Communicator,
+    layout: SequenceLayout,
+    memory: SequenceLayout,
+    q: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v1_BHSW: torch.Tensor,
+    v1_BHLW: torch.Tensor,
+    rp_HRK: torch.Tensor,
+) -> torch.Tensor:
+    """Numerators where every query sees every key: v1 [.., S, W] of the memory here, [.., L, W] at the queries."""
     reach = rp_HRK.shape[1] // 2
     width = max(reach - 1, 0)
-    with torch.autocast(k.device.type, enabled=False):
-        own_BHMW = k.transpose(-1, -2) @ v1
-    sent: list[torch.Tensor | WindowState] = [own_BHMW, WindowState.of(v1, width)]
-    if not causal:
-        sent.append(WindowState.of(v1.flip(2), width))
+    with torch.autocast(q.device.type, enabled=False):
+        sums_BHMW = k_BHSK.transpose(-1, -2) @ v1_BHSW
+    sent: list[torch.Tensor | WindowState] = [
+        sums_BHMW,
+        WindowState.of(v1_BHLW, width),
+        WindowState.of(v1_BHLW.flip(2), width),
+    ]
+    behind = [max(0, stop - max(start, layout.total)) for start, stop in map(memory.range, range(memory.size))]
+    if sum(behind):
+        sent.append(WindowState.of(v1_BHSW[:, :, v1_BHSW.shape[2] - behind[comm.rank] :].flip(2), width))
     parts = _gather(comm, sent)
-    sums_P = [part[0] for part in parts]
-    empty = WindowState.of(v1[:, :, :0], width)
-    windows = _prefixes([_window(part[1], n) for part, n in zip(parts, layout.lengths, strict=True)], empty)
-    before = _pick(windows, comm.rank)
-    if causal:
-        prefix_sums = [torch.zeros_like(sums_P[0])]
-        for sum_BHMW in sums_P:
-            prefix_sums.append(prefix_sums[-1] + sum_BHMW)
-        # Stack, then pick, so that every rank's graph reaches the exchange.
-        state = RelativeState(torch.stack(prefix_sums)[comm.rank], before)
-        num = numerators(q, k, v1, rp_HRK[:, : reach + 1], own=True, before=state)
-    else:
-        mirrored = [_window(part[2], n) for part, n in zip(parts, layout.lengths, strict=True)]
-        after = _pick(_prefixes(mirrored[::-1], empty), layout.size - 1 - comm.rank)
-        with torch.autocast(q.device.type, enabled=False):
-            num = q @ torch.stack(sums_P).sum(0)
-        num = num + numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True, before=before)
-        rows_HRK = rp_HRK[:, reach:].flip(1)
-        num = num + numerators(q.flip(2), None, v1.flip(2), rows_HRK, own=False, before=after).flip(2)
-    return (num[..., :-1] / num[..., -1:]).to(v_BHLV.dtype)
+    start = _empty_like(WindowState.of(v1_BHLW[:, :, :0], width))
+    windows = _prefixes([_window(part[1], n) for part, n in zip(parts, layout.lengths, strict=True)], start)
+    # In the mirrored sequence, what lies behind the last query comes first.
+    if sum(behind):
+        start = _prefixes([_window(p[3], n) for p, n in zip(parts, behind, strict=True)][::-1], start)[-1]
+    mirrored = _prefixes([_window(p[2], n) for p, n in zip(parts, layout.lengths, strict=True)][::-1], start)
+    before, after = _pick(windows, comm.rank), _pick(mirrored, layout.size - 1 - comm.rank)
+    with torch.autocast(q.device.type, enabled=False):
+        num = q @ torch.stack([part[0] for part in parts]).sum(0)
+    num = num + numerators(q, None, v1_BHLW, rp_HRK[:, : reach + 1], own=True, before=before)
+    rows_HRK = rp_HRK[:, reach:].flip(1)
+    return num + numerators(q.flip(2), None, v1_BHLW.flip(2), rows_HRK, own=False, before=after).flip(2)
 
 
 def _gather(comm: Communicator, sent: list[torch.Tensor | WindowState]) -> list[list[torch.Tensor]]:
@@ -84,8 +170,12 @@ def _window(rows_BHTW: torch.Tensor, length: int) -> WindowState:
     return WindowState(rows_BHTW[:, :, 0], rows_BHTW[:, :, 1:], length)
 
 
-def _prefixes(windows: list[WindowState], empty: WindowState) -> list[WindowState]:
-    prefixes = [empty]
+def _empty_like(window: WindowState) -> WindowState:
+    return WindowState(torch.zeros_like(window.far_BHW), torch.zeros_like(window.near_BHTW), 0)
+
+
+def _prefixes(windows: list[WindowState], start: WindowState) -> list[WindowState]:
+    prefixes = [start]
     for window in windows:
         prefixes.append(prefixes[-1].combine(window))
     return prefixes

@@ -10,6 +10,7 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, LinearState
 from dist_attn.ops.fourier import FourierNorm
+from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.diagonal import sharded_diagonal_scan
@@ -18,7 +19,7 @@ from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange
-from dist_attn.sharded.relative import sharded_relative_attention
+from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.token_mixing import sharded_mix_tokens
 
@@ -106,11 +107,33 @@ class ShardedSequenceOps:
         *,
         causal: bool,
     ) -> torch.Tensor:
-        """See `sharded.relative.sharded_relative_attention`; queries and keys lie on the same layout."""
+        """See `sharded.relative.sharded_relative_attention`; keys lie on `memory_layout` where one is given."""
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
-        self._check("keys", phi_k_BHSK.shape[2], self._layout)
+        self._check("keys", phi_k_BHSK.shape[2], self._memory)
         return sharded_relative_attention(
-            self._comm, self._layout, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal
+            self._comm,
+            self._layout,
+            phi_q_BHLK,
+            phi_k_BHSK,
+            v_BHSV,
+            phi_rp_HRK,
+            causal=causal,
+            memory_layout=self._memory,
+        )
+
+    def relative_attention_streaming(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        state: RelativeState | None = None,
+    ) -> tuple[torch.Tensor, RelativeState]:
+        """See `sharded.relative.sharded_relative_attention_streaming`."""
+        self._check("queries", phi_q_BHLK.shape[2], self._layout)
+        self._check("keys", phi_k_BHLK.shape[2], self._layout)
+        return sharded_relative_attention_streaming(
+            self._comm, self._layout, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state
         )
 
     def softmax_attention(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dist_attn.errors import ShapeError
+from dist_attn.errors import InputError, ShapeError
 from dist_attn.feature_maps import elu_plus_one
 from dist_attn.ops.relative_attention import (
     RelativeState,
@@ -11,6 +11,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention,
     relative_attention_naive,
     relative_attention_step,
+    relative_attention_streaming,
 )
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
@@ -66,6 +67,71 @@ def test_steps_equal_the_whole(reach):
         out, state = relative_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], rp, state)
         outs.append(out)
     assert_close(torch.stack(outs, 2), relative_attention(q, k, v, rp, causal=True))
+
+
+@pytest.mark.parametrize("reach", [0, 1, 5, 200])
+@pytest.mark.parametrize("cuts", [(150,), (1, 149), (64, 0, 80, 6)])
+def test_a_stream_equals_the_whole(cuts, reach):
+    """Blocks of any size with the state passed on give the outputs and all gradients of the whole sequence."""
+    results = []
+    for streamed in (False, True):
+        leaves = [x.clone().requires_grad_() for x in _inputs(150, 150, reach)]
+        q, k, v, rp = leaves
+        if streamed:
+            state, outs = None, []
+            for part in zip(*(t.split(cuts, dim=2) for t in (q, k, v)), strict=True):
+                out, state = relative_attention_streaming(*part, rp, state)
+                outs.append(out)
+            out = torch.cat(outs, 2)
+        else:
+            out = relative_attention(q, k, v, rp, causal=True)
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (out * weights).sum().backward()
+        results.append([out, *(leaf.grad for leaf in leaves)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.parametrize("reach", [0, 1, 5])
+def test_steps_continue_a_stream(reach):
+    """After a block, single steps go on where it ended, and the states agree."""
+    q, k, v, rp = _inputs(90, 90, reach)
+    want, final = relative_attention_streaming(q, k, v, rp)
+    _, state = relative_attention_streaming(*(t[:, :, :80] for t in (q, k, v)), rp)
+    for t in range(80, 90):
+        out, state = relative_attention_step(q[:, :, t], k[:, :, t], v[:, :, t], rp, state)
+        assert_close(out, want[:, :, t])
+    assert state.window.length == final.window.length == 90
+    for got, field in [(state.sz_BHMW, final.sz_BHMW), (state.window.far_BHW, final.window.far_BHW)]:
+        assert_close(got, field, kind="state")
+    assert torch.equal(state.window.near_BHTW, final.window.near_BHTW)
+
+
+@pytest.mark.parametrize("form", ["windowed", "naive"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_weight_on_any_key_gives_zeros(form, causal):
+    """Queries that see no key, or whose features are all 0, have the output 0 and finite gradients, in both forms."""
+    q, k, v, rp = _inputs(5, 0, 2)
+    out = relative_attention(q, k, v, rp, causal=causal, form=form)
+    assert torch.equal(out, torch.zeros(2, 3, 5, 4, dtype=torch.float64))
+    q, k, v, rp = (t.requires_grad_() for t in _inputs(5, 5, 2))
+    silent = torch.ones_like(q)
+    silent[:, :, 2] = 0
+    out = relative_attention(q * silent, k, v, rp, causal=causal, form=form)
+    assert torch.equal(out[:, :, 2], torch.zeros(2, 3, 4, dtype=torch.float64))
+    out.sum().backward()
+    assert all(bool(t.grad.isfinite().all()) for t in (q, k, v, rp))
+    state = RelativeState.identity(2, 3, 5, 4, 2, dtype=torch.float64)
+    step, _ = relative_attention_step(q[:, :, 0] * 0, k[:, :, 0], v[:, :, 0], rp, state)
+    assert torch.equal(step, torch.zeros_like(step))
+
+
+def test_the_naive_form_can_be_chosen():
+    """The quadratic form is one word away, gives the same, and other words are refused."""
+    q, k, v, rp = _inputs(30, 40, 3)
+    assert_close(*(relative_attention(q, k, v, rp, causal=True, form=form) for form in ("naive", "windowed")))
+    with pytest.raises(InputError, match="'windowed' and 'naive'"):
+        relative_attention(q, k, v, rp, causal=True, form="linear")
 
 
 def test_a_step_keeps_its_precision_under_autocast():

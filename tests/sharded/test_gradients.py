@@ -11,7 +11,8 @@ from torch.autograd.gradcheck import GradcheckError
 from dist_attn import feature_maps
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, LinearState, SequenceOps
+from dist_attn.ops import Denominator, LinearState, RelativeState, SequenceOps
+from dist_attn.ops.relative_attention import WindowState
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.prefix_scan import Exchange
 from dist_attn.sharded.sequence_ops import SoftmaxExchange
@@ -80,6 +81,23 @@ def _relative(*, causal: bool, reach: int) -> Case:
     return Case(sliced, {"rp": (HEADS, 2 * reach + 1, SIZE)}, run)
 
 
+def _relative_streaming(*, reach: int) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+    columns = VALUES + 1
+    replicated = {"rp": (HEADS, 2 * reach + 1, SIZE), "sums": (*per_head, SIZE, columns), "far": (*per_head, columns)}
+    replicated["near"] = (*per_head, max(reach - 1, 0), columns)
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
+        # Sums of positive weights, so that no denominator comes near 0.
+        state = RelativeState(x["sums"].exp(), WindowState(x["far"].exp(), x["near"].exp(), 3))
+        out, after = ops.relative_attention_streaming(q, k, x["v"], rp, state)
+        return out, after.sz_BHMW, after.window.far_BHW, after.window.near_BHTW
+
+    return Case(sliced, replicated, run)
+
+
 def _softmax(*, causal: bool, groups: int) -> Case:
     sliced = {"q": ((BATCH, 2 * groups), SIZE), "k": ((BATCH, groups), SIZE), "v": ((BATCH, groups), VALUES)}
     return Case(sliced, {}, lambda ops, x: (ops.softmax_attention(x["q"], x["k"], x["v"], causal=causal),))
@@ -105,6 +123,7 @@ KERNEL_CASES = {
     "relative": _relative(causal=True, reach=2),
     "relative, no reach": _relative(causal=True, reach=0),
     "relative, full": _relative(causal=False, reach=2),
+    "relative, from a state": _relative_streaming(reach=3),
 }
 CASES = KERNEL_CASES | {
     "softmax": _softmax(causal=True, groups=1),

@@ -3,7 +3,11 @@
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.packed import packed_relative_attention
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
-from dist_attn.ops.relative_attention.windowed import relative_attention, relative_attention_step
+from dist_attn.ops.relative_attention.windowed import (
+    relative_attention,
+    relative_attention_step,
+    relative_attention_streaming,
+)
 
 __all__ = [
     "RelativeState",
@@ -12,4 +16,5 @@ __all__ = [
     "relative_attention",
     "relative_attention_naive",
     "relative_attention_step",
+    "relative_attention_streaming",
 ]

@@ -13,7 +13,10 @@ def relative_attention_naive(
     *,
     causal: bool,
 ) -> torch.Tensor:
-    """Scores phi(q_i).phi(k_j) + phi(q_i).phi(rp)_{clip(j - i, -k, k) + k}, divided by their row sums; O(L S)."""
+    """Scores phi(q_i).phi(k_j) + phi(q_i).phi(rp)_{clip(j - i, -k, k) + k}, divided by their row sums; O(L S).
+
+    A query with no weight on any key, as one that sees none, has the output 0.
+    """
     queries, keys = phi_q_BHLK.shape[2], phi_k_BHSK.shape[2]
     reach = phi_rp_HRK.shape[1] // 2
     distance_LS = torch.arange(keys)[None, :] - torch.arange(queries)[:, None]
@@ -23,4 +26,6 @@ def relative_attention_naive(
     scores_BHLS = scores_BHLS + positions_BHLR.gather(-1, row_LS.expand_as(scores_BHLS))
     if causal:
         scores_BHLS = scores_BHLS.masked_fill((distance_LS > 0).to(phi_q_BHLK.device), 0.0)
-    return (scores_BHLS / scores_BHLS.sum(-1, keepdim=True)) @ v_BHSV
+    sums_BHL1 = scores_BHLS.sum(-1, keepdim=True)
+    weights_BHLS = scores_BHLS / torch.where(sums_BHL1 == 0, torch.ones_like(sums_BHL1), sums_BHL1)
+    return weights_BHLS.masked_fill(sums_BHL1 == 0, 0.0) @ v_BHSV

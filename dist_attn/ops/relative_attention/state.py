@@ -45,7 +45,7 @@ class WindowState:
 
 @dataclass(frozen=True)
 class RelativeState:
-    """What `relative_attention_step` carries: sum of phi(k) [v, 1]^T, [B, H, M, W], and the window of values."""
+    """What causal relative attention carries: sum of phi(k) [v, 1]^T, [B, H, M, W], and the window of values."""
 
     sz_BHMW: torch.Tensor
     window: WindowState
@@ -53,6 +53,12 @@ class RelativeState:
     def combine(self, later: "RelativeState") -> "RelativeState":
         """The state of this stretch followed by `later`."""
         return RelativeState(self.sz_BHMW + later.sz_BHMW, self.window.combine(later.window))
+
+    @staticmethod
+    def of(k_BHLK: torch.Tensor, v1_BHLW: torch.Tensor, width: int) -> "RelativeState":
+        """The state of these keys and values alone, with a window of `width` values."""
+        with torch.autocast(k_BHLK.device.type, enabled=False):
+            return RelativeState(k_BHLK.transpose(-1, -2) @ v1_BHLW, WindowState.of(v1_BHLW, width))
 
     @staticmethod
     def identity(

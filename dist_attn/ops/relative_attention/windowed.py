@@ -9,16 +9,29 @@ Reference: Scaleformer, Eq. 9 to 11 and Algorithm 2, with the sign clip(j - i) t
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-from dist_attn.errors import ShapeError
+from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.streaming import block_ranges
+from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 
-__all__ = ["check_relative_shapes", "numerators", "relative_attention", "relative_attention_step"]
+__all__ = [
+    "Form",
+    "check_relative_shapes",
+    "check_relative_state",
+    "normalised",
+    "numerators",
+    "relative_attention",
+    "relative_attention_step",
+    "relative_attention_streaming",
+]
+
+Form = Literal["windowed", "naive"]
 
 CHUNK_TOKENS = 64
 
@@ -33,21 +46,25 @@ def relative_attention(
     phi_rp_HRK: torch.Tensor,
     *,
     causal: bool,
+    form: Form = "windowed",
 ) -> torch.Tensor:
     """Kernel attention with Shaw's relative positions, normalised by its own row sums.
 
     phi_rp has R = 2 k + 1 rows, row r for relative index (key - query) = r - k, the outermost for everything beyond.
-    Causal with L != S is aligned at the top left.
+    Causal with L != S is aligned at the top left. A query with no weight on any key, as one that sees none, has the
+    output 0 and no gradient. `form` "naive" takes the whole score matrix, which is faster for a few dozen tokens.
 
     Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
-    Raises: ShapeError when shapes do not fit together.
+    Raises: ShapeError when shapes do not fit together; InputError for an unknown form.
     """
     check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+    if form not in ("windowed", "naive"):
+        raise InputError(f"form {form!r} of relative attention was given; there are 'windowed' and 'naive'")
     queries, keys = phi_q_BHLK.shape[2], phi_k_BHSK.shape[2]
-    dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
-    q, k = phi_q_BHLK.to(dtype), phi_k_BHSK.to(dtype)
-    v1 = F.pad(v_BHSV.to(dtype), (0, 1), value=1.0)
-    rp_HRK = phi_rp_HRK.to(dtype)
+    q, k, v1, rp_HRK = _widened(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+    if form == "naive":
+        with torch.autocast(k.device.type, enabled=False):
+            return relative_attention_naive(q, k, v1[..., :-1], rp_HRK, causal=causal).to(v_BHSV.dtype)
     reach = rp_HRK.shape[1] // 2
     if causal:
         # Keys after the last query are never seen; queries after the last key see zeros there, which add nothing.
@@ -61,7 +78,38 @@ def relative_attention(
         before = numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True)
         after = numerators(q.flip(2), None, v1.flip(2), rp_HRK[:, reach:].flip(1), own=False).flip(2)
         num = (all_keys + before + after)[:, :, :queries]
-    return (num[..., :-1] / num[..., -1:]).to(v_BHSV.dtype)
+    return normalised(num, v_BHSV.dtype)
+
+
+def relative_attention_streaming(
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    state: RelativeState | None = None,
+) -> tuple[torch.Tensor, RelativeState]:
+    """Causal `relative_attention` that continues after `state` (of no tokens when None), and the state after it.
+
+    However a sequence is cut into calls, single tokens by `relative_attention_step` among them, the outputs are the
+    same.
+
+    Shapes: phi_q, phi_k [B, H, L, K], v [B, H, L, V], phi_rp [H, R, K] -> [B, H, L, V]; sums are float32, or float64
+        for float64 values or state.
+    Raises: ShapeError when shapes do not fit together, or the state is of another window.
+    """
+    check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
+    if phi_q_BHLK.shape[2] != phi_k_BHLK.shape[2]:
+        raise ShapeError(
+            f"{phi_q_BHLK.shape[2]} queries and {phi_k_BHLK.shape[2]} keys; a stream needs one key for each query"
+        )
+    q, k, v1, rp_HRK = _widened(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
+    reach = rp_HRK.shape[1] // 2
+    if state is None:
+        state = RelativeState.of(k[:, :, :0], v1[:, :, :0], max(reach - 1, 0))
+    check_relative_state(state, k, v1, reach)
+    num, (sz_BHMW, far_BHW, near_BHTW) = _walk(q, k, v1, rp_HRK[:, : reach + 1], True, _carry_of(state, v1.dtype))
+    window = WindowState(far_BHW, near_BHTW, state.window.length + v1.shape[2])
+    return normalised(num, v_BHLV.dtype), RelativeState(sz_BHMW, window)
 
 
 def relative_attention_step(
@@ -87,8 +135,7 @@ def relative_attention_step(
         num_BHW = (q[..., None, :] @ sz_BHMW)[..., 0, :] + (near_BHT[..., None, :] @ seen_BHTW)[..., 0, :]
     num_BHW = num_BHW + scores_BHR[..., :1] * state.window.far_BHW
     token = WindowState.of(v1_BHW[:, :, None], state.window.near_BHTW.shape[2])
-    out = num_BHW[..., :-1] / num_BHW[..., -1:]
-    return out.to(v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
+    return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
 @dataclass(frozen=True)
@@ -157,25 +204,58 @@ def numerators(
     v1 is v with a ones column, so the last column is the denominator; rp has the rows -k .. 0. Without keys only the
     position scores count (then `before` is a window alone). `own`: whether a query sees its own key.
     """
-    batch, heads, length, columns = v1_BHLW.shape
-    window = before.window if isinstance(before, RelativeState) else before
-    if window is None:
-        window = WindowState.of(v1_BHLW[:, :, :0], max(rp_HRK.shape[1] - 2, 0))
-    carry: _Tensors = (window.far_BHW, window.near_BHTW)
     if isinstance(before, RelativeState):
-        carry = (before.sz_BHMW, *carry)
-    elif k_BHLK is not None:
-        carry = (v1_BHLW.new_zeros((batch, heads, k_BHLK.shape[3], columns)), *carry)
-    num, _ = scan(
+        carry = _carry_of(before, v1_BHLW.dtype)
+    else:
+        window = WindowState.of(v1_BHLW[:, :, :0], max(rp_HRK.shape[1] - 2, 0)) if before is None else before
+        carry = (window.far_BHW, window.near_BHTW)
+        if k_BHLK is not None:
+            batch, heads, _, columns = v1_BHLW.shape
+            carry = (v1_BHLW.new_zeros((batch, heads, k_BHLK.shape[3], columns)), *carry)
+    return _walk(q_BHLK, k_BHLK, v1_BHLW, rp_HRK, own, carry)[0]
+
+
+def normalised(num_BHLW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numerators over the row sums in their last column; 0, and no gradient, where a row has no weight at all."""
+    den_BHL1 = num_BHLW[..., -1:]
+    nothing_BHL1 = den_BHL1 == 0
+    out_BHLV = num_BHLW[..., :-1] / den_BHL1.masked_fill(nothing_BHL1, 1.0)
+    return out_BHLV.masked_fill(nothing_BHL1, 0.0).to(dtype)
+
+
+def _walk(
+    q_BHLK: torch.Tensor,
+    k_BHLK: torch.Tensor | None,
+    v1_BHLW: torch.Tensor,
+    rp_HRK: torch.Tensor,
+    own: bool,
+    carry: _Tensors,
+) -> tuple[torch.Tensor, _Tensors]:
+    return scan(
         _WindowPass(own),
         block_ranges(v1_BHLW.shape),
         (q_BHLK, k_BHLK, v1_BHLW),
         carry,
         (rp_HRK,),
-        output_shape=(batch, heads, length, columns),
+        output_shape=tuple(v1_BHLW.shape),
         output_dtype=v1_BHLW.dtype,
     )
-    return num
+
+
+def _carry_of(state: RelativeState, dtype: torch.dtype) -> _Tensors:
+    return (state.sz_BHMW.to(dtype), state.window.far_BHW.to(dtype), state.window.near_BHTW.to(dtype))
+
+
+def _widened(
+    phi_q: torch.Tensor,
+    phi_k: torch.Tensor,
+    v: torch.Tensor,
+    phi_rp: torch.Tensor,
+    state: RelativeState | None = None,
+) -> _Tensors:
+    """All of them in the precision of the sums, v with a column of ones."""
+    dtype = torch.promote_types(v.dtype, torch.float32 if state is None else state.sz_BHMW.dtype)
+    return phi_q.to(dtype), phi_k.to(dtype), F.pad(v.to(dtype), (0, 1), value=1.0), phi_rp.to(dtype)
 
 
 def _fit(x_BHLK: torch.Tensor, length: int) -> torch.Tensor:
@@ -199,3 +279,12 @@ def check_relative_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rp:
         raise ShapeError(
             f"phi_rp has shape {tuple(rp.shape)}; needed is [{q.shape[1]}, R, {q.shape[3]}] with R = 2 k + 1 odd"
         )
+
+
+def check_relative_state(state: RelativeState, k_BHLK: torch.Tensor, v1_BHLW: torch.Tensor, reach: int) -> None:
+    """Raises ShapeError when the state is not one of these keys and values, with positions clipped at `reach`."""
+    batch, heads, _, columns = v1_BHLW.shape
+    wanted = [(batch, heads, size, columns) for size in (k_BHLK.shape[3], max(reach - 1, 0))]
+    given = [tuple(state.sz_BHMW.shape), tuple(state.window.near_BHTW.shape)]
+    if given != wanted:
+        raise ShapeError(f"the state's sums and window have shapes {given}; these inputs need {wanted}")
