@@ -51,7 +51,7 @@ def gaussian(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
     """
     projected = _project(x_BHLK, w_HDK)
     scale = 1.0 / math.sqrt(w_HDK.shape[1])
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return torch.cat([projected.sin(), projected.cos()], dim=-1) * scale
     # Without a graph the two halves are written in place: the block stays in cache.
     num_random = w_HDK.shape[1]

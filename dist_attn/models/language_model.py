@@ -166,6 +166,8 @@ class LanguageModel(nn.Module):
             raise ShapeError(
                 f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
             )
+        if torch.compiler.is_compiling():
+            return  # a graph cannot look at its inputs' values; the embedding still refuses ids that it does not have
         if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size):
             raise TokenError(
                 f"token ids from {int(tokens.min())} to {int(tokens.max())} were given; this model knows 0 to "

@@ -47,6 +47,10 @@ def scan(
     output), and the carry after the last block. Differentiable in every tensor, to any order; only the first order has
     memory that does not grow with the length.
     """
+    if torch.compiler.is_compiling():
+        return plain_scan(
+            body, blocks, sequence, carry, parameters, output_shape=output_shape, output_dtype=output_dtype
+        )
     plan = _Plan(body, tuple(blocks), len(sequence), len(carry), output_shape, output_dtype)
     results = cast(_Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
     if body.has_output:

@@ -1,0 +1,62 @@
+"""torch.compile: local models and operations are one graph without breaks, forward and backward."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from dist_attn.feature_maps import elu_plus_one
+from dist_attn.ops import Watch, relative_attention, watching
+from tests.support.closeness import assert_close
+from tests.support.models import small_config, small_model
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """What one test has compiled is not kept for the next."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def _results(function, inputs: list[Tensor]) -> list[Tensor]:
+    out = function()
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("rfa_gate", "aot_eager"), ("rfa", "eager"), ("softmax", "eager")])
+def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
+    """A language model compiles with `fullgraph`, and its logits and gradients are those of the model as it is."""
+    model = small_model(small_config(kind, num_layers=1))
+    tokens, parameters = torch.arange(30)[None] % 7, list(model.parameters())
+    compiled = torch.compile(model.logits, fullgraph=True, backend=backend)
+    want = _results(lambda: model.logits(tokens), parameters)
+    got = _results(lambda: compiled(tokens), parameters)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, kind="gradient")
+    with torch.inference_mode():
+        assert_close(compiled(tokens), model.logits(tokens))
+
+
+def test_relative_attention_is_one_graph() -> None:
+    """Relative attention compiles with `fullgraph`, forward and backward."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=generator).requires_grad_() for s in (*[(1, 2, 70, 3)] * 3, (2, 7, 3))]
+
+    def attend() -> Tensor:
+        q, k, v, rp = inputs
+        return relative_attention(elu_plus_one(q), elu_plus_one(k), v, elu_plus_one(rp), causal=True)
+
+    got = _results(torch.compile(attend, fullgraph=True, backend="eager"), inputs)
+    for a, b in zip(got, _results(attend, inputs), strict=True):
+        assert_close(a, b, kind="gradient")
+
+
+def test_nobody_watches_inside_a_graph() -> None:
+    """A watch does not break the graph; it learns nothing of what runs inside."""
+    model, tokens, watch = small_model(small_config(num_layers=1)), torch.arange(10)[None], Watch()
+    compiled = torch.compile(model.logits, fullgraph=True, backend="eager")
+    with torch.no_grad(), watching(watch):
+        assert_close(compiled(tokens), model.logits(tokens))
+    assert watch.denominators == 2 * 10  # of the model as it is, not of the graph
