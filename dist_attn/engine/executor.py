@@ -18,7 +18,7 @@ from dist_attn.errors import EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import LocalSequenceOps, SequenceOps, Watch, watching
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.messages import (
@@ -38,7 +38,7 @@ __all__ = ["ModelExecutor", "open_executor"]
 
 @dataclass
 class _Prefilling:
-    """A session whose input is not complete; the state is equal on all ranks."""
+    """A session whose input is not complete; the state is equal on all ranks but for the keys of an encoding."""
 
     state: ModelState
     rows: RowSpec | None
@@ -104,7 +104,9 @@ class ModelExecutor:
         start, length = 0, op.lengths[self._comm.rank]
         if self._comm.size > 1:
             layout = SequenceLayout.from_lengths(op.lengths)
-            ops = ShardedSequenceOps(self._comm, layout)
+            # A completion is decoded by one rank, which needs all keys that there are; an encoding never is.
+            cache: CacheKept = "spread" if session.sampling is None else "whole"
+            ops = ShardedSequenceOps(self._comm, layout, cache=cache)
             start = layout.range(self._comm.rank)[0]
         tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
         if len(tokens_L) != length:

@@ -14,7 +14,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_streaming,
 )
 from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.softmax_attention import softmax_attention
+from dist_attn.ops.softmax_attention import KeyValueCache, softmax_attention, softmax_attention_streaming
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import mix_tokens
 from dist_attn.ops.watch import Watch, current_watch, watching
@@ -22,6 +22,7 @@ from dist_attn.ops.watch import Watch, current_watch, watching
 __all__ = [
     "Denominator",
     "FeatureMap",
+    "KeyValueCache",
     "LinearState",
     "LocalSequenceOps",
     "RelativeState",
@@ -41,5 +42,6 @@ __all__ = [
     "relative_attention_step",
     "relative_attention_streaming",
     "softmax_attention",
+    "softmax_attention_streaming",
     "watching",
 ]

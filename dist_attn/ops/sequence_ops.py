@@ -24,7 +24,12 @@ from dist_attn.ops.relative_attention import (
     relative_attention,
     relative_attention_streaming,
 )
-from dist_attn.ops.softmax_attention import packed_softmax_attention, softmax_attention
+from dist_attn.ops.softmax_attention import (
+    KeyValueCache,
+    packed_softmax_attention,
+    softmax_attention,
+    softmax_attention_streaming,
+)
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, mix_tokens
 
@@ -76,6 +81,10 @@ class SequenceOps(Protocol):
         causal: bool,
         scale: float | None = None,
     ) -> torch.Tensor: ...
+
+    def softmax_attention_streaming(
+        self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
+    ) -> tuple[torch.Tensor, KeyValueCache]: ...
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor: ...
 
@@ -208,6 +217,12 @@ class LocalSequenceOps:
                 q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents
             )
         return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale)
+
+    def softmax_attention_streaming(
+        self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
+    ) -> tuple[torch.Tensor, KeyValueCache]:
+        """See `dist_attn.ops.softmax_attention_streaming`."""
+        return softmax_attention_streaming(q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or ())
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `dist_attn.ops.convolve`."""

@@ -2,6 +2,13 @@
 
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
-from dist_attn.sharded.sequence_ops import ShardedSequenceOps
+from dist_attn.sharded.sequence_ops import CacheKept, ShardedSequenceOps, SoftmaxExchange
 
-__all__ = ["Exchange", "ShardedSequenceOps", "exclusive_scan", "sharded_linear_attention"]
+__all__ = [
+    "CacheKept",
+    "Exchange",
+    "ShardedSequenceOps",
+    "SoftmaxExchange",
+    "exclusive_scan",
+    "sharded_linear_attention",
+]

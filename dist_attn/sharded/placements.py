@@ -9,7 +9,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import Placement
 from dist_attn.sharded.block_table import Range
 
-__all__ = ["document_numbers", "placement_of"]
+__all__ = ["documents_at", "placement_of"]
 
 
 def placement_of(
@@ -24,10 +24,10 @@ def placement_of(
             "queries have documents and the memory has none, or the other way round; give both, or neither"
         )
     queries_L, keys_S = _positions(queries), _positions(keys)
-    return Placement(queries_L, keys_S, document_numbers(layout, queries_L), document_numbers(memory, keys_S))
+    return Placement(queries_L, keys_S, documents_at(layout, queries_L), documents_at(memory, keys_S))
 
 
-def document_numbers(layout: SequenceLayout, positions: torch.Tensor) -> torch.Tensor | None:
+def documents_at(layout: SequenceLayout, positions: torch.Tensor) -> torch.Tensor | None:
     """The number of the document that each position belongs to; None where the layout has no documents."""
     if layout.documents is None:
         return None

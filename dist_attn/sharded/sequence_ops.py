@@ -8,7 +8,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, FeatureMap, LinearState
+from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, softmax_attention_streaming
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.token_mixing import Activation
@@ -21,11 +21,13 @@ from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.ring_attention import ring_attention
+from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
 from dist_attn.sharded.token_mixing import sharded_mix_tokens
 
-__all__ = ["ShardedSequenceOps", "SoftmaxExchange"]
+__all__ = ["CacheKept", "ShardedSequenceOps", "SoftmaxExchange"]
 
 SoftmaxExchange = Literal["reshuffle", "ring"]
+CacheKept = Literal["spread", "whole"]
 
 
 class ShardedSequenceOps:
@@ -38,6 +40,8 @@ class ShardedSequenceOps:
     `softmax` says how exact attention gets to all keys: by moving heads to ranks, which is even work and two exchanges
     ("reshuffle"), or by passing keys round, which holds two slices at most and takes P - 1 exchanges ("ring").
     `exchange` is how carries travel, by name or with its details; all ways give the same result to rounding.
+    `cache` says what a key-value cache holds after a block: each rank the keys of its own slices ("spread"), which is
+    the one state that is not equal on all ranks, or every rank all of them ("whole"), so that each can decode alone.
 
     Making one is a call that every rank makes: layouts and exchanges are compared, in one small exchange unless they
     are those of the one made before.
@@ -54,17 +58,21 @@ class ShardedSequenceOps:
         *,
         softmax: SoftmaxExchange = "reshuffle",
         exchange: Exchange | Algorithm = "auto",
+        cache: CacheKept = "spread",
     ) -> None:
         for given in (layout, memory_layout):
             if given is not None and given.size != comm.size:
                 raise ShapeError(f"the layout is for {given.size} ranks, the communicator has {comm.size}")
             if given is not None and given.documents is not None:
                 raise InputError("this layout has document boundaries; sharded operations take one unbroken sequence")
-        self._comm, self._layout, self._softmax = comm, layout, softmax
+        self._comm, self._layout = comm, layout
+        self._softmax, self._cache = softmax, cache
         self._memory = layout if memory_layout is None else memory_layout
         self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
-        comm.agree_on("layout and exchange", f"{layout.digest} {self._memory.digest} {softmax} {self._exchange}")
+        comm.agree_on(
+            "layout and exchange", f"{layout.digest} {self._memory.digest} {softmax} {cache} {self._exchange}"
+        )
 
     def linear_attention(
         self,
@@ -159,6 +167,23 @@ class ShardedSequenceOps:
             scale=scale,
             memory_layout=self._memory,
         )
+
+    def softmax_attention_streaming(
+        self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
+    ) -> tuple[torch.Tensor, KeyValueCache]:
+        """See `sharded.softmax_streaming`; the first block of a stream goes the way that `softmax` says."""
+        self._check("queries", q_BHLK.shape[2], self._layout)
+        self._check("keys", k_BGLK.shape[2], self._layout)
+        if self._comm.size == 1:
+            starts = self._layout.documents or ()
+            return softmax_attention_streaming(q_BHLK, k_BGLK, v_BGLV, cache, documents=starts)
+        if self._cache == "whole":
+            return attend_over_whole_cache(self._comm, self._layout, q_BHLK, k_BGLK, v_BGLV, cache)
+        if cache.tokens:
+            return attend_over_spread_cache(self._comm, self._layout, q_BHLK, k_BGLK, v_BGLV, cache)
+        out_BHLV = self.softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True)
+        after = cache.appended(k_BGLK, v_BGLV, (self._layout.lengths,))
+        return out_BHLV, last_document(after, self._layout, self._comm.rank)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `sharded.fourier.sharded_fourier_mix`."""

@@ -78,6 +78,21 @@ def test_rows_are_the_naive_ones_on_any_number_of_ranks(source, tmp_path, hidden
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rows.npy", "text.txt"]
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_softmax_model_over_ranks_gives_the_rows_of_one_pass(source, tmp_path, ranks):
+    """With exact attention, whose keys stay on the ranks that read them, rows over several blocks are those of one."""
+    model = small_model(small_config("softmax"))
+    tokens = torch.from_numpy(ByteTokeniser().encode(TEXT).astype(np.int64))
+    with torch.no_grad():
+        want = _naive_rows(model.encode(tokens[None])[0], SPECS["odd window"])
+
+    def body(comm: Communicator) -> EncodeReport | None:
+        return encode_file(comm, model, ByteTokeniser(), source, tmp_path / "rows.npy", SPECS["odd window"])
+
+    run_simulated(body, ranks)
+    assert_close(torch.from_numpy(np.load(tmp_path / "rows.npy")), want)
+
+
 def test_the_carry_does_not_grow_with_the_text(tmp_path):
     """What a rank sends for the carry of a block is the size of the states, whatever the length; alone, nothing."""
     sent = []

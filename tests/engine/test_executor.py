@@ -75,14 +75,15 @@ def test_denominators_are_counted_once(ranks):
     assert [len(layer) for layer in counted[0][0].guarded] == [2, 2]
 
 
+@pytest.mark.parametrize("kind", ["rfa_gate", "softmax"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_blocks_over_ranks_give_the_rows_of_the_whole_text(ranks):
+def test_blocks_over_ranks_give_the_rows_of_the_whole_text(ranks, kind):
     """Pieces of all ranks and blocks, put together, are the sums of the hidden states of the text in one go."""
     with torch.inference_mode():
-        wanted_LD = small_model().encode(torch.from_numpy(TOKENS.astype(np.int64))[None])[0]
+        wanted_LD = small_model(small_config(kind)).encode(torch.from_numpy(TOKENS.astype(np.int64))[None])[0]
 
     def rank_work(comm):
-        made = executor(comm)
+        made = executor(comm, kind)
         made.open(OpenOp(1, RowSpec("window", 500)))
         blocks = [(0, 2048), (2048, 2560), (2560, 3000)]
         return [prefill(made, 1, TOKENS[a:b], a, ranks, comm.rank) for a, b in blocks]
@@ -108,22 +109,42 @@ def test_a_completion_draws_what_the_model_alone_draws(kind, temperature):
     assert complete(made, {1: prompt}, 20)[1] == generate(small_model(small_config(kind)), prompt, sampling)
 
 
-def test_every_rank_can_own_a_session_after_prefill():
-    """The state after a sharded block is the same on all ranks, so any of them may go on with it."""
+@pytest.mark.parametrize("kind", ["rfa_gate", "softmax"])
+def test_every_rank_can_own_a_session_after_prefill(kind):
+    """The state after sharded blocks of a prompt is the same on all ranks, so any of them may go on with it."""
 
     def rank_work(comm):
-        made = executor(comm)
+        made = executor(comm, kind)
         made.open(OpenOp(1, None, SamplingSpec(8, temperature=0.0)))
-        prefill(made, 1, TOKENS[:1500], 0, comm.size, comm.rank)
+        prefill(made, 1, TOKENS[:1024], 0, comm.size, comm.rank)
+        prefill(made, 1, TOKENS[1024:1500], 1024, comm.size, comm.rank)
         return complete(made, {1: TOKENS[1500:1501]}, 8)[1]
 
     results = run_simulated(rank_work, 3)
-    assert results[0] == results[1] == results[2] == executor_draws(TOKENS[:1501], 8)
+    assert results[0] == results[1] == results[2] == executor_draws(TOKENS[:1501], 8, kind)
 
 
-def executor_draws(prompt, count):
+def test_an_encoding_keeps_each_key_once():
+    """With softmax attention the ranks share the keys of a document; all of a prompt's are on every rank."""
+
+    def rank_work(comm):
+        made, held = executor(comm, "softmax"), []
+        for session, asked in ((1, (RowSpec(), None)), (2, (None, SamplingSpec(8)))):
+            made.open(OpenOp(session, *asked))
+            prefill(made, session, TOKENS[:1536], 0, comm.size, comm.rank)
+            prefill(made, session, TOKENS[1536:2500], 1536, comm.size, comm.rank)
+            caches = [layer.cache for layer in made._prefilling[session].state.layers]
+            held.append({cache.k_BGSK.shape[2] for cache in caches})
+        return held
+
+    encoding, prompt = zip(*run_simulated(rank_work, 3), strict=True)
+    assert sum(sum(held) for held in encoding) == 2500
+    assert prompt == ({2500},) * 3
+
+
+def executor_draws(prompt, count, kind="rfa_gate"):
     """What one rank draws greedily after a prompt."""
-    made = executor()
+    made = executor(kind=kind)
     made.open(OpenOp(1, None, SamplingSpec(count, temperature=0.0)))
     prefill(made, 1, prompt[:-1])
     return complete(made, {1: prompt}, count)[1]

@@ -31,7 +31,7 @@ def small_model(config: LanguageModelConfig | None = None, *, seed: int = 0) -> 
     return model.eval()
 
 
-def write_small_folder(folder: Path, *, seed: int = 0) -> Path:
+def write_small_folder(folder: Path, *, seed: int = 0, kind: str = "rfa_gate") -> Path:
     """A whole model folder with a byte tokeniser."""
-    save_model(small_model(seed=seed), folder, tokeniser=ByteTokeniser())
+    save_model(small_model(small_config(kind), seed=seed), folder, tokeniser=ByteTokeniser())
     return folder

@@ -1,5 +1,6 @@
 """Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
+from dist_attn.ops.softmax_attention.cache import KeyValueCache, softmax_attention_streaming
 from dist_attn.ops.softmax_attention.fused import softmax_attention
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
 from dist_attn.ops.softmax_attention.packed import packed_softmax_attention
@@ -7,10 +8,12 @@ from dist_attn.ops.softmax_attention.placement import Placement
 from dist_attn.ops.softmax_attention.tiled import merge_partials, softmax_attention_partial
 
 __all__ = [
+    "KeyValueCache",
     "Placement",
     "merge_partials",
     "packed_softmax_attention",
     "softmax_attention",
     "softmax_attention_naive",
     "softmax_attention_partial",
+    "softmax_attention_streaming",
 ]

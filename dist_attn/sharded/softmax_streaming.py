@@ -1,0 +1,145 @@
+"""Exact softmax attention of a stream of blocks across ranks, over keys that stay spread or become whole.
+
+Spread: every rank keeps the keys of its own slices. The queries of a block go to all ranks, each attends with all of
+them to the keys that it keeps, and the partial results are merged where the queries came from. What travels depends on
+the block alone, never on how much has been read, and the work is even, since every block was cut over all ranks.
+Whole: the keys of a block go to all ranks, so that any of them can go on alone, as decoding does.
+"""
+
+from itertools import accumulate
+
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.errors import InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops.softmax_attention import (
+    KeyValueCache,
+    Placement,
+    merge_partials,
+    softmax_attention,
+    softmax_attention_partial,
+)
+from dist_attn.ops.softmax_attention.cache import streaming_placement
+from dist_attn.sharded.block_table import Block, BlockTable
+from dist_attn.sharded.redistribution import redistribute
+from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
+
+__all__ = ["attend_over_spread_cache", "attend_over_whole_cache", "last_document"]
+
+
+def attend_over_spread_cache(
+    comm: Communicator,
+    layout: SequenceLayout,
+    q_BHLK: torch.Tensor,
+    k_BGLK: torch.Tensor,
+    v_BGLV: torch.Tensor,
+    cache: KeyValueCache,
+) -> tuple[torch.Tensor, KeyValueCache]:
+    """`ops.softmax_attention_streaming` on this rank's slice of a block, over a cache with tokens in it.
+
+    Cost: per rank P - 1 messages of B H L K elements and P - 1 of B H (V + 1) times the slice of the receiver,
+        whatever the length of the cache. Memory: the share of the cache and a copy while it grows; queries and
+        partial results of the whole block.
+    Raises: InputError for a cache that is whole, or spread over another number of ranks.
+    """
+    if cache.blocks is None:
+        raise InputError(
+            "a state that holds all keys was given to ranks that keep a share each; make these operations with "
+            "cache='whole', or begin with an empty state"
+        )
+    if any(len(lengths) != comm.size for lengths in cache.blocks):
+        raise InputError(
+            f"a state that is spread over {len(cache.blocks[0])} ranks was given to {comm.size}; go on over the same "
+            "ranks"
+        )
+    batch, heads, length, _ = q_BHLK.shape
+    values, total, past = v_BGLV.shape[3], layout.total, cache.tokens
+    after = cache.appended(k_BGLK, v_BGLV, (*cache.blocks, layout.lengths))
+    placement = _of_own_keys(streaming_placement(past, total, layout.documents or ()), _positions(after, comm.rank))
+    q_BHTK = _to_every_rank(comm, layout, q_BHLK, "queries")
+    out_BHTV, lse_BHT = softmax_attention_partial(q_BHTK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement)
+    part_TBHN = torch.cat([out_BHTV, lse_BHT[..., None]], dim=3).permute(2, 0, 1, 3)
+    part_TN = part_TBHN.reshape(total, batch * heads * (values + 1))
+    mine_PLN = _to_the_owners(comm, layout, part_TN).view(comm.size, length, batch, heads, values + 1)
+    out_PBHLN = mine_PLN.permute(0, 2, 3, 1, 4)
+    merged_BHLV, _ = merge_partials(out_PBHLN[..., :values].unbind(), out_PBHLN[..., values].unbind())
+    return merged_BHLV.to(v_BGLV.dtype), last_document(after, layout, comm.rank)
+
+
+def attend_over_whole_cache(
+    comm: Communicator,
+    layout: SequenceLayout,
+    q_BHLK: torch.Tensor,
+    k_BGLK: torch.Tensor,
+    v_BGLV: torch.Tensor,
+    cache: KeyValueCache,
+) -> tuple[torch.Tensor, KeyValueCache]:
+    """`ops.softmax_attention_streaming` on this rank's slice of a block; all ranks then hold all keys.
+
+    Cost: per rank P - 1 messages of B G L (K + V) elements. Memory: the whole cache on every rank.
+    Raises: InputError for a cache that is spread over ranks.
+    """
+    cache.require_whole()
+    start, stop = layout.range(comm.rank)
+    size, past = k_BGLK.shape[3], cache.tokens
+    kv_BGTN = _to_every_rank(comm, layout, torch.cat([k_BGLK, v_BGLV], dim=3), "keys")
+    after = cache.appended(kv_BGTN[..., :size], kv_BGTN[..., size:])
+    block = streaming_placement(past, layout.total, layout.documents or ())
+    documents_T = block.query_documents_L
+    own = slice(start, stop)
+    placement = Placement(
+        block.queries_L[own],
+        block.keys_S,
+        None if documents_T is None else documents_T[own],
+        block.key_documents_S,
+    )
+    out_BHLV = softmax_attention(q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement)
+    return out_BHLV, last_document(after, layout, comm.rank)
+
+
+def last_document(cache: KeyValueCache, layout: SequenceLayout, rank: int) -> KeyValueCache:
+    """What later blocks still see of a cache that ends with this block: its last document, which goes on."""
+    if not layout.documents:
+        return cache
+    return cache.since(cache.tokens - layout.total + layout.documents[-1], rank)
+
+
+def _of_own_keys(placement: Placement, positions_S: torch.Tensor) -> Placement:
+    """The same queries over the keys at some of the positions."""
+    documents = placement.key_documents_S
+    own = None if documents is None else documents[positions_S]
+    return Placement(placement.queries_L, positions_S, placement.query_documents_L, own)
+
+
+def _to_every_rank(comm: Communicator, layout: SequenceLayout, x_BHLN: torch.Tensor, label: str) -> torch.Tensor:
+    """All slices of a block, on every rank: [B, H, L local, N] -> [B, H, T, N]."""
+    batch, heads, length, size = x_BHLN.shape
+    source = BlockTable.grid([layout.cuts], range(comm.size), comm.size)
+    copies = tuple(Block(rank, ((0, layout.total),)) for rank in range(comm.size))
+    change = Change(source, BlockTable((layout.total,), comm.size, copies), batch * heads * size)
+    plan = plan_redistribution((change,), relabel=False)
+    (x_TN,) = redistribute(comm, plan, x_BHLN.permute(2, 0, 1, 3).reshape(length, change.numbers), label=label)
+    return x_TN.view(layout.total, batch, heads, size).permute(1, 2, 0, 3)
+
+
+def _to_the_owners(comm: Communicator, layout: SequenceLayout, x_TN: torch.Tensor) -> torch.Tensor:
+    """What every rank has for the tokens of a block, each token's with the rank that holds it: [P L local, N]."""
+    ranks = comm.size
+    source = BlockTable.grid([range(ranks + 1), [0, layout.total]], range(ranks), ranks)
+    target = BlockTable.grid([[0, ranks], layout.cuts], range(ranks), ranks)
+    plan = plan_redistribution((Change(source, target, x_TN.shape[1]),), relabel=False)
+    (x_EN,) = redistribute(comm, plan, x_TN, label="partial outputs")
+    return x_EN
+
+
+def _positions(cache: KeyValueCache, rank: int) -> torch.Tensor:
+    """Where the keys that `rank` keeps stand in the sequence."""
+    blocks = cache.blocks or ()
+    starts = accumulate((sum(lengths) for lengths in blocks), initial=0)
+    return torch.cat(
+        [
+            torch.arange(start + sum(lengths[:rank]), start + sum(lengths[: rank + 1]))
+            for start, lengths in zip(starts, blocks, strict=False)
+        ]
+    )
