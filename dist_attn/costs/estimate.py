@@ -86,13 +86,13 @@ def estimate(
 ) -> Estimate:
     """What a document of `tokens` costs, read in blocks of `block_tokens` per rank.
 
-    Raises: InputError for counts below 1, and for several ranks where the mixer needs the whole sequence on one.
+    Raises: InputError for counts below 1, and for several ranks where no formula is known for the mixer.
     """
     for name, value in (("tokens", tokens), ("ranks", ranks), ("block_tokens", block_tokens), ("window", window)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be 1 or more")
     if ranks > 1 and not model.mixer.shards:
-        raise InputError(f"{ranks} ranks were asked for; this model's exact softmax attention runs on one rank")
+        raise InputError(f"{ranks} ranks were asked for; the costs of exact softmax attention are known for one rank")
     rates = Rates() if rates is None else rates
     carry, halo = model.mixer.carry_bytes(), model.mixer.halo_bytes()
     blocks = -(-tokens // (ranks * block_tokens))

@@ -30,7 +30,7 @@ class MixerCosts(Protocol):
 
     @property
     def shards(self) -> bool:
-        """Whether a sequence may be spread over several ranks."""
+        """Whether these formulas hold for several ranks."""
         ...
 
     def state_bytes(self, position: int, batch: int = 1) -> int:
@@ -146,7 +146,7 @@ class KernelAttention:
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """`softmax`: keys and values of every token so far; one rank holds the whole sequence."""
+    """`softmax`: keys and values of every token so far, on one rank."""
 
     hidden_size: int
     num_heads: int
@@ -184,5 +184,5 @@ class SoftmaxAttention:
         return TokenFlops(projections=8.0 * self.hidden_size**2, scores=4.0 * self.hidden_size * position)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About eight tensors of [B, L, D]; the fused kernel never holds the scores."""
-        return FLOAT_BYTES * 8 * batch * tokens * self.hidden_size
+        """About nine tensors of [B, L, D]; the fused kernel never holds the scores."""
+        return FLOAT_BYTES * 9 * batch * tokens * self.hidden_size

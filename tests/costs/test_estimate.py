@@ -107,5 +107,5 @@ def test_refuses_counts_below_one(wrong: dict[str, int], tmp_path: Path) -> None
 
 def test_refuses_ranks_for_exact_attention(tmp_path: Path) -> None:
     """Several ranks for a model whose mixer cannot be spread are refused, as the engine would."""
-    with pytest.raises(InputError, match="runs on one rank"):
+    with pytest.raises(InputError, match="known for one rank"):
         estimate(read_model_costs(write_config("softmax", tmp_path)), 10, ranks=2)
