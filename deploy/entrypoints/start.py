@@ -1,13 +1,15 @@
 """Entry point of the images: turns a model's name into its folder, then becomes the process that was asked for.
 
-python start.py api|engine [--model NAME_OR_FOLDER] [FLAG …]: the other flags are those of that process.
+python start.py api|engine [--model NAME_OR_FOLDER] [--config FILE] [FLAG …]: the flags are those of that process.
 """
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
 from dist_attn.errors import InputError
+from dist_attn.settings import read_settings
 from dist_attn.shipped import resolve_model_folder
 
 PROGRAMS = {
@@ -21,12 +23,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="start.py", description=__doc__, allow_abbrev=False, add_help=False)
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--model", help="a model folder or the name of a shipped model")
+    parser.add_argument("--config", type=Path, help="TOML file with settings")
     given, flags = parser.parse_known_args(arguments)
     try:
-        folder = resolve_model_folder(given.model)
+        settings = read_settings(given.config, environment=os.environ, flags={"model": given.model}).settings
+        folder = resolve_model_folder(settings.model)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    if given.config is not None:
+        flags.append(f"--config={given.config}")
     # exec, not a child: signals of the container reach the process itself.
     os.execv(sys.executable, [sys.executable, "-m", *PROGRAMS[given.program], f"--model={folder}", *flags])
 

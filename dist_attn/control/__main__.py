@@ -1,5 +1,6 @@
 """`python -m dist_attn.control controller|agent`: the two torch-free processes of the engine."""
 
+import os
 import sys
 
 from dist_attn.control.agent import run_agent
@@ -12,13 +13,13 @@ RUNNERS = {"controller": run_controller, "agent": run_agent}
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process that the first argument names; the others are fields of ControlSettings."""
+    """Run the process that the first argument names; flags, the environment and a file are its ControlSettings."""
     if not arguments or arguments[0] not in RUNNERS:
         given = repr(arguments[0]) if arguments else "nothing"
         print(f"python -m dist_attn.control: given {given}, needed `controller` or `agent`", file=sys.stderr)
         return 2
     name = arguments[0]
-    settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}")
+    settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}", os.environ)
     configure_logs(name, settings.log_level)
     try:
         return RUNNERS[name](settings)

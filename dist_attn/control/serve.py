@@ -12,6 +12,7 @@ from typing import Any
 from dist_attn.control.launch import EngineHandle, start_engine
 from dist_attn.control.preflight import check_before_start
 from dist_attn.control.ranks import child_environment
+from dist_attn.control.settings import engine_fields
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 
@@ -34,7 +35,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with start_engine(**_engine_fields(settings, folder)) as engine:
+    with start_engine(**{**engine_fields(settings), "model": str(folder)}) as engine:
         print(f"controller listens on {engine.api_address} for the API", flush=True)
         if engine.settings.rank_address:
             print(f"controller listens on {engine.settings.rank_address} for agent and ranks", flush=True)
@@ -45,13 +46,6 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
             return _watch(engine, api, stopped)
         finally:
             _stop_api(api, api_stop_deadline_s(settings))
-
-
-def _engine_fields(settings: Settings, folder: Path) -> dict[str, Any]:
-    fields = settings.engine.model_dump()
-    if not fields["api_address"]:
-        del fields["api_address"]
-    return {**fields, "model": str(folder), "data_dir": str(settings.data_dir), "log_level": settings.log_level}
 
 
 def _start_api(engine: EngineHandle, config: Path | None, settings: Settings, folder: Path) -> subprocess.Popen[bytes]:

@@ -1,17 +1,21 @@
-"""Every value the control plane can be told: frozen, written and read as command-line flags."""
+"""Every value the control plane can be told: frozen, written and read as command-line flags, and from the settings."""
 
 import argparse
 import os
 import sys
-from typing import Literal, get_args, get_type_hints
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
 from dist_attn.control.rows import GRAIN
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, InputError
+from dist_attn.settings import Settings, read_settings
+from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.sockets import check_address
 
-__all__ = ["BACKENDS", "ControlSettings", "Launcher", "threads_for"]
+__all__ = ["BACKENDS", "ControlSettings", "Launcher", "engine_fields", "threads_for"]
 
 BACKENDS = ("local", "gloo", "nccl")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -114,30 +118,63 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return flags
 
     @classmethod
-    def from_flags(cls, arguments: list[str], program: str) -> "ControlSettings":
-        """The settings that these flags name; exits with code 2 and a message on stderr if they do not fit."""
-        parser = argparse.ArgumentParser(
-            prog=program,
-            usage=f"{program} --api-address ipc://PATH --model FOLDER [more flags; see --help]",
-            description="Every flag is one field of ControlSettings.",
-        )
-        for name, default in _defaults(cls).items():
-            required = default is msgspec.NODEFAULT
-            parser.add_argument(
-                f"--{name.replace('_', '-')}",
-                required=required,
-                metavar="VALUE",
-                choices=get_args(Launcher) if name == "launcher" else None,
-                help="needed" if required else f"default: {default!r}",
-            )
+    def from_flags(
+        cls, arguments: list[str], program: str, environment: Mapping[str, str] | None = None
+    ) -> "ControlSettings":
+        """The settings of a start: flags over `environment`, both over the file that --config or it names.
+
+        A process that another of ours has started (it is told `parent`) has all it needs in its flags, and nothing
+        else counts. Exits with code 2 and a message on stderr if the values do not fit.
+        """
+        parser = _parser(cls, program)
         given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+        file = given.pop("config", None)
         try:
             for name in ("rank_command", "local_agent"):
                 if name in given:
                     given[name] = msgspec.json.decode(given[name])
+            if "parent" not in given:
+                given = {**engine_fields(read_settings(file, environment=environment or {}).settings), **given}
+            for name, default in _defaults(cls).items():
+                if default is msgspec.NODEFAULT and name not in given:
+                    raise ConfigError(f"{name} is not set; give --{name.replace('_', '-')}, or see --help")
             return msgspec.convert(given, cls, strict=False)
-        except (msgspec.MsgspecError, ConfigError) as error:
+        except (msgspec.MsgspecError, InputError) as error:
             parser.error(str(error))
+
+
+def engine_fields(settings: Settings) -> dict[str, Any]:
+    """The fields of ControlSettings that the tree of all settings holds; without those it leaves open.
+
+    Raises: ModelFolderError for a model that is neither a folder nor the name of one that ships.
+    """
+    fields: dict[str, Any] = {
+        **settings.engine.model_dump(),
+        "data_dir": str(settings.data_dir),
+        "log_level": settings.log_level,
+    }
+    if settings.model:
+        fields["model"] = str(resolve_model_folder(settings.model))
+    if not settings.engine.api_address:
+        del fields["api_address"]
+    return fields
+
+
+def _parser(cls: type[ControlSettings], program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program,
+        usage=f"{program} --api-address ipc://PATH --model FOLDER [more flags; see --help]",
+        description="Every flag is one field of ControlSettings; `dist-attn config show` lists the settings.",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with settings")
+    for name, default in _defaults(cls).items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            metavar="VALUE",
+            choices=get_args(Launcher) if name == "launcher" else None,
+            help="needed, here or in the settings" if default is msgspec.NODEFAULT else f"default: {default!r}",
+        )
+    return parser
 
 
 def _defaults(cls: type[ControlSettings]) -> dict[str, object]:

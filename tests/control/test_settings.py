@@ -4,6 +4,7 @@ import pytest
 
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
+from dist_attn.shipped import default_model_folder
 
 GIVEN = {"api_address": "ipc:///tmp/a", "model": "m"}
 
@@ -32,6 +33,43 @@ def test_values_that_do_not_fit_are_refused(field, value):
     """The error says which value, and what is needed."""
     with pytest.raises(ConfigError):
         ControlSettings(**{**GIVEN, field: value})
+
+
+def test_settings_count_where_nobody_gave_a_flag(tmp_path):
+    """A controller that is started by itself heeds the file, over it the environment, over both its flags."""
+    file = tmp_path / "engine.toml"
+    file.write_text('model = "books-6m"\nlog_level = "error"\n[engine]\nranks = 3\nmax_open = 9\npatience_s = 1.5\n')
+    environment = {"DIST_ATTN_CONFIG": str(file), "DIST_ATTN_ENGINE__MAX_OPEN": "8", "DIST_ATTN_ENGINE__RANKS": "2"}
+    flags = ["--api-address=ipc:///tmp/a", "--ranks=1"]
+    settings = ControlSettings.from_flags(flags, "x", environment)
+    assert (settings.ranks, settings.max_open, settings.patience_s, settings.log_level) == (1, 8, 1.5, "error")
+    assert settings.model == str(default_model_folder())
+    assert ControlSettings.from_flags([*flags, f"--config={file}"], "x").max_open == 9
+
+
+def test_a_child_of_ours_heeds_its_flags_alone(tmp_path):
+    """What a parent leaves out of a child's flags is the default, whatever the environment says to those it starts."""
+    settings = ControlSettings(**GIVEN, parent=5)
+    environment = {"DIST_ATTN_CONFIG": str(tmp_path / "none"), "DIST_ATTN_ENGINE__RANKS": "2"}
+    assert ControlSettings.from_flags(settings.to_flags(), "x", environment) == settings
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"DIST_ATTN_ENGINE__RANK": "2"}, "DIST_ATTN_ENGINE__RANK"),
+        ({"DIST_ATTN_ENGINE__RANKS": "0"}, "engine.ranks"),
+        ({"DIST_ATTN_CONFIG": "/no/such/file"}, "/no/such/file"),
+        ({"DIST_ATTN_MODEL": "no such model"}, "no such model"),
+        ({}, "model is not set"),
+    ],
+)
+def test_settings_that_do_not_fit_exit_with_code_2(environment, words, capsys):
+    """Nothing of the environment is dropped silently: what cannot be used is named."""
+    with pytest.raises(SystemExit) as ended:
+        ControlSettings.from_flags(["--api-address=ipc:///tmp/a"], "the-program", environment)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

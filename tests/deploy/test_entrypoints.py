@@ -112,6 +112,21 @@ def test_an_unknown_model_is_refused_in_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_the_settings_name_the_model_where_no_flag_does(tmp_path: Path) -> None:
+    """Without --model the environment's or the file's model is taken, not silently the default one."""
+    start = [sys.executable, str(ROOT / "deploy/entrypoints/start.py"), "engine", "--api-address=ipc:///x"]
+    (tmp_path / "engine.toml").write_text('model = "of-the-file"\n')
+    for flags, variables, word in (
+        ([], {"DIST_ATTN_MODEL": "of-the-environment"}, "of-the-environment"),
+        (["--config", str(tmp_path / "engine.toml")], {}, "of-the-file"),
+        ([], {"DIST_ATTN_ENGINE__RANK": "2"}, "DIST_ATTN_ENGINE__RANK"),
+    ):
+        env = {"PYTHONPATH": str(ROOT), **variables}
+        done = subprocess.run([*start, *flags], capture_output=True, text=True, timeout=60, env=env)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert word in done.stderr
+
+
 def test_health_checks_fail_when_nobody_answers(tmp_path: Path) -> None:
     """Without a process behind it, each check ends with exit code 1 in time and says what it asked."""
     port = free_port()
