@@ -26,6 +26,7 @@ __all__ = [
     "all_reduce_sum",
     "all_to_all",
     "broadcast",
+    "marked",
     "reduce_scatter_sum",
     "send_receive",
     "send_receive_start",
@@ -96,6 +97,11 @@ def send_receive_start(
 ) -> "Launched":
     """Launch a `send_receive`; its backward pass likewise launches and waits."""
     return _start(x, _Rows(comm, label, dict(send_counts), dict(recv_counts)))
+
+
+def marked(comm: Communicator, x: Tensor, name: str) -> Tensor:
+    """`x` itself, with a mark in the traffic log now, and one when its gradient comes back."""
+    return cast(Tensor, _Marked.apply(x, comm, name))  # type: ignore[no-untyped-call]
 
 
 @final
@@ -308,3 +314,15 @@ class _Wait(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.flight.back = _start(_on_thread(grad, *ctx.saved_tensors), ctx.flight.exchange.transposed())
         return ctx.flight.back.token, None, None
+
+
+class _Marked(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, name: str) -> Tensor:
+        ctx.comm, ctx.label = comm, f"{name} backward"
+        comm.traffic.mark(name)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return marked(ctx.comm, grad, ctx.label), None, None

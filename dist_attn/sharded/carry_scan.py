@@ -1,17 +1,37 @@
 """Linear attention over a sequence that is cut across ranks: one exclusive scan of carries.
 
 Each rank reduces its own keys to a state, the ranks scan these states (their size does not depend on the length), and
-each attends locally from the state before its first token. The backward pass is the transposed exchange.
+each adds what came before its first token. Local work lies between the launch of the scan and its wait, forward and
+backward; the backward pass is the transposed scan. Two ways, the same result to rounding:
+
+    one_walk   one walk takes sums from nothing and gives the state; a walk over the queries completes them, gated only
+               as far as something of the state before is left. The last tokens' sums are left until the launch.
+    two_walks  a walk over all keys gives the state; while the states travel, the first tokens' sums are taken from
+               nothing and completed when they have arrived; the others attend in line, from the state before them.
+
+One walk is faster (measured: by 4 to 15 %, by up to 20 % with gates) and holds the sums of the whole slice meanwhile,
+V + 2 numbers per token and head.
 """
+
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from dist_attn.comm import Communicator
+from dist_attn.comm import differentiable as collectives
+from dist_attn.errors import ShapeError
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import state_dtype
-from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
+from dist_attn.ops.linear_attention import complete_sums, local_sums, state_dtype
+from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
 
-__all__ = ["sharded_linear_attention"]
+__all__ = ["LOCAL_PASS", "Walks", "sharded_linear_attention"]
+
+Walks = Literal["one_walk", "two_walks"]
+
+LOCAL_PASS = "local pass"  # in the traffic log
+# So many tokens are attended while the states travel: at 8 heads of 64, about 10 ms of one core.
+OVERLAP_TOKENS = 1024
 
 
 def sharded_linear_attention(
@@ -27,18 +47,20 @@ def sharded_linear_attention(
     state: LinearState | None = None,
     denominator: Denominator | None = None,
     exchange: Exchange | None = None,
+    walks: Walks = "one_walk",
 ) -> tuple[torch.Tensor, LinearState]:
     """`ops.linear_attention` on this rank's slice of queries and keys.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share.
+    on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut.
 
-    Shapes: as `ops.linear_attention` with L and S local; either may be 0.
+    Shapes: as `ops.linear_attention` with L and S local; either may be 0, causal they are equal.
     Cost: one exchange of 4 B H (M (V + 1) + 2) bytes per rank (8 in place of 4 for float64) as in `exclusive_scan`,
-        its transpose backward; a second pass over the local keys for the state they leave. One rank alone: nothing of
-        both.
+        its transpose backward. One rank alone: nothing.
+    Raises: ShapeError when shapes do not fit together.
     Reference: Random Feature Attention, Eq. 6 and 7, as a scan over (log a, S, z).
     """
+    segment = _Segment(feature_map, log_gate_BHS, key_scale_BHS, state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state))
     if comm.size == 1:
         return linear_attention(
             q_BHLK,
@@ -51,43 +73,23 @@ def sharded_linear_attention(
             state=state,
             denominator=denominator,
         )
-    # Of the precision that one rank alone would sum in.
-    dtype, given = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state), v_BHSV.dtype
-    if causal:
-        k_BHSK, v_BHSV = _for_two_uses(k_BHSK, dtype), _for_two_uses(v_BHSV, dtype)
-    segment = absorb_keys(
-        k_BHSK,
-        v_BHSV,
-        feature_map=feature_map,
-        log_gate_BHS=log_gate_BHS,
-        key_scale_BHS=key_scale_BHS,
-        dtype=dtype,
-    )
-    before, after = exclusive_scan(comm, segment, state, exchange)
     if not causal:
         # Every query reads the state after the last key of all ranks; there is nothing left to absorb.
-        out, _ = linear_attention(
-            q_BHLK,
-            k_BHSK[:, :, :0],
-            v_BHSV[:, :, :0],
-            feature_map=feature_map,
-            causal=False,
-            state=after,
-            denominator=denominator,
+        _, after = exclusive_scan(comm, segment.absorb(k_BHSK, v_BHSV), state, exchange)
+        no_keys = k_BHSK[:, :, :0], v_BHSV[:, :, :0]
+        out_BHLV, _ = linear_attention(
+            q_BHLK, *no_keys, feature_map=feature_map, causal=False, state=after, denominator=denominator
         )
-        return out, after
-    out, _ = linear_attention(
-        q_BHLK,
-        k_BHSK,
-        v_BHSV,
-        feature_map=feature_map,
-        log_gate_BHS=log_gate_BHS,
-        key_scale_BHS=key_scale_BHS,
-        causal=True,
-        state=before,
-        denominator=denominator,
-    )
-    return out.to(given), after
+        return out_BHLV, after
+    if q_BHLK.shape[2] != k_BHSK.shape[2]:
+        raise ShapeError(
+            f"causal attention over ranks needs as many queries as keys on a rank; rank {comm.rank} has "
+            f"{q_BHLK.shape[2]} and {k_BHSK.shape[2]}"
+        )
+    attend = segment.attend_in_one_walk if walks == "one_walk" else segment.attend_in_two_walks
+    q_BHLK, k_BHSK, values_BHSV = (_for_two_uses(x, segment.dtype) for x in (q_BHLK, k_BHSK, v_BHSV))
+    out_BHLV, after = attend(comm, q_BHLK, k_BHSK, values_BHSV, state, denominator, exchange)
+    return out_BHLV.to(v_BHSV.dtype), after
 
 
 def _for_two_uses(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -96,3 +98,123 @@ def _for_two_uses(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Rounded apart they were a quarter worse than on one rank. Without a gradient the blocks are widened one by one.
     """
     return x.to(dtype) if x.requires_grad and torch.is_grad_enabled() else x
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """This rank's part of a causal pass: what applies to its keys, and the precision that one rank alone sums in."""
+
+    feature_map: FeatureMap | None
+    log_gate_BHS: torch.Tensor | None
+    key_scale_BHS: torch.Tensor | None
+    dtype: torch.dtype
+
+    def absorb(
+        self, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, start: int = 0, state: LinearState | None = None
+    ) -> LinearState:
+        """What the keys from `start` leave behind after `state`."""
+        return absorb_keys(
+            k_BHSK[:, :, start:],
+            v_BHSV[:, :, start:],
+            feature_map=self.feature_map,
+            log_gate_BHS=_cut(self.log_gate_BHS, start),
+            key_scale_BHS=_cut(self.key_scale_BHS, start),
+            state=state,
+            dtype=self.dtype,
+        )
+
+    def attend_in_two_walks(
+        self,
+        comm: Communicator,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        state: LinearState | None,
+        denominator: Denominator | None,
+        exchange: Exchange | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """Outputs and the global final state; the states travel while the first tokens' sums are taken."""
+        running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV), state, exchange)
+        first = min(OVERLAP_TOKENS, k_BHLK.shape[2])
+        sums, first_state = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, first, None)
+        sums = collectives.marked(comm, sums, LOCAL_PASS)
+        before, after = running.wait()
+        out_BHLV = self._complete(sums, q_BHLK[:, :, :first], before, denominator, v_BHLV.dtype)
+        if first == k_BHLK.shape[2]:
+            return out_BHLV, after
+        rest_BHLV, _ = linear_attention(
+            q_BHLK[:, :, first:],
+            k_BHLK[:, :, first:],
+            v_BHLV[:, :, first:],
+            feature_map=self.feature_map,
+            log_gate_BHS=_cut(self.log_gate_BHS, first),
+            key_scale_BHS=_cut(self.key_scale_BHS, first),
+            state=before.combine(first_state),
+            denominator=denominator,
+        )
+        return torch.cat([out_BHLV, rest_BHLV], dim=2), after
+
+    def attend_in_one_walk(
+        self,
+        comm: Communicator,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        state: LinearState | None,
+        denominator: Denominator | None,
+        exchange: Exchange | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """Outputs and the global final state; the states travel while the last tokens' sums are taken."""
+        tokens = k_BHLK.shape[2]
+        head = max(0, tokens - OVERLAP_TOKENS)
+        parts, head_state = [], None
+        if head:
+            sums, head_state = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, head, None)
+            parts.append(sums)
+        running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV, head, head_state), state, exchange)
+        sums, _ = self._sums(q_BHLK, k_BHLK, v_BHLV, head, tokens, head_state)
+        parts.append(collectives.marked(comm, sums, LOCAL_PASS))
+        before, after = running.wait()
+        return self._complete(torch.cat(parts, dim=2), q_BHLK, before, denominator, v_BHLV.dtype), after
+
+    def _complete(
+        self,
+        sums_BHLX: torch.Tensor,
+        q_BHLK: torch.Tensor,
+        before: LinearState,
+        denominator: Denominator | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        return complete_sums(
+            sums_BHLX,
+            q_BHLK,
+            before,
+            feature_map=self.feature_map,
+            log_gate_BHL=_cut(self.log_gate_BHS, 0, q_BHLK.shape[2]),
+            denominator=denominator,
+            out_dtype=out_dtype,
+        )
+
+    def _sums(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        start: int,
+        stop: int,
+        state: LinearState | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        return local_sums(
+            q_BHLK[:, :, start:stop],
+            k_BHLK[:, :, start:stop],
+            v_BHLV[:, :, start:stop],
+            feature_map=self.feature_map,
+            log_gate_BHL=_cut(self.log_gate_BHS, start, stop),
+            key_scale_BHL=_cut(self.key_scale_BHS, start, stop),
+            state=state,
+            dtype=self.dtype,
+        )
+
+
+def _cut(x_BHS: torch.Tensor | None, start: int, stop: int | None = None) -> torch.Tensor | None:
+    return None if x_BHS is None else x_BHS[:, :, start:stop]

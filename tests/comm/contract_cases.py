@@ -380,7 +380,7 @@ def works_between_launch_and_wait(comm: Communicator) -> None:
     x = brought(comm.rank, 3).requires_grad_(True)
     comm.traffic.clear()
     launched = differentiable.all_gather_start(comm, x, label="carry")
-    local = Marked.apply(x, comm)
+    local = differentiable.marked(comm, x, "local")
     (launched.wait().sum() + local.sum()).backward()
     assert comm.traffic.order() == [
         "carry with gradient launch",
@@ -392,21 +392,6 @@ def works_between_launch_and_wait(comm: Communicator) -> None:
     ]
     assert x.grad is not None
     assert_close(x.grad, torch.full_like(x, 1.0 + comm.size))
-
-
-class Marked(torch.autograd.Function):
-    """The identity, with a mark in the traffic log where it happens."""
-
-    @staticmethod
-    def forward(ctx, x, comm):
-        ctx.comm = comm
-        comm.traffic.mark("local")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.comm.traffic.mark("local backward")
-        return grad, None
 
 
 def differentiates_on_empty_ranks(comm: Communicator) -> None:

@@ -1,13 +1,16 @@
-"""The carry scan where ranks and types differ: precision, autocast, and which inputs require gradients."""
+"""The carry scan: local work between launch and wait, however it is cut; precision; gradients of some inputs."""
+
+from functools import partial
 
 import pytest
 import torch
 
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState, linear_attention
-from dist_attn.sharded import ShardedSequenceOps
-from tests.support.attention import Inputs
+from dist_attn.sharded import Exchange, ShardedSequenceOps, carry_scan, sharded_linear_attention
+from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
 LAYOUT = SequenceLayout.from_lengths([30, 0, 70])
@@ -69,3 +72,75 @@ def test_gradients_of_some_inputs_only(wanted):
         parts = [torch.zeros_like(want[at]) if r[at] is None else r[at] for r in ranks]
         got = torch.cat(parts, 2) if name in inputs.sequence else torch.stack(parts).sum(0)
         assert_close(got, want[at], kind="gradient", what=name)
+
+
+WALKS = ["one_walk", "two_walks"]
+
+
+def _attend_by(
+    comm: Communicator, inputs: Inputs, layout: SequenceLayout, walks: str, exchange: Exchange
+) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
+    leaves = inputs.leaves(*layout.range(comm.rank))
+    qkv, kwargs = leaves.arguments()
+    out, after = sharded_linear_attention(comm, *qkv, walks=walks, exchange=exchange, **kwargs)
+    share = 1.0 if comm.rank == 0 else 0.0
+    (out.square().sum() + share * weighted_sum(*after.tensors()[:4])).backward()
+    return out.detach(), [t.detach() for t in after.tensors()[:4]], leaves.gradients()
+
+
+@pytest.mark.parametrize("walks", WALKS)
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("lengths", [(200, 0, 131, 64), (1, 330)])
+def test_both_ways_to_cut_the_local_work(monkeypatch, lengths, gate, walks):
+    """One walk and two give one rank's outputs, states and gradients, with tokens within and beyond the overlap."""
+    monkeypatch.setattr(carry_scan, "OVERLAP_TOKENS", 100)
+    layout = SequenceLayout.from_lengths(lengths)
+    inputs = Inputs.random(layout.total, layout.total, gate=gate, scale=gate, state=True)
+    whole = SequenceLayout.from_lengths([layout.total])
+    want = run_simulated(partial(_attend_by, inputs=inputs, layout=whole, walks=walks, exchange=Exchange()), 1)[0]
+    ranks = run_simulated(
+        partial(_attend_by, inputs=inputs, layout=layout, walks=walks, exchange=Exchange()), layout.size
+    )
+    assert_close(torch.cat([out for out, _, _ in ranks], 2), want[0])
+    for _, after, _ in ranks:
+        for got, field in zip(after, want[1], strict=True):
+            assert_close(got, field, kind="state")
+    for name, gradient in want[2].items():
+        parts = [grads[name] for _, _, grads in ranks]
+        got = torch.cat(parts, 2) if name in inputs.sequence else torch.stack(parts).sum(0)
+        assert_close(got, gradient, kind="gradient", what=name)
+
+
+@pytest.mark.parametrize("walks", WALKS)
+@pytest.mark.parametrize("algorithm", ["gather", "log_step", "pipelined_ring"])
+@pytest.mark.parametrize("lengths", [(250, 0, 131), (3, 5, 2)])
+def test_states_travel_while_a_rank_works(monkeypatch, lengths, algorithm, walks):
+    """On every rank the exchange is launched before and waited for after the local pass, forward and backward."""
+    monkeypatch.setattr(carry_scan, "OVERLAP_TOKENS", 100)
+    layout = SequenceLayout.from_lengths(lengths)
+    inputs = Inputs.random(layout.total, layout.total, gate=True, scale=False, state=False)
+
+    def body(comm: Communicator) -> list[str]:
+        _attend_by(comm, inputs, layout, walks, Exchange(algorithm))
+        return comm.traffic.order()
+
+    for order in run_simulated(body, layout.size):
+        first_forward = order.index("carry with gradient launch")
+        local = order.index("local pass mark")
+        assert first_forward == 0
+        assert local == 1
+        assert order[2] == "carry with gradient wait"
+        backward = order[order.index("local pass backward mark") - 1 :][:3]
+        assert backward == ["carry backward launch", "local pass backward mark", "carry backward wait"]
+        assert order[-1] == "carry backward wait"
+
+
+def test_queries_and_keys_that_differ_in_number_are_refused():
+    """A causal rank with more queries than keys is told so, before anything is exchanged."""
+
+    def body(comm: Communicator) -> None:
+        x = torch.zeros(1, 1, 4, 2)
+        sharded_linear_attention(comm, x, x[:, :, :2], x[:, :, :2])
+
+    with pytest.raises(ShapeError, match="as many queries as keys"):
+        run_simulated(body, 2)

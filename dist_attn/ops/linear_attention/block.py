@@ -81,6 +81,23 @@ class AttentionBlock:
         map_tensors: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, Carry]:
         """Outputs [B, H, T, V] of the block's queries and the carry after it. T is a multiple of `chunk` or below."""
+        num_BHTW, mass_BHT, after = self.sums(
+            q_BHTK, k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T, carry, map_tensors
+        )
+        return self.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT), after
+
+    def sums(
+        self,
+        q_BHTK: torch.Tensor,
+        k_BHTK: torch.Tensor,
+        v_BHTV: torch.Tensor,
+        log_gate_BHT: torch.Tensor | None,
+        key_scale_BHT: torch.Tensor | None,
+        starts_11T: torch.Tensor | None,
+        carry: Carry,
+        map_tensors: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor, Carry]:
+        """What `attend` divides: numerators beside denominators [B, H, T, V + 1], masses [B, H, T]; the carry after."""
         batch, heads, tokens, values = v_BHTV.shape
         size = min(self.chunk, tokens)
         # The last size is spelt out: an empty batch has no elements to tell it by.
@@ -101,8 +118,30 @@ class AttentionBlock:
             scale_GnC = keys.scale_GnC
             own_GnC = pairs_GnCC.sum(-1) if scale_GnC is None else (pairs_GnCC @ scale_GnC[..., None])[..., 0]
             mass_GnC = into_GnC * mass_before_Gn[..., None] + own_GnC
-        num_BHTV, den_BHT1 = num_GnCW.reshape(batch, heads, tokens, values + 1).split((values, 1), dim=-1)
-        return self.denominator.divide(num_BHTV, den_BHT1[..., 0], mass_GnC.reshape(batch, heads, tokens)), after
+        return num_GnCW.reshape(batch, heads, tokens, values + 1), mass_GnC.reshape(batch, heads, tokens), after
+
+    def complete(
+        self,
+        sums_BHTX: torch.Tensor,
+        q_BHTK: torch.Tensor,
+        decay_BHT: torch.Tensor | None,
+        earlier: Carry,
+        map_tensors: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """Outputs of queries whose `sums` and mass were taken from nothing, with `earlier` before them added.
+
+        `decay` is the log of what has become of `earlier` at each query.
+        """
+        num_BHTW, mass_BHT = self.features(q_BHTK, map_tensors) @ earlier.sz_BHMW, earlier.mass_BH[..., None]
+        if decay_BHT is not None:
+            kept_BHT = decay_BHT.exp()
+            num_BHTW, mass_BHT = num_BHTW * kept_BHT[..., None], mass_BHT * kept_BHT
+        num_BHTW = num_BHTW + sums_BHTX[..., :-1]
+        return self.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT + sums_BHTX[..., -1])
+
+    def divide(self, sums_BHTX: torch.Tensor) -> torch.Tensor:
+        """Outputs of queries that nothing came before."""
+        return self.denominator.divide(sums_BHTX[..., :-2], sums_BHTX[..., -2], sums_BHTX[..., -1])
 
     def absorb(
         self,

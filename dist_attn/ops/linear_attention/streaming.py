@@ -68,7 +68,7 @@ def linear_attention(
             return _each_document(sequence, feature_map, state, policy, documents)
         starts_11L = start_flags(documents, k_BHSK.shape[2], k_BHSK.device)[None, None]
     dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
-    carry, block, reset_BH = _prepare(k_BHSK, v_BHSV, feature_map, state, policy, dtype)
+    carry, block, reset_BH = prepare(k_BHSK, v_BHSV, feature_map, state, policy, dtype)
     num_queries, num_keys = q_BHLK.shape[2], k_BHSK.shape[2]
     shared = min(num_queries, num_keys) if causal else 0
 
@@ -83,7 +83,7 @@ def linear_attention(
     if shared < num_queries or not outputs:
         outputs.append(_read(q_BHLK[:, :, shared:], carry, block, v_BHSV.dtype))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return out, _to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
+    return out, to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
 
 
 def absorb_keys(
@@ -110,10 +110,10 @@ def absorb_keys(
         k_BHSK, v_BHSV = k_BHSK[:, :, documents[-1] :], v_BHSV[:, :, documents[-1] :]
         log_gate_BHS, key_scale_BHS = (_tail(t, documents[-1]) for t in (log_gate_BHS, key_scale_BHS))
         state = None
-    carry, block, reset_BH = _prepare(k_BHSK, v_BHSV, feature_map, state, Denominator(), dtype)
+    carry, block, reset_BH = prepare(k_BHSK, v_BHSV, feature_map, state, Denominator(), dtype)
     # No keys, no blocks, but the same graph: an empty rank must take part in the backward exchange too.
     _, carry = _run(_Absorb(block), (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, None), carry, block, v_BHSV.dtype)
-    return _to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
+    return to_state(carry, torch.ones_like(reset_BH) if documents else reset_BH)
 
 
 def check_shapes(
@@ -252,7 +252,7 @@ def state_dtype(*inputs: torch.Tensor, state: LinearState | None, at_least: torc
     return reduce(torch.promote_types, (t.dtype for t in (*inputs, *states)), at_least)
 
 
-def _prepare(
+def prepare(
     k_BHSK: torch.Tensor,
     v_BHSV: torch.Tensor,
     feature_map: FeatureMap | None,
@@ -329,6 +329,6 @@ def _tail(tensor: torch.Tensor | None, start: int) -> torch.Tensor | None:
     return None if tensor is None else tensor[:, :, start:]
 
 
-def _to_state(carry: Carry, reset_BH: torch.Tensor) -> LinearState:
+def to_state(carry: Carry, reset_BH: torch.Tensor) -> LinearState:
     sz_BHMW, mass_BH, log_decay_BH = carry
     return LinearState(sz_BHMW[..., :-1], sz_BHMW[..., -1], mass_BH, log_decay_BH, reset_BH)

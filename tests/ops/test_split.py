@@ -1,0 +1,52 @@
+"""Sums from nothing, completed by the state before them, are linear attention from that state."""
+
+import pytest
+import torch
+
+from dist_attn.ops import LinearState, linear_attention
+from dist_attn.ops.linear_attention import complete_sums, local_sums, split
+from tests.support.attention import Inputs, weighted_sum
+from tests.support.closeness import assert_close
+
+
+def in_two_parts(q, k, v, *, feature_map, log_gate_BHS, key_scale_BHS, state):
+    """Outputs and the state after the last key, as ranks compute them."""
+    gates = {"feature_map": feature_map, "log_gate_BHL": log_gate_BHS}
+    sums, segment = local_sums(q, k, v, key_scale_BHL=key_scale_BHS, **gates)
+    return complete_sums(sums, q, state, out_dtype=v.dtype, **gates), state.combine(segment)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 300, 1100])
+@pytest.mark.parametrize(("gate", "strength"), [(False, 0.0), (True, 0.01), (True, 1.0), (True, 30.0)])
+def test_two_parts_are_the_whole(tokens, gate, strength):
+    """Outputs, state and gradients are those of attention from the state, whether the gates keep or forget it."""
+    inputs = Inputs.random(tokens, tokens, gate=gate, scale=gate, state=True)
+    if gate:
+        inputs.sequence["log_gate"] = inputs.sequence["log_gate"] * strength
+    found = []
+    for attend in (linear_attention, in_two_parts):
+        leaves = inputs.leaves()
+        qkv, kwargs = leaves.arguments()
+        out, after = attend(*qkv, **kwargs)
+        weighted_sum(out, *after.tensors()[:4]).backward()
+        found.append((out, after, leaves.gradients()))
+    (want, want_after, want_grads), (out, after, grads) = found
+    assert_close(out, want)
+    for got, field in zip(after.tensors(), want_after.tensors(), strict=True):
+        assert_close(got, field, kind="state")
+    for name, gradient in want_grads.items():
+        assert_close(grads[name], gradient, kind="gradient", what=name)
+
+
+def test_a_forgotten_state_is_not_read(monkeypatch):
+    """Once every head's gates have forgotten the state before, no more of its products are computed."""
+    reads = []
+    complete = split.AttentionBlock.complete
+    monkeypatch.setattr(split.AttentionBlock, "complete", lambda *arguments: reads.append(1) or complete(*arguments))
+    q = torch.ones(1, 8, 2048, 2)  # four blocks
+    sums, segment = local_sums(q, q, q)
+    state = LinearState(*(t + 1.0 if t.is_floating_point() else t for t in segment.tensors()))
+    for log_gate, read in ((-1.0, 1), (-1e-3, 4)):
+        reads.clear()
+        complete_sums(sums, q, state, log_gate_BHL=torch.full((1, 8, 2048), log_gate))
+        assert len(reads) == read
