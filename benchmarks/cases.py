@@ -1,10 +1,12 @@
 """What can be measured: for each size the works that are run in turns, and how many operations ours needs at least."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from benchmarks import scaleformer
 from benchmarks.peers import sdpa
 from dist_attn.costs import KernelAttention
 from dist_attn.feature_maps import Gaussian
@@ -26,7 +28,9 @@ Works = Mapping[str, Callable[[], object]]
 class Case:
     """One measurement. `works(size)` holds "ours", its peers, and "matmul", whose rate sets the arithmetic limit.
 
-    Units: `flops(size)` floating-point operations of the form used; `tests` are paths from the root.
+    A peer may be missing at sizes that are too large for it.
+    Units: `flops(size)` floating-point operations of the form used; `tests` are paths from the root; `budget_s` seconds
+    for a size, after which three rounds are enough. `memory`: whether the peak of tensors is measured too.
     """
 
     name: str
@@ -35,6 +39,8 @@ class Case:
     sizes: tuple[int, ...]
     works: Callable[[int], Works]
     flops: Callable[[int], float]
+    budget_s: float = math.inf
+    memory: bool = False
 
 
 def matmul_flops() -> float:
@@ -82,6 +88,33 @@ def _backward(length: int) -> Works:
     }
 
 
+def _scaleformer(figure: int, *, causal: bool) -> Case:
+    works_of, flops_of, what = {
+        4: (scaleformer.position_works, scaleformer.position_flops, "S_rel V"),
+        5: (scaleformer.kernel_works, scaleformer.kernel_flops, "phi(Q) phi(K)^T V"),
+    }[figure]
+    masked = "masked" if causal else "bidirectional"
+    return Case(
+        f"scaleformer-{figure}-{masked}",
+        f"Scaleformer, Figure {figure}: {what}, {masked}, B10 H1 d64 k16, float32, without gradients: the quadratic "
+        "form, the paper's own algorithm (misprints corrected), and ours. A form is left out from where it would hold "
+        "more than 4 GB.",
+        _SCALEFORMER_TESTS,
+        _SCALEFORMER_SIZES,
+        lambda length: {**works_of(length, causal=causal), MATMUL: _matmul()},
+        lambda length: flops_of(length, causal=causal),
+        budget_s=4.0,
+        memory=True,
+    )
+
+
+_SCALEFORMER_SIZES = tuple(2**power for power in range(4, 17))
+_SCALEFORMER_TESTS = (
+    "tests/ops/test_relative_attention.py",
+    "tests/ops/test_linear_attention.py",
+    "tests/benchmarks/test_scaleformer.py",
+)
+
 _SHAPE = f"B1 H{HEADS} d{HEAD_SIZE}, {NUM_RANDOM} random vectors, float32, causal, feature map included"
 _TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "tests/ops/test_softmax_attention.py")
 
@@ -93,5 +126,6 @@ CASES = {
         # The backward pass computes each product's two adjoints, and the forward pass once more.
         Case("backward", f"Attention and its gradients for q, k, v against exact attention; {_SHAPE}.", _TESTS, SIZES,
              _backward, lambda length: 4 * _attention_flops(length)),
+        *(_scaleformer(figure, causal=causal) for figure in (4, 5) for causal in (True, False)),
     )
 }  # fmt: skip

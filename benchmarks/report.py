@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,7 +38,7 @@ class Setting:
 class Row:
     """One size; `peers_over_ours` is how many times longer a peer took, `over_limit` ours against the arithmetic limit.
 
-    Units: seconds, medians; spread is (slowest - fastest) / median.
+    Units: seconds, medians of `rounds` rounds; spread is (slowest - fastest) / median; bytes of tensors at the peak.
     """
 
     size: int
@@ -46,6 +46,8 @@ class Row:
     spread: dict[str, float]
     peers_over_ours: dict[str, float]
     over_limit: float
+    rounds: int
+    peak_bytes: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,8 @@ def look_around() -> Setting:
     )
 
 
-def row_of(case: Case, size: int, times: Mapping[str, Times]) -> Row:
-    """The medians and ratios of one size."""
+def row_of(case: Case, size: int, times: Mapping[str, Times], peaks: Mapping[str, int] | None = None) -> Row:
+    """The medians and ratios of one size, and the peaks of memory where they were measured."""
     medians = {name: taken.median for name, taken in times.items()}
     ours = medians[OURS]
     limit = case.flops(size) * medians[MATMUL] / matmul_flops()
@@ -90,6 +92,8 @@ def row_of(case: Case, size: int, times: Mapping[str, Times]) -> Row:
             name: round(seconds / ours, 3) for name, seconds in medians.items() if name not in (OURS, MATMUL)
         },
         over_limit=round(ours / limit, 3),
+        rounds=len(times[OURS].seconds),
+        peak_bytes=dict(peaks or {}),
     )
 
 
@@ -102,8 +106,10 @@ def as_markdown(result: Result) -> str:
     """The result for people."""
     setting = result.setting
     versions = ", ".join(f"{name} {version}" for name, version in setting.versions.items())
-    peers = list(result.rows[0].peers_over_ours)
+    peers = list(dict.fromkeys(peer for row in result.rows for peer in row.peers_over_ours))
+    peaks = [name for name in (OURS, *peers) if any(name in row.peak_bytes for row in result.rows)]
     header = ["size", "ours", *peers, *(f"{peer} / ours" for peer in peers), "ours / limit", "spread"]
+    header += [f"{name}, peak" for name in peaks]
     lines = [
         f"# {result.case}",
         "",
@@ -111,18 +117,29 @@ def as_markdown(result: Result) -> str:
         "",
         f"{setting.date}, commit {setting.commit}, {setting.machine}, cores: {setting.cores}, threads: "
         f"{setting.threads}, load: {setting.load_average:g}, {versions}. "
-        f"Medians of {result.rounds} rounds taken in turns; the limit is the operations of the form used at the rate "
+        f"Medians of {_rounds(result)} rounds taken in turns; the limit is the operations of the form used at the rate "
         "of a matrix product in the same run.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
     ]
     for row in result.rows:
-        cells = [f"{row.size:,}", *(f"{row.seconds[name] * 1e3:,.2f} ms" for name in (OURS, *peers))]
-        cells += [f"{row.peers_over_ours[peer]:.2f}" for peer in peers]
+        cells = [f"{row.size:,}", *(_cell(row.seconds, name, "{:,.2f} ms", 1e3) for name in (OURS, *peers))]
+        cells += [_cell(row.peers_over_ours, peer, "{:.2f}") for peer in peers]
         cells += [f"{row.over_limit:.2f}", f"{max(row.spread.values()):.0%}"]
+        cells += [_cell(row.peak_bytes, name, "{:,.1f} MiB", 2**-20) for name in peaks]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(values: Mapping[str, float], name: str, form: str, factor: float = 1.0) -> str:
+    """The number as it is written; a dash where there is none."""
+    return form.format(values[name] * factor) if name in values else "–"
+
+
+def _rounds(result: Result) -> str:
+    least = min((row.rounds for row in result.rows), default=result.rounds)
+    return str(result.rounds) if least == result.rounds else f"{least} to {result.rounds}"
 
 
 def file_result(result: Result, folder: Path | None = None) -> Path:

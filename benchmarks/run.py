@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.cases import CASES, Case
-from benchmarks.report import Result, as_json, as_markdown, file_result, look_around, row_of
+from benchmarks.cases import CASES, MATMUL, Case
+from benchmarks.memory import peak_bytes
+from benchmarks.report import Result, Row, as_json, as_markdown, file_result, look_around, row_of
 from benchmarks.timing import interleaved
 from benchmarks.verify import why_red
 
@@ -18,8 +19,15 @@ ROUNDS = 7
 def measure(case: Case, sizes: Sequence[int], rounds: int) -> Result:
     """Run the case at these sizes."""
     setting = look_around()
-    rows = tuple(row_of(case, size, interleaved(case.works(size), rounds)) for size in sizes)
+    rows = tuple(_measure_size(case, size, rounds) for size in sizes)
     return Result(case.name, case.question, rounds, setting, rows)
+
+
+def _measure_size(case: Case, size: int, rounds: int) -> Row:
+    works = case.works(size)
+    times = interleaved(works, rounds, budget_s=case.budget_s)
+    measured = (name for name in works if name != MATMUL) if case.memory else ()
+    return row_of(case, size, times, {name: peak_bytes(works[name]) for name in measured})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,12 +1,15 @@
 """Times of several pieces of work, taken in turns, so that a change of the machine's speed meets all of them."""
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 __all__ = ["Times", "interleaved"]
+
+LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,21 @@ class Times:
         return (max(self.seconds) - min(self.seconds)) / self.median
 
 
-def interleaved(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Times]:
-    """Run each work once uncounted, then `rounds` times in turns, without garbage collection in between."""
+def interleaved(
+    works: Mapping[str, Callable[[], object]], rounds: int, *, budget_s: float = math.inf
+) -> dict[str, Times]:
+    """Run each work once uncounted, then `rounds` times in turns, without garbage collection in between.
+
+    Once `budget_s` is spent no further round begins, but there are three, if so many were asked for.
+    """
     taken: dict[str, list[float]] = {name: [] for name in works}
     gc.collect()
     gc.disable()
     try:
+        start = time.perf_counter()
         for number in range(rounds + 1):
+            if number > LEAST_ROUNDS and time.perf_counter() - start > budget_s:
+                break
             for name, work in works.items():
                 began = time.perf_counter()
                 work()

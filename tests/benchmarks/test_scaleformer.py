@@ -1,0 +1,83 @@
+"""What is measured for Scaleformer's figures computes the same thing, is measured in memory, and can be drawn."""
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import scaleformer
+from benchmarks.cases import CASES, OURS
+from benchmarks.figures import main
+from benchmarks.memory import peak_bytes
+from benchmarks.report import as_markdown
+from benchmarks.run import measure
+from benchmarks.timing import interleaved
+from dist_attn.ops.relative_attention.windowed import numerators
+from tests.support.closeness import assert_close
+from tests.support.sharded_call import random_tensor
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("length", [5, 16, 40, 150])
+def test_the_forms_agree(length, causal):
+    """The quadratic forms and the paper's algorithms give the same sums as ours, at lengths below and above k too."""
+    q, k, v = (random_tensor(2, 1, length, scaleformer.SIZE, seed=s) for s in range(3))
+    rp = random_tensor(1, 2 * scaleformer.REACH + 1, scaleformer.SIZE, seed=3)
+    want = scaleformer.naive_positions(q, v, rp, causal)
+    assert_close(scaleformer.printed_positions(q, v, rp, causal), want)
+    assert_close(scaleformer.ours_positions(q, v, rp, causal), want)
+    want = scaleformer.naive_kernel(q, k, v, causal)
+    assert_close(scaleformer.printed_kernel(q, k, v, causal), want)
+    if causal:
+        # Ours without its division: no position scores, the values themselves.
+        nothing = torch.zeros(1, 1, scaleformer.SIZE, dtype=torch.float64)
+        assert_close(numerators(q, k, v, nothing, own=True), want)
+
+
+def test_forms_that_need_too_much_are_left_out():
+    """At 65,536 tokens the quadratic forms are missing, and the paper's running sum of outer products too."""
+    assert scaleformer.position_works(1 << 16, causal=False).keys() == {OURS}
+    assert scaleformer.kernel_works(1 << 14, causal=True).keys() == {OURS}
+    assert scaleformer.kernel_works(1 << 13, causal=True).keys() == {OURS, "naive", "printed"}
+
+
+def test_the_peak_of_memory():
+    """What is held at the same time counts, what was freed before does not."""
+    size = 1 << 20
+
+    def work() -> torch.Tensor:
+        first = torch.ones(size)
+        second = first + 1
+        del first
+        return second + 1
+
+    assert 0 <= peak_bytes(work) - 2 * 4 * size < 1024
+
+
+def test_a_spent_budget_ends_the_rounds():
+    """When the time of a size is up there are three rounds, not all that were asked for."""
+    taken = interleaved({"a": lambda: None}, 50, budget_s=0.0)
+    assert len(taken["a"].seconds) == 3
+
+
+def test_missing_peers_are_dashes_and_results_are_drawn(tmp_path: Path):
+    """A table has a dash where a form was too large, peaks in a column each, and a figure comes out of the JSON."""
+    result = measure(replace(CASES["scaleformer-4-masked"], sizes=(16, 32)), (16, 32), 2)
+    smaller = {name: value for name, value in result.rows[1].seconds.items() if name != "naive"}
+    ratios = {name: value for name, value in result.rows[1].peers_over_ours.items() if name != "naive"}
+    cut = replace(result, rows=(result.rows[0], replace(result.rows[1], seconds=smaller, peers_over_ours=ratios)))
+    table = as_markdown(cut)
+    assert "naive, peak" in table
+    assert "| – |" in table
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(asdict(cut)))
+    assert main([str(path), str(path), f"--out={tmp_path / 'figure.png'}"]) == 0
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_result_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A missing file ends with code 2 and one line."""
+    assert main([str(tmp_path / "no.json"), f"--out={tmp_path / 'figure.png'}"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
