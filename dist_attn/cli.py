@@ -220,7 +220,7 @@ def serve(
         int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
     ] = None,
     backend: Annotated[
-        Literal["gloo", "nccl"] | None, typer.Option(help="How ranks talk to each other (default: gloo).")
+        Literal["gloo", "nccl", "mpi"] | None, typer.Option(help="How ranks talk to each other (default: gloo).")
     ] = None,
     host: Host = None,
     port: Port = None,

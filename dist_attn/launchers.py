@@ -1,11 +1,16 @@
-"""What launchers tell a process about its group: torchrun, and mpiexec in the dialects of MPICH, Open MPI and PMIx."""
+"""Launchers of ranks: what torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process, and where mpiexec is."""
 
+import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["Launch", "is_first_rank", "read_launch"]
+__all__ = ["Launch", "find_mpiexec", "is_first_rank", "lacks_for_mpi", "read_launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,17 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
 def is_first_rank(environ: Mapping[str, str]) -> bool:
     """Whether this process is alone or rank 0, the one that speaks for all; it never fails."""
     return all(environ.get(rank_variable, "0") == "0" for _, rank_variable, _ in _DIALECTS)
+
+
+def find_mpiexec() -> str | None:
+    """MPI's launcher, looked for beside this Python first, where wheels put theirs."""
+    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+
+
+def lacks_for_mpi() -> list[str]:
+    """What ranks over MPI need and is not installed; nothing is loaded."""
+    absent = ["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []
+    return absent + (["mpiexec"] if find_mpiexec() is None else [])
 
 
 def _number(environ: Mapping[str, str], name: str, lowest: int, what: str) -> int | None:

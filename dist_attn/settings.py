@@ -131,8 +131,8 @@ class EngineSettings(_Section):
 
     api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
-    backend: Literal["local", "gloo", "nccl"] = Field(default="gloo", description="how ranks talk to each other")
-    launcher: Literal["auto", "direct", "torchrun"] = "auto"
+    backend: Literal["local", "gloo", "nccl", "mpi"] = Field(default="gloo", description="how ranks talk to each other")
+    launcher: Literal["auto", "direct", "torchrun", "mpiexec"] = "auto"
     block_tokens: Number = 2048
     beside_decode_tokens: Number = 512
     steps_in_flight: Number = 2

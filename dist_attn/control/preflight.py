@@ -4,7 +4,8 @@ import socket
 import tempfile
 from pathlib import Path
 
-from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError
+from dist_attn.launchers import lacks_for_mpi
 from dist_attn.shipped.manifest import check_manifest
 from dist_attn.text import load_tokeniser
 
@@ -13,11 +14,14 @@ __all__ = ["check_before_start"]
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def check_before_start(*, folder: Path, host: str, port: int, data_dir: Path) -> None:
-    """Look at the model folder, the address and the data folder, which is made if needed.
+def check_before_start(*, folder: Path, host: str, port: int, data_dir: Path, backend: str = "gloo") -> None:
+    """Look at the model folder, the address, the data folder, which is made if needed, and what the back end needs.
 
-    Raises: ModelFolderError for a folder that lacks a file or holds a damaged one, ConfigError for the others.
+    Raises: ModelFolderError for a folder that lacks a file or holds a damaged one, MissingExtraError for a back end
+        that is not installed, ConfigError for the others.
     """
+    if backend == "mpi" and (absent := lacks_for_mpi()):
+        raise MissingExtraError(f"back end mpi needs {' and '.join(absent)}: pip install 'dist-attn[mpi]'")
     _check_address(host, port)
     _check_data_dir(data_dir)
     for name in MODEL_FILES:

@@ -13,6 +13,7 @@ import dist_attn
 from dist_attn.control.passing_on import PassOn
 from dist_attn.control.processes import GROUP_MARK, kill_processes
 from dist_attn.control.settings import ControlSettings
+from dist_attn.launchers import find_mpiexec
 from dist_attn.wire.messages import StartGroup
 
 __all__ = ["RankProcesses", "child_environment"]
@@ -43,13 +44,16 @@ def launch_command(settings: ControlSettings, start: StartGroup) -> list[str]:
         f"--silence-deadline-s={settings.silence_deadline_s}",
         f"--exchange-deadline-s={settings.exchange_deadline_s}",
     ]
-    if settings.uses_torchrun:
+    if settings.starts_by == "torchrun":
         # A new rendezvous per epoch: what an old group left in its store must not reach the new one.
         torchrun = f"torch.distributed.run --nnodes=1 --nproc-per-node={start.ranks} --max-restarts=0"
         # Ranks print into this process's pipe: torchrun needs no folder for logs, which it would leave behind.
         torchrun += f" --log-dir={os.devnull}"
         rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id=dist-attn-{os.getpid()}-{start.epoch}"
         program = [sys.executable, "-m", *torchrun.split(), *rendezvous.split(), "--no-python", *program]
+    elif settings.starts_by == "mpiexec":
+        # Where it is missing, the tether says so in the group's output.
+        program = [find_mpiexec() or "mpiexec", "-n", str(start.ranks), *program]
     return [sys.executable, "-m", "dist_attn.control.tether", str(os.getpid()), *program]
 
 
@@ -74,8 +78,8 @@ class RankProcesses:
         environment["PYTHONUNBUFFERED"] = "1"
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(1 if settings.uses_torchrun else start.ranks):
-                if not settings.uses_torchrun:
+            for rank in range(start.ranks if settings.starts_by == "direct" else 1):
+                if settings.starts_by == "direct":
                     environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(start.ranks)}
                 self._processes.append(
                     subprocess.Popen(

@@ -31,7 +31,13 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
     """
     settings = read_settings(config, environment=os.environ, flags=flags).settings
     folder = resolve_model_folder(settings.model)
-    check_before_start(folder=folder, host=settings.http.host, port=settings.http.port, data_dir=settings.data_dir)
+    check_before_start(
+        folder=folder,
+        host=settings.http.host,
+        port=settings.http.port,
+        data_dir=settings.data_dir,
+        backend=settings.engine.backend,
+    )
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
@@ -39,7 +45,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         print(f"controller listens on {engine.api_address} for the API", flush=True)
         if engine.settings.rank_address:
             print(f"controller listens on {engine.settings.rank_address} for agent and ranks", flush=True)
-        if engine.settings.uses_torchrun:
+        if engine.settings.starts_by != "direct":
             print(f"{settings.engine.ranks} ranks meet on ports that the system picks; see docs/deploy.md", flush=True)
         api = _start_api(engine, config, settings, folder)
         try:

@@ -17,9 +17,9 @@ from dist_attn.wire.sockets import check_address
 
 __all__ = ["BACKENDS", "ControlSettings", "Launcher", "engine_fields", "threads_for"]
 
-BACKENDS = ("local", "gloo", "nccl")
+BACKENDS = ("local", "gloo", "nccl", "mpi")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-Launcher = Literal["auto", "direct", "torchrun"]
+Launcher = Literal["auto", "direct", "torchrun", "mpiexec"]
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # the ranks
     ranks: int = 1
     backend: str = "gloo"
-    launcher: Launcher = "auto"  # auto: torchrun for two ranks or more, directly for one
+    launcher: Launcher = "auto"  # auto: torchrun or mpiexec for two ranks or more, directly for one
     rank_command: tuple[str, ...] = ()  # what starts one rank; empty: `python -m dist_attn.engine`
     local_agent: bool = True  # start an agent on this machine, and again if it dies
 
@@ -82,6 +82,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"backend {self.backend!r} is not known; choose one of {', '.join(BACKENDS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level {self.log_level!r} is not known; choose one of {', '.join(LOG_LEVELS)}")
+        if self.ranks > 1 and (self.backend == "mpi") != (self.starts_by == "mpiexec"):
+            raise ConfigError(f"launcher {self.launcher} does not go with backend {self.backend}: choose auto")
         for name in ("block_tokens", "beside_decode_tokens"):
             if getattr(self, name) < GRAIN or getattr(self, name) % GRAIN:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a multiple of {GRAIN}")
@@ -93,9 +95,13 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
 
     @property
-    def uses_torchrun(self) -> bool:
-        """Whether ranks are started by torchrun rather than one by one."""
-        return self.launcher == "torchrun" or (self.launcher == "auto" and self.ranks > 1)
+    def starts_by(self) -> Literal["direct", "torchrun", "mpiexec"]:
+        """What starts the ranks: a launcher, or the agent one by one."""
+        if self.launcher != "auto":
+            return self.launcher
+        if self.ranks == 1:
+            return "direct"
+        return "mpiexec" if self.backend == "mpi" else "torchrun"
 
     @property
     def threads_per_rank(self) -> int:

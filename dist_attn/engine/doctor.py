@@ -20,6 +20,7 @@ from dist_attn.engine.finding import Finding, broken
 from dist_attn.engine.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.engine.tables import stdout_console
 from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 
@@ -98,7 +99,7 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
 
 def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
     """MPI with a timed exchange between two ranks of mpiexec, or what it lacks."""
-    finding, mpiexec = machine.check_mpi(), machine.find_mpiexec()
+    finding, mpiexec = machine.check_mpi(), find_mpiexec()
     if finding.status != "ok" or mpiexec is None:
         return finding
     with tempfile.TemporaryDirectory(prefix="dist-attn-doctor-") as private:

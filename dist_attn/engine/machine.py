@@ -11,9 +11,10 @@ from pathlib import Path
 
 from dist_attn.engine.finding import Finding, broken, missing, ok
 from dist_attn.engine.tables import byte_size
+from dist_attn.launchers import find_mpiexec
 
 __all__ = ["EXTRAS", "LIBRARIES", "check_cores", "check_disk", "check_extras", "check_libraries", "check_memory",
-           "check_mpi", "check_port", "check_python", "find_mpiexec"]  # fmt: skip
+           "check_mpi", "check_port", "check_python"]  # fmt: skip
 
 OLDEST_PYTHON = (3, 11)
 FREE_DISK_BYTES = 1 << 30
@@ -71,11 +72,6 @@ def check_mpi() -> Finding:
         absent = " and ".join(name for name, found in (("mpi4py", version), ("mpiexec", program)) if found is None)
         return missing("mpi", f"optional back end, lacks {absent}", "`pip install 'dist-attn[mpi]'`")
     return ok("mpi", f"mpi4py {version}, {program}")
-
-
-def find_mpiexec() -> str | None:
-    """MPI's launcher, looked for beside this Python first, where wheels put theirs."""
-    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 
 
 def check_cores() -> Finding:

@@ -15,8 +15,9 @@ import torch
 from dist_attn.comm import Communicator, differentiable, mpi
 from dist_attn.comm.mpi import MpiCommunicator
 from dist_attn.errors import CommError
+from dist_attn.launchers import find_mpiexec
 from tests.support.models import write_small_folder
-from tests.support.mpi import find_mpiexec, finish, kill_family, run_mpi, start_under_mpiexec
+from tests.support.mpi import finish, kill_family, run_mpi, start_under_mpiexec
 from tests.support.tokenisers import PROSE
 
 pytestmark = pytest.mark.mpi

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dist_attn.control import preflight
 from dist_attn.control.preflight import check_before_start
-from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError
 from tests.support.models import write_small_folder
 
 
@@ -38,6 +39,14 @@ def test_a_host_that_is_not_there(fields, host):
     """An address that cannot be listened on is named, also where it can be no address at all."""
     with pytest.raises(ConfigError, match=f"cannot listen on {re.escape(host)}:"):
         check_before_start(**{**fields, "host": host})
+
+
+def test_a_back_end_that_is_not_installed(fields, monkeypatch):
+    """Without mpi4py the extra that brings it is named; gloo does not ask for it."""
+    monkeypatch.setattr(preflight, "lacks_for_mpi", lambda: ["mpi4py", "mpiexec"])
+    check_before_start(**fields, backend="gloo")
+    with pytest.raises(MissingExtraError, match=r"needs mpi4py and mpiexec: pip install 'dist-attn\[mpi\]'"):
+        check_before_start(**fields, backend="mpi")
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])

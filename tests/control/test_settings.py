@@ -73,6 +73,28 @@ def test_settings_that_do_not_fit_exit_with_code_2(environment, words, capsys):
 
 
 @pytest.mark.parametrize(
+    ("fields", "starts_by"),
+    [
+        ({"ranks": 1}, "direct"),
+        ({"ranks": 1, "backend": "mpi"}, "direct"),
+        ({"ranks": 2}, "torchrun"),
+        ({"ranks": 2, "backend": "mpi"}, "mpiexec"),
+        ({"ranks": 2, "launcher": "direct"}, "direct"),
+    ],
+)
+def test_who_starts_the_ranks(fields, starts_by):
+    """The back end decides between torchrun and mpiexec; one rank needs neither; what is given counts."""
+    assert ControlSettings(**GIVEN, **fields).starts_by == starts_by
+
+
+@pytest.mark.parametrize("fields", [{"backend": "mpi", "launcher": "torchrun"}, {"launcher": "mpiexec"}])
+def test_a_launcher_that_does_not_go_with_the_back_end_is_refused(fields):
+    """MPI's ranks are mpiexec's and nobody else's."""
+    with pytest.raises(ConfigError, match="choose auto"):
+        ControlSettings(**GIVEN, ranks=2, **fields)
+
+
+@pytest.mark.parametrize(
     "flags",
     [[], ["--ranks", "two"], ["--ranks", "0"], ["--wat", "1"], ["--launcher", "rocket"], ["--rank-command", "["]],
 )

@@ -96,7 +96,7 @@ def test_a_process_that_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 @pytest.mark.mpi
 def test_an_mpi_that_does_not_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An mpiexec that fails is broken with its last words, and does not keep the service from starting."""
-    monkeypatch.setattr(machine, "find_mpiexec", lambda: _program(tmp_path, "echo 'no such fabric' >&2; exit 3"))
+    monkeypatch.setattr(doctor_module, "find_mpiexec", lambda: _program(tmp_path, "echo 'no such fabric' >&2; exit 3"))
     finding = probe_mpi(8, 30.0)
     assert (finding.name, finding.status, finding.blocks) == ("mpi", "broken", False)
     assert "ended with code 3: no such fabric" in finding.detail

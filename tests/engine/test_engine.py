@@ -1,4 +1,4 @@
-"""The whole engine with a real model: controller, agent, ranks under torchrun over gloo; and one rank without it."""
+"""The whole engine with a real model: controller, agent, ranks over gloo and over MPI; and one rank without either."""
 
 import os
 import signal
@@ -53,9 +53,11 @@ def test_one_rank_needs_no_torchrun(folder):
             assert "libtorch" not in maps.read()
 
 
-def test_two_ranks_share_the_work_and_recover_from_a_kill(folder):
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_two_ranks_share_the_work_and_recover_from_a_kill(folder, backend):
     """Blocks go over both ranks; after kill -9 of one the error names it, and a fresh group does the same work."""
-    with running_engine(model=str(folder), ranks=2, block_tokens=1024, **REAL, wait=False) as (handle, client, _):
+    real = {**REAL, "backend": backend}
+    with running_engine(model=str(folder), ranks=2, block_tokens=1024, **real, wait=False) as (handle, client, _):
         status = client.wait_ready(90)
         work_is_right(client, "a")
         victim = status.ranks[1].pid

@@ -1,9 +1,7 @@
 """Ranks that mpiexec starts: what a function returned or raised on each; none is left behind."""
 
-import importlib.util
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,6 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from dist_attn.launchers import find_mpiexec, lacks_for_mpi
+
 if TYPE_CHECKING:
     from dist_attn.comm import Communicator
 
@@ -23,15 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 MPI_DEADLINE_S = 90.0
 
 
-def find_mpiexec() -> str | None:
-    """The launcher: beside this Python, where wheels put theirs, and then wherever programs are looked for."""
-    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-
-
 def why_no_mpi() -> str | None:
     """Why tests marked mpi cannot run; None when they can."""
-    absent = ["mpi4py"] if importlib.util.find_spec("mpi4py") is None else []
-    absent += ["mpiexec"] if find_mpiexec() is None else []
+    absent = lacks_for_mpi()
     return f"needs {' and '.join(absent)}: pip install 'dist-attn[mpi]'" if absent else None
 
 
