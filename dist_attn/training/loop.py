@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,9 +186,16 @@ def _claim_folder(config: TrainingConfig, step: int) -> None:
     if path.exists():
         lines = path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        path.write_text("".join(kept))
+        _write_whole(path, "".join(kept))
     written = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
-    (config.run.folder / "config.json").write_text(written)
+    _write_whole(config.run.folder / "config.json", written)
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Put `text` in the place of the file at once: whoever is killed meanwhile leaves the one that was there."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def _validation_text(config: TrainingConfig) -> bytes | None:

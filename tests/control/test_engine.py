@@ -132,7 +132,10 @@ def test_the_requests_of_a_client_that_died_end(client, engine):
     with ControllerClient(engine.api_address) as other:
         other.open_encoding("a")
         other.wait_until(lambda: other.requests["a"].accepted, 5)
-    client.wait_for_status(lambda status: status.active == status.queued == 0, 10)
+        held = client.status()
+    assert held.active + held.queued == 1
+    status = client.wait_for_status(lambda status: status.active == status.queued == 0, 10)
+    assert status.ready and status.epoch == 1
 
 
 def test_a_token_that_the_model_does_not_know_fails_only_its_request(client):

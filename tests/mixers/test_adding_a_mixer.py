@@ -27,6 +27,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_the_example_keeps_the_contract(example: str) -> None:
     """The page's mixer is the same in parallel, streamed and stepwise, causal, batch-independent, and over ranks."""
+    assert type(contract._mixer(example)).__name__ == "GatedConvolution", "the contract judges another mixer"
     contract.test_parallel_equals_streamed_equals_stepwise(example)
     contract.test_the_future_changes_nothing(example)
     contract.test_batch_elements_do_not_touch_each_other(example)

@@ -100,6 +100,24 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(t
     assert [report["step"] for report in _metrics(config)] == [2, 4, 4, 6, 6]
 
 
+def test_a_resume_killed_while_it_trims_the_metrics_loses_none(tmp_path, monkeypatch):
+    """Killed at any moment of its start, a resumed run leaves the metrics and the configuration that were there."""
+    config = small_run(tmp_path)
+    train(config)
+    files = [config.run.folder / name for name in ("metrics.jsonl", "config.json")]
+    before = [file.read_bytes() for file in files]
+    whole = Path.write_text
+
+    def half(path: Path, text: str, *rest: object) -> int:
+        whole(path, text[: len(text) // 2])
+        raise Killed
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(Killed):
+        train(config, resume=True)
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_the_state_is_carried_from_segment_to_segment(tmp_path):
     """The state in a checkpoint has seen every token of its stream so far."""
     config = small_run(tmp_path)
