@@ -13,7 +13,7 @@ from dist_attn.ops import LinearState
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Kind, run_ranks
 
 Depends = Literal["before", "after", "both"]
 SIZES = range(1, 9)
@@ -124,11 +124,10 @@ def over_processes(comm: Communicator):
     return [on_a_rank(comm, exchange, "both") for exchange in exchanges]
 
 
-def test_over_processes() -> None:
-    """Real processes over gloo give for every exchange what simulated ranks give, bit for bit."""
-    for simulated, processes in zip(
-        run_simulated(over_processes, 3), run_ranks("gloo", over_processes, 3), strict=True
-    ):
+@pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_over_processes(kind: Kind) -> None:
+    """Real processes, over gloo and over MPI, give for every exchange what simulated ranks give, bit for bit."""
+    for simulated, processes in zip(run_simulated(over_processes, 3), run_ranks(kind, over_processes, 3), strict=True):
         for one, other in zip(simulated, processes, strict=True):
             for got, want in zip((*other[0], *other[1], *other[2]), (*one[0], *one[1], *one[2]), strict=True):
                 assert_close(got, want, kind="exact")

@@ -8,7 +8,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -73,10 +72,11 @@ def run_mpi(
 ) -> list[Result | BaseException]:
     """What each rank returned or raised; a rank that ended without a word gives an EOFError.
 
-    `fn` must be a function that can be imported by name, and its results must pickle.
+    `fn` must be a function that can be imported by name, or a `functools.partial` of one; its results must pickle.
     """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = ["-m", "tests.support.mpi", folder, fn.__module__, fn.__qualname__, str(timeout_s)]
+        (Path(folder) / "work").write_bytes(pickle.dumps(fn))
+        arguments = ["-m", "tests.support.mpi", folder, str(timeout_s)]
         process = start_under_mpiexec(arguments, size, ROOT, options)
         _, _, said = finish(process)
         return [_outcome(Path(folder) / str(rank), said) for rank in range(size)]
@@ -88,7 +88,7 @@ def _outcome(file: Path, said: str) -> object:
     return pickle.loads(file.read_bytes())  # written by our own process
 
 
-def _rank_main(folder: str, module: str, name: str, timeout_s: str) -> None:
+def _rank_main(folder: str, timeout_s: str) -> None:
     """The life of one rank process."""
     import torch
 
@@ -97,10 +97,12 @@ def _rank_main(folder: str, module: str, name: str, timeout_s: str) -> None:
 
     die_with_parent()
     torch.set_num_threads(1)
-    comm = MpiCommunicator.connect(timeout_s=float(timeout_s), poison=True)
+    # Joining has time: on a busy machine ranks load torch seconds apart.
+    comm = MpiCommunicator.connect(timeout_s=MPI_DEADLINE_S / 2, poison=True)
+    comm.timeout_s = float(timeout_s)
     try:
         with comm:
-            outcome: object = getattr(import_module(module), name)(comm)
+            outcome: object = pickle.loads((Path(folder) / "work").read_bytes())(comm)
     except BaseException as error:
         error.add_note(f"raised on mpi rank {comm.rank} of {comm.size}\n{traceback.format_exc()}")
         outcome = error

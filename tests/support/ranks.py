@@ -30,9 +30,8 @@ PROCESS_DEADLINE_S = 90.0
 def run_ranks(kind: Kind, fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 30.0) -> list[Result]:
     """What `fn(comm)` returned on each rank, in order of rank.
 
-    For gloo and mpi, `fn` must be a function that can be imported by name (for gloo also a `functools.partial` of
-    one), and its results must pickle. Raises what a rank raised by itself, before what others raised because they
-    lost it.
+    For gloo and mpi, `fn` must be a function that can be imported by name (or a `functools.partial` of one), and its
+    results must pickle. Raises what a rank raised by itself, before what others raised because they lost it.
     """
     if kind == "local":
         assert size == 1
