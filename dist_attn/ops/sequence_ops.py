@@ -51,6 +51,7 @@ class SequenceOps(Protocol):
         causal: bool = True,
         state: LinearState | None = None,
         denominator: Denominator | None = None,
+        prefix: int = 0,
     ) -> tuple[torch.Tensor, LinearState]: ...
 
     def relative_attention(
@@ -159,6 +160,7 @@ class LocalSequenceOps:
         causal: bool = True,
         state: LinearState | None = None,
         denominator: Denominator | None = None,
+        prefix: int = 0,
     ) -> tuple[torch.Tensor, LinearState]:
         """See `dist_attn.ops.linear_attention`."""
         return linear_attention(
@@ -172,6 +174,7 @@ class LocalSequenceOps:
             state=state,
             denominator=denominator,
             documents=self.documents,
+            prefix=prefix,
         )
 
     def relative_attention(

@@ -1,5 +1,6 @@
 """`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
 
+from functools import partial
 from typing import Literal
 
 import torch
@@ -10,6 +11,7 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, softmax_attention_streaming
 from dist_attn.ops.fourier import FourierNorm
+from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.carry_scan import sharded_linear_attention
@@ -86,24 +88,45 @@ class ShardedSequenceOps:
         causal: bool = True,
         state: LinearState | None = None,
         denominator: Denominator | None = None,
+        prefix: int = 0,
     ) -> tuple[torch.Tensor, LinearState]:
-        """See `sharded.carry_scan.sharded_linear_attention`; keys lie on `memory_layout` where one is given."""
+        """See `sharded.carry_scan.sharded_linear_attention`; keys lie on `memory_layout` where one is given.
+
+        A `prefix` counts global tokens and takes a second exchange of states.
+        """
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BHSK.shape[2], self._memory)
         if causal and self._memory != self._layout:
             raise ShapeError("causal attention needs queries and keys on the same layout; use causal=False for memory")
-        return sharded_linear_attention(
+        check_prefix(prefix, causal=causal, documents=self._layout.documents is not None)
+        attend = partial(
+            sharded_linear_attention,
             self._comm,
+            feature_map=feature_map,
+            denominator=denominator,
+            exchange=self._exchange,
+        )
+        if prefix:
+            here = max(0, prefix - self._layout.range(self._comm.rank)[0])
+            return prefix_then_causal(
+                attend,
+                q_BHLK,
+                k_BHSK,
+                v_BHSV,
+                log_gate_BHS=log_gate_BHS,
+                key_scale_BHS=key_scale_BHS,
+                state=state,
+                queries=here,
+                keys=here,
+            )
+        return attend(
             q_BHLK,
             k_BHSK,
             v_BHSV,
-            feature_map=feature_map,
             log_gate_BHS=log_gate_BHS,
             key_scale_BHS=key_scale_BHS,
             causal=causal,
             state=state,
-            denominator=denominator,
-            exchange=self._exchange,
         )
 
     def relative_attention(

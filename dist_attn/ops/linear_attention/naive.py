@@ -23,6 +23,7 @@ def linear_attention_naive(
     state: LinearState | None = None,
     denominator: Denominator | None = None,
     documents: tuple[int, ...] | None = None,
+    prefix: int = 0,
 ) -> tuple[torch.Tensor, LinearState]:
     """Linear attention by its plainest definition; see `linear_attention` for the meaning of the arguments."""
     policy = Denominator() if denominator is None else denominator
@@ -51,7 +52,9 @@ def linear_attention_naive(
             log_gate_BH=None if log_gate_BHS is None else log_gate_BHS[:, :, t],
             key_scale_BH=None if key_scale_BHS is None else key_scale_BHS[:, :, t],
         )
-        if causal and t < num_queries:
+        if t + 1 == prefix:
+            outputs += [readout(i, state) for i in range(min(prefix, num_queries))]
+        elif causal and prefix <= t < num_queries:
             outputs.append(readout(t, state))
     outputs += [readout(t, state) for t in range(len(outputs), num_queries)]
     empty = v_BHSV.new_empty((batch, heads, 0, values), dtype=dtype)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from itertools import pairwise
 
 import torch
@@ -13,6 +13,7 @@ from dist_attn.ops.documents import check_documents, document_runs, split_tokens
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.linear_attention.together import attend_together
 from dist_attn.ops.state import LinearState
 
@@ -42,6 +43,7 @@ def linear_attention(
     state: LinearState | None = None,
     denominator: Denominator | None = None,
     documents: tuple[int, ...] | None = None,
+    prefix: int = 0,
 ) -> tuple[torch.Tensor, LinearState]:
     """Kernel attention in O(L): S_t = exp(log_gate_t) S_{t-1} + key_scale_t phi(k_t) v_t^T, o_t = phi(q_t)^T S_t / den.
 
@@ -53,12 +55,28 @@ def linear_attention(
     `documents` are the positions at which documents start; each attends to itself. The state in is that of the tokens
     before the first start, the state out that of the last document.
 
+    With a `prefix` the first so many tokens see each other fully, as if not causal, and the rest is causal (prefix-LM).
+
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
-    Raises: ShapeError when shapes do not fit together.
+    Raises: ShapeError when shapes do not fit together; InputError for a prefix where attention is not causal, or of
+        packed documents.
     Reference: Random Feature Attention, Eq. 5 to 7, Algorithms 1 and 2.
     """
     check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
+    check_prefix(prefix, causal=causal, documents=bool(documents))
+    if prefix:
+        return prefix_then_causal(
+            partial(linear_attention, feature_map=feature_map, denominator=denominator),
+            q_BHLK,
+            k_BHSK,
+            v_BHSV,
+            log_gate_BHS=log_gate_BHS,
+            key_scale_BHS=key_scale_BHS,
+            state=state,
+            queries=prefix,
+            keys=prefix,
+        )
     policy = Denominator() if denominator is None else denominator
     starts_11L = None
     if documents:

@@ -1,0 +1,68 @@
+"""Linear attention over ranks in its other modes: a prefix that sees itself fully, and a memory cut elsewhere."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import LinearState
+from tests.support.sharded_call import check_sharded, random_tensor
+
+LENGTHS = [(7,), (5, 9), (13, 0, 4), (0, 11, 2, 2, 1), (70, 130)]
+
+
+def _check(
+    queries: tuple[int, ...], keys: tuple[int, ...], *, causal: bool, gate: bool, state: bool, prefix: int = 0
+) -> None:
+    """q on one layout; k, v and per key a gate and a scale on the other; a state that is equal on all ranks."""
+
+    def call(ops, t):
+        q, k, v, per_key, s, z, mass = t
+        before = LinearState(s, z, mass, torch.zeros_like(mass), torch.zeros_like(mass, dtype=torch.bool))
+        out, after = ops.linear_attention(
+            q.abs() + 0.05,
+            k.abs() + 0.05,
+            v,
+            log_gate_BHS=-per_key[..., 0].abs() if gate else None,
+            key_scale_BHS=per_key[..., 1].sigmoid() if gate else None,
+            causal=causal,
+            state=before if state else None,
+            prefix=prefix,
+        )
+        return out, *after.tensors()[:4]
+
+    total = sum(keys)
+    check_sharded(
+        call,
+        SequenceLayout.from_lengths(queries),
+        [random_tensor(2, 2, sum(queries), 5, seed=0)],
+        memory_layout=SequenceLayout.from_lengths(keys),
+        memory=[random_tensor(2, 2, total, size, seed=size) for size in (5, 3, 2)],
+        whole=[random_tensor(2, 2, 5, 3, seed=6), random_tensor(2, 2, 5, seed=7).abs(), random_tensor(2, 2, seed=8)],
+    )
+
+
+@pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
+@pytest.mark.parametrize("prefix", [1, 5, 14, 500])
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_prefix(lengths, prefix, gate, state):
+    """A prefix that ends inside, at the edge of or behind slices gives one rank's outputs, state and gradients."""
+    _check(lengths, lengths, causal=True, gate=gate, state=state, prefix=prefix)
+
+
+@settings(max_examples=25, deadline=None)
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), prefix=st.integers(0, 120), gate=st.booleans())
+def test_prefix_for_any_cut(lengths, prefix, gate):
+    """However a sequence is cut over 1 to 6 ranks, and wherever its prefix ends, nothing changes."""
+    _check(tuple(lengths), tuple(lengths), causal=True, gate=gate, state=False, prefix=prefix)
+
+
+@pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("queries", "keys"),
+    [((4, 5), (13, 1)), ((0, 3, 2), (0, 0, 30)), ((7, 0), (0, 2)), ((1, 2, 3), (0, 0, 0)), ((6,), (9,))],
+)
+def test_a_memory_of_its_own(queries, keys, gate, state):
+    """Cross attention over a memory that is cut elsewhere, also where ranks hold none of it, with all gradients."""
+    _check(queries, keys, causal=False, gate=gate, state=state)
