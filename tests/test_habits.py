@@ -39,3 +39,25 @@ def test_the_hooks_are_valid_and_local() -> None:
             assert hook["language"] == "system"
             program, *words = hook["entry"].split()
             assert program.startswith(".venv/bin/") or (program == "make" and words[0] in TARGETS), hook["entry"]
+
+
+def test_the_drawing_of_the_layers_is_complete() -> None:
+    """docs/architecture.md draws every module and package of both trees, and none that is not there."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    drawing = re.search(r"```\n(dist_attn: .*?)```", page, re.DOTALL)
+    assert drawing is not None
+    for tree, drawn in zip(("dist_attn", "service"), drawing[1].split("service:"), strict=True):
+        there = {path.stem for path in (ROOT / tree).glob("[!_]*.py")}
+        there |= {path.parent.name for path in (ROOT / tree).glob("*/__init__.py")}
+        assert set(re.findall(r"[a-z_]+", drawn.removeprefix("dist_attn:"))) - {"__main__"} == there
+
+
+def test_pages_name_files_that_exist() -> None:
+    """Every source file that docs/architecture.md names, by its path or the end of it, is there."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    sources = [
+        path.relative_to(ROOT).as_posix() for tree in ("dist_attn", "service") for path in (ROOT / tree).rglob("*.py")
+    ]
+    assert len(named) > 15
+    assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in sources)] == []
