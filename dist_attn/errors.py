@@ -9,6 +9,7 @@
     ├── CommError                     an exchange between ranks failed; names the rank and the operation
     │   └── MismatchError             ranks called different operations, shapes, dtypes or layouts
     ├── WireError                     a message between processes that cannot be read or is out of order
+    ├── NotFiniteError                a NaN or an infinity, named where `check_finite` asks for it
     ├── EngineError                   the rank group failed while it held work
     └── MissingExtraError             an optional dependency is needed; says which `pip install` gives it
 
@@ -24,6 +25,7 @@ __all__ = [
     "MismatchError",
     "MissingExtraError",
     "ModelFolderError",
+    "NotFiniteError",
     "ShapeError",
     "TokenError",
     "WireError",
@@ -64,6 +66,10 @@ class MismatchError(CommError):
 
 class WireError(DistAttnError):
     """A message between processes that cannot be read or is out of order."""
+
+
+class NotFiniteError(DistAttnError):
+    """A NaN or an infinity went into an operation or came out of it."""
 
 
 class EngineError(DistAttnError):

@@ -133,6 +133,9 @@ class EngineSettings(_Section):
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
     backend: Literal["local", "gloo", "nccl", "mpi"] = Field(default="gloo", description="how ranks talk to each other")
     launcher: Literal["auto", "direct", "torchrun", "mpiexec"] = "auto"
+    check_finite: bool = Field(
+        default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"
+    )
     block_tokens: Number = 2048
     beside_decode_tokens: Number = 512
     steps_in_flight: Number = 2

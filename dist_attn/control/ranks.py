@@ -43,6 +43,7 @@ def launch_command(settings: ControlSettings, start: StartGroup) -> list[str]:
         f"--heartbeat-s={settings.heartbeat_s}",
         f"--silence-deadline-s={settings.silence_deadline_s}",
         f"--exchange-deadline-s={settings.exchange_deadline_s}",
+        *(["--check-finite"] if settings.check_finite else []),
     ]
     if settings.starts_by == "torchrun":
         # A new rendezvous per epoch: what an old group left in its store must not reach the new one.

@@ -43,6 +43,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     launcher: Launcher = "auto"  # auto: torchrun or mpiexec for two ranks or more, directly for one
     rank_command: tuple[str, ...] = ()  # what starts one rank; empty: `python -m dist_attn.engine`
     local_agent: bool = True  # start an agent on this machine, and again if it dies
+    check_finite: bool = False  # ranks name the first NaN or infinity, and where it is; slower
 
     # how work is cut
     block_tokens: int = 2048
@@ -136,7 +137,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
         file = given.pop("config", None)
         try:
-            for name in ("rank_command", "local_agent"):
+            for name in ("rank_command", "local_agent", "check_finite"):
                 if name in given:
                     given[name] = msgspec.json.decode(given[name])
             if "parent" not in given:

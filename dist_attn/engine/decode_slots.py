@@ -84,6 +84,8 @@ class DecodeSlots:
         watch = current_watch()
         if watch is not None:
             watch.rows = len(seats)
+            if watch.finite is not None:
+                watch.finite.first_tokens = tuple(batch.state.position_B.tolist())
         logits_BV, batch.state = self._model.step(token_B, batch.state)
         if watch is not None:
             watch.rows = None

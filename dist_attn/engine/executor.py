@@ -17,7 +17,8 @@ from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.errors import EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
-from dist_attn.ops import LocalSequenceOps, SequenceOps, Watch, watching
+from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
+from dist_attn.ops.finite import checked
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
@@ -61,7 +62,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor":
     model = load_model(folder).to(device)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: pulse.advance())
-    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder))
+    finite = FiniteCheck(comm.rank) if settings.check_finite else None
+    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite)
 
 
 def _end_token(folder: Path) -> int | None:
@@ -73,7 +75,15 @@ def _end_token(folder: Path) -> int | None:
 class ModelExecutor:
     """The sessions of this rank. Memory: one state per session; hidden states live no longer than their operation."""
 
-    def __init__(self, model: LanguageModel, comm: Communicator, *, name: str, end_token: int | None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        comm: Communicator,
+        *,
+        name: str,
+        end_token: int | None,
+        finite: FiniteCheck | None = None,
+    ) -> None:
         self.model = name
         self.hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size
@@ -83,7 +93,7 @@ class ModelExecutor:
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
         self._decoding = DecodeSlots(model)
-        self._watch = Watch()
+        self._watch = Watch(finite)
         self._warm_up()
 
     @torch.inference_mode()
@@ -95,7 +105,8 @@ class ModelExecutor:
     def prefill(self, op: PrefillOp) -> RowPieces | None:
         """Feed this rank's slice of a block; the pieces of rows in it, for an encoding.
 
-        Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost.
+        Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
+            NotFiniteError where that is looked for.
         """
         session = self._known(op.session)
         if op.start != session.position:
@@ -111,6 +122,9 @@ class ModelExecutor:
         tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
         if len(tokens_L) != length:
             raise EngineError(f"{len(tokens_L)} tokens of session {op.session} came; this rank's slice has {length}")
+        if self._watch.finite is not None:
+            self._watch.finite.first_tokens = (op.start + start,)
+            ops = checked(ops)
         with watching(self._watch):
             h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
         session.position += sum(op.lengths)

@@ -24,6 +24,7 @@ class RankSettings:
     heartbeat_s: float = 0.5
     silence_deadline_s: float = 10.0
     exchange_deadline_s: float = 30.0
+    check_finite: bool = False
 
     @classmethod
     def from_flags(cls, arguments: list[str]) -> "RankSettings":
@@ -39,6 +40,7 @@ class RankSettings:
         parser.add_argument("--backend", default=cls.backend)
         for name in ("heartbeat_s", "silence_deadline_s", "exchange_deadline_s"):
             parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(cls, name))
+        parser.add_argument("--check-finite", action="store_true", help="name the first NaN or infinity; slower")
         given = parser.parse_args(arguments)
         return cls(rank=rank_from_environment(os.environ, given.ranks), **vars(given))
 

@@ -17,11 +17,12 @@ from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.softmax_attention import KeyValueCache, softmax_attention, softmax_attention_streaming
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import mix_tokens
-from dist_attn.ops.watch import Watch, current_watch, watching
+from dist_attn.ops.watch import FiniteCheck, Watch, current_watch, watching
 
 __all__ = [
     "Denominator",
     "FeatureMap",
+    "FiniteCheck",
     "KeyValueCache",
     "LinearState",
     "LocalSequenceOps",

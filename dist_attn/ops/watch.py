@@ -1,4 +1,4 @@
-"""What a caller may learn of the operations that run inside a `with` block: how many denominators were guarded, where.
+"""What a caller may learn of the operations that run inside a `with` block: guarded denominators, numbers gone wrong.
 
 Nobody passes it along: models and operations ask for the one of this thread, and do without when there is none. It
 changes no result.
@@ -7,22 +7,40 @@ changes no result.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import final
 
 import torch
 
-__all__ = ["Watch", "current_watch", "watching"]
+__all__ = ["FiniteCheck", "Watch", "current_watch", "watching"]
+
+
+@dataclass
+class FiniteCheck:
+    """Asks `ops.finite` to look at every number; `rank` and `first_tokens` are what it says of where it looks.
+
+    `first_tokens` are the global indices of the first token held here, per row of the batch; the last one holds for all
+    further rows.
+    """
+
+    rank: int = 0
+    first_tokens: tuple[int, ...] = (0,)
+
+    def first_token(self, row: int) -> int:
+        """The global index of this row's first token here."""
+        return self.first_tokens[min(row, len(self.first_tokens) - 1)]
 
 
 @final
 class Watch:
-    """Counts by layer and head.
+    """Counts by layer and head, and where asked for, a look at every number.
 
     `layer` is the layer that runs, set by the model (0 for a bare operation); `rows`, where set, is how many batch
     elements count: padded ones behind them do not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, finite: FiniteCheck | None = None) -> None:
+        self.finite = finite
         self.layer = 0
         self.rows: int | None = None
         self.denominators = 0

@@ -4,11 +4,13 @@ import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.finite import checked_step
 from dist_attn.ops.state import LinearState
 
 __all__ = ["linear_attention_step"]
 
 
+@checked_step
 def linear_attention_step(
     q_BHK: torch.Tensor,
     k_BHK: torch.Tensor,
