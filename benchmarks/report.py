@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.cases import MATMUL, OURS, Case, matmul_flops
+from benchmarks.cases import MATMUL, OURS, Case, Statistic, matmul_flops
 from benchmarks.timing import Times
 from benchmarks.verify import ROOT
 from dist_attn import __version__
@@ -19,6 +19,7 @@ from dist_attn import __version__
 __all__ = ["Result", "Row", "Setting", "as_markdown", "file_result", "look_around", "row_of"]
 
 RESULTS = Path("benchmarks/results")
+_STATISTICS: Mapping[Statistic, str] = {"median": "Medians", "fastest": "The fastest"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Setting:
 class Row:
     """One size; `peers_over_ours` is how many times longer a peer took, `over_limit` ours against the arithmetic limit.
 
-    Units: seconds, medians of `rounds` rounds; spread is (slowest - fastest) / median; bytes of tensors at the peak.
+    Units: seconds, the result's statistic of `rounds` rounds; spread is (slowest - fastest) / median; bytes of tensors
+    at the peak.
     """
 
     size: int
@@ -59,6 +61,7 @@ class Result:
     rounds: int
     setting: Setting
     rows: tuple[Row, ...]
+    statistic: Statistic = "median"
 
     @property
     def name(self) -> str:
@@ -80,16 +83,16 @@ def look_around() -> Setting:
 
 
 def row_of(case: Case, size: int, times: Mapping[str, Times], peaks: Mapping[str, int] | None = None) -> Row:
-    """The medians and ratios of one size, and the peaks of memory where they were measured."""
-    medians = {name: taken.median for name, taken in times.items()}
-    ours = medians[OURS]
-    limit = case.flops(size) * medians[MATMUL] / matmul_flops()
+    """The times and ratios of one size, and the peaks of memory where they were measured."""
+    counted = {name: getattr(taken, case.statistic) for name, taken in times.items()}
+    ours = counted[OURS]
+    limit = case.flops(size) * counted[MATMUL] / matmul_flops()
     return Row(
         size=size,
-        seconds=medians,
+        seconds=counted,
         spread={name: round(taken.spread, 3) for name, taken in times.items()},
         peers_over_ours={
-            name: round(seconds / ours, 3) for name, seconds in medians.items() if name not in (OURS, MATMUL)
+            name: round(seconds / ours, 3) for name, seconds in counted.items() if name not in (OURS, MATMUL)
         },
         over_limit=round(ours / limit, 3),
         rounds=len(times[OURS].seconds),
@@ -117,8 +120,8 @@ def as_markdown(result: Result) -> str:
         "",
         f"{setting.date}, commit {setting.commit}, {setting.machine}, cores: {setting.cores}, threads: "
         f"{setting.threads}, load: {setting.load_average:g}, {versions}. "
-        f"Medians of {_rounds(result)} rounds taken in turns; the limit is the operations of the form used at the rate "
-        "of a matrix product in the same run.",
+        f"{_STATISTICS[result.statistic]} of {_rounds(result)} rounds taken in turns; the limit is the operations of "
+        "the form used at the rate of a matrix product in the same run.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",

@@ -13,14 +13,12 @@ from benchmarks.verify import why_red
 
 __all__ = ["main", "measure"]
 
-ROUNDS = 7
-
 
 def measure(case: Case, sizes: Sequence[int], rounds: int) -> Result:
     """Run the case at these sizes."""
     setting = look_around()
     rows = tuple(_measure_size(case, size, rounds) for size in sizes)
-    return Result(case.name, case.question, rounds, setting, rows)
+    return Result(case.name, case.question, rounds, setting, rows, case.statistic)
 
 
 def _measure_size(case: Case, size: int, rounds: int) -> Row:
@@ -53,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     results = []
     for case in cases:
-        result = measure(case, case.sizes[:1], 1) if given.smoke else measure(case, case.sizes, ROUNDS)
+        result = measure(case, case.sizes[:1], 1) if given.smoke else measure(case, case.sizes, case.rounds)
         results.append(result)
         print(as_markdown(result), flush=True)
         if not given.smoke:

@@ -24,6 +24,11 @@ class Times:
         return statistics.median(self.seconds)
 
     @property
+    def fastest(self) -> float:
+        """The one that other work on the machine disturbed least."""
+        return min(self.seconds)
+
+    @property
     def spread(self) -> float:
         """(slowest - fastest) / median: above one half, something else was running."""
         return (max(self.seconds) - min(self.seconds)) / self.median

@@ -28,10 +28,9 @@ def _tests(folder: Path, text: str) -> tuple[str, ...]:
 @pytest.fixture
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The forward case at a tiny size as the only case, as if its tests were green; results go into the folder."""
-    case = replace(CASES["forward"], sizes=(8, 16))
+    case = replace(CASES["forward"], sizes=(8, 16), rounds=3)
     monkeypatch.setattr(run, "why_red", lambda _: "")
     monkeypatch.setattr(run, "CASES", {"forward": case})
-    monkeypatch.setattr(run, "ROUNDS", 3)
     monkeypatch.setattr(report, "ROOT", tmp_path)
     return tmp_path
 
@@ -47,7 +46,7 @@ def test_works_take_turns() -> None:
 def test_medians_and_spread() -> None:
     """The median is the middle of the rounds, and the spread is relative to it."""
     times = Times((1.0, 4.0, 2.0))
-    assert (times.median, times.spread) == (2.0, 1.5)
+    assert (times.median, times.fastest, times.spread) == (2.0, 1.0, 1.5)
 
 
 @pytest.mark.parametrize("name", CASES)

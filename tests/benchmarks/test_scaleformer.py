@@ -69,6 +69,7 @@ def test_missing_peers_are_dashes_and_results_are_drawn(tmp_path: Path):
     ratios = {name: value for name, value in result.rows[1].peers_over_ours.items() if name != "naive"}
     cut = replace(result, rows=(result.rows[0], replace(result.rows[1], seconds=smaller, peers_over_ours=ratios)))
     table = as_markdown(cut)
+    assert "The fastest of 2 rounds" in table
     assert "naive, peak" in table
     assert "| – |" in table
     path = tmp_path / "result.json"
