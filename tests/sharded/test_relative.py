@@ -90,10 +90,8 @@ def test_streams_over_ranks(lengths, reach, given_state):
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_late_outputs_of_a_long_sequence_in_single_precision(causal):
-    """With 60,000 tokens over ranks in float32, first and last outputs are those of float64 sums to 2e-5.
-
-    Sums that were differences of running sums would have lost most digits there.
-    """
+    """With 60,000 tokens over ranks in float32, first and last outputs are those of float64 sums to 2e-5."""
+    # Differences of running sums would have lost most digits there.
     layout = SequenceLayout.from_lengths([30_000, 0, 29_990, 10])
     q, k = (_positive(1, 1, layout.total, 4, seed=s).float() for s in (0, 1))
     v, rp = random_tensor(1, 1, layout.total, 2, seed=2).float(), _positive(1, 9, 4, seed=3).float() * 30
