@@ -106,6 +106,9 @@ def encode(
     ] = "window",
     window: Annotated[int, typer.Option(help="Tokens per window.", min=1, max=1 << 53)] = 512,
     pooling: Annotated[Literal["mean", "last"], typer.Option(help="How a window's vectors become one.")] = "mean",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bytes for any number of ranks; slower.")
+    ] = False,
     model: Model = None,
 ) -> None:
     """Encode a file into vectors; alone, or split over all ranks of torchrun or mpiexec.
@@ -126,7 +129,14 @@ def encode(
         size = file.stat().st_size if os.path.isfile(file) else 0
         with byte_progress("encoding", size, wanted=comm.rank == 0) as on_progress:
             report = encode_file(
-                comm, loaded, tokeniser, file, out, RowSpec(granularity, window, pooling), on_progress=on_progress
+                comm,
+                loaded,
+                tokeniser,
+                file,
+                out,
+                RowSpec(granularity, window, pooling),
+                deterministic=deterministic,
+                on_progress=on_progress,
             )
     if report is not None:
         from dataclasses import asdict

@@ -21,6 +21,7 @@ from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
+from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowPieces, RowSpec
@@ -58,26 +59,35 @@ def encode_file(
     target: Path,
     spec: RowSpec,
     *,
+    deterministic: bool = False,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> EncodeReport | None:
     """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block.
-    `on_progress` gets the bytes read so far. The target appears only when it is complete.
+    `on_progress` gets the bytes read so far. The target appears only when it is complete. `deterministic` gives the
+    same bytes for any number of ranks with equally many threads; it is slower.
 
-    Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged).
+    Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged), or a
+        model that cannot be `deterministic`.
     """
     started = time.perf_counter()
     dim = model.config.hidden_size
     state, position, carry_bytes = model.initial_state(1), 0, 0
     with contextlib.ExitStack() as stack:
+        if deterministic:
+            stack.enter_context(RowBlocks())
         blocks, writer = _open_together(comm, stack, tokeniser, source, target, dim, spec, on_progress)
         while len(tokens := _next_block(comm, blocks)):
             layout = SequenceLayout.even(len(tokens), comm.size, GRAIN)
             start, stop = layout.range(comm.rank)
             comm.traffic.clear()
-            h_BLD, state = model.hidden(tokens[None, start:stop], ShardedSequenceOps(comm, layout), state)
-            carry_bytes = sum(e.bytes_sent for e in comm.traffic.events if e.label == "carry") // max(1, comm.size - 1)
+            h_BLD, state = model.hidden(
+                tokens[None, start:stop], ShardedSequenceOps(comm, layout, deterministic=deterministic), state
+            )
+            sent = sum(e.bytes_sent for e in comm.traffic.events if e.label == "carry")
+            # Rank 0 sends its state to every other rank; deterministic, to the next one.
+            carry_bytes = sent if deterministic else sent // max(1, comm.size - 1)
             pieces = reduce_to_pieces(h_BLD[0], position + start, 0, spec)
             for part in _collect(comm, pieces, dim):
                 if writer is not None:

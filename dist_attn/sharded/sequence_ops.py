@@ -19,6 +19,7 @@ from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
+from dist_attn.sharded.in_order import attention_in_order, check_grid
 from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
@@ -45,6 +46,9 @@ class ShardedSequenceOps:
     `cache` says what a key-value cache holds after a block: each rank the keys of its own slices ("spread"), which is
     the one state that is not equal on all ranks, or every rank all of them ("whole"), so that each can decode alone.
 
+    `deterministic` makes linear attention and short convolutions give the same bits for any number of ranks; every cut
+    must lie at a multiple of 64 tokens or at the end, and other mixing operations are refused.
+
     Making one is a call that every rank makes: layouts and exchanges are compared, in one small exchange unless they
     are those of the one made before.
 
@@ -61,6 +65,7 @@ class ShardedSequenceOps:
         softmax: SoftmaxExchange = "reshuffle",
         exchange: Exchange | Algorithm = "auto",
         cache: CacheKept = "spread",
+        deterministic: bool = False,
     ) -> None:
         for given in (layout, memory_layout):
             if given is not None and given.size != comm.size:
@@ -70,11 +75,14 @@ class ShardedSequenceOps:
         self._comm, self._layout = comm, layout
         self._softmax, self._cache = softmax, cache
         self._memory = layout if memory_layout is None else memory_layout
+        self._deterministic = deterministic
+        if deterministic:
+            check_grid(layout)
+            check_grid(self._memory)
         self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
-        comm.agree_on(
-            "layout and exchange", f"{layout.digest} {self._memory.digest} {softmax} {cache} {self._exchange}"
-        )
+        choices = f"{softmax} {cache} {self._exchange} {deterministic}"
+        comm.agree_on("layout and exchange", f"{layout.digest} {self._memory.digest} {choices}")
 
     def linear_attention(
         self,
@@ -100,13 +108,13 @@ class ShardedSequenceOps:
             raise ShapeError("causal attention needs queries and keys on the same layout; use causal=False for memory")
         check_prefix(prefix, causal=causal, documents=self._layout.documents is not None)
         attend = partial(
-            sharded_linear_attention,
+            attention_in_order if self._deterministic else partial(sharded_linear_attention, exchange=self._exchange),
             self._comm,
             feature_map=feature_map,
             denominator=denominator,
-            exchange=self._exchange,
         )
         if prefix:
+            self._refuse_deterministic("a prefix that attends to itself in full")
             here = max(0, prefix - self._layout.range(self._comm.rank)[0])
             return prefix_then_causal(
                 attend,
@@ -139,6 +147,7 @@ class ShardedSequenceOps:
         causal: bool,
     ) -> torch.Tensor:
         """See `sharded.relative.sharded_relative_attention`; keys lie on `memory_layout` where one is given."""
+        self._refuse_deterministic("relative attention")
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
         self._check("keys", phi_k_BHSK.shape[2], self._memory)
         return sharded_relative_attention(
@@ -161,6 +170,7 @@ class ShardedSequenceOps:
         state: RelativeState | None = None,
     ) -> tuple[torch.Tensor, RelativeState]:
         """See `sharded.relative.sharded_relative_attention_streaming`."""
+        self._refuse_deterministic("relative attention")
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
         self._check("keys", phi_k_BHLK.shape[2], self._layout)
         return sharded_relative_attention_streaming(
@@ -177,6 +187,7 @@ class ShardedSequenceOps:
         scale: float | None = None,
     ) -> torch.Tensor:
         """See `sharded.head_reshuffle` and `sharded.ring_attention`; keys lie on `memory_layout` where one is given."""
+        self._refuse_deterministic("softmax attention")
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGSK.shape[2], self._memory)
         attention = ring_attention if self._softmax == "ring" else sharded_softmax_attention
@@ -195,6 +206,7 @@ class ShardedSequenceOps:
         self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
     ) -> tuple[torch.Tensor, KeyValueCache]:
         """See `sharded.softmax_streaming`; the first block of a stream goes the way that `softmax` says."""
+        self._refuse_deterministic("softmax attention")
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGLK.shape[2], self._layout)
         if self._comm.size == 1:
@@ -210,6 +222,7 @@ class ShardedSequenceOps:
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `sharded.fourier.sharded_fourier_mix`."""
+        self._refuse_deterministic("Fourier mixing")
         self._check("tokens", x_BLD.shape[1], self._layout)
         return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
 
@@ -217,6 +230,7 @@ class ShardedSequenceOps:
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `sharded.long_convolution.sharded_long_convolve`."""
+        self._refuse_deterministic("long convolutions")
         self._check("tokens", x_BLD.shape[1], self._layout)
         return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
@@ -230,6 +244,7 @@ class ShardedSequenceOps:
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `sharded.diagonal.sharded_diagonal_scan`."""
+        self._refuse_deterministic("the diagonal scan")
         self._check("tokens", u_BLD.shape[1], self._layout)
         return sharded_diagonal_scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
 
@@ -244,6 +259,7 @@ class ShardedSequenceOps:
         activation: Activation = "gelu_tanh",
     ) -> torch.Tensor:
         """See `sharded.token_mixing.sharded_mix_tokens`; the weights are those of all tokens."""
+        self._refuse_deterministic("token mixing")
         self._check("tokens", x_BLD.shape[1], self._layout)
         return sharded_mix_tokens(
             self._comm,
@@ -273,6 +289,7 @@ class ShardedSequenceOps:
 
         Cost: one all-reduce of B D elements.
         """
+        self._refuse_deterministic("sums over the sequence")
         self._check("tokens", x_BLD.shape[1], self._layout)
         return collectives.all_reduce_sum(self._comm, x_BLD.sum(dim=1), label="sum over sequence")
 
@@ -291,6 +308,13 @@ class ShardedSequenceOps:
     def whole(self) -> bool:
         """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return self._comm.size == 1
+
+    def _refuse_deterministic(self, what: str) -> None:
+        if self._deterministic:
+            raise InputError(
+                f"{what} cannot promise the same bits for any number of ranks; leave out deterministic=True, or take "
+                "a model of linear attention and short convolutions"
+            )
 
     def _check(self, what: str, length: int, layout: SequenceLayout) -> None:
         wanted = layout.lengths[self._comm.rank]

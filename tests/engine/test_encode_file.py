@@ -1,5 +1,6 @@
 """Encoding a file: rows as a naive computation gives them, on any number of ranks, whole or not at all."""
 
+import hashlib
 import os
 import threading
 from pathlib import Path
@@ -102,6 +103,31 @@ def test_the_carry_does_not_grow_with_the_text(tmp_path):
     # 2 layers x 2 heads x (16 features x (8 values + 1) + 2) float32
     assert sent == [2 * 2 * (16 * 9 + 2) * 4] * 2
     assert _encode(1, tmp_path / "long", tmp_path / "x.npy", RowSpec()).carry_bytes_per_rank == 0
+
+
+def test_deterministic_files_do_not_depend_on_the_ranks(source, tmp_path, hidden_LD):
+    """Deterministic, the file has the same bytes from 1, 2, 3 and 4 ranks, and its rows are the usual ones."""
+    spec = RowSpec("window", 700)
+    digests, carried = [], []
+    for ranks in (1, 2, 3, 4):
+        report = _encode(ranks, source, tmp_path / "rows.npy", spec, deterministic=True)
+        digests.append(hashlib.sha256((tmp_path / "rows.npy").read_bytes()).hexdigest())
+        carried.append(report.carry_bytes_per_rank)
+    assert len(set(digests)) == 1
+    assert carried == [0, *[2 * 2 * (16 * 9 + 2) * 4] * 3]
+    assert_close(torch.from_numpy(np.load(tmp_path / "rows.npy")), _naive_rows(hidden_LD, spec))
+
+
+def test_a_model_that_cannot_be_deterministic(source, tmp_path):
+    """Exact attention says that it cannot promise the same bits, and no file is left."""
+
+    def body(comm: Communicator) -> None:
+        model = small_model(small_config("softmax"))
+        encode_file(comm, model, ByteTokeniser(), source, tmp_path / "rows.npy", RowSpec(), deterministic=True)
+
+    with pytest.raises(InputError, match="cannot promise the same bits"):
+        run_simulated(body, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt"]
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

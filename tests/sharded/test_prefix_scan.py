@@ -87,7 +87,7 @@ def hosts(*sizes: int) -> tuple[tuple[int, ...], ...]:
 
 EXCHANGES = [
     *(Exchange(name) for name in ("auto", "gather", "log_step", "serial_ring")),
-    *(Exchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 50)),
+    *(Exchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 20)),
 ]
 TWO_LEVELS = [(1,), (3,), (1, 1), (2, 2), (3, 1), (1, 2, 4), (2, 2, 2), (4, 4), (1, 1, 1, 1, 1)]
 

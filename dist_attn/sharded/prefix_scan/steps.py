@@ -5,13 +5,14 @@ which there are none, so that no number changes.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 
-__all__ = ["LABEL", "connected", "from_one", "rows_of", "swap", "swap_start"]
+__all__ = ["LABEL", "connected", "from_one", "rows_of", "swap", "swap_start", "tied"]
 
 LABEL = "carry"  # in the traffic log
 
@@ -28,6 +29,23 @@ def connected(message_BHX: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The message, connected to the step that brought the rows; their width may be another."""
     none = rows[:0].reshape(0)
     return torch.cat([message_BHX.reshape(-1), none]).reshape(message_BHX.shape)
+
+
+def tied(x: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
+    """`x` itself, whose backward pass goes through that of an exchange, although nothing of it is in `x`."""
+    return cast(torch.Tensor, _Tied.apply(x, exchanged))  # type: ignore[no-untyped-call]
+
+
+class _Tied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exchanged: torch.Tensor) -> torch.Tensor:
+        ctx.exchanged = exchanged.shape, exchanged.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        shape, dtype = ctx.exchanged
+        return grad, grad.new_zeros(shape, dtype=dtype)
 
 
 def swap(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""deterministic=True: the same bits for any number of ranks, forward and backward, with gates that hide nothing."""
+
+import hashlib
+from functools import partial
+
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import LanguageModel
+from dist_attn.ops import linear_attention
+from dist_attn.ops.row_blocks import RowBlocks
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.attention import Inputs
+from tests.support.closeness import assert_close
+from tests.support.models import small_config, small_model
+from tests.support.ranks import run_ranks
+
+TOKENS = 64 * 9 + 13
+LAYOUTS = [
+    *(SequenceLayout.even(TOKENS, ranks, 64) for ranks in (1, 2, 3, 4)),
+    SequenceLayout((0, 64, 64, 512, TOKENS, TOKENS)),
+]
+
+
+def inputs(*, gate: bool) -> Inputs:
+    """float32, with gates so weak that everything before still counts at the end."""
+    case = Inputs.random(TOKENS, TOKENS, gate=gate, scale=gate, state=True, dtype=torch.float32)
+    if gate:
+        case.sequence["log_gate"] = case.sequence["log_gate"] * 1e-3
+    return case
+
+
+def on_a_rank(comm: Communicator, case: Inputs, layout: SequenceLayout, causal: bool, gradients: bool):
+    """Outputs, the last state and the gradients of one rank's slice."""
+    leaves = case.leaves(*layout.range(comm.rank))
+    qkv, kwargs = leaves.arguments()
+    ops = ShardedSequenceOps(comm, layout, deterministic=True)
+    with torch.set_grad_enabled(gradients):
+        out, after = ops.linear_attention(*qkv, causal=causal, **kwargs)
+    if not gradients:
+        return out, after.tensors()[:4], {}
+    share = float(comm.rank == 0)
+    (out.square().sum() + share * sum(t.square().sum() for t in after.tensors()[:4])).backward()
+    return out.detach(), [t.detach() for t in after.tensors()[:4]], leaves.gradients()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_same_bits_for_any_number_of_ranks(gate, causal, gradients):
+    """Outputs, states and the gradients of what is cut are bitwise those of one rank; shared gradients are close."""
+    case = inputs(gate=gate)
+    found = []
+    for layout in LAYOUTS:
+        body = partial(on_a_rank, case=case, layout=layout, causal=causal, gradients=gradients)
+        ranks = run_simulated(body, layout.size)
+        grads = {
+            name: torch.cat([r[2][name] for r in ranks], 2)
+            if name in case.sequence
+            else torch.stack([r[2][name] for r in ranks]).sum(0)
+            for name in ranks[0][2]
+        }
+        found.append((torch.cat([r[0] for r in ranks], 2), [r[1] for r in ranks], grads))
+    want, (want_after, *_), want_grads = found[0]
+    for out, afters, grads in found[1:]:
+        assert_close(out, want, kind="exact")
+        for after in afters:
+            for got, field in zip(after, want_after, strict=True):
+                assert_close(got, field, kind="exact")
+        for name, gradient in grads.items():
+            kind = "exact" if name in case.sequence and causal else "gradient"
+            assert_close(gradient, want_grads[name], kind=kind, what=name)
+
+
+def test_it_is_linear_attention():
+    """The deterministic form computes what the fast form computes, to rounding."""
+    case = inputs(gate=True)
+    qkv, kwargs = case.arguments()
+    want, _ = linear_attention(*qkv, **kwargs)
+    body = partial(on_a_rank, case=case, layout=LAYOUTS[2], causal=True, gradients=False)
+    assert_close(torch.cat([r[0] for r in run_simulated(body, 3)], 2), want)
+
+
+def test_the_fast_form_does_differ():
+    """With such gates the fold over ranks is not bitwise that of one rank: the test above would notice."""
+    case = inputs(gate=True)
+
+    def body(comm: Communicator, layout: SequenceLayout) -> torch.Tensor:
+        qkv, kwargs = case.leaves(*layout.range(comm.rank)).arguments()
+        with torch.no_grad():
+            return ShardedSequenceOps(comm, layout).linear_attention(*qkv, **kwargs)[0]
+
+    whole, cut = (torch.cat(run_simulated(partial(body, layout=x), x.size), 2) for x in (LAYOUTS[0], LAYOUTS[3]))
+    assert not torch.equal(whole, cut)
+
+
+def model_of(kind: str) -> LanguageModel:
+    """A small model with a short convolution."""
+    mixer = {"kind": kind, "hidden_size": 16, "num_heads": 2, "num_random": 8, "short_convolution": 3}
+    return small_model(small_config(kind).model_validate({**small_config(kind).model_dump(), "mixer": mixer}))
+
+
+def hidden(comm: Communicator, kind: str, layouts: list[SequenceLayout]) -> tuple[torch.Tensor, list[str]]:
+    """Hidden states of two blocks of tokens, and hashes of the state after them."""
+    model = model_of(kind)
+    tokens = torch.arange(sum(layout.total for layout in layouts))[None] * 7 % 251
+    state, parts, done = None, [], 0
+    with torch.no_grad(), RowBlocks():
+        for layout in layouts:
+            ops = ShardedSequenceOps(comm, layout, deterministic=True)
+            start, stop = layout.range(comm.rank)
+            h_BLD, state = model.hidden(tokens[:, done + start : done + stop], ops, state)
+            done += layout.total
+            parts.append(h_BLD)
+    hashes = [hashlib.sha256(t.numpy().tobytes()).hexdigest() for s in state.layers for t in s.tensors()]
+    return torch.cat(parts, 1), hashes
+
+
+@pytest.mark.parametrize("mixer", ["rfa", "rfa_gate"])
+def test_a_whole_model(mixer):
+    """Every hidden state and every state of a model has the same bits on 1, 2, 3 and 4 ranks."""
+    want = None
+    for ranks in (1, 2, 3, 4):
+        layout = SequenceLayout.even(64 * 5 + 7, ranks, 64)
+        found = run_simulated(partial(hidden, kind=mixer, layouts=[layout]), ranks)
+        got = torch.cat([h for h, _ in found], 1)
+        want = (got, found[0][1]) if want is None else want
+        assert_close(got, want[0], kind="exact")
+        assert all(hashes == want[1] for _, hashes in found)
+
+
+def test_a_whole_model_over_processes():
+    """Processes over gloo give the bits of one simulated rank, also where the sequence comes in two blocks."""
+    first, second = (SequenceLayout.even(n, 3, 64) for n in (192, 64 + 7))
+    alone = [SequenceLayout.from_lengths([192 + 64 + 7])]
+    (want, hashes), *_ = run_simulated(partial(hidden, kind="rfa_gate", layouts=alone), 1)
+    found = run_ranks("gloo", partial(hidden, kind="rfa_gate", layouts=[first, second]), 3)
+    blocks = [h.split([layout.lengths[rank] for layout in (first, second)], 1) for rank, (h, _) in enumerate(found)]
+    assert_close(torch.cat([part for block in zip(*blocks, strict=True) for part in block], 1), want, kind="exact")
+    assert all(got == hashes for _, got in found)
+
+
+def test_cuts_off_the_grid_are_refused():
+    """A cut inside a chunk is refused with the layout that would do, on every rank."""
+    with pytest.raises(ShapeError, match=r"a cut at token 65.*multiples of 64"):
+        run_simulated(lambda comm: ShardedSequenceOps(comm, SequenceLayout((0, 65, 200)), deterministic=True), 2)
+
+
+def test_operations_without_the_promise_are_refused():
+    """Operations that mix in another way say that they cannot promise the same bits."""
+
+    def body(comm: Communicator) -> None:
+        ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
+        x = torch.zeros(1, 64, 2)
+        for call in (lambda: ops.fourier_mix(x), lambda: ops.sum_over_sequence(x)):
+            with pytest.raises(InputError, match="cannot promise the same bits"):
+                call()
+
+    run_simulated(body, 2)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 64, 200])
+def test_linear_layers_in_blocks(tokens):
+    """In blocks a linear layer gives what it gives at once, with gradients, for any number of tokens."""
+    layer = torch.nn.Linear(6, 5).double()
+    x = torch.randn(2, tokens, 6, dtype=torch.float64, requires_grad=True)
+    with RowBlocks():
+        got = layer(x)
+    assert_close(got, layer(x))
+    (grad,) = torch.autograd.grad(got.square().sum(), x)
+    assert_close(grad, torch.autograd.grad(layer(x).square().sum(), x)[0], kind="gradient")
+    with RowBlocks():
+        assert layer(torch.zeros(6, dtype=torch.float64)).shape == (5,)
