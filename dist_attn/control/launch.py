@@ -73,7 +73,12 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
         if "api_address" not in fields:
             folder = tempfile.mkdtemp(prefix="dist-attn-")
             fields |= {"api_address": f"ipc://{folder}/api", "rank_address": f"ipc://{folder}/ranks"}
-        settings = ControlSettings(**fields)
+        try:
+            settings = ControlSettings(**fields)
+        except BaseException:
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
     settings = msgspec.structs.replace(settings, parent=os.getpid())
     command = [sys.executable, "-m", "dist_attn.control", "controller", *settings.to_flags()]
     process = subprocess.Popen(

@@ -51,7 +51,8 @@ def _check_data_dir(data_dir: Path) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=data_dir):
             pass
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        why = getattr(error, "strerror", error)
         raise ConfigError(
-            f"{data_dir} cannot hold data: {error.strerror}; choose a folder that can be written to with --data-dir"
+            f"{data_dir} cannot hold data: {why}; choose a folder that can be written to with --data-dir"
         ) from None

@@ -85,6 +85,14 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"log_level {self.log_level!r} is not known; choose one of {', '.join(LOG_LEVELS)}")
         if self.ranks > 1 and (self.backend == "mpi") != (self.starts_by == "mpiexec"):
             raise ConfigError(f"launcher {self.launcher} does not go with backend {self.backend}: choose auto")
+        if self.ranks > 1 and self.backend == "local":
+            raise ConfigError(f"backend local has no way between {self.ranks} ranks: choose gloo, nccl or mpi")
+        if self.heartbeat_deadline_s < 2 * self.heartbeat_s:
+            # Every rank would count as dead between two of its signs of life, and be killed again and again.
+            raise ConfigError(
+                f"heartbeat_deadline_s is {self.heartbeat_deadline_s:g}; it must be at least twice heartbeat_s, "
+                f"which is {self.heartbeat_s:g}"
+            )
         for name in ("block_tokens", "beside_decode_tokens"):
             if getattr(self, name) < GRAIN or getattr(self, name) % GRAIN:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a multiple of {GRAIN}")

@@ -49,7 +49,7 @@ def test_a_back_end_that_is_not_installed(fields, monkeypatch):
         check_before_start(**fields, backend="mpi")
 
 
-@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere"])
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere", "zero\0byte"])
 def test_a_data_folder_that_cannot_be_written_to(fields, tmp_path, place):
     """The folder and what to do are named."""
     (tmp_path / "file").touch()

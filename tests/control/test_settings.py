@@ -1,7 +1,10 @@
 """The settings of the control plane: flags that say exactly what the value says."""
 
+import tempfile
+
 import pytest
 
+from dist_attn.control.launch import start_engine
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.shipped import default_model_folder
@@ -25,6 +28,8 @@ def test_flags_are_read_back_to_the_same_value():
         ("backend", "smoke"),
         ("block_tokens", 100),
         ("heartbeat_s", 0.0),
+        ("heartbeat_s", 100.0),
+        ("heartbeat_deadline_s", 0.1),
         ("api_address", "nowhere"),
         ("rank_address", "ipc://" + "x" * 200),
     ],
@@ -85,6 +90,15 @@ def test_settings_that_do_not_fit_exit_with_code_2(environment, words, capsys):
 def test_who_starts_the_ranks(fields, starts_by):
     """The back end decides between torchrun and mpiexec; one rank needs neither; what is given counts."""
     assert ControlSettings(**GIVEN, **fields).starts_by == starts_by
+
+
+def test_ranks_that_could_not_talk_are_refused(tmp_path, monkeypatch):
+    """The local back end knows one rank only, which is said before anything is started or made."""
+    assert ControlSettings(**GIVEN, backend="local").ranks == 1
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ConfigError, match="choose gloo, nccl or mpi"):
+        start_engine(model="m", backend="local", ranks=2)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("fields", [{"backend": "mpi", "launcher": "torchrun"}, {"launcher": "mpiexec"}])
