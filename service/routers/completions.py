@@ -27,7 +27,13 @@ router = APIRouter(tags=["completions"])
         "requestBody": {
             "required": True,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/CompletionRequest"}}},
-        }
+        },
+        "responses": {
+            "200": {
+                "description": "The whole completion; with `stream`, its pieces as server-sent events.",
+                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+            }
+        },
     },
 )
 async def create_completion(request: Request) -> Response:

@@ -75,6 +75,8 @@ def test_the_documentation_describes_the_routes(service: RunningService) -> None
     assert {"CompletionRequest", "EncodingRequest", "Problem"} <= set(schemas)
     names = [p["name"] for p in document["paths"]["/v1/encodings"]["post"]["parameters"]]
     assert {"granularity", "window", "pooling", "format"} <= set(names)
+    answers = document["paths"]["/v1/completions"]["post"]["responses"]["200"]["content"]
+    assert set(answers) == {"application/json", "text/event-stream"}
 
 
 @pytest.mark.parametrize("many", [False, True])
