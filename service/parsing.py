@@ -44,12 +44,14 @@ def parse_query(items: list[tuple[str, str]]) -> EncodingOptions:
 
     Raises: BadRequest naming the option.
     """
-    names = [name for name, _ in items]
-    for name in names:
-        if names.count(name) > 1:
-            raise BadRequest(f"{name} is given more than once; give it once", param=name)
+    values: dict[str, str] = {}
+    for name, value in items:
+        if name in values:
+            shown = name[:200]
+            raise BadRequest(f"{shown} is given more than once; give it once", param=shown)
+        values[name] = value
     try:
-        return EncodingOptions.model_validate(dict(items))
+        return EncodingOptions.model_validate(values)
     except ValidationError as error:
         raise refuse(error.errors(include_url=False, include_context=False), EncodingOptions) from None
 

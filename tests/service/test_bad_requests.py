@@ -7,6 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
+from service.errors import ServiceError
+from service.parsing import parse_query
 from tests.support.service_server import RunningService, running_service
 
 JSON = {"Content-Type": "application/json"}
@@ -203,6 +205,25 @@ def test_bad_encoding_options(service: RunningService, query: str, status: int, 
     if query.count("=") == 1 and not query.startswith("window="):
         name, value = query.split("=")
         check_problem(httpx.post(f"{service.url}/v1/encodings", json={"input": "a", name: value}), status, code, param)
+
+
+def test_as_many_options_as_fit_in_a_head_cost_little() -> None:
+    """Names in a query are looked up, not each compared with all others: everybody waits while one query is read."""
+    compared = 0
+
+    class Name(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    names = [Name(f"{number:x}") for number in range(3000)]
+    with pytest.raises(ServiceError, match="unknown parameter"):
+        parse_query([(name, "") for name in names])
+    assert compared < 10 * len(names)
 
 
 def test_options_that_contradict_are_refused(service: RunningService) -> None:
