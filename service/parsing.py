@@ -1,10 +1,11 @@
 """From bytes to checked values: JSON, query, texts and tokens; each refusal says what is wrong and what is right."""
 
+import reprlib
 from typing import Any, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
 from service.engine_stream import TokenArray
 from service.errors import BadRequest, Code
@@ -13,6 +14,7 @@ from service.schemas import CompletionRequest, EncodingOptions
 __all__ = ["parse_json", "parse_query", "parse_texts", "parse_tokens", "refuse", "refuse_unsupported", "utf8"]
 
 M = TypeVar("M", bound=BaseModel)
+MOST_KEYS = 1024  # of an object in a request
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -34,9 +36,28 @@ def parse_json(data: bytes, kind: type[M]) -> M:
             f"byte {error.start} of the JSON body is not valid UTF-8 ({error.reason})", code=Code.INVALID_UTF8
         ) from None
     try:
-        return kind.model_validate_json(text)
+        value = from_json(text)  # NaN too: it is refused below, by the name of its option
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}", code=Code.INVALID_JSON) from None
+    _bounded(value, kind)
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
         raise refuse(error.errors(include_url=False, include_context=False), kind) from None
+
+
+def _bounded(value: Any, kind: type[BaseModel]) -> None:
+    """Refuse what would make a long list of errors: validation holds up everybody until it has found them all.
+
+    Raises: BadRequest for an object with more keys than any option has.
+    """
+    if not isinstance(value, dict):
+        return
+    if len(value) > MOST_KEYS:
+        raise _unknown(next(name for name in value if name not in kind.model_fields), kind)
+    for name, inner in value.items():
+        if isinstance(inner, dict) and len(inner) > MOST_KEYS:
+            raise BadRequest(f"{name} holds {len(inner)} keys; at most {MOST_KEYS} are read", param=name)
 
 
 def parse_query(items: list[tuple[str, str]]) -> EncodingOptions:
@@ -61,24 +82,24 @@ def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
     first = errors[0]
     name = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(kind)) or None
     match first["type"]:
-        case "json_invalid":
-            return BadRequest(f"the body is not JSON: {first['msg']}", code=Code.INVALID_JSON)
         case "model_type" | "model_attributes_type" if not first["loc"]:
             return BadRequest("the body must be a JSON object", code=Code.INVALID_JSON)
         case "extra_forbidden":
-            unknown = ".".join(str(part) for part in first["loc"])[:200]
-            return BadRequest(
-                f"unknown parameter {unknown!r}; known are {', '.join(sorted(kind.model_fields))}",
-                code=Code.UNKNOWN_PARAMETER,
-                param=unknown,
-            )
+            return _unknown(".".join(str(part) for part in first["loc"]), kind)
         case "missing":
             return BadRequest(f"{name} is missing; it is required", code=Code.MISSING_PARAMETER, param=name)
         case _:
-            given = repr(first["input"])
+            given = reprlib.repr(first["input"])
             shown = given if len(given) <= 80 else f"{given[:77]}..."
             why = first["msg"].removeprefix("Value error, ")
             return BadRequest(f"{name} cannot be {shown}: {why}", param=name)
+
+
+def _unknown(name: str, kind: type[BaseModel]) -> BadRequest:
+    known = ", ".join(sorted(kind.model_fields))
+    return BadRequest(
+        f"unknown parameter {name[:200]!r}; known are {known}", code=Code.UNKNOWN_PARAMETER, param=name[:200]
+    )
 
 
 def refuse_unsupported(request: CompletionRequest) -> None:
@@ -90,7 +111,9 @@ def refuse_unsupported(request: CompletionRequest) -> None:
     for name, allowed in neutral.items():
         value = getattr(request, name)
         if value is not None and value not in allowed:
-            raise _not_offered(f"{name}={value!r} is not offered; leave it out or send {allowed[0]!r}", name)
+            raise _not_offered(
+                f"{name}={reprlib.repr(value)} is not offered; leave it out or send {allowed[0]!r}", name
+            )
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         name = "stream_options.include_obfuscation"
         raise _not_offered(f"{name}=true is not offered; leave it out or send false", name)

@@ -94,7 +94,7 @@ class CompletionRequest(_Input):
     seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -212,7 +212,7 @@ class DetokenizeRequest(_Input):
     """Tokens to be put together again."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 class Detokenized(_Output):

@@ -6,9 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
+from service import parsing
 from service.errors import ServiceError
 from service.parsing import parse_query
+from service.schemas import CompletionRequest, DetokenizeRequest
 from tests.support.service_server import RunningService, running_service
 
 JSON = {"Content-Type": "application/json"}
@@ -224,6 +227,29 @@ def test_as_many_options_as_fit_in_a_head_cost_little() -> None:
     with pytest.raises(ServiceError, match="unknown parameter"):
         parse_query([(name, "") for name in names])
     assert compared < 10 * len(names)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "param"),
+    [
+        (CompletionRequest, {"prompt": "a", **{f"k{n}": 1 for n in range(3000)}}, "k0"),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 3000}, "stop"),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(n): "x" for n in range(3000)}}, "logit_bias"),
+        (CompletionRequest, {"prompt": "a", "stream_options": {str(n): 1 for n in range(3000)}}, "stream_options"),
+        (DetokenizeRequest, {"tokens": ["x"] * 3000}, "tokens"),
+    ],
+)
+def test_a_body_full_of_errors_is_refused_at_the_first(
+    kind: type[BaseModel], body: dict[str, Any], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validation stops early, so that millions of wrong items do not keep everybody waiting while they are listed."""
+    listed = []
+    whole = parsing.refuse
+    monkeypatch.setattr(parsing, "refuse", lambda errors, kind: listed.append(len(errors)) or whole(errors, kind))
+    with pytest.raises(ServiceError) as refused:
+        parsing.parse_json(json.dumps(body).encode(), kind)
+    assert refused.value.param == param and len(refused.value.message) < 500
+    assert sum(listed) <= 2
 
 
 def test_options_that_contradict_are_refused(service: RunningService) -> None:
