@@ -1,38 +1,20 @@
 """Results with what a reader needs to judge them: machine, versions, threads, date and commit; JSON and Markdown."""
 
-import datetime
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
-
 from benchmarks.cases import MATMUL, OURS, Case, Statistic, matmul_flops
+from benchmarks.setting import Setting, look_around
+from benchmarks.studies import Finding
 from benchmarks.timing import Times
 from benchmarks.verify import ROOT
-from dist_attn import __version__
 
-__all__ = ["Result", "Row", "Setting", "as_markdown", "file_result", "look_around", "row_of"]
+__all__ = ["Result", "Row", "Setting", "as_markdown", "file_finding", "file_result", "look_around", "row_of"]
 
 RESULTS = Path("benchmarks/results")
 _STATISTICS: Mapping[Statistic, str] = {"median": "Medians", "fastest": "The fastest"}
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where and when a measurement was taken."""
-
-    date: str
-    commit: str
-    machine: str
-    cores: int
-    threads: int
-    load_average: float
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -69,19 +51,6 @@ class Result:
         return f"{self.case}-{self.setting.date[:10]}-{self.setting.commit}"
 
 
-def look_around() -> Setting:
-    """The setting of a measurement that begins now."""
-    return Setting(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=_commit(),
-        machine=f"{_processor()}, {platform.system()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        threads=torch.get_num_threads(),
-        load_average=round(os.getloadavg()[0], 2),
-        versions={"dist-attn": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    )
-
-
 def row_of(case: Case, size: int, times: Mapping[str, Times], peaks: Mapping[str, int] | None = None) -> Row:
     """The times and ratios of one size, and the peaks of memory where they were measured."""
     counted = {name: getattr(taken, case.statistic) for name, taken in times.items()}
@@ -107,8 +76,6 @@ def as_json(result: Result) -> str:
 
 def as_markdown(result: Result) -> str:
     """The result for people."""
-    setting = result.setting
-    versions = ", ".join(f"{name} {version}" for name, version in setting.versions.items())
     peers = list(dict.fromkeys(peer for row in result.rows for peer in row.peers_over_ours))
     peaks = [name for name in (OURS, *peers) if any(name in row.peak_bytes for row in result.rows)]
     header = ["size", "ours", *peers, *(f"{peer} / ours" for peer in peers), "ours / limit", "spread"]
@@ -118,10 +85,8 @@ def as_markdown(result: Result) -> str:
         "",
         result.question,
         "",
-        f"{setting.date}, commit {setting.commit}, {setting.machine}, cores: {setting.cores}, threads: "
-        f"{setting.threads}, load: {setting.load_average:g}, {versions}. "
-        f"{_STATISTICS[result.statistic]} of {_rounds(result)} rounds taken in turns; the limit is the operations of "
-        "the form used at the rate of a matrix product in the same run.",
+        f"{result.setting.sentence()} {_STATISTICS[result.statistic]} of {_rounds(result)} rounds taken in turns; the "
+        "limit is the operations of the form used at the rate of a matrix product in the same run.",
         "",
         f"| {' | '.join(header)} |",
         f"|{'---|' * len(header)}",
@@ -147,34 +112,20 @@ def _rounds(result: Result) -> str:
 
 def file_result(result: Result, folder: Path | None = None) -> Path:
     """Write both forms into the folder of results; the path of the Markdown."""
-    folder = ROOT / RESULTS if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{result.name}.json").write_text(as_json(result))
-    path = folder / f"{result.name}.md"
-    path.write_text(as_markdown(result))
+    return _file(result.name, as_json(result), as_markdown(result), folder)
+
+
+def file_finding(finding: Finding, folder: Path | None = None) -> Path:
+    """The same for a study, with its figure."""
+    path = _file(finding.name, finding.as_json(), finding.as_markdown() + f"\n![]({finding.name}.png)\n", folder)
+    finding.draw(path.with_suffix(".png"))
     return path
 
 
-def _commit() -> str:
-    """The commit, with "-changed" when tracked files differ from it."""
-    commit = _git("rev-parse", "--short=9", "HEAD")
-    if not commit:
-        return "unknown"
-    return f"{commit}-changed" if _git("status", "--porcelain", "--untracked-files=no") else commit
-
-
-def _git(*arguments: str) -> str:
-    try:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=20.0, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or "unknown processor"
+def _file(name: str, for_machines: str, for_people: str, folder: Path | None) -> Path:
+    folder = ROOT / RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(for_machines)
+    path = folder / f"{name}.md"
+    path.write_text(for_people)
+    return path

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from benchmarks.cases import CASES, MATMUL, Case
 from benchmarks.memory import peak_bytes
-from benchmarks.report import Result, Row, as_json, as_markdown, file_result, look_around, row_of
+from benchmarks.report import Result, Row, as_json, as_markdown, file_finding, file_result, look_around, row_of
+from benchmarks.studies import STUDIES, Study
 from benchmarks.timing import interleaved
 from benchmarks.verify import why_red
 
@@ -30,35 +31,48 @@ def _measure_size(case: Case, size: int, rounds: int) -> Row:
 
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 measured, 1 the tests are red, 2 no such case or no such folder."""
+    known: dict[str, Case | Study] = {**CASES, **STUDIES}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure, once the tests are green.")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(known)}; default: all")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too, as a JSON list")
     parser.add_argument("--smoke", action="store_true", help="smallest size, one round, nothing filed: does it run?")
     given = parser.parse_args(arguments)
-    unknown = [name for name in given.cases if name not in CASES]
+    names = given.cases or list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"benchmarks: there is no case {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)
+        print(f"benchmarks: there is no case {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     if given.json is not None and not given.json.parent.is_dir():
         print(f"benchmarks: the folder of {given.json} does not exist; make it first", file=sys.stderr)
         return 2
-    cases = [CASES[name] for name in given.cases or CASES]
+    cases = [known[name] for name in names]
     tests = list(dict.fromkeys(test for case in cases for test in case.tests))
     print(f"tests first: {' '.join(tests)}", file=sys.stderr, flush=True)
     problem = why_red(tests)
     if problem:
         print(f"benchmarks: no number without green tests; {problem}", file=sys.stderr)
         return 1
-    results = []
-    for case in cases:
-        result = measure(case, case.sizes[:1], 1) if given.smoke else measure(case, case.sizes, case.rounds)
-        results.append(result)
-        print(as_markdown(result), flush=True)
-        if not given.smoke:
-            print(f"filed as {file_result(result)}", file=sys.stderr)
+    results = [_carry_out(case, smoke=given.smoke) for case in cases]
     if given.json is not None:
-        given.json.write_text(f"[{','.join(map(as_json, results))}]\n")
+        given.json.write_text(f"[{','.join(results)}]\n")
     return 0
+
+
+def _carry_out(case: Case | Study, *, smoke: bool) -> str:
+    """Measure, print and, unless it is only asked whether it runs, file; the result as JSON."""
+    if isinstance(case, Study):
+        finding = case.measure(smoke)
+        print(finding.as_markdown(), flush=True)
+        path = None if smoke else file_finding(finding)
+        result_json = finding.as_json()
+    else:
+        result = measure(case, case.sizes[:1], 1) if smoke else measure(case, case.sizes, case.rounds)
+        print(as_markdown(result), flush=True)
+        path = None if smoke else file_result(result)
+        result_json = as_json(result)
+    if path is not None:
+        print(f"filed as {path}", file=sys.stderr)
+    return result_json
 
 
 if __name__ == "__main__":

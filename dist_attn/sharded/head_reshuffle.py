@@ -5,6 +5,7 @@ inputs and outputs is that of one head. Which rank takes which share is chosen s
 Reference: A Unified View of Long-Sequence Models, Sec. 10.4 (all-to-all head reshuffle); Kabic et al., COSTA.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -57,29 +58,21 @@ def sharded_softmax_attention(
         v_BGSV.permute(1, 2, 0, 3).reshape(groups * keys, numbers[2]),
         label="heads",
     )
-    q_blocks, k_blocks, v_blocks = (
-        block_views(table, comm.rank, x) for table, x in zip(there.targets, (q_EN, k_EN, v_EN), strict=True)
-    )
+    parts = head_parts(groups, layout.total, memory.total, comm.size, causal=causal)[there.players.index(comm.rank)]
+    placements = [_placement(part, layout, memory, causal) for part in parts]
+    shapes = ((batch, repeats, size), (batch, 1, size), (batch, 1, values))
+    blocks = [
+        [block.unflatten(2, shape) for block in block_views(table, comm.rank, x)]
+        for table, x, shape in zip(there.targets, (q_EN, k_EN, v_EN), shapes, strict=True)
+    ]
     # Also with no head of its own a rank joins the way back, forward and backward: with no rows, but of its graph.
-    rows = [q_EN.flatten()[:0].view(0, batch * repeats * values)]
-    part_of_rank = there.players.index(comm.rank)
-    at = 0
-    for number, part in enumerate(
-        head_parts(groups, layout.total, memory.total, comm.size, causal=causal)[part_of_rank]
-    ):
-        fragments = q_blocks[at : at + len(part.queries)]
-        at += len(part.queries)
-        outs_ALN = _attend(
-            part,
-            torch.cat(fragments, dim=1).unflatten(2, (batch, repeats, size)),
-            k_blocks[number].unflatten(2, (batch, size)),
-            v_blocks[number].unflatten(2, (batch, values)),
-            _placement(part, layout, memory, causal),
-            causal,
-            size**-0.5 if scale is None else scale,
-        )
-        rows += [piece.flatten(0, 1) for piece in outs_ALN.split([b - a for a, b in part.queries], dim=1)]
-    (out_EN,) = redistribute(comm, back, torch.cat(rows), label="heads back")
+    rows_EN = [q_EN.flatten()[:0].clone().view(0, batch * repeats * values)]
+    rows_EN += _attend(parts, placements, *blocks, causal=causal, scale=size**-0.5 if scale is None else scale)
+    # What came is not needed any more: what goes back must not lie beside it.
+    del q_EN, k_EN, v_EN, blocks
+    attended_EN = torch.cat(rows_EN)
+    del rows_EN
+    (out_EN,) = redistribute(comm, back, attended_EN, label="heads back")
     out_BGRLV = out_EN.reshape(groups, length, batch, repeats, values).permute(2, 0, 3, 1, 4)
     return out_BGRLV.flatten(1, 2)
 
@@ -122,26 +115,31 @@ def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, c
 
 
 def _attend(
-    part: HeadPart,
-    q_ALBRK: torch.Tensor,
-    k_ASBK: torch.Tensor,
-    v_ASBV: torch.Tensor,
-    placement: Placement | None,
+    parts: Sequence[HeadPart],
+    placements: Sequence[Placement | None],
+    q_blocks: Sequence[torch.Tensor],
+    k_blocks: Sequence[torch.Tensor],
+    v_blocks: Sequence[torch.Tensor],
+    *,
     causal: bool,
     scale: float,
-) -> torch.Tensor:
-    """The outputs of a part's heads, one after the other: [heads, queries, B R V]."""
-    outs = [
-        softmax_attention(
-            q_ALBRK[head].permute(1, 2, 0, 3),
-            k_ASBK[head].transpose(0, 1)[:, None],
-            v_ASBV[head].transpose(0, 1)[:, None],
-            causal=causal,
-            scale=scale,
-            placement=placement,
-        )
-        .permute(2, 0, 1, 3)
-        .flatten(1)
-        for head in range(part.heads[1] - part.heads[0])
-    ]
-    return torch.stack(outs)
+) -> Iterator[torch.Tensor]:
+    """The outputs [L, B R V] of all heads of all parts, one after the other, in the order of the blocks of queries.
+
+    Blocks are [heads, tokens, B, R, size], with R = 1 for keys and values.
+    """
+    fragments = iter(q_blocks)
+    for part, placement, k_ASB1K, v_ASB1V in zip(parts, placements, k_blocks, v_blocks, strict=True):
+        own = [next(fragments) for _ in part.queries]
+        for head in range(part.heads[1] - part.heads[0]):
+            q_LBRK = own[0][head] if len(own) == 1 else torch.cat([fragment[head] for fragment in own])
+            out_BRLV = softmax_attention(
+                q_LBRK.permute(1, 2, 0, 3),
+                k_ASB1K[head].permute(1, 2, 0, 3),
+                v_ASB1V[head].permute(1, 2, 0, 3),
+                causal=causal,
+                scale=scale,
+                placement=placement,
+            )
+            # A part of several fragments is a share of one head, so heads and fragments come in the order of blocks.
+            yield out_BRLV.permute(2, 0, 1, 3).flatten(1)

@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement, merge_partials
+from dist_attn.ops.softmax_attention import Placement
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
-from dist_attn.ops.softmax_attention.tiled import tile_gradients, tile_outputs
+from dist_attn.ops.softmax_attention.tiled import fold_in_place, tile_gradients, tile_outputs
 from dist_attn.sharded.placements import placement_of
 
 __all__ = ["ring_attention"]
@@ -99,12 +99,13 @@ class _RingAttention(Function):
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring, scale: float) -> torch.Tensor:
         # Whether a gradient will flow back is something that all ranks must agree on.
         label = "ring with gradient" if any(ctx.needs_input_grad) else "ring"
-        message = ring.join(k, v)
         out, lse = tile_outputs(q, k, v, ring.placement(0), ring.causal, scale)
+        message = ring.join(k, v)
         for number in range(1, ring.comm.size):
             message = ring.pass_on(message, number - 1, label)
             part = tile_outputs(q, *ring.split(message, number), ring.placement(number), ring.causal, scale)
-            out, lse = merge_partials([out, part[0]], [lse, part[1]])
+            lse = fold_in_place(out, lse, *part)
+            del part
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.ring, ctx.scale = ring, scale
         return out.to(v.dtype)

@@ -31,6 +31,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     case = replace(CASES["forward"], sizes=(8, 16), rounds=3)
     monkeypatch.setattr(run, "why_red", lambda _: "")
     monkeypatch.setattr(run, "CASES", {"forward": case})
+    monkeypatch.setattr(run, "STUDIES", {})
     monkeypatch.setattr(report, "ROOT", tmp_path)
     return tmp_path
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from dist_attn.ops.softmax_attention.placement import Placement, Tile, visible_tiles
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
 
-__all__ = ["merge_partials", "softmax_attention_partial", "tile_gradients", "tile_outputs"]
+__all__ = ["fold_in_place", "merge_partials", "softmax_attention_partial", "tile_gradients", "tile_outputs"]
 
 TILE_QUERIES = 256
 TILE_KEYS = 1024
@@ -65,6 +65,17 @@ def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -
     seen = mass > 0
     mass = torch.where(seen, mass, 1.0)
     return total / mass[..., None], torch.where(seen, peak + mass.log(), -torch.inf)
+
+
+def fold_in_place(out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
+    """`merge_partials` of two, without gradients: `out` becomes the merged one, `more_out` is used up; the new lse."""
+    peak = _finite(torch.maximum(lse, more_lse))
+    weight, more_weight = torch.exp(lse - peak), torch.exp(more_lse - peak)
+    mass = weight + more_weight
+    seen = mass > 0
+    mass = torch.where(seen, mass, 1.0)
+    out.mul_((weight / mass)[..., None]).add_(more_out.mul_((more_weight / mass)[..., None]))
+    return torch.where(seen, peak + mass.log(), -torch.inf)
 
 
 def tile_outputs(
