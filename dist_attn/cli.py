@@ -9,13 +9,14 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from dist_attn.errors import DistAttnError, InputError
+from dist_attn.errors import CommError, DistAttnError, InputError
 from dist_attn.launchers import is_first_rank, read_launch
 
 __all__ = ["app", "main"]
@@ -24,6 +25,8 @@ __all__ = ["app", "main"]
 UsageErrors = tuple(
     kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
 )
+
+PATIENCE_S = 2.0  # of a rank that could report a failed exchange, for each rank before it that could as well
 
 app = typer.Typer(
     name="dist-attn",
@@ -57,6 +60,9 @@ def main() -> None:
         code = _complain(_usage(error), 2)
     except InputError as error:
         code = _complain(str(error), 2)
+    except CommError as error:
+        _let_the_first_rank_speak()
+        code = _complain(str(error), 1, instead_of_first=True)
     except DistAttnError as error:
         code = _complain(str(error), 1)
     except KeyboardInterrupt:
@@ -90,9 +96,15 @@ def _usage(error: Exception) -> str:
     return words or "which command? They are listed above"
 
 
-def _complain(message: str, code: int) -> int:
+def _let_the_first_rank_speak() -> None:
+    """Wait where this is not rank 0: when that ends with an error its launcher ends all, and nothing is said twice."""
+    launch = read_launch(os.environ)
+    time.sleep(PATIENCE_S * ((launch and launch.rank) or 0))
+
+
+def _complain(message: str, code: int, *, instead_of_first: bool = False) -> int:
     # One rank speaks for all: under torchrun or mpiexec every rank meets the same bad input.
-    if is_first_rank(os.environ):
+    if instead_of_first or is_first_rank(os.environ):
         print(f"dist-attn: {' '.join(message.split())}", file=sys.stderr)
     return code
 

@@ -16,6 +16,7 @@ import pytest
 
 from dist_attn import cli
 from dist_attn.checkpoints import load_model
+from dist_attn.errors import CommError
 from tests.support.models import write_small_folder
 from tests.support.tokenisers import PROSE
 from tests.support.training import small_run, write_toml
@@ -291,6 +292,20 @@ def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys, size, rank, l
     said = capsys.readouterr().err
     assert "2 processes were started to train" in said
     assert f"leave out {launcher}" in said
+
+
+def test_a_lost_rank_is_reported_by_whoever_is_left(run, monkeypatch):
+    """A rank other than 0 whose exchange fails says so when rank 0, which would have ended all, does not."""
+
+    def fails(*_, **__):
+        raise CommError("waited 30 s for rank 0")
+
+    monkeypatch.setattr("dist_attn.engine.encode_file.encode_file", fails)
+    monkeypatch.setattr(cli, "PATIENCE_S", 0.0)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    said = run("encode", "book.txt", "--model", "tiny", "--out", "no.npy")
+    assert said == (1, "", "dist-attn: waited 30 s for rank 0\n")
 
 
 def test_mpiexec_without_mpi4py_is_one_line(run, monkeypatch, place):

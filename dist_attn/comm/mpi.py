@@ -140,8 +140,7 @@ class MpiCommunicator(Communicator):
         others = [rank for rank in range(self.size) if rank != self.rank]
         messages = [_Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r) for r in others]
         began = time.monotonic()
-        while len(self._left) < len(others) or not all(message.done() for message in messages):
-            self._hear_farewells()
+        while not self._all_have_left(messages):
             waited = time.monotonic() - began
             if waited > (self.timeout_s if self._in_order() else min(GRACE_S, self.timeout_s)):
                 self._failure = self._failure or f"rank {self.rank} closed its communicator, but others did not"
@@ -208,21 +207,20 @@ class MpiCommunicator(Communicator):
         while True:
             try:
                 waiting = [message for message in waiting if not message.done()]
+                if not waiting:
+                    return
+                self._hear_farewells()
             except MismatchError as error:
                 self._failed(call, str(error))
-                raise MismatchError(f"rank {self.rank} of {self.size} ({self.backend}): {self._failure}") from error
+                raise MismatchError(f"{self._who()}: {self._failure}") from error
             except self._mpi.Exception as error:
                 raise self._failed(call, _first_line(error)) from error
-            if not waiting:
-                return
             now = time.monotonic()
             if now > deadline:
                 raise self._late(call, waiting, now - began)
-            if now - began > GIVE_WAY_S:
-                self._hear_farewells()
-                if self._reasons() or any(message.partner in self._left for message in waiting):
-                    # What they sent before they left may be on its way still.
-                    deadline = min(deadline, now + GRACE_S)
+            if self._reasons() or any(message.partner in self._left for message in waiting):
+                # What they sent before they left may be on its way still.
+                deadline = min(deadline, now + GRACE_S)
             _rest(now - began)
 
     def _late(self, call: Call, waiting: list[_Message], waited_s: float) -> CommError:
@@ -235,7 +233,7 @@ class MpiCommunicator(Communicator):
             # A message of theirs that no call here waits for has come, and none of those that this one waits for.
             self._failed(call, f"{what}, but {_ranks(elsewhere)} called something else")
             return MismatchError(f"{self._who()}: {self._failure}. Every rank must make the same calls")
-        if reasons := self._reasons():
+        if (reasons := self._reasons()) and waited_s < self.timeout_s:
             return self._failed(call, f"{what}, but the group has failed: {reasons[0]}")
         if gone:
             return self._failed(call, f"{what}, but {_ranks(gone)} has closed its communicator")
@@ -261,6 +259,15 @@ class MpiCommunicator(Communicator):
             text = bytearray(status.Get_count(self._mpi.BYTE))
             self._farewells.Recv([text, self._mpi.BYTE], source=status.Get_source())
             self._left[status.Get_source()] = (text.startswith(b"0"), text[1:].decode(errors="replace"))
+
+    def _all_have_left(self, farewells: list[_Message]) -> bool:
+        """Whether every rank has said farewell and has got this one's; an error of MPI is a failure like any other."""
+        try:
+            self._hear_farewells()
+            return len(self._left) == self.size - 1 and all(message.done() for message in farewells)
+        except self._mpi.Exception as error:
+            self._failure = self._failure or f"rank {self.rank} could not take leave: {_first_line(error)}"
+            return False
 
     def _reasons(self) -> list[str]:
         """Why ranks have left before their end."""
