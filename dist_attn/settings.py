@@ -79,6 +79,7 @@ class LimitSettings(_Section):
 
     request_head_bytes: Bytes = 64 * KIB
     json_body_bytes: Bytes = 8 * MIB
+    json_memory_bytes: Bytes = Field(default=64 * MIB, description="JSON bodies of all requests under way together")
     body_bytes: Bytes = Field(default=8 * GIB, description="a document that is streamed")
     row_spool_bytes: Bytes = Field(default=4 * GIB, description="rows that the client has not read yet, on disk")
     spool_memory_bytes: Bytes = Field(default=1 * MIB, description="per spool, before the disk is used")

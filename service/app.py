@@ -23,7 +23,7 @@ from service.engine_stream import StreamLimits
 from service.engine_watch import EngineWatch
 from service.envelope import Envelope, routing_problem, service_problem
 from service.errors import PROBLEM_JSON, ServiceError
-from service.limits import OpenRequests
+from service.limits import BodyMemory, OpenRequests
 from service.logs import Log, make_log
 from service.metrics import Metrics
 from service.routers import completions, documentation, embeddings, encodings, health, models, tokens
@@ -148,6 +148,7 @@ def _services(
         documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
         open_requests=open_requests,
+        json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
         metrics=metrics,
         threads=threads,

@@ -15,7 +15,7 @@ from service.embeddings import EmbeddingService
 from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from service.exchange import RequestBody
-from service.limits import OpenRequests
+from service.limits import BodyMemory, OpenRequests
 from service.logs import RequestRecord
 from service.metrics import Gauges, Metrics
 from service.schemas import CompletionUsage
@@ -41,6 +41,7 @@ class Services:
     documents: DocumentService
     embeddings: EmbeddingService
     open_requests: OpenRequests
+    json_memory: BodyMemory
     budget: DiskBudget
     metrics: Metrics
     threads: Executor
@@ -122,7 +123,8 @@ def media_type(request: Request) -> str:
 async def read_json_body(request: Request, body: RequestBody, limit: int) -> bytes:
     """The bytes of a JSON body.
 
-    Raises: ServiceError (415) for another media type, TooLarge over the limit.
+    Raises: ServiceError (415) for another media type, TooLarge over the limit, ServiceError (429) when those of all
+        requests take too much memory.
     """
     kind = media_type(request)
     if kind not in ("application/json", "") and not kind.endswith("+json"):
@@ -134,4 +136,4 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
-    return await body.read_all(limit)
+    return await body.read_all(limit, services_of(request).json_memory.hold(record_of(request).at_end.append))

@@ -82,6 +82,8 @@ class Envelope:
             if not record.status:
                 await problem_response(UnforeseenError(), record)(scope, receive, marked)
         finally:
+            for give_back in record.at_end:
+                give_back()
             self._write(record, getattr(scope.get("route"), "path", UNROUTED))
 
     def refused(self, error: ServiceError, request_id: str) -> None:

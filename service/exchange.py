@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -67,13 +67,14 @@ class RequestBody:
             if chunk:
                 yield chunk
 
-    async def read_all(self, limit: int) -> bytes:
-        """The whole body, for JSON.
+    async def read_all(self, limit: int, take: Callable[[int], None] = lambda _: None) -> bytes:
+        """The whole body, for JSON; `take` is told of every piece before it is kept.
 
-        Raises: TooLarge over `limit` bytes, and what `chunks` raises.
+        Raises: TooLarge over `limit` bytes, and what `take` and `chunks` raise.
         """
         data = bytearray()
         async for chunk in self.chunks():
+            take(len(chunk))
             data += chunk
             if len(data) > limit:
                 raise TooLarge(

@@ -58,7 +58,8 @@ def _none() -> int:
 class RequestRecord:
     """What is known about one request: filled while it runs, logged once when it ends.
 
-    `reason` is "finished", an error code, or "client_gone". `received` tells the bytes of the body so far.
+    `reason` is "finished", an error code, or "client_gone". `received` tells the bytes of the body so far; what is
+    in `at_end` is called once, when the request has ended.
     """
 
     request_id: str
@@ -71,6 +72,7 @@ class RequestRecord:
     sent: int = 0
     started: float = field(default_factory=time.monotonic)
     facts: dict[str, Any] = field(default_factory=dict)
+    at_end: list[Callable[[], None]] = field(default_factory=list)
 
     @staticmethod
     def pick_id(offered: str | None) -> str:
