@@ -30,7 +30,7 @@ def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
             panel.grid(True, alpha=0.3)
             panel.set_ylabel(unit if column == 0 else "")
         axes[0][column].set_title(result["case"])
-        axes[0][column].legend()
+        axes[0][column].legend(loc="upper left")
         axes[-1][column].set_xlabel("sequence length")
     setting = results[0]["setting"]
     figure.suptitle(

@@ -16,6 +16,7 @@ from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
 from dist_attn.costs.operations import (
     diagonal_scan_bytes,
+    halo_bytes,
     realignment_bytes,
     relative_attention_bytes,
     reshuffle_back_bytes,
@@ -43,6 +44,7 @@ __all__ = [
     "broadcast_bytes",
     "diagonal_scan_bytes",
     "estimate",
+    "halo_bytes",
     "output_bytes",
     "parse_count",
     "read_model_costs",

@@ -10,6 +10,7 @@ from dist_attn.costs.exchanges import all_gather_bytes
 
 __all__ = [
     "diagonal_scan_bytes",
+    "halo_bytes",
     "realignment_bytes",
     "relative_attention_bytes",
     "reshuffle_back_bytes",
@@ -30,6 +31,11 @@ def reshuffle_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: in
 def diagonal_scan_bytes(batch: int, channels: int, modes: int, ranks: int, *, real_bytes: int = 4) -> int:
     """(P - 1) 2 B D N real numbers: a complex state, whatever the length."""
     return all_gather_bytes(2 * real_bytes * batch * channels * modes, ranks)
+
+
+def halo_bytes(batch: int, channels: int, taps: int, ranks: int, *, real_bytes: int = 4) -> int:
+    """(P - 1) (K - 1) B D numbers: the edge tokens of a short convolution, causal, centred or streaming."""
+    return all_gather_bytes(real_bytes * batch * (taps - 1) * channels, ranks)
 
 
 def relative_attention_bytes(

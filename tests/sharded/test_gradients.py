@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.autograd.gradcheck import GradcheckError
 from dist_attn import feature_maps
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, LinearState, RelativeState, SequenceOps
+from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, RelativeState, SequenceOps
 from dist_attn.ops.relative_attention import WindowState
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.prefix_scan import Exchange
@@ -20,6 +21,8 @@ from tests.support.across_ranks import across_ranks
 
 BATCH, HEADS, SIZE, VALUES = 1, 2, 2, 2
 CUTS = [(3, 0, 2), (0, 4, 1)]
+# A cache of keys is for reading and decoding; the others are whole numbers.
+WITHOUT_GRADIENT = {"softmax_attention_streaming", "positions", "total_length", "whole"}
 EXCHANGES = {
     "pair": (Exchange("pair"), (3, 2)),
     "log steps": (Exchange("log_step"), (3, 0, 2)),
@@ -40,7 +43,7 @@ class Case:
     run: Callable[[SequenceOps, dict[str, Tensor]], Tensors]
 
 
-def _linear(*, causal: bool, gated: bool, given_state: bool) -> Case:
+def _linear(*, causal: bool, gated: bool, given_state: bool, prefix: int = 0) -> Case:
     per_head = (BATCH, HEADS)
     sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
     replicated = {"sigma": (HEADS, 1, SIZE), "w": (HEADS, 2, SIZE)}
@@ -64,6 +67,7 @@ def _linear(*, causal: bool, gated: bool, given_state: bool) -> Case:
             causal=causal,
             state=state,
             denominator=Denominator("floor", 0.3),
+            prefix=prefix,
         )
         return (out, *after.tensors()[:4])
 
@@ -120,6 +124,7 @@ KERNEL_CASES = {
     "linear": _linear(causal=True, gated=False, given_state=False),
     "linear, gated, from a state": _linear(causal=True, gated=True, given_state=True),
     "linear, full, gated, from a state": _linear(causal=False, gated=True, given_state=True),
+    "linear, gated, with a prefix": _linear(causal=True, gated=True, given_state=False, prefix=3),
     "relative": _relative(causal=True, reach=2),
     "relative, no reach": _relative(causal=True, reach=0),
     "relative, full": _relative(causal=False, reach=2),
@@ -145,6 +150,17 @@ CASES = KERNEL_CASES | {
 }
 
 
+def _inputs(case: Case, total: int) -> tuple[list[str], Tensors]:
+    """Names and random values of all inputs, those that are cut with `total` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*before, total, *((after,) if after else ())) for before, after in case.sliced.values()]
+    inputs = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in (*shapes, *case.replicated.values())
+    )
+    return [*case.sliced, *case.replicated], tuple(inputs)
+
+
 def _global(
     case: Case,
     lengths: tuple[int, ...],
@@ -154,13 +170,7 @@ def _global(
 ) -> tuple[Callable[..., Tensor], Tensors]:
     """The operation over all ranks as one function from whole inputs to all outputs in a row, and such inputs."""
     layout = SequenceLayout.from_lengths(lengths)
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(*before, layout.total, *((after,) if after else ())) for before, after in case.sliced.values()]
-    inputs = tuple(
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in (*shapes, *case.replicated.values())
-    )
-    names = [*case.sliced, *case.replicated]
+    names, inputs = _inputs(case, layout.total)
 
     def on_rank(comm: Communicator, own: Tensors) -> Tensors:
         ops = ShardedSequenceOps(comm, layout, exchange=exchange or "auto", softmax=softmax)
@@ -177,6 +187,27 @@ def _global(
         return torch.cat([t.flatten() for own in across_ranks(on_rank, per_rank) for t in own])
 
     return whole, inputs
+
+
+class _Recorder:
+    """Local operations that remember which of them were called."""
+
+    def __init__(self) -> None:
+        self.called: set[str] = set()
+
+    def __getattr__(self, name: str) -> object:
+        self.called.add(name)
+        return getattr(LocalSequenceOps(), name)
+
+
+def test_every_operation_has_a_case() -> None:
+    """Each operation of `SequenceOps` is among the cases, but for those that have no gradient."""
+    recorder = _Recorder()
+    for case in CASES.values():
+        names, inputs = _inputs(case, 5)
+        case.run(cast(SequenceOps, recorder), dict(zip(names, inputs, strict=True)))
+    operations = {name for name in vars(SequenceOps) if not name.startswith("_")}
+    assert operations - recorder.called == WITHOUT_GRADIENT
 
 
 @pytest.mark.parametrize("lengths", CUTS)
