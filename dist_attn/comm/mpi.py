@@ -6,7 +6,6 @@ and soon sleeps in between, up to a deadline. Messages between pairs, rather tha
 A message's tag holds its place and its call, so ranks that call different things never take one for another.
 """
 
-import os
 import time
 import zlib
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.comm.mpi_messages import Message, first_line, pieces, rest
 from dist_attn.comm.mpi_start import leave_running, start_mpi
 from dist_attn.errors import CommError, MismatchError
 
@@ -26,50 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["MpiCommunicator"]
 
 POISON = 0xFF  # as any float type, bytes of ones are NaN
-PIECE_BYTES = 1 << 30  # of one message; older MPI libraries count in 32 bits
-
-GIVE_WAY_S = 0.0003  # how long a wait only gives way, before it sleeps
-LONGEST_SLEEP_S = 0.005
 GRACE_S = 0.5  # for messages of a rank that has left, and for the farewells of a group that failed
 FAREWELL_BYTES = 400
-
-
-@final
-class _Message:
-    """One piece on its way to `partner` or, of `expected` bytes, from it."""
-
-    def __init__(self, mpi: ModuleType, request: "MPI.Request", partner: int, expected: int | None = None) -> None:
-        self._mpi = mpi
-        self._request = request
-        self._status = mpi.Status()
-        self._expected = expected
-        self._done = False
-        self.partner = partner
-
-    def done(self) -> bool:
-        """Whether it has been sent or has arrived.
-
-        Raises: MismatchError if it is not of the expected size.
-        """
-        if self._done:
-            return True
-        try:
-            self._done = self._request.Test(self._status)
-        except self._mpi.Exception as error:
-            if error.Get_error_class() == self._mpi.ERR_TRUNCATE:
-                raise self._wrong_size("more") from error
-            raise
-        if self._done and self._expected is not None:
-            count = self._status.Get_count(self._mpi.BYTE)
-            if count != self._expected:
-                raise self._wrong_size(str(count))
-        return self._done
-
-    def _wrong_size(self, count: str) -> MismatchError:
-        return MismatchError(
-            f"rank {self.partner} sent {count} bytes where {self._expected} were expected; the send counts of one must "
-            "be the receive counts of the other"
-        )
 
 
 @final
@@ -91,7 +49,7 @@ class MpiCommunicator(Communicator):
         self._tags = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767
         self._sent = [0] * self.size  # messages to each rank so far, and from each
         self._received = [0] * self.size
-        self._under_way: dict[int, list[_Message]] = {}
+        self._under_way: dict[int, list[Message]] = {}
         self._left: dict[int, tuple[bool, str]] = {}  # who has left: whether in order, and why if not at its end
         self._failure = ""
         self._reason = ""
@@ -138,14 +96,14 @@ class MpiCommunicator(Communicator):
             self._failure = self._reason or f"rank {self.rank} closed its communicator with an exchange under way"
         text = f"{int(bool(self._failure))}{self._failure or self._reason}".encode()[:FAREWELL_BYTES]
         others = [rank for rank in range(self.size) if rank != self.rank]
-        messages = [_Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r) for r in others]
+        messages = [Message(self._mpi, self._farewells.Isend([text, self._mpi.BYTE], r), r) for r in others]
         began = time.monotonic()
         while not self._all_have_left(messages):
             waited = time.monotonic() - began
             if waited > (self.timeout_s if self._in_order() else min(GRACE_S, self.timeout_s)):
                 self._failure = self._failure or f"rank {self.rank} closed its communicator, but others did not"
                 break
-            _rest(waited)
+            rest(waited)
         if self._in_order():
             self._data.Free()
             self._farewells.Free()
@@ -164,24 +122,24 @@ class MpiCommunicator(Communicator):
     ) -> Pending:
         """Start the messages of one exchange, empty ones too; the result is `received`, moved to where `sent` lay."""
         self._check(call)
-        messages: list[_Message] = []
+        messages: list[Message] = []
         flight = id(messages)
         self._under_way[flight] = messages
         try:
             for rank, place in receives.items():
                 if rank != self.rank:
                     tag = self._tag(call, self._received, rank)
-                    for piece in _pieces(place):
+                    for piece in pieces(place):
                         request = self._data.Irecv([piece.numpy(), self._mpi.BYTE], rank, tag)
-                        messages.append(_Message(self._mpi, request, rank, piece.numel()))
+                        messages.append(Message(self._mpi, request, rank, piece.numel()))
             for rank, part in sends.items():
                 if rank != self.rank:
                     tag = self._tag(call, self._sent, rank)
-                    for piece in _pieces(part):
+                    for piece in pieces(part):
                         request = self._data.Isend([piece.numpy(), self._mpi.BYTE], rank, tag)
-                        messages.append(_Message(self._mpi, request, rank))
+                        messages.append(Message(self._mpi, request, rank))
         except self._mpi.Exception as error:
-            raise self._failed(call, _first_line(error)) from error
+            raise self._failed(call, first_line(error)) from error
         if self.rank in receives:
             own = sends[self.rank]
             place = receives[self.rank]
@@ -198,7 +156,7 @@ class MpiCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _wait(self, call: Call, messages: list[_Message]) -> None:
+    def _wait(self, call: Call, messages: list[Message]) -> None:
         """Until all have been sent and have arrived, at most until the deadline."""
         self._check(call)
         began = time.monotonic()
@@ -214,16 +172,16 @@ class MpiCommunicator(Communicator):
                 self._failed(call, str(error))
                 raise MismatchError(f"{self._who()}: {self._failure}") from error
             except self._mpi.Exception as error:
-                raise self._failed(call, _first_line(error)) from error
+                raise self._failed(call, first_line(error)) from error
             now = time.monotonic()
             if now > deadline:
                 raise self._late(call, waiting, now - began)
             if self._reasons() or any(message.partner in self._left for message in waiting):
                 # What they sent before they left may be on its way still.
                 deadline = min(deadline, now + GRACE_S)
-            _rest(now - began)
+            rest(now - began)
 
-    def _late(self, call: Call, waiting: list[_Message], waited_s: float) -> CommError:
+    def _late(self, call: Call, waiting: list[Message], waited_s: float) -> CommError:
         """Who was waited for in vain, and what is known of them."""
         partners = sorted({message.partner for message in waiting})
         elsewhere = [rank for rank in partners if self._data.Iprobe(source=rank, tag=self._mpi.ANY_TAG)]
@@ -260,13 +218,13 @@ class MpiCommunicator(Communicator):
             self._farewells.Recv([text, self._mpi.BYTE], source=status.Get_source())
             self._left[status.Get_source()] = (text.startswith(b"0"), text[1:].decode(errors="replace"))
 
-    def _all_have_left(self, farewells: list[_Message]) -> bool:
+    def _all_have_left(self, farewells: list[Message]) -> bool:
         """Whether every rank has said farewell and has got this one's; an error of MPI is a failure like any other."""
         try:
             self._hear_farewells()
             return len(self._left) == self.size - 1 and all(message.done() for message in farewells)
         except self._mpi.Exception as error:
-            self._failure = self._failure or f"rank {self.rank} could not take leave: {_first_line(error)}"
+            self._failure = self._failure or f"rank {self.rank} could not take leave: {first_line(error)}"
             return False
 
     def _reasons(self) -> list[str]:
@@ -303,7 +261,7 @@ def _duplicate(mpi: ModuleType, world: "MPI.Comm", timeout_s: float) -> "MPI.Com
                 f"rank {world.Get_rank()} of {world.Get_size()} could not join the mpi group within {timeout_s:g} s: "
                 "another rank has started but does not join"
             )
-        _rest(waited)
+        rest(waited)
     copy.Set_errhandler(mpi.ERRORS_RETURN)
     return copy
 
@@ -314,24 +272,5 @@ def _parts(whole: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:
     return dict(zip(ranks, whole.split([counts[rank] for rank in ranks]), strict=True))
 
 
-def _pieces(part: Tensor) -> tuple[Tensor, ...]:
-    """What goes into one message each; an empty part is one empty message."""
-    return part.split(PIECE_BYTES) if part.numel() else (part,)
-
-
-def _rest(waited_s: float) -> None:
-    """Let others run: at first without losing time, then asleep for an eighth of the wait so far."""
-    if waited_s > GIVE_WAY_S:
-        time.sleep(min(waited_s / 8, LONGEST_SLEEP_S))
-    elif hasattr(os, "sched_yield"):
-        os.sched_yield()
-    else:
-        time.sleep(0)
-
-
 def _ranks(ranks: list[int]) -> str:
     return f"rank {', '.join(map(str, ranks))}"
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

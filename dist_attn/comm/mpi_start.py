@@ -12,6 +12,7 @@ import threading
 import time
 from types import ModuleType
 
+from dist_attn.comm.mpi_messages import first_line
 from dist_attn.errors import CommError, ConfigError, MissingExtraError
 from dist_attn.launchers import is_first_rank, read_launch
 
@@ -36,7 +37,7 @@ def start_mpi(timeout_s: float) -> ModuleType:
     except (ImportError, RuntimeError) as error:
         # mpi4py without a library to load is a RuntimeError.
         raise MissingExtraError(
-            f"back end mpi needs mpi4py and an MPI library ({_first_line(error)}): pip install 'dist-attn[mpi]'"
+            f"back end mpi needs mpi4py and an MPI library ({first_line(error)}): pip install 'dist-attn[mpi]'"
         ) from error
     if MPI.Is_finalized():
         raise CommError("MPI has been finalised in this process and cannot be started again")
@@ -80,7 +81,3 @@ def _finish(MPI: ModuleType) -> None:
     elif not is_first_rank(os.environ):
         # The launcher kills all ranks when one fails: rank 0, which speaks for all, must have said what it has to.
         time.sleep(LINGER_S)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
