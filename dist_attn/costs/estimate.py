@@ -63,6 +63,7 @@ class Estimate:
     halo_message_bytes: int
     carry_bytes_sent: int
     halo_bytes_sent: int
+    key_bytes_sent: int
     compute_seconds: float
     exchange_seconds: float
     decode_tokens_per_second: float
@@ -86,19 +87,18 @@ def estimate(
 ) -> Estimate:
     """What a document of `tokens` costs, read in blocks of `block_tokens` per rank.
 
-    Raises: InputError for counts below 1, and for several ranks where no formula is known for the mixer.
+    Raises: InputError for counts below 1.
     """
     for name, value in (("tokens", tokens), ("ranks", ranks), ("block_tokens", block_tokens), ("window", window)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be 1 or more")
-    if ranks > 1 and not model.mixer.shards:
-        raise InputError(f"{ranks} ranks were asked for; the costs of exact softmax attention are known for one rank")
     rates = Rates() if rates is None else rates
     carry, halo = model.mixer.carry_bytes(), model.mixer.halo_bytes()
     blocks = -(-tokens // (ranks * block_tokens))
     exchanges = blocks * model.num_layers
     flops = model.prefill_flops(tokens, ranks).total
     operations = busiest_rank_tokens(tokens, ranks, block_tokens) * flops
+    keys = model.num_layers * model.mixer.key_bytes_sent(tokens, ranks, block_tokens)
     return Estimate(
         tokens=tokens,
         ranks=ranks,
@@ -111,8 +111,10 @@ def estimate(
         halo_message_bytes=halo,
         carry_bytes_sent=exchanges * all_gather_bytes(carry, ranks),
         halo_bytes_sent=exchanges * all_gather_bytes(halo, ranks),
+        key_bytes_sent=keys,
         compute_seconds=operations / (rates.matmul_flops_per_s * rates.prefill_efficiency),
-        exchange_seconds=exchanges * sum(all_gather_seconds(m, ranks, rates.link) for m in (carry, halo) if m),
+        exchange_seconds=exchanges * sum(all_gather_seconds(m, ranks, rates.link) for m in (carry, halo) if m)
+        + (2 * exchanges * (ranks - 1) * rates.link.latency_s + keys / rates.link.bytes_per_s if keys else 0.0),
         decode_tokens_per_second=1 / _decode_seconds(model, tokens, rates),
         output={
             rows: {kind: output_bytes(count, model.hidden_size, kind) for kind in FORMATS}
@@ -136,9 +138,10 @@ def _memory(model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: in
     return MemoryPerRank(
         process=PROCESS_BYTES,
         weights=model.weights_bytes,
-        state=model.state_bytes(tokens),
+        state=model.state_bytes(model.mixer.kept_tokens(tokens, ranks)),
         activations=model.activation_bytes(busiest_rank_tokens(min(tokens, ranks * block_tokens), ranks, block_tokens)),
-        exchange=messages * (model.mixer.carry_bytes() + model.mixer.halo_bytes()),
+        exchange=messages * (model.mixer.carry_bytes() + model.mixer.halo_bytes())
+        + model.mixer.key_exchange_bytes(ranks, min(block_tokens, -(-tokens // ranks))),
     )
 
 

@@ -28,17 +28,24 @@ class MixerCosts(Protocol):
         """Fixed numbers that are saved with the parameters."""
         ...
 
-    @property
-    def shards(self) -> bool:
-        """Whether these formulas hold for several ranks."""
-        ...
-
     def state_bytes(self, position: int, batch: int = 1) -> int:
         """What a session keeps after `position` tokens."""
         ...
 
+    def kept_tokens(self, position: int, ranks: int) -> int:
+        """Of how many tokens a rank keeps its state after `position` of an encoding."""
+        ...
+
     def carry_bytes(self, batch: int = 1) -> int:
         """The state message that a rank contributes to a block."""
+        ...
+
+    def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
+        """What a rank sends to bring queries, keys and outputs together, over a document in even blocks."""
+        ...
+
+    def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
+        """What that takes of a rank's memory."""
         ...
 
     def halo_bytes(self, batch: int = 1) -> int:
@@ -68,7 +75,6 @@ class KernelAttention:
     num_random: int
     feature: Literal["gaussian", "arc_cosine"]
     taps: int
-    shards: bool = True
 
     @property
     def num_features(self) -> int:
@@ -96,6 +102,18 @@ class KernelAttention:
         """S, z, mass and log decay per head, one flag per head, and the last K - 1 tokens of the convolution."""
         heads = self.num_heads * (FLOAT_BYTES * self._state_numbers + 1)
         return batch * (heads + FLOAT_BYTES * max(0, self.taps - 1) * self.hidden_size)
+
+    def kept_tokens(self, position: int, ranks: int) -> int:
+        """All: every rank holds the one state."""
+        return position
+
+    def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
+        """Nothing: states travel instead."""
+        return 0
+
+    def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
+        """None."""
+        return 0
 
     def carry_bytes(self, batch: int = 1) -> int:
         """4 B H (M (V + 1) + 2)."""
@@ -146,12 +164,11 @@ class KernelAttention:
 
 @dataclass(frozen=True)
 class SoftmaxAttention:
-    """`softmax`: keys and values of every token so far, on one rank."""
+    """`softmax`: keys and values of every token so far, spread over the ranks that read them."""
 
     hidden_size: int
     num_heads: int
     taps: int
-    shards: bool = False
 
     @property
     def parameters(self) -> int:
@@ -167,13 +184,35 @@ class SoftmaxAttention:
         """A key and a value per token, and the last K - 1 tokens of the convolution."""
         return FLOAT_BYTES * batch * (2 * position + max(0, self.taps - 1)) * self.hidden_size
 
+    def kept_tokens(self, position: int, ranks: int) -> int:
+        """Its share of every block."""
+        return -(-position // ranks)
+
     def carry_bytes(self, batch: int = 1) -> int:
-        """Nothing travels."""
+        """There is no state to carry."""
         return 0
 
+    def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
+        """The first block by head reshuffle, (P - 1) / P of 4 L D numbers; then queries and partial outputs.
+
+        These are (P - 1) L (2 D + H) numbers for L tokens of each rank. For heads that P divides.
+        """
+        if ranks == 1:
+            return 0
+        first = min(tokens, ranks * block_tokens)
+        heads = (ranks - 1) * first * 4 * self.hidden_size // ranks**2
+        partial = (ranks - 1) * (tokens - first) * (2 * self.hidden_size + self.num_heads) // ranks
+        return FLOAT_BYTES * (heads + partial)
+
+    def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
+        """The queries of a block, and its partial outputs when they are joined and when they are sent."""
+        if ranks == 1:
+            return 0
+        return FLOAT_BYTES * ranks * block_tokens * (3 * self.hidden_size + 2 * self.num_heads)
+
     def halo_bytes(self, batch: int = 1) -> int:
-        """Nothing travels."""
-        return 0
+        """4 B (K - 1) D."""
+        return FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         """Every token looks at half of the others."""

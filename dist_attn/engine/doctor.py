@@ -150,7 +150,7 @@ def _needs(folder: Path | None, ranks: int) -> tuple[int, int]:
     if folder is not None:
         with contextlib.suppress(ConfigError):
             model = read_model_costs(folder)
-            at = estimate(model, 1 << 20, ranks=ranks if model.mixer.shards else 1)
+            at = estimate(model, 1 << 20, ranks=ranks)
             return at.memory.peak, model.mixer.carry_bytes() or USUAL_MESSAGE_BYTES
     return 0, USUAL_MESSAGE_BYTES
 

@@ -86,6 +86,8 @@ def _exchange(result: Estimate) -> Table:
         ("states", byte_size(result.carry_message_bytes), byte_size(result.carry_bytes_sent)),
         ("edge tokens", byte_size(result.halo_message_bytes), byte_size(result.halo_bytes_sent)),
     ]
+    if result.key_bytes_sent:
+        rows.append(("queries, keys and outputs", "", byte_size(result.key_bytes_sent)))
     return Table("Exchange per rank", rows, ("", "a layer and block", "sent in all"))
 
 

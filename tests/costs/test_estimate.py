@@ -42,6 +42,38 @@ def test_bytes_between_ranks(case: str, ranks: int, tmp_path: Path) -> None:
     assert result.blocks == 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_bytes_of_exact_attention(ranks: int, tmp_path: Path) -> None:
+    """With exact attention the ranks send what the estimate says: the first block's heads, then queries and parts."""
+    model, block, tokens = small_model("softmax"), 4, 4 * ranks * 3
+
+    def read(comm: Communicator) -> tuple[int, int]:
+        state = None
+        for piece in torch.zeros(1, tokens, dtype=torch.int64).split(ranks * block, dim=1):
+            layout = SequenceLayout.even(piece.shape[1], ranks)
+            mine = slice(*layout.range(comm.rank))
+            _, state = model.hidden(piece[:, mine], ShardedSequenceOps(comm, layout), state)
+        sent = {e.label: 0 for e in comm.traffic.events}
+        for event in comm.traffic.events:
+            sent[event.label] += event.bytes_sent
+        keys = sum(sent.get(label, 0) for label in ("heads", "heads back", "queries", "partial outputs"))
+        return keys, sent.get("halo", 0)
+
+    with torch.inference_mode():
+        sent = run_simulated(read, ranks)
+    result = estimate(read_model_costs(write_config("softmax", tmp_path)), tokens, ranks=ranks, block_tokens=block)
+    assert sent == [(result.key_bytes_sent, result.halo_bytes_sent)] * ranks
+
+
+def test_exact_attention_shares_its_keys(tmp_path: Path) -> None:
+    """Four ranks keep a quarter of the keys each, and take time to exchange."""
+    costs = read_model_costs(write_config("softmax", tmp_path))
+    one, four = estimate(costs, 1 << 20), estimate(costs, 1 << 20, ranks=4)
+    assert one.memory.state / four.memory.state == pytest.approx(4, rel=1e-3)
+    assert four.exchange_seconds > one.exchange_seconds == 0
+    assert four.memory.exchange > one.memory.exchange == 0
+
+
 def test_the_busiest_rank_is_the_layouts() -> None:
     """The most tokens of any rank are those that the even layouts of all blocks give rank 0."""
     for tokens in [1, 511, 512, 513, 2048, 5000, 12_345]:
@@ -103,9 +135,3 @@ def test_refuses_counts_below_one(wrong: dict[str, int], tmp_path: Path) -> None
     model = read_model_costs(write_config("gated", tmp_path))
     with pytest.raises(InputError, match=next(iter(wrong))):
         estimate(model, **{"tokens": 10, **wrong})
-
-
-def test_refuses_ranks_for_exact_attention(tmp_path: Path) -> None:
-    """Several ranks for a model whose mixer cannot be spread are refused, as the engine would."""
-    with pytest.raises(InputError, match="known for one rank"):
-        estimate(read_model_costs(write_config("softmax", tmp_path)), 10, ranks=2)
