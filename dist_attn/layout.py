@@ -1,7 +1,7 @@
 """Which rank holds which tokens: contiguous global ranges per rank and where documents start, in integers only."""
 
 import hashlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -113,7 +113,66 @@ class SequenceLayout:
     def documents_on(self, rank: int) -> tuple[int, ...]:
         """The document starts that fall on `rank`, as positions inside its own slice."""
         start, stop = self.range(rank)
-        return tuple(position - start for position in self.documents or () if start <= position < stop)
+        starts = self.documents or ()
+        return tuple(position - start for position in starts[bisect_left(starts, start) : bisect_left(starts, stop)])
+
+    def document_of(self, token: int) -> int:
+        """The number of the document that holds the global token: 0 before the first start, 1 from it on, and so on."""
+        return bisect_right(self.documents or (), token)
+
+    def ranks_before(self, rank: int) -> tuple[int, ...]:
+        """The earlier ranks that hold tokens of the document of this rank's first token, in order."""
+        here = self._document_ends[rank]
+        earlier = enumerate(self._document_ends[:rank])
+        return tuple(other for other, ends in earlier if here and ends and ends[1] == here[0])
+
+    def ranks_after(self, rank: int) -> tuple[int, ...]:
+        """The later ranks that hold tokens of the document of this rank's last token, in order."""
+        here = self._document_ends[rank]
+        later = enumerate(self._document_ends[rank + 1 :], rank + 1)
+        return tuple(other for other, ends in later if here and ends and ends[0] == here[1])
+
+    def ranks_of_last_document(self) -> tuple[int, ...]:
+        """The ranks that hold tokens of the last document, in order."""
+        last = self.document_of(self.total - 1)
+        return tuple(rank for rank, ends in enumerate(self._document_ends) if ends and ends[1] == last)
+
+    @cached_property
+    def crosses_cuts(self) -> bool:
+        """Whether any document has tokens on more than one rank."""
+        return any(self.ranks_before(rank) for rank in range(self.size))
+
+    def pieces(self, rank: int) -> tuple[int, int, int]:
+        """How many of this rank's tokens are of a document of earlier ranks, of none but this rank, of later ranks.
+
+        Tokens of a document of earlier and later ranks count as the first.
+        """
+        length, starts = self.lengths[rank], self.documents_on(rank)
+        first = (starts[0] if starts else length) if self.ranks_before(rank) else 0
+        last = length - max(first, starts[-1] if starts else 0) if self.ranks_after(rank) else 0
+        return first, length - first - last, last
+
+    @cached_property
+    def across_cuts(self) -> "SequenceLayout":
+        """The layout of those tokens whose document has tokens on more than one rank, in order."""
+        lengths: list[int] = []
+        starts: list[int] = []
+        for rank in range(self.size):
+            first, inside, last = self.pieces(rank)
+            before = sum(lengths)
+            # Where the tokens of one document end another begins, also where an earlier block's document is left out.
+            if last and first + inside + self.cuts[rank] in (self.documents or ()):
+                starts.append(before + first)
+            lengths.append(first + last)
+        return SequenceLayout.from_lengths(lengths, starts)
+
+    @cached_property
+    def _document_ends(self) -> tuple[tuple[int, int] | None, ...]:
+        """The numbers of the documents of each rank's first and last token; None without tokens."""
+        return tuple(
+            (self.document_of(start), self.document_of(stop - 1)) if stop > start else None
+            for start, stop in pairwise(self.cuts)
+        )
 
     @cached_property
     def digest(self) -> str:

@@ -1,5 +1,6 @@
 """`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -21,6 +22,10 @@ from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.in_order import attention_in_order, check_grid
 from dist_attn.sharded.long_convolution import sharded_long_convolve
+from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
+from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
+from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
+from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_softmax_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.ring_attention import ring_attention
@@ -70,8 +75,6 @@ class ShardedSequenceOps:
         for given in (layout, memory_layout):
             if given is not None and given.size != comm.size:
                 raise ShapeError(f"the layout is for {given.size} ranks, the communicator has {comm.size}")
-            if given is not None and given.documents is not None:
-                raise InputError("this layout has document boundaries; sharded operations take one unbroken sequence")
         self._comm, self._layout = comm, layout
         self._softmax, self._cache = softmax, cache
         self._memory = layout if memory_layout is None else memory_layout
@@ -106,13 +109,8 @@ class ShardedSequenceOps:
         self._check("keys", k_BHSK.shape[2], self._memory)
         if causal and self._memory != self._layout:
             raise ShapeError("causal attention needs queries and keys on the same layout; use causal=False for memory")
-        check_prefix(prefix, causal=causal, documents=self._layout.documents is not None)
-        attend = partial(
-            attention_in_order if self._deterministic else partial(sharded_linear_attention, exchange=self._exchange),
-            self._comm,
-            feature_map=feature_map,
-            denominator=denominator,
-        )
+        check_prefix(prefix, causal=causal, documents=self._packed)
+        attend = partial(self._linear_attention(), feature_map=feature_map, denominator=denominator)
         if prefix:
             self._refuse_deterministic("a prefix that attends to itself in full")
             here = max(0, prefix - self._layout.range(self._comm.rank)[0])
@@ -137,6 +135,16 @@ class ShardedSequenceOps:
             state=state,
         )
 
+    def _linear_attention(self) -> Callable[..., tuple[torch.Tensor, LinearState]]:
+        """How linear attention is done here: over documents, with the bits of one rank, or by a scan of carries."""
+        if self._packed:
+            self._refuse_memory("linear_attention")
+            self._refuse_deterministic("linear attention over packed documents")
+            return partial(sharded_packed_linear_attention, self._comm, self._layout)
+        if self._deterministic:
+            return partial(attention_in_order, self._comm)
+        return partial(sharded_linear_attention, self._comm, exchange=self._exchange)
+
     def relative_attention(
         self,
         phi_q_BHLK: torch.Tensor,
@@ -150,6 +158,11 @@ class ShardedSequenceOps:
         self._refuse_deterministic("relative attention")
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
         self._check("keys", phi_k_BHSK.shape[2], self._memory)
+        if self._packed:
+            self._refuse_memory("relative_attention")
+            return sharded_packed_relative_attention(
+                self._comm, self._layout, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal
+            )
         return sharded_relative_attention(
             self._comm,
             self._layout,
@@ -171,6 +184,7 @@ class ShardedSequenceOps:
     ) -> tuple[torch.Tensor, RelativeState]:
         """See `sharded.relative.sharded_relative_attention_streaming`."""
         self._refuse_deterministic("relative attention")
+        self._refuse_documents("relative_attention_streaming")
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
         self._check("keys", phi_k_BHLK.shape[2], self._layout)
         return sharded_relative_attention_streaming(
@@ -191,6 +205,17 @@ class ShardedSequenceOps:
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGSK.shape[2], self._memory)
         attention = ring_attention if self._softmax == "ring" else sharded_softmax_attention
+        if self._packed and self._memory == self._layout:
+            return sharded_packed_softmax_attention(
+                self._comm,
+                self._layout,
+                q_BHLK,
+                k_BGSK,
+                v_BGSV,
+                attention=attention,
+                causal=causal,
+                scale=scale,
+            )
         return attention(
             self._comm,
             self._layout,
@@ -224,12 +249,15 @@ class ShardedSequenceOps:
         """See `sharded.fourier.sharded_fourier_mix`."""
         self._refuse_deterministic("Fourier mixing")
         self._check("tokens", x_BLD.shape[1], self._layout)
+        if self._packed:
+            return sharded_packed_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
         return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
 
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `sharded.long_convolution.sharded_long_convolve`."""
+        """See `sharded.long_convolution.sharded_long_convolve`; one unbroken sequence only."""
+        self._refuse_documents("long_convolve")
         self._refuse_deterministic("long convolutions")
         self._check("tokens", x_BLD.shape[1], self._layout)
         return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
@@ -243,7 +271,8 @@ class ShardedSequenceOps:
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.diagonal.sharded_diagonal_scan`."""
+        """See `sharded.diagonal.sharded_diagonal_scan`; one unbroken sequence only."""
+        self._refuse_documents("diagonal_scan")
         self._refuse_deterministic("the diagonal scan")
         self._check("tokens", u_BLD.shape[1], self._layout)
         return sharded_diagonal_scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
@@ -258,7 +287,8 @@ class ShardedSequenceOps:
         bias_out_L: torch.Tensor | None = None,
         activation: Activation = "gelu_tanh",
     ) -> torch.Tensor:
-        """See `sharded.token_mixing.sharded_mix_tokens`; the weights are those of all tokens."""
+        """See `sharded.token_mixing.sharded_mix_tokens`; weights for all tokens; one unbroken sequence only."""
+        self._refuse_documents("mix_tokens")
         self._refuse_deterministic("token mixing")
         self._check("tokens", x_BLD.shape[1], self._layout)
         return sharded_mix_tokens(
@@ -275,6 +305,8 @@ class ShardedSequenceOps:
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `sharded.halo.sharded_convolve`."""
         self._check("tokens", x_BLD.shape[1], self._layout)
+        if self._packed:
+            return sharded_packed_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
         return sharded_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
 
     def convolve_streaming(
@@ -282,6 +314,8 @@ class ShardedSequenceOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `sharded.halo.sharded_convolve_streaming`."""
         self._check("tokens", x_BLD.shape[1], self._layout)
+        if self._packed:
+            return sharded_packed_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
         return sharded_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
@@ -315,6 +349,22 @@ class ShardedSequenceOps:
                 f"{what} cannot promise the same bits for any number of ranks; leave out deterministic=True, or take "
                 "a model of linear attention and short convolutions"
             )
+
+    @property
+    def _packed(self) -> bool:
+        """Whether documents start anywhere."""
+        return bool(self._layout.documents or self._memory.documents)
+
+    def _refuse_memory(self, operation: str) -> None:
+        if self._memory != self._layout:
+            raise InputError(
+                f"{operation} was given packed documents and a memory on its own layout; it takes documents where "
+                "queries and keys lie on one layout"
+            )
+
+    def _refuse_documents(self, operation: str) -> None:
+        if self._packed:
+            raise InputError(f"{operation} was given packed documents; it takes one unbroken sequence")
 
     def _check(self, what: str, length: int, layout: SequenceLayout) -> None:
         wanted = layout.lengths[self._comm.rank]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.errors import InputError, MismatchError, ShapeError
+from dist_attn.errors import MismatchError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
@@ -193,7 +193,7 @@ def test_ranks_with_different_layouts_are_told(kind):
 
 
 def test_slices_and_layouts_that_do_not_fit_are_named():
-    """A slice of another length, a layout for other ranks, or documents are refused before any exchange."""
+    """A slice of another length and a layout for other ranks are refused before any exchange."""
     layout = SequenceLayout.from_lengths([3, 4])
 
     def body(comm: Communicator) -> None:
@@ -202,8 +202,6 @@ def test_slices_and_layouts_that_do_not_fit_are_named():
             ops.linear_attention(x, x, x)
         with pytest.raises(ShapeError, match="the layout is for 3 ranks"):
             ShardedSequenceOps(comm, SequenceLayout.from_lengths([1, 1, 1]))
-        with pytest.raises(InputError, match="document boundaries"):
-            ShardedSequenceOps(comm, SequenceLayout.from_lengths([1, 1], documents=[0]))
         with pytest.raises(ShapeError, match="was given 5 keys"):
             ops.softmax_attention(x[:, :, : layout.lengths[comm.rank]], x, x, causal=True)
 

@@ -1,5 +1,6 @@
 """Fourier mixing inside each of many packed documents: one transform for all documents of a length."""
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -8,7 +9,7 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops.documents import check_documents, document_ranges
 from dist_attn.ops.fourier.fft import FourierNorm, fourier_mix
 
-__all__ = ["documents_by_length", "packed_fourier_mix"]
+__all__ = ["by_documents", "document_lengths", "documents_by_length", "packed_fourier_mix"]
 
 
 def packed_fourier_mix(x_BLD: torch.Tensor, *, documents: tuple[int, ...], norm: FourierNorm = None) -> torch.Tensor:
@@ -19,18 +20,35 @@ def packed_fourier_mix(x_BLD: torch.Tensor, *, documents: tuple[int, ...], norm:
     """
     if x_BLD.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
-    batch, length, size = x_BLD.shape
-    check_documents(documents, length)
+    check_documents(documents, x_BLD.shape[1])
     if not x_BLD.numel():
         return x_BLD.clone()
-    mixed, order = [], []
-    for tokens, starts in documents_by_length(documents, length):
-        at_NT = torch.tensor(starts, device=x_BLD.device)[:, None] + torch.arange(tokens, device=x_BLD.device)
-        rows_BNTD = x_BLD[:, at_NT.flatten()].unflatten(1, (len(starts), tokens))
-        mixed.append(fourier_mix(rows_BNTD.flatten(0, 1), norm=norm).reshape(batch, -1, size))
+
+    def mix(rows_BNTD: torch.Tensor) -> torch.Tensor:
+        return fourier_mix(rows_BNTD.flatten(0, 1), norm=norm).reshape(rows_BNTD.shape)
+
+    return by_documents(x_BLD, documents, mix)
+
+
+def by_documents(
+    x_BLN: torch.Tensor, documents: tuple[int, ...], operation: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """What an operation along dim 2 makes of [B, documents, tokens, N], for all documents of a length at a time.
+
+    Shapes: x [B, L, N] -> [B, L, N'], L >= 1.
+    """
+    done, order = [], []
+    for tokens, starts in documents_by_length(documents, x_BLN.shape[1]):
+        at_NT = torch.tensor(starts, device=x_BLN.device)[:, None] + torch.arange(tokens, device=x_BLN.device)
+        done.append(operation(x_BLN[:, at_NT.flatten()].unflatten(1, (len(starts), tokens))).flatten(1, 2))
         order.append(at_NT.flatten())
-    back_L = torch.cat(order).argsort()
-    return torch.cat(mixed, dim=1)[:, back_L]
+    return torch.cat(done, dim=1)[:, torch.cat(order).argsort()]
+
+
+def document_lengths(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
+    """The length of each token's document, int64 [L]."""
+    lengths = torch.tensor([stop - start for start, stop in document_ranges(documents, length)], device=device)
+    return lengths.repeat_interleave(lengths)
 
 
 @lru_cache(maxsize=64)

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from dist_attn.ops.documents import check_documents, document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
-from dist_attn.ops.relative_attention.windowed import check_relative_shapes, relative_attention
+from dist_attn.ops.relative_attention.windowed import check_relative_shapes, normalised, relative_attention
 
 __all__ = ["packed_relative_attention"]
 
@@ -80,7 +81,7 @@ class _Together:
         scores_BHTT = scores_BHTT + positions_BHTR.gather(-1, row_TT.expand_as(scores_BHTT))
         seen_TT = same_document(starts[0, 0])
         scores_BHTT = scores_BHTT.masked_fill(~(seen_TT.tril() if self.causal else seen_TT), 0.0)
-        return (scores_BHTT @ v_BHTV) / scores_BHTT.sum(-1, keepdim=True), ()
+        return normalised(scores_BHTT @ F.pad(v_BHTV, (0, 1), value=1.0), self.dtype), ()
 
     def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
         return ()

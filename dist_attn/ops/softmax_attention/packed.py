@@ -46,5 +46,7 @@ def packed_softmax_attention(
         grouped = heads != k.shape[1]
         outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TT, scale=scale, enable_gqa=grouped))
     if not outs:
-        return softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=causal, scale=scale)
+        # No tokens, but of the inputs' graph: an empty rank's backward pass must find its way too.
+        nothing = q_BHLK.sum() + k_BGLK.sum() + v_BGLV.sum()
+        return v_BGLV.new_zeros((*q_BHLK.shape[:3], v_BGLV.shape[3])) + nothing
     return torch.cat(outs, dim=2)

@@ -1,0 +1,115 @@
+"""The tokens of its first and last document just outside a rank's slice, which a short convolution needs."""
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.comm import Communicator
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops.convolution import check_taps, convolve, convolve_numbered, convolve_streaming, tail_of
+from dist_attn.ops.documents import document_numbers
+from dist_attn.sharded.document_exchange import Heard, hear_from
+
+__all__ = ["sharded_packed_convolve", "sharded_packed_convolve_streaming"]
+
+
+def sharded_packed_convolve(
+    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False
+) -> torch.Tensor:
+    """`ops.convolve` with documents on this rank's slice.
+
+    Cost: (K - 1) B D elements to each rank that holds a part of the last document here, and when centred of the first.
+        Nothing where no document crosses a cut.
+    """
+    check_taps(x_BLD, w_KD)
+    keep = w_KD.shape[0] - 1
+    if not keep:
+        return convolve(x_BLD, w_KD)
+    ahead = w_KD.shape[0] // 2 if centred else 0
+    sides = (layout.ranks_before, layout.ranks_after) if ahead else (layout.ranks_before,)
+    sources = [tuple(other for side in sides for other in side(rank)) for rank in range(layout.size)]
+    known = min(x_BLD.shape[1], keep)
+    first = F.pad(x_BLD[:, :known], (0, 0, 0, keep - known))
+    heard = hear_from(comm, sources, _last(x_BLD, keep), first, label="halo")
+    zeros = x_BLD.new_zeros((x_BLD.shape[0], keep, x_BLD.shape[2]))
+    before = _before(layout, comm.rank, heard, zeros)
+    after = zeros
+    for rank in reversed(layout.ranks_after(comm.rank) if ahead else ()):
+        known = min(_first_length(layout, rank), keep)
+        after = torch.cat([heard.messages[rank][:, :known], after[:, : keep - known]], dim=1)
+    behind = keep - ahead
+    padded = torch.cat([before[:, keep - behind :], x_BLD, after[:, :ahead]], dim=1)
+    return convolve_numbered(heard.connect(padded), w_KD, _numbers(layout, comm.rank, behind, ahead, x_BLD), behind)
+
+
+def sharded_packed_convolve_streaming(
+    comm: Communicator,
+    layout: SequenceLayout,
+    x_BLD: torch.Tensor,
+    w_KD: torch.Tensor,
+    tail_BKD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.convolve_streaming` with documents on this rank's slice.
+
+    The tail is that before the first global token. Who gives one gets that after the last global token on every rank;
+    without, the tail returned is the one after this rank's last token.
+
+    Cost: (K - 1) B D elements to each rank that holds a later part of the last document here; with a tail, from the
+        ranks of the last document to all.
+    """
+    check_taps(x_BLD, w_KD)
+    keep = w_KD.shape[0] - 1
+    if not keep:
+        return convolve_streaming(x_BLD, w_KD, tail_BKD)
+    last = layout.ranks_of_last_document() if tail_BKD is not None else ()
+    sources = [tuple({*layout.ranks_before(rank), *last} - {rank}) for rank in range(layout.size)]
+    heard = hear_from(comm, sources, _last(x_BLD, keep), label="halo")
+    zeros = x_BLD.new_zeros((x_BLD.shape[0], keep, x_BLD.shape[2]))
+    given = tail_of(x_BLD, keep, tail_BKD)
+    start, _ = layout.range(comm.rank)
+    before = _before(layout, comm.rank, heard, given if layout.document_of(start) == 0 else zeros)
+    y_BLD = convolve_numbered(
+        heard.connect(torch.cat([before, x_BLD], dim=1)), w_KD, _numbers(layout, comm.rank, keep, 0, x_BLD), keep
+    )
+    if tail_BKD is None:
+        starts = bool(layout.documents_on(comm.rank))
+        return y_BLD, _joined(layout, comm.rank, zeros if starts else before, _last(x_BLD, keep))
+    after = given if layout.document_of(layout.total - 1) == 0 else zeros
+    for rank in last:
+        edge = _last(x_BLD, keep) if rank == comm.rank else heard.messages[rank]
+        after = _joined(layout, rank, after, edge)
+    return y_BLD, heard.connect(after)
+
+
+def _before(layout: SequenceLayout, rank: int, heard: Heard, start_BKD: torch.Tensor) -> torch.Tensor:
+    """The last K - 1 tokens before this rank's slice, of the document of its first token."""
+    context = start_BKD
+    for other in layout.ranks_before(rank):
+        context = _joined(layout, other, context, heard.messages[other])
+    return context
+
+
+def _joined(layout: SequenceLayout, rank: int, context_BKD: torch.Tensor, edge_BKD: torch.Tensor) -> torch.Tensor:
+    """The context after the last document's tokens on `rank`, of which the edge holds the last ones."""
+    keep = context_BKD.shape[1]
+    starts = layout.documents_on(rank)
+    known = min(layout.lengths[rank] - (starts[-1] if starts else 0), keep)
+    # A slice shorter than the halo leaves older tokens in it, so a halo may span several ranks.
+    return torch.cat([context_BKD[:, known:], edge_BKD[:, keep - known :]], dim=1)
+
+
+def _last(x_BLD: torch.Tensor, keep: int) -> torch.Tensor:
+    known = min(x_BLD.shape[1], keep)
+    return F.pad(x_BLD[:, x_BLD.shape[1] - known :], (0, 0, keep - known, 0))
+
+
+def _first_length(layout: SequenceLayout, rank: int) -> int:
+    """How many tokens of the document of its first token a rank holds."""
+    starts = layout.documents_on(rank)
+    return starts[0] if starts else layout.lengths[rank]
+
+
+def _numbers(layout: SequenceLayout, rank: int, behind: int, ahead: int, x_BLD: torch.Tensor) -> torch.Tensor:
+    """The document of each row, those outside counted to the first and the last one of the slice."""
+    starts = layout.documents_on(rank)
+    number_L = document_numbers(starts, x_BLD.shape[1], x_BLD.device)
+    return F.pad(F.pad(number_L, (behind, 0)), (0, ahead), value=len(starts))
