@@ -1,4 +1,4 @@
-"""What one rank sends in each sharded operation that mixes along the sequence, forward; backward sends as much.
+"""What one rank sends, forward, in sharded operations that mix along the sequence; backward is the transposed exchange.
 
 Letters are the glossary's: B batch, L tokens, D channels, N modes, P ranks. `numbers_bytes` are those of one token in
 one column: B times the size of an element for channels.

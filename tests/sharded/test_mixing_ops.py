@@ -1,12 +1,17 @@
 """Sharded = unsharded for long convolution, the diagonal recurrence and token mixing; what each of them sends."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
+from tests.support.closeness import assert_close
+from tests.support.ranks import run_ranks
 from tests.support.sharded_call import check_sharded, random_tensor
 
 LENGTHS = [(7,), (5, 9), (13, 0, 4), (1, 6, 0, 17, 3), (0, 11, 2, 2, 1), (70, 130)]
@@ -104,3 +109,34 @@ def test_bytes_sent(lengths):
             assert (name, comm.traffic.bytes_sent - forward) == (name, want)
 
     run_simulated(body, layout.size)
+
+
+def _all_of_them(comm: Communicator | None, lengths: tuple[int, ...]) -> list[torch.Tensor]:
+    """Outputs and the gradient of x of this rank's slice; of the whole sequence when there is no communicator."""
+    layout = SequenceLayout.from_lengths(lengths)
+    own = slice(None) if comm is None else slice(*layout.range(comm.rank))
+    ops = LocalSequenceOps() if comm is None else ShardedSequenceOps(comm, layout)
+    x = random_tensor(2, layout.total, 3, seed=0)[:, own].clone().requires_grad_()
+    w = random_tensor(layout.total, 3, seed=1)
+    a = torch.full((3, 2), 0.6 + 0.5j, dtype=torch.complex128)
+    q = x[:, None].exp()
+    outs = [
+        ops.long_convolve(x, w),
+        ops.mix_tokens(x, w, w.T),
+        ops.diagonal_scan(x, a, a, a)[0],
+        ops.relative_attention(q, q, x[:, None], torch.ones(1, 5, 3, dtype=torch.float64), causal=False)[:, 0],
+        ops.linear_attention(q, q, x[:, None], prefix=4)[0][:, 0],
+    ]
+    y = torch.cat(outs, dim=2)
+    (y * random_tensor(*y.shape[::2], seed=2)[:, None]).sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad]
+
+
+def test_over_processes():
+    """The same holds over real processes joined by gloo, an empty slice among them."""
+    lengths = (5, 0, 8)
+    want = _all_of_them(None, lengths)
+    ranks = run_ranks("gloo", partial(_all_of_them, lengths=lengths), len(lengths))
+    for index, kind in enumerate(("output", "gradient")):
+        assert_close(torch.cat([r[index] for r in ranks], 1), want[index], kind=kind)
