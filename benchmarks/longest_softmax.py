@@ -97,7 +97,7 @@ class LongestSoftmax:
             "Bytes were counted at the lengths given in the JSON; the polynomial through them was checked at another "
             "length (measured / formula) and solved for the budget. Rows with bytes at the longest length were run "
             "there; the others would take long and are extrapolated by the checked formula. Ranks are processes over "
-            "gloo, the lowest of three runs each; what a back end or a kernel uses inside one call is not seen.",
+            "gloo, the lower of two runs each; what a back end or a kernel uses inside one call is not seen.",
             "",
             "| form | ranks | bytes per token | longest | times plain | measured / formula | bytes at the longest |",
             "|---|---|---|---|---|---|---|",
@@ -148,19 +148,25 @@ def measure(smoke: bool) -> LongestSoftmax:
 
 
 def _forms(smoke: bool) -> list[Form]:
-    """Quadratic forms are looked at where they are cheap, the others where slices are longer than a tile."""
-    short, long = ((256, 512, 1024), 1536), ((4096, 8192), 6144)
+    """Quadratic forms are looked at where they are cheap, the others where tiles and states are no longer the peak."""
+    short, kernel, ring, linear = (
+        ((256, 512, 1024), 1536),
+        ((4096, 8192), 6144),
+        ((10_240, 16_384), 12_288),
+        ((32_768, 65_536), 49_152),
+    )
     if smoke:
-        short, long = ((32, 64, 128), 96), ((256, 512), 384)
+        short, kernel = ((32, 64, 128), 96), ((256, 512), 384)
+        ring = linear = kernel
     return [
         Form("all heads at once", 1, _all_heads, 2, *short, True),
         Form("one head after the other", 1, _head_by_head, 2, *short, True),
-        Form("fused kernel", 1, _fused, 1, *long, False),
-        Form("head reshuffle", RANKS, partial(_across, "reshuffle"), 1, *long, False),
-        Form("ring", RANKS, partial(_across, "ring"), 1, *long, False),
-        Form("linear attention", 1, _linear, 1, *long, True),
-        Form("linear attention", RANKS, _linear_across, 1, *long, True),
-        Form("linear attention, streamed", 1, _streamed, 0, long[0][:1], long[0][1], False),
+        Form("fused kernel", 1, _fused, 1, *kernel, False),
+        Form("head reshuffle", RANKS, partial(_across, "reshuffle"), 1, *kernel, False),
+        Form("ring", RANKS, partial(_across, "ring"), 1, *ring, False),
+        Form("linear attention", 1, _linear, 1, *linear, True),
+        Form("linear attention", RANKS, _linear_across, 1, *linear, True),
+        Form("linear attention, streamed", 1, _streamed, 0, linear[0][:1], linear[0][1], False),
     ]
 
 
@@ -210,8 +216,8 @@ def _rank_main(rank: int, store: str, jobs: Sequence[tuple[int, int]], smoke: bo
     with TorchDistCommunicator.connect(
         "gloo", timeout_s=600.0, device=cpu, init_method=store, rank=rank, size=RANKS
     ) as comm:
-        # The lower of three: gloo's own thread may let go of what was sent a moment after it is no longer needed.
-        return [min(forms[number].attend(comm, length) for _ in range(3)) for number, length in jobs]
+        # The lower of two: gloo's own thread may let go of what was sent a moment after it is no longer needed.
+        return [min(forms[number].attend(comm, length) for _ in range(2)) for number, length in jobs]
 
 
 def _all_heads(_: Communicator, length: int) -> int:
