@@ -177,9 +177,13 @@ class SequenceLayout:
     @cached_property
     def digest(self) -> str:
         """A stable name of this layout (SHA-256, 64 hex digits): equal on two ranks exactly when the layouts are."""
+        return hashlib.sha256(f"sequence-layout/1 {self.description}".encode("ascii")).hexdigest()
+
+    @cached_property
+    def description(self) -> str:
+        """All of this layout as `name=entry,entry,…` words: equal on two ranks exactly when the layouts are."""
         documents = "none" if self.documents is None else ",".join(map(str, self.documents))
-        text = f"sequence-layout/1 cuts={','.join(map(str, self.cuts))} documents={documents}"
-        return hashlib.sha256(text.encode("ascii")).hexdigest()
+        return f"cuts={','.join(map(str, self.cuts))} documents={documents}"
 
 
 def _whole_numbers(what: str, values: Iterable[int]) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from dist_attn import __version__
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import InputError, ShapeError
@@ -84,8 +85,23 @@ class ShardedSequenceOps:
             check_grid(self._memory)
         self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
-        choices = f"{softmax} {cache} {self._exchange} {deterministic}"
-        comm.agree_on("layout and exchange", f"{layout.digest} {self._memory.digest} {choices}")
+        comm.agree_on("layout and exchange", self._description())
+
+    def _description(self) -> str:
+        """All that ranks must have in common, in words of which the first that differs can be named."""
+        exchange = self._exchange
+        words = {
+            "version": __version__,
+            "softmax": self._softmax,
+            "cache": self._cache,
+            "exchange": exchange.algorithm,
+            "pieces": exchange.pieces,
+            "hosts": ";".join("+".join(map(str, host)) for host in exchange.hosts) or "none",
+            "deterministic": self._deterministic,
+        }
+        choices = " ".join(f"{name}={value}" for name, value in words.items())
+        memory = " ".join(f"memory_{word}" for word in self._memory.description.split(" "))
+        return f"{choices} {self._layout.description} {memory}"
 
     def linear_attention(
         self,

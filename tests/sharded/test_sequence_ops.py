@@ -189,7 +189,31 @@ def test_ranks_with_different_layouts_are_told(kind):
     """Every rank learns that the layouts differ before anything is computed; one that has not changed costs nothing."""
     for calls, words in run_ranks(kind, _layout_of_ones_own, 2):
         assert calls == 1
-        assert "the layout and exchange of rank 0 and of rank 1 differ" in words
+        assert "the layout and exchange of rank 0 and of rank 1 differ: cuts[1] is 3 on rank 0 and 4 on rank 1" in words
+
+
+@pytest.mark.parametrize(
+    ("layouts", "words"),
+    [
+        (([3, 4], [0, 2], None), "documents[1] is 2 on rank 0 and 5 on rank 1"),
+        (([3, 4], [0], None), "documents has 1 entries on rank 0 and 2 on rank 1, equal as far as both go"),
+        (([3, 4], None, None), "documents[0] is none on rank 0 and 0 on rank 1 (of 1 and 2 entries)"),
+        (([3, 4], [0, 5], [1, 2]), "memory_cuts[1] is 1 on rank 0 and 2 on rank 1"),
+    ],
+)
+def test_the_first_difference_is_named(layouts, words):
+    """Cuts, documents or a memory that differ are named with the entry that differs first, on every rank."""
+    lengths, documents, memory = layouts
+    other = SequenceLayout.from_lengths([3, 4], [0, 5])
+
+    def body(comm: Communicator) -> str:
+        layout = SequenceLayout.from_lengths(lengths, documents) if comm.rank == 0 else other
+        keys = memory and SequenceLayout.from_lengths(memory if comm.rank == 0 else memory[::-1])
+        with pytest.raises(MismatchError) as caught:
+            ShardedSequenceOps(comm, layout, keys)
+        return str(caught.value)
+
+    assert all(words in said for said in run_simulated(body, 2))
 
 
 def test_slices_and_layouts_that_do_not_fit_are_named():
