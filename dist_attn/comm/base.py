@@ -6,6 +6,7 @@ half-precision tensors, and do not depend on which algorithm moved the numbers.
 """
 
 import hashlib
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,18 +15,23 @@ from dataclasses import dataclass
 from math import prod
 from types import TracebackType
 from typing import Self, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from dist_attn.comm.agreement import differences
 from dist_attn.comm.traffic import Event, Phase, Traffic
-from dist_attn.errors import InputError, MismatchError, ShapeError
+from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
 
 __all__ = ["Call", "Communicator", "Pending"]
 
 # Up to this size an all-reduce gathers everything in one step (latency); above, it moves 2 (P-1)/P of it (volume).
 ONE_STEP_BYTES = 64 * 1024
+
+
+_numbers = itertools.count()
+_by_number: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +87,20 @@ class Communicator(ABC):
         self.timeout_s = timeout_s
         self.traffic = Traffic()
         self._agreed = ("", "")
+        # How a compiled graph, which holds no objects, finds this one again.
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+
+    @staticmethod
+    def of_number(number: int) -> "Communicator":
+        """The communicator of this process with that `number`.
+
+        Raises: CommError when it is gone.
+        """
+        found = _by_number.get(number)
+        if found is None:
+            raise CommError(f"communicator {number} is gone; a compiled model lives no longer than the group it ran on")
+        return found
 
     @abstractmethod
     def _gather(self, call: Call, sent: Tensor) -> Pending:

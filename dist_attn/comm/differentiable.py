@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dist_attn.comm.base import Communicator, Pending
+from dist_attn.comm.compiled import compiled_exchange
 
 __all__ = [
+    "Done",
     "Launched",
     "all_gather",
     "all_gather_start",
@@ -38,6 +40,8 @@ def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
 
     Shapes: x [...] -> [P, ...].
     """
+    if torch.compiler.is_compiling():
+        return compiled_exchange(comm, "all_gather", x, label=label)
     return cast(Tensor, _AllGather.apply(x, comm, label))  # type: ignore[no-untyped-call]
 
 
@@ -46,6 +50,8 @@ def all_reduce_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
 
     Shapes: x [...] -> [...].
     """
+    if torch.compiler.is_compiling():
+        return compiled_exchange(comm, "all_reduce_sum", x, label=label)
     return cast(Tensor, _AllReduceSum.apply(x, comm, label))  # type: ignore[no-untyped-call]
 
 
@@ -54,6 +60,8 @@ def reduce_scatter_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Ten
 
     Shapes: x [P, ...] -> [...].
     """
+    if torch.compiler.is_compiling():
+        return compiled_exchange(comm, "reduce_scatter_sum", x, label=label)
     return cast(Tensor, _ReduceScatterSum.apply(x, comm, label))  # type: ignore[no-untyped-call]
 
 
@@ -64,6 +72,8 @@ def all_to_all(
 
     Shapes: x [sum(send_counts), ...] -> [sum(recv_counts), ...].
     """
+    if torch.compiler.is_compiling():
+        return compiled_exchange(comm, "all_to_all", x, send_counts, recv_counts, label=label)
     counts = (tuple(send_counts), tuple(recv_counts))
     return cast(Tensor, _AllToAll.apply(x, comm, *counts, label))  # type: ignore[no-untyped-call]
 
@@ -75,6 +85,8 @@ def send_receive(
 
     Shapes: x [sum of send_counts, ...] -> [sum of recv_counts, ...].
     """
+    if torch.compiler.is_compiling():
+        return compiled_exchange(comm, "send_receive", x, send_counts, recv_counts, label=label)
     counts = (dict(send_counts), dict(recv_counts))
     return cast(Tensor, _SendReceive.apply(x, _thread(x), comm, *counts, label))  # type: ignore[no-untyped-call]
 
@@ -87,20 +99,26 @@ def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") ->
     return cast(Tensor, _Broadcast.apply(x, comm, source, label))  # type: ignore[no-untyped-call]
 
 
-def all_gather_start(comm: Communicator, x: Tensor, *, label: str = "") -> "Launched":
+def all_gather_start(comm: Communicator, x: Tensor, *, label: str = "") -> "Launched | Done":
     """Launch an `all_gather`; its backward pass likewise launches and waits."""
+    if torch.compiler.is_compiling():
+        return Done(all_gather(comm, x, label=label))
     return _start(x, _Gather(comm, label))
 
 
 def send_receive_start(
     comm: Communicator, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
-) -> "Launched":
+) -> "Launched | Done":
     """Launch a `send_receive`; its backward pass likewise launches and waits."""
+    if torch.compiler.is_compiling():
+        return Done(send_receive(comm, x, send_counts, recv_counts, label=label))
     return _start(x, _Rows(comm, label, dict(send_counts), dict(recv_counts)))
 
 
 def marked(comm: Communicator, x: Tensor, name: str) -> Tensor:
     """`x` itself, with a mark in the traffic log now, and one when its gradient comes back."""
+    if torch.compiler.is_compiling():
+        return x
     return cast(Tensor, _Marked.apply(x, comm, name))  # type: ignore[no-untyped-call]
 
 
@@ -118,6 +136,18 @@ class Launched:
     def wait_from(self, token: Tensor) -> Tensor:
         """`wait`, for a token that came back through autograd."""
         return cast(Tensor, _Wait.apply(token, self._thread, self._flight))  # type: ignore[no-untyped-call]
+
+
+@final
+class Done:
+    """An exchange that a compiled graph has done where it would have been launched."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def wait(self) -> Tensor:
+        """What the exchange has brought."""
+        return self._value
 
 
 class _Context(Protocol):

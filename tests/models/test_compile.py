@@ -1,4 +1,4 @@
-"""torch.compile: local models and operations are one graph without breaks, forward and backward."""
+"""torch.compile: models and operations, local and over ranks, are one graph without breaks, forward and backward."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dist_attn.comm import Communicator, differentiable, run_simulated
 from dist_attn.feature_maps import elu_plus_one
+from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Watch, relative_attention, watching
+from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 
@@ -22,7 +25,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 def _results(function, inputs: list[Tensor]) -> list[Tensor]:
     out = function()
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs, allow_unused=True, materialize_grads=True)]
 
 
 @pytest.mark.parametrize(("kind", "backend"), [("rfa_gate", "aot_eager"), ("rfa", "eager"), ("softmax", "eager")])
@@ -37,6 +40,45 @@ def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
         assert_close(a, b, kind="gradient")
     with torch.inference_mode():
         assert_close(compiled(tokens), model.logits(tokens))
+
+
+def test_a_sharded_model_is_one_graph() -> None:
+    """A model over ranks compiles with `fullgraph` on each, a rank without tokens too, and is the model as it is."""
+    layout = SequenceLayout.from_lengths([7, 0, 5])
+    tokens = torch.arange(layout.total)[None] % 7
+
+    def on_rank(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+        model, ops = small_model(small_config(num_layers=1)), ShardedSequenceOps(comm, layout)
+        own, parameters = tokens[:, slice(*layout.range(comm.rank))], list(model.parameters())
+        compiled = torch.compile(lambda tokens: model(tokens, ops)[0], fullgraph=True, backend="eager")
+        want = _results(lambda: model(own, ops)[0], parameters)
+        return list(zip(_results(lambda: compiled(own), parameters), want, strict=True))
+
+    for pairs in run_simulated(on_rank, layout.size, timeout_s=120.0):
+        for got, want in pairs:
+            assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "all_reduce_sum", "reduce_scatter_sum", "all_to_all", "send_receive"])
+def test_an_exchange_is_one_node(kind: str) -> None:
+    """Every exchange with gradients goes into a graph, and its result and gradient are those it has outside."""
+
+    def on_rank(comm: Communicator) -> list[Tensor]:
+        counts = {"all_to_all": ([1, 1], [1, 1]), "send_receive": ({1 - comm.rank: 2}, {1 - comm.rank: 2})}.get(
+            kind, ()
+        )
+        exchange = getattr(differentiable, kind)
+        x = (torch.arange(6.0).reshape(2, 3) + 10 * comm.rank).requires_grad_()
+
+        def square(x: Tensor) -> Tensor:
+            return exchange(comm, x.square(), *counts, label="here")
+
+        want = _results(lambda: square(x), [x])
+        compiled = torch.compile(square, fullgraph=True, backend="aot_eager")
+        assert all(torch.equal(a, b) for a, b in zip(_results(lambda: compiled(x), [x]), want, strict=True))
+        return want
+
+    assert len(run_simulated(on_rank, 2, timeout_s=120.0)) == 2
 
 
 def test_relative_attention_is_one_graph() -> None:

@@ -57,7 +57,16 @@ def plain_scan(
                 outputs.append(out.to(output_dtype))
     if outputs:
         return torch.cat(outputs, dim=2), carry
-    return torch.empty(output_shape, dtype=output_dtype, device=device), carry
+    # No tokens, but the way back is still every rank's: what comes out depends on all that went in.
+    nothing = _nothing((*sequence, *carry, *parameters))
+    empty = torch.empty(output_shape, dtype=output_dtype, device=device) + nothing.to(output_dtype)
+    return empty, carry if blocks else tuple(c + nothing.to(c.dtype) for c in carry)
+
+
+def _nothing(tensors: _Optional) -> torch.Tensor:
+    """Zero, as the sum of no elements of each tensor: zero whatever the values are, where 0 * inf would be NaN."""
+    real = [t.real if t.is_complex() else t for t in tensors if t is not None]
+    return torch.stack([t.reshape(-1)[:0].sum().double() for t in real]).sum()
 
 
 def plain_gradients(
@@ -75,7 +84,8 @@ def plain_gradients(
     if roots:
         firsts, seconds = zip(*roots, strict=True)
         found = torch.autograd.grad(firsts, wanted, seconds, create_graph=True, allow_unused=True)
-    # The sum of no elements: zero whatever the values are, where 0 * inf would be NaN.
-    nothing = sum(t.reshape(-1)[:0].sum() for t in (*wanted, *(grad for _, grad in pairs)))
-    linked = iter((torch.zeros_like(t) if g is None else g) + nothing for t, g in zip(wanted, found, strict=True))
+    nothing = _nothing((*wanted, *(grad for _, grad in pairs)))
+    linked = iter(
+        (torch.zeros_like(t) if g is None else g) + nothing.to(t.dtype) for t, g in zip(wanted, found, strict=True)
+    )
     return [next(linked) if need and t is not None else None for t, need in zip(inputs, needs, strict=True)]

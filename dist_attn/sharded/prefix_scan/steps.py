@@ -54,7 +54,7 @@ def swap(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> torch.T
     return from_one(collectives.send_receive(comm, _row(message_BHX, counts), counts, counts, label=LABEL))
 
 
-def swap_start(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> collectives.Launched:
+def swap_start(comm: Communicator, message_BHX: torch.Tensor, partner: int) -> collectives.Launched | collectives.Done:
     """Launch a `swap`; `from_one` makes a message of what the wait gives."""
     counts = _counts(comm, partner)
     return collectives.send_receive_start(comm, _row(message_BHX, counts), counts, counts, label=LABEL)
