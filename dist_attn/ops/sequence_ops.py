@@ -17,6 +17,7 @@ from dist_attn.ops.documents import document_starts
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.linear_attention import linear_attention
+from dist_attn.ops.linear_attention.prefix import check_prefix
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,
@@ -81,6 +82,7 @@ class SequenceOps(Protocol):
         *,
         causal: bool,
         scale: float | None = None,
+        prefix: int = 0,
     ) -> torch.Tensor: ...
 
     def softmax_attention_streaming(
@@ -213,13 +215,15 @@ class LocalSequenceOps:
         *,
         causal: bool,
         scale: float | None = None,
+        prefix: int = 0,
     ) -> torch.Tensor:
         """See `dist_attn.ops.softmax_attention`."""
         if self.documents:
+            check_prefix(prefix, causal=causal, documents=True)
             return packed_softmax_attention(
                 q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents
             )
-        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale)
+        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix)
 
     def softmax_attention_streaming(
         self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache

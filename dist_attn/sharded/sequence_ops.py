@@ -28,6 +28,7 @@ from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_softmax_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange
+from dist_attn.sharded.prefix_softmax import sharded_prefix_softmax
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
@@ -215,12 +216,26 @@ class ShardedSequenceOps:
         *,
         causal: bool,
         scale: float | None = None,
+        prefix: int = 0,
     ) -> torch.Tensor:
         """See `sharded.head_reshuffle` and `sharded.ring_attention`; keys lie on `memory_layout` where one is given."""
         self._refuse_deterministic("softmax attention")
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGSK.shape[2], self._memory)
+        check_prefix(prefix, causal=causal, documents=self._packed)
         attention = ring_attention if self._softmax == "ring" else sharded_softmax_attention
+        if prefix:
+            return sharded_prefix_softmax(
+                attention,
+                self._comm,
+                self._layout,
+                self._memory,
+                q_BHLK,
+                k_BGSK,
+                v_BGSV,
+                scale=scale,
+                prefix=prefix,
+            )
         if self._packed and self._memory == self._layout:
             return sharded_packed_softmax_attention(
                 self._comm,

@@ -6,8 +6,10 @@ import torch
 from dist_attn.errors import InputError
 from dist_attn.ops import LocalSequenceOps, linear_attention
 from dist_attn.ops.linear_attention import linear_attention_naive
+from dist_attn.ops.softmax_attention import softmax_attention, softmax_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
+from tests.support.sharded_call import random_tensor
 
 
 @pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
@@ -26,6 +28,24 @@ def test_a_prefix_equals_the_oracle(queries, keys, prefix, gate, state):
         results.append([out, *after.tensors()[:4], *leaves.gradients().values()])
     for got, want in zip(results[1], results[0], strict=True):
         assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.parametrize(("queries", "keys", "prefix"), [(9, 9, 4), (8, 20, 5), (20, 8, 12), (6, 30, 9), (5, 5, 99)])
+def test_softmax_with_a_prefix_equals_the_oracle(queries, keys, prefix):
+    """Exact attention with a prefix has the oracle's outputs and gradients, and refuses one that means nothing."""
+    results = []
+    for form in (softmax_attention_naive, softmax_attention):
+        q, k, v = (
+            random_tensor(2, heads, length, 5, seed=heads).requires_grad_()
+            for heads, length in ((4, queries), (2, keys), (2, keys))
+        )
+        out = form(q, k, v, causal=True, prefix=prefix)
+        weighted_sum(out).backward()
+        results.append([out, q.grad, k.grad, v.grad])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_close(got, want, kind="gradient")
+    with pytest.raises(InputError, match="0 or more tokens of one causal sequence"):
+        softmax_attention(q, k, v, causal=False, prefix=prefix)
 
 
 def test_what_a_prefix_sees():

@@ -1,4 +1,4 @@
-"""Linear attention over ranks in its other modes: a prefix that sees itself fully, and a memory cut elsewhere."""
+"""Attention over ranks in its other modes: a prefix that sees itself fully, and a memory cut elsewhere."""
 
 import pytest
 import torch
@@ -66,3 +66,17 @@ def test_prefix_for_any_cut(lengths, prefix, gate):
 def test_a_memory_of_its_own(queries, keys, gate, state):
     """Cross attention over a memory that is cut elsewhere, also where ranks hold none of it, with all gradients."""
     _check(queries, keys, causal=False, gate=gate, state=state)
+
+
+@pytest.mark.parametrize("exchange", ["reshuffle", "ring"])
+@pytest.mark.parametrize("prefix", [1, 5, 14, 500])
+@pytest.mark.parametrize("lengths", LENGTHS[1:4])
+def test_softmax_with_a_prefix(lengths, prefix, exchange):
+    """Exact attention with a prefix gives one rank's outputs and gradients by moving heads and by a ring."""
+    total, heads = sum(lengths), (4, 2, 2)
+    check_sharded(
+        lambda ops, t: (ops.softmax_attention(*t, causal=True, prefix=prefix),),
+        SequenceLayout.from_lengths(lengths),
+        [random_tensor(2, h, total, 3, seed=s) for s, h in enumerate(heads)],
+        softmax=exchange,
+    )

@@ -9,6 +9,7 @@ from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded.sequence_ops import SoftmaxExchange
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
@@ -33,6 +34,7 @@ def check_sharded(
     memory: Sequence[Tensor] = (),
     whole: Sequence[Tensor] = (),
     kind: Kind = "simulated",
+    softmax: SoftmaxExchange = "reshuffle",
 ) -> None:
     """`cut` and `memory` are sliced by their layouts along dim -2, `whole` are replicated; all get gradients.
 
@@ -55,7 +57,7 @@ def check_sharded(
         ]
 
     def body(comm: Communicator) -> list[list[Tensor]]:
-        ops = ShardedSequenceOps(comm, layout, memory_layout)
+        ops = ShardedSequenceOps(comm, layout, memory_layout, softmax=softmax)
         last = float(comm.rank == comm.size - 1)
         return run(ops, layout.range(comm.rank), memory_layout.range(comm.rank), last)
 

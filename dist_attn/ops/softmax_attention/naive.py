@@ -17,6 +17,7 @@ def softmax_attention_naive(
     causal: bool,
     scale: float | None = None,
     placement: Placement | None = None,
+    prefix: int = 0,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v with the score matrix in memory; see `softmax_attention`."""
     repeats = q_BHLK.shape[1] // k_BGSK.shape[1]
@@ -30,5 +31,6 @@ def softmax_attention_naive(
         return scores_BHLS.softmax(dim=-1).masked_fill(blind_L1, 0.0) @ v_BHSV
     if causal:
         future_LS = torch.ones(scores_BHLS.shape[-2:], dtype=torch.bool, device=q_BHLK.device).triu(1)
+        future_LS[:prefix, :prefix] = False
         scores_BHLS = scores_BHLS.masked_fill(future_LS, float("-inf"))
     return scores_BHLS.softmax(dim=-1) @ v_BHSV
