@@ -54,6 +54,22 @@ class SequenceLayout:
         return cls(tuple(accumulate(counts, initial=0)), None if documents is None else tuple(documents))
 
     @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Iterable[int], lengths: Iterable[int]) -> "SequenceLayout":
+        """The layout of packed documents given by their cumulative lengths: 0, n1, n1 + n2, …, the number of tokens.
+
+        Documents without tokens leave no trace.
+
+        Raises: InputError if they do not begin at 0, fall, or do not end at the sum of the ranks' lengths.
+        """
+        edges, counts = _whole_numbers("cu_seqlens", cu_seqlens), _whole_numbers("lengths", lengths)
+        total = sum(counts)
+        if edges[:1] != (0,) or edges[-1] != total or any(a > b for a, b in pairwise(edges)):
+            raise InputError(
+                f"cu_seqlens {_short(edges)} must begin at 0, never fall and end at {total}, the tokens held"
+            )
+        return cls.from_lengths(counts, sorted({edge for edge in edges if edge < total}))
+
+    @classmethod
     def even(
         cls, total: int, size: int, multiple_of: int = 1, documents: Iterable[int] | None = None
     ) -> "SequenceLayout":

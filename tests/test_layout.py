@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -79,6 +80,60 @@ def test_documents_tile_the_sequence_and_reach_every_rank(layout: SequenceLayout
 def test_document_ranges(lengths: list[int], documents: list[int] | None, ranges: list[tuple[int, int]]) -> None:
     """A document may be one token, span every rank, start exactly at a cut, or continue an earlier block."""
     assert list(SequenceLayout.from_lengths(lengths, documents).document_ranges()) == ranges
+
+
+@given(layouts())
+def test_ranks_of_a_document_know_each_other(layout: SequenceLayout) -> None:
+    """A rank's earlier and later ranks are those that hold tokens of its first and its last document, and no others."""
+    number = [layout.document_of(token) for token in range(layout.total)]
+    held = [number[slice(*layout.range(rank))] for rank in range(layout.size)]
+    for rank, own in enumerate(held):
+        before = tuple(r for r in range(rank) if own and own[0] in held[r])
+        after = tuple(r for r in range(rank + 1, layout.size) if own and own[-1] in held[r])
+        assert (layout.ranks_before(rank), layout.ranks_after(rank)) == (before, after)
+    assert layout.crosses_cuts == any(layout.ranks_before(rank) for rank in range(layout.size))
+    assert layout.ranks_of_last_document() == tuple(r for r, own in enumerate(held) if own and number[-1] in own)
+
+
+@given(layouts())
+def test_what_lies_across_cuts_is_a_layout_of_its_own(layout: SequenceLayout) -> None:
+    """Pieces of a rank tile it, and the tokens of documents on several ranks keep their order and their documents."""
+    number = [layout.document_of(token) for token in range(layout.total)]
+    spread = {n for r in range(layout.size) for n in number[slice(*layout.range(r))] if layout.ranks_before(r)}
+    across = [n for n in number if sum(n in number[slice(*layout.range(r))] for r in range(layout.size)) > 1]
+    assert set(across) <= spread
+    own = layout.across_cuts
+    assert own.total == len(across)
+    numbers = [own.document_of(token) for token in range(own.total)]
+    assert [a == b for a, b in pairwise(numbers)] == [a == b for a, b in pairwise(across)]
+    for rank in range(layout.size):
+        first, inside, last = layout.pieces(rank)
+        assert min(first, inside, last) >= 0
+        assert first + inside + last == layout.lengths[rank]
+        assert own.lengths[rank] == first + last
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "lengths", "documents"),
+    [
+        ([0, 3, 7], [3, 4], (0, 3)),
+        ([0, 7], [3, 0, 4], (0,)),
+        ([0, 0, 2, 2, 7, 7], [7], (0, 2)),
+        ([0], [0, 0], ()),
+    ],
+)
+def test_from_cumulative_lengths(cu_seqlens: list[int], lengths: list[int], documents: tuple[int, ...]) -> None:
+    """Cumulative lengths of packed documents become their starts; documents without tokens leave no trace."""
+    layout = SequenceLayout.from_cu_seqlens(cu_seqlens, lengths)
+    assert layout.documents == documents
+    assert layout.lengths == tuple(lengths)
+
+
+@pytest.mark.parametrize(("cu_seqlens", "lengths"), [([], [3]), ([1, 3], [3]), ([0, 3, 2], [2]), ([0, 3], [4])])
+def test_cumulative_lengths_that_do_not_fit_are_refused(cu_seqlens: list[int], lengths: list[int]) -> None:
+    """Cumulative lengths begin at 0, never fall, and end at the number of tokens that the ranks hold."""
+    with pytest.raises(InputError, match="cu_seqlens"):
+        SequenceLayout.from_cu_seqlens(cu_seqlens, lengths)
 
 
 @given(layouts(), layouts())
