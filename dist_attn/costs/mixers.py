@@ -11,6 +11,7 @@ from dist_attn.costs.flops import TokenFlops
 __all__ = ["CHUNK_TOKENS", "FLOAT_BYTES", "KernelAttention", "MixerCosts", "SoftmaxAttention"]
 
 FLOAT_BYTES = 4
+POSITION_BYTES = 8
 CHUNK_TOKENS = 64  # of the blocked form of kernel attention
 BLOCK_GROUP_TOKENS = 8 * 512  # tokens times heads times batch that it works on at once
 
@@ -75,6 +76,8 @@ class KernelAttention:
     num_random: int
     feature: Literal["gaussian", "arc_cosine"]
     taps: int
+    projection_bias: bool = False
+    rotary: bool = False
 
     @property
     def num_features(self) -> int:
@@ -88,10 +91,11 @@ class KernelAttention:
 
     @property
     def parameters(self) -> int:
-        """Projections 4 D^2, taps K D, sigma D, and a gate of H (D + 1)."""
+        """Projections 4 D^2 and their biases 4 D if any, taps K D, sigma D, and a gate of H (D + 1)."""
         size = self.hidden_size
         gate = self.num_heads * (size + 1) if self.kind == "rfa_gate" else 0
-        return 4 * size * size + self.taps * size + size + gate
+        bias = 4 * size if self.projection_bias else 0
+        return 4 * size * size + bias + self.taps * size + size + gate
 
     @property
     def buffers(self) -> int:
@@ -99,9 +103,10 @@ class KernelAttention:
         return self.num_random * self.hidden_size
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """S, z, mass and log decay per head, one flag per head, and the last K - 1 tokens of the convolution."""
+        """S, z, mass and log decay per head, one flag per head, K - 1 tokens of the convolution, a rotary position."""
         heads = self.num_heads * (FLOAT_BYTES * self._state_numbers + 1)
-        return batch * (heads + FLOAT_BYTES * max(0, self.taps - 1) * self.hidden_size)
+        position_bytes = POSITION_BYTES if self.rotary else 0
+        return batch * (heads + position_bytes + FLOAT_BYTES * max(0, self.taps - 1) * self.hidden_size)
 
     def kept_tokens(self, position: int, ranks: int) -> int:
         """All: every rank holds the one state."""
@@ -143,14 +148,14 @@ class KernelAttention:
         return TokenFlops(projections=parts.projections, features=parts.features, state=parts.state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About eight tensors of [B, L, D] around the attention, and the features and scores of one cached block."""
+        """About eight tensors of [B, L, D] around the attention, ten with rotary positions, and the features and scores of one cached block."""
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
         width = self.head_size + 1
         per_token = 4 * self.num_features + 4 * CHUNK_TOKENS + 6 * width
         states = 3 * self.num_features * width * chunks
         block = groups * (per_token * min(tokens, chunks * CHUNK_TOKENS) + states)
-        return FLOAT_BYTES * (8 * batch * tokens * self.hidden_size + block)
+        return FLOAT_BYTES * ((10 if self.rotary else 8) * batch * tokens * self.hidden_size + block)
 
     @property
     def _state_numbers(self) -> int:
@@ -169,11 +174,13 @@ class SoftmaxAttention:
     hidden_size: int
     num_heads: int
     taps: int
+    projection_bias: bool = False
 
     @property
     def parameters(self) -> int:
-        """Projections 4 D^2 and taps K D."""
-        return 4 * self.hidden_size**2 + self.taps * self.hidden_size
+        """Projections 4 D^2 and their biases 4 D if any, and taps K D."""
+        bias = 4 * self.hidden_size if self.projection_bias else 0
+        return 4 * self.hidden_size**2 + bias + self.taps * self.hidden_size
 
     @property
     def buffers(self) -> int:

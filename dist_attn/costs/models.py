@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -18,21 +18,28 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 @dataclass(frozen=True)
 class LanguageModelCosts:
-    """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied to the embedding."""
+    """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied or of its own."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     mlp_size: int
     mixer: MixerCosts
+    norm: Literal["layer", "rms"] = "layer"
+    mlp: Literal["plain", "gated"] = "plain"
+    mlp_bias: bool = True
+    learned_positions: int = 0
+    readout: Literal["tied", "own"] = "tied"
 
     @property
     def parameters(self) -> int:
         """Learned numbers of the whole model."""
-        size, mlp = self.hidden_size, self.mlp_size
-        norms = 4 * size
-        per_layer = norms + self.mixer.parameters + 2 * size * mlp + mlp + size
-        return self.vocab_size * size + self.num_layers * per_layer + 2 * size
+        size = self.hidden_size
+        norm = 2 * size if self.norm == "layer" else size
+        bias = self._mlp_inner + size if self.mlp_bias else 0
+        per_layer = 2 * norm + self.mixer.parameters + self._mlp_weights + bias
+        tables = self.learned_positions + self.vocab_size * (2 if self.readout == "own" else 1)
+        return tables * size + self.num_layers * per_layer + norm
 
     @property
     def weights_bytes(self) -> int:
@@ -55,10 +62,10 @@ class LanguageModelCosts:
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
         """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
 
-        The larger of the MLP's (four tensors of the model's width, two of its own) and the mixer's; plus the state
-        after the block, which is made beside the one before it.
+        The larger of the MLP's (four tensors of the model's width, two of its own, three if gated) and the mixer's; plus
+        the state after the block, which is made beside the one before it.
         """
-        mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + 2 * self.mlp_size)
+        mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
         return max(mlp, self.mixer.activation_bytes(tokens, batch)) + self.state_bytes(tokens, batch)
 
     def _all_layers(self, mixer: TokenFlops) -> TokenFlops:
@@ -67,8 +74,16 @@ class LanguageModelCosts:
             features=self.num_layers * mixer.features,
             scores=self.num_layers * mixer.scores,
             state=self.num_layers * mixer.state,
-            mlp=4.0 * self.num_layers * self.hidden_size * self.mlp_size,
+            mlp=2.0 * self.num_layers * self._mlp_weights,
         )
+
+    @property
+    def _mlp_inner(self) -> int:
+        return self.mlp_size * (2 if self.mlp == "gated" else 1)
+
+    @property
+    def _mlp_weights(self) -> int:
+        return self.hidden_size * (self._mlp_inner + self.mlp_size)
 
 
 class _MixerConfig(msgspec.Struct, frozen=True):
@@ -77,6 +92,26 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     short_convolution: Annotated[int, Meta(ge=0)] = 4
     num_random: Count = 64
     feature: str = "gaussian"
+    projection_bias: bool = False
+    rotary: dict[str, float] | None = None
+
+
+class _NormConfig(msgspec.Struct, frozen=True):
+    kind: Literal["layer", "rms"] = "layer"
+
+
+class _MlpConfig(msgspec.Struct, frozen=True):
+    kind: Literal["plain", "gated"] = "plain"
+    bias: bool = True
+
+
+class _BlockConfig(msgspec.Struct, frozen=True):
+    norm: _NormConfig = _NormConfig()
+    mlp: _MlpConfig = _MlpConfig()
+
+
+class _LearnedPositions(msgspec.Struct, frozen=True):
+    length: Count
 
 
 class _ModelConfig(msgspec.Struct, frozen=True):
@@ -86,6 +121,9 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     num_layers: Count
     mlp_size: Count
     mixer: _MixerConfig
+    positions: str | _LearnedPositions = "none"
+    block: _BlockConfig = _BlockConfig()
+    readout: Literal["tied", "own"] = "tied"
 
 
 def read_model_costs(folder: Path) -> LanguageModelCosts:
@@ -108,6 +146,11 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
         num_layers=config.num_layers,
         mlp_size=config.mlp_size,
         mixer=_mixer_costs(path, config.mixer, config.hidden_size),
+        norm=config.block.norm.kind,
+        mlp=config.block.mlp.kind,
+        mlp_bias=config.block.mlp.bias,
+        learned_positions=0 if isinstance(config.positions, str) else config.positions.length,
+        readout=config.readout,
     )
 
 
@@ -119,10 +162,17 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
     match mixer.kind, mixer.feature:
         case ("rfa" | "rfa_gate") as kind, ("gaussian" | "arc_cosine") as feature:
             return KernelAttention(
-                kind, hidden_size, mixer.num_heads, mixer.num_random, feature, mixer.short_convolution
+                kind,
+                hidden_size,
+                mixer.num_heads,
+                mixer.num_random,
+                feature,
+                mixer.short_convolution,
+                projection_bias=mixer.projection_bias,
+                rotary=mixer.rotary is not None,
             )
         case "softmax", _:
-            return SoftmaxAttention(hidden_size, mixer.num_heads, mixer.short_convolution)
+            return SoftmaxAttention(hidden_size, mixer.num_heads, mixer.short_convolution, mixer.projection_bias)
     raise ConfigError(
         f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; the costs of rfa and rfa_gate (gaussian, "
         "arc_cosine) and of softmax are known"

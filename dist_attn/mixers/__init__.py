@@ -2,13 +2,14 @@
 
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.build import build_mixer
-from dist_attn.mixers.config import DenominatorConfig, MixerConfig, RandomFeatureConfig, SoftmaxConfig
+from dist_attn.mixers.config import DenominatorConfig, MixerConfig, RandomFeatureConfig, RotaryConfig, SoftmaxConfig
 
 __all__ = [
     "DenominatorConfig",
     "MixerConfig",
     "MixerState",
     "RandomFeatureConfig",
+    "RotaryConfig",
     "SoftmaxConfig",
     "TokenMixer",
     "build_mixer",

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["DenominatorConfig", "MixerConfig", "RandomFeatureConfig", "SoftmaxConfig"]
+__all__ = ["DenominatorConfig", "MixerConfig", "RandomFeatureConfig", "RotaryConfig", "SoftmaxConfig"]
 
 
 class _Config(BaseModel):
@@ -19,16 +19,28 @@ class DenominatorConfig(_Config):
     eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
 
 
+class RotaryConfig(_Config):
+    """Queries and keys turned by their position, as `mixers.rotary` does."""
+
+    # Leading numbers of each head that turn; the others stay as they are.
+    size: int = Field(ge=2, multiple_of=2)
+    base: float = Field(default=10_000.0, gt=1, allow_inf_nan=False)
+
+
 class _HeadsConfig(_Config):
     hidden_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
     # Taps of a causal depthwise convolution over the input, before q, k and v; 0 switches it off.
     short_convolution: int = Field(default=4, ge=0, le=64)
+    projection_bias: bool = False  # of q, k, v and the output
+    rotary: RotaryConfig | None = None
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "_HeadsConfig":
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+        if self.rotary is not None and self.rotary.size > self.head_size:
+            raise ValueError(f"rotary.size {self.rotary.size} must be at most the head's size, {self.head_size}")
         return self
 
     @property

@@ -11,6 +11,7 @@ from dist_attn.feature_maps import ArcCosine, Gaussian
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
+from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
 
 __all__ = ["RandomFeatureAttention", "RandomFeatureState"]
@@ -21,19 +22,27 @@ GATE_BIAS_RANGE = (-1.0, 5.0)
 
 @dataclass(frozen=True)
 class RandomFeatureState:
-    """The attention state and the last tokens that the short convolution still needs."""
+    """The attention state, the last tokens that the short convolution still needs, and how far rotary positions are."""
 
     attention: LinearState
     tail_BKD: torch.Tensor
+    position_B: torch.Tensor | None = None  # tokens so far, where positions are rotary
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors in a fixed order."""
-        return (*self.attention.tensors(), self.tail_BKD)
+        held = (*self.attention.tensors(), self.tail_BKD)
+        return held if self.position_B is None else (*held, self.position_B)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "RandomFeatureState":
         """The same kind of state over other tensors."""
-        *attention, tail_BKD = tensors
-        return RandomFeatureState(LinearState(*attention), tail_BKD)
+        held = tensors if self.position_B is None else tensors[:-1]
+        *attention, tail_BKD = held
+        return RandomFeatureState(LinearState(*attention), tail_BKD, None if self.position_B is None else tensors[-1])
+
+    def advanced(self, attention: LinearState, tail_BKD: torch.Tensor, tokens: int) -> "RandomFeatureState":
+        """The state after `tokens` more, with what they leave behind."""
+        position_B = None if self.position_B is None else self.position_B + tokens
+        return RandomFeatureState(attention, tail_BKD, position_B)
 
 
 class RandomFeatureAttention(TokenMixer):
@@ -49,8 +58,8 @@ class RandomFeatureAttention(TokenMixer):
         self.config = config
         size, heads, head_size = config.hidden_size, config.num_heads, config.head_size
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, 3 * size, bias=False)
-        self.out = nn.Linear(size, size, bias=False)
+        self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
+        self.out = nn.Linear(size, size, bias=config.projection_bias)
         self.sigma_H1K = nn.Parameter(torch.ones(heads, 1, head_size))
         generator = torch.Generator().manual_seed(config.seed)
         self.register_buffer("w_HDK", torch.randn(heads, config.num_random, head_size, generator=generator))
@@ -77,6 +86,9 @@ class RandomFeatureAttention(TokenMixer):
         if self.convolution is not None:
             x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
         q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        if before.position_B is not None:
+            positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1]).to(x_BLD.device)
+            q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
         log_gate, key_scale = self._gates(x_BLD)
         out_BHLV, attention = ops.linear_attention(
             q,
@@ -89,7 +101,7 @@ class RandomFeatureAttention(TokenMixer):
             state=before.attention,
             denominator=self.denominator,
         )
-        return self.out(merge_heads(out_BHLV)), RandomFeatureState(attention, tail_BKD)
+        return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, ops.total_length(x_BLD.shape[1]))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, RandomFeatureState]:
         before = self._own(state, x_BD.shape[0])
@@ -97,6 +109,8 @@ class RandomFeatureAttention(TokenMixer):
         if self.convolution is not None:
             x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
         q, k, v = (t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).chunk(3, dim=-1))
+        if before.position_B is not None:
+            q, k = (rotate(t[:, :, None], before.position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
         log_gate, key_scale = self._gates(x_BD)
         out_BHV, attention = linear_attention_step(
             q,
@@ -108,7 +122,7 @@ class RandomFeatureAttention(TokenMixer):
             key_scale_BH=key_scale,
             denominator=self.denominator,
         )
-        return self.out(out_BHV.flatten(1)), RandomFeatureState(attention, tail_BKD)
+        return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1)
 
     def initial_state(self, batch: int) -> RandomFeatureState:
         config = self.config
@@ -118,9 +132,14 @@ class RandomFeatureAttention(TokenMixer):
         attention = LinearState.identity(
             batch, config.num_heads, features, config.head_size, dtype=dtype, device=weight.device
         )
+        position_B = None
+        if config.rotary is not None:
+            position_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
         if self.convolution is None:
-            return RandomFeatureState(attention, weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False))
-        return RandomFeatureState(attention, self.convolution.initial_tail(batch))
+            tail_BKD = weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False)
+        else:
+            tail_BKD = self.convolution.initial_tail(batch)
+        return RandomFeatureState(attention, tail_BKD, position_B)
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""

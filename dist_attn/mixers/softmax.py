@@ -9,6 +9,7 @@ from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
+from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, SequenceOps
 
 __all__ = ["SoftmaxAttention", "SoftmaxState"]
@@ -45,8 +46,8 @@ class SoftmaxAttention(TokenMixer):
         self.config = config
         size = config.hidden_size
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, 3 * size, bias=False)
-        self.out = nn.Linear(size, size, bias=False)
+        self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
+        self.out = nn.Linear(size, size, bias=config.projection_bias)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -56,6 +57,8 @@ class SoftmaxAttention(TokenMixer):
         if self.convolution is not None:
             x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
         q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        positions_1L = ops.positions(x_BLD.shape[1])[None] + before.cache.tokens
+        q, k = (rotate(t, positions_1L, self.config.rotary) for t in (q, k))
         out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache)
         return self.out(merge_heads(out_BHLV)), SoftmaxState(cache, tail_BKD)
 
@@ -66,6 +69,7 @@ class SoftmaxAttention(TokenMixer):
             x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
         q, k, v = (split_heads(t[:, None], self.config.num_heads) for t in self.qkv(x_BD).chunk(3, dim=-1))
         before.cache.require_whole()
+        q, k = (rotate(t, torch.tensor([[before.cache.tokens]]), self.config.rotary) for t in (q, k))
         cache = before.cache.appended(k, v)
         out_BH1V = LocalSequenceOps().softmax_attention(q, cache.k_BGSK, cache.v_BGSV, causal=False)
         return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD)

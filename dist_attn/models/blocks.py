@@ -1,4 +1,4 @@
-"""The pre-norm block: x + mixer(LN(x)), x + MLP(LN(x)), LayerNorm over the features of each token.
+"""The pre-norm block: x + mixer(norm(x)), x + MLP(norm(x)), norms over the features of each token.
 
 Turner's printed normalisation runs over the sequence instead, which would leak the future into a causal model.
 """
@@ -8,9 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers import MixerConfig, MixerState, build_mixer
+from dist_attn.models.config import BlockConfig, NormConfig
 from dist_attn.ops import SequenceOps
 
-__all__ = ["Block"]
+__all__ = ["Block", "build_norm"]
+
+
+def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
+    """The norm that `config.kind` names, over `size` features."""
+    return nn.LayerNorm(size, config.eps) if config.kind == "layer" else nn.RMSNorm(size, config.eps)
 
 
 class Block(nn.Module):
@@ -19,27 +25,51 @@ class Block(nn.Module):
     Reference: Introduction to Transformers, Sec. 3 (with per-token LayerNorm).
     """
 
-    def __init__(self, mixer: MixerConfig, mlp_size: int) -> None:
+    def __init__(self, mixer: MixerConfig, mlp_size: int, config: BlockConfig | None = None) -> None:
         super().__init__()
-        size = mixer.hidden_size
-        self.mixer_norm = nn.LayerNorm(size)
+        self.config = BlockConfig() if config is None else config
+        size, mlp = mixer.hidden_size, self.config.mlp
+        self.mixer_norm = build_norm(self.config.norm, size)
         self.mixer = build_mixer(mixer)
-        self.mlp_norm = nn.LayerNorm(size)
-        self.mlp_in = nn.Linear(size, mlp_size)
-        self.mlp_out = nn.Linear(mlp_size, size)
+        self.mlp_norm = build_norm(self.config.norm, size)
+        self.mlp_in = nn.Linear(size, mlp_size * (2 if mlp.kind == "gated" else 1), bias=mlp.bias)
+        self.mlp_out = nn.Linear(mlp_size, size, bias=mlp.bias)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, MixerState]:
         """The tokens after this layer and the mixer's state after the last global one."""
         mixed_BLD, after = self.mixer(self.mixer_norm(x_BLD), ops, state)
-        return self._mlp(x_BLD + mixed_BLD), after
+        return self._after_mixing(x_BLD, mixed_BLD), after
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, MixerState]:
         """`forward` for one token."""
         mixed_BD, after = self.mixer.step(self.mixer_norm(x_BD), state)
-        return self._mlp(x_BD + mixed_BD), after
+        return self._after_mixing(x_BD, mixed_BD), after
+
+    def _after_mixing(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        if self.config.residual == "parallel":
+            return x + mixed + self._mlp(self.mlp_norm(x))
+        x = x + mixed
+        return x + self._mlp(self.mlp_norm(x))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x)), approximate="tanh"))
+        inner = self.mlp_in(x)
+        if self.config.mlp.kind == "gated":
+            gate, inner = inner.chunk(2, dim=-1)
+            inner = self._activate(gate) * inner
+        else:
+            inner = self._activate(inner)
+        out: torch.Tensor = self.mlp_out(inner)
         return out
+
+    def _activate(self, x: torch.Tensor) -> torch.Tensor:
+        match self.config.mlp.activation:
+            case "gelu_tanh":
+                return F.gelu(x, approximate="tanh")
+            case "gelu":
+                return F.gelu(x)
+            case "silu":
+                return F.silu(x)
+            case "relu":
+                return F.relu(x)

@@ -6,13 +6,46 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import MixerConfig
 
-__all__ = ["LanguageModelConfig"]
+__all__ = ["BlockConfig", "LanguageModelConfig", "LearnedPositions", "MlpConfig", "NormConfig"]
 
 
-class LanguageModelConfig(BaseModel):
-    """A causal language model over any causal mixer."""
-
+class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class NormConfig(_Config):
+    """Each token's features to mean 0 and variance 1 (`layer`) or to a mean square of 1 (`rms`)."""
+
+    kind: Literal["layer", "rms"] = "layer"
+    eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
+
+
+class MlpConfig(_Config):
+    """out(f(in(x))), or out(f(gate(x)) * in(x)), where gate and in lie one above the other in one matrix."""
+
+    kind: Literal["plain", "gated"] = "plain"
+    activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu_tanh"
+    bias: bool = True
+
+
+class BlockConfig(_Config):
+    """What surrounds the mixer in a layer; `parallel`: the MLP reads the layer's input, not the mixer's output."""
+
+    norm: NormConfig = NormConfig()
+    mlp: MlpConfig = MlpConfig()
+    residual: Literal["sequential", "parallel"] = "sequential"
+
+
+class LearnedPositions(_Config):
+    """A vector for each of the first `length` positions; longer texts are refused, or begin again with the first."""
+
+    kind: Literal["learned"] = "learned"
+    length: int = Field(ge=1)
+    beyond: Literal["refuse", "repeat"] = "refuse"
+
+
+class LanguageModelConfig(_Config):
+    """A causal language model over any causal mixer."""
 
     kind: Literal["language_model"] = "language_model"
     vocab_size: int = Field(ge=1)
@@ -20,7 +53,10 @@ class LanguageModelConfig(BaseModel):
     num_layers: int = Field(ge=1)
     mlp_size: int = Field(ge=1)
     mixer: MixerConfig
-    positions: Literal["none", "sinusoidal"] = "none"
+    positions: Literal["none", "sinusoidal"] | LearnedPositions = "none"
+    block: BlockConfig = BlockConfig()
+    # The read-out has the embedding's weights, or a matrix of its own.
+    readout: Literal["tied", "own"] = "tied"
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "LanguageModelConfig":

@@ -11,8 +11,8 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError, TokenError
 from dist_attn.mixers import MixerConfig, MixerState, RandomFeatureConfig
-from dist_attn.models.blocks import Block
-from dist_attn.models.config import LanguageModelConfig
+from dist_attn.models.blocks import Block, build_norm
+from dist_attn.models.config import LanguageModelConfig, LearnedPositions
 from dist_attn.models.positions import sinusoidal
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
 
@@ -68,7 +68,7 @@ class ModelState:
 
 
 class LanguageModel(nn.Module):
-    """Embedding, pre-norm blocks, final norm, and a read-out that shares the embedding's weights."""
+    """Embedding, pre-norm blocks, final norm, and a read-out that shares the embedding's weights or has its own."""
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__()
@@ -76,9 +76,15 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         # One seed per layer: the same random vectors everywhere would correlate the layers' estimation errors.
         self.blocks = nn.ModuleList(
-            Block(_with_layer_seed(config, layer), config.mlp_size) for layer in range(config.num_layers)
+            Block(_with_layer_seed(config, layer), config.mlp_size, config.block) for layer in range(config.num_layers)
         )
-        self.norm = nn.LayerNorm(config.hidden_size)
+        self.norm = build_norm(config.block.norm, config.hidden_size)
+        self.position_embedding: nn.Embedding | None = None
+        if isinstance(config.positions, LearnedPositions):
+            self.position_embedding = nn.Embedding(config.positions.length, config.hidden_size)
+        self.unembedding: nn.Linear | None = None
+        if config.readout == "own":
+            self.unembedding = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._initialise()
 
     def hidden(
@@ -88,26 +94,23 @@ class LanguageModel(nn.Module):
 
         Shapes: tokens [B, L] int64 (this process's slice) -> [B, L, D].
         Raises: ShapeError for tokens that are not [B, L] integers or a state of another batch; TokenError for ids
-            outside the vocabulary.
+            outside the vocabulary; InputError for more tokens than there are learned positions.
         """
         ops = LocalSequenceOps() if ops is None else ops
         self._check(tokens_BL, ("batch", "length"), state)
         state = self.initial_state(tokens_BL.shape[0]) if state is None else state
-        x_BLD = self.embedding(tokens_BL)
+        position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
         positions_L = ops.positions(tokens_BL.shape[1])
-        if self.config.positions == "sinusoidal":
-            positions_BL = state.position_B[:, None] + positions_L.to(tokens_BL.device)
-            x_BLD = x_BLD + sinusoidal(positions_BL, self.config.hidden_size).to(x_BLD.dtype)
+        x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L.to(tokens_BL.device), position_B)
         layers = []
         for block, before in zip(self._blocks_told(), state.layers, strict=True):
             x_BLD, after = block(x_BLD, ops, before)
             layers.append(after)
-        position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
         return self.norm(x_BLD), ModelState(tuple(layers), position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         """Logits of the next token, [..., D] -> [..., vocabulary]."""
-        return F.linear(h, self.embedding.weight)
+        return F.linear(h, self.embedding.weight if self.unembedding is None else self.unembedding.weight)
 
     def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, [B, L] -> [B, L, D]."""
@@ -136,14 +139,30 @@ class LanguageModel(nn.Module):
         Raises: as `hidden`.
         """
         self._check(token_B, ("batch",), state)
-        x_BD = self.embedding(token_B)
-        if self.config.positions == "sinusoidal":
-            x_BD = x_BD + sinusoidal(state.position_B, self.config.hidden_size).to(x_BD.dtype)
+        x_BD = self._embed(token_B, state.position_B, state.position_B + 1)
         layers = []
         for block, before in zip(self._blocks_told(), state.layers, strict=True):
             x_BD, after = block.step(x_BD, before)
             layers.append(after)
         return self.readout(self.norm(x_BD)), ModelState(tuple(layers), state.position_B + 1)
+
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
+        """Tokens and their positions as vectors; `end_B` is where all ranks' tokens end."""
+        x: torch.Tensor = self.embedding(tokens)
+        kind = self.config.positions
+        if kind == "none":
+            return x
+        if kind == "sinusoidal":
+            return x + sinusoidal(positions, self.config.hidden_size).to(x.dtype)
+        # Every rank compares the same end, so that all of them refuse or none.
+        if kind.beyond == "refuse" and not torch.compiler.is_compiling() and int(end_B.max()) > kind.length:
+            raise InputError(
+                f"the text reaches {int(end_B.max())} tokens; this model has learned positions for {kind.length}: "
+                "give a shorter text, or a model whose positions go on"
+            )
+        embedding = cast(nn.Embedding, self.position_embedding)
+        learned: torch.Tensor = embedding(positions % kind.length if kind.beyond == "repeat" else positions)
+        return x + learned
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
@@ -181,7 +200,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith(("out.weight", "mlp_out.weight")):
                 nn.init.normal_(parameter, std=deep)
-            elif name.endswith(("mlp_in.bias", "mlp_out.bias")):
+            elif name.endswith(("qkv.bias", "out.bias", "mlp_in.bias")):
                 nn.init.zeros_(parameter)
 
 

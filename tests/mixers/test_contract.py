@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import RandomFeatureConfig, SoftmaxConfig, TokenMixer, build_mixer
+from dist_attn.mixers import RandomFeatureConfig, RotaryConfig, SoftmaxConfig, TokenMixer, build_mixer
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
@@ -21,6 +21,12 @@ CONFIGS = {
     "rfa_gate": RandomFeatureConfig(kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=8),
     "softmax": SoftmaxConfig(kind="softmax", hidden_size=SIZE, num_heads=HEADS),
     "softmax-no-convolution": SoftmaxConfig(kind="softmax", hidden_size=SIZE, num_heads=HEADS, short_convolution=0),
+    "softmax-rotary": SoftmaxConfig(
+        kind="softmax", hidden_size=SIZE, num_heads=HEADS, rotary=RotaryConfig(size=4), projection_bias=True
+    ),
+    "rfa-rotary": RandomFeatureConfig(
+        kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8, rotary=RotaryConfig(size=2), projection_bias=True
+    ),
 }
 
 

@@ -16,10 +16,11 @@ from tests.support.closeness import assert_close
 from tests.support.golden import golden
 from tests.support.models import small_config, small_model
 
-CASES = [("rfa", "none"), ("rfa_gate", "sinusoidal"), ("softmax", "sinusoidal")]
+LEARNED = {"kind": "learned", "length": 64, "beyond": "repeat"}
+CASES = [("rfa", "none"), ("rfa_gate", "sinusoidal"), ("rfa", LEARNED), ("softmax", "sinusoidal")]
 
 
-def _model(kind: str, positions: str) -> LanguageModel:
+def _model(kind: str, positions: str | dict[str, object]) -> LanguageModel:
     return small_model(small_config(kind, positions=positions)).double()
 
 
@@ -56,7 +57,7 @@ def test_parallel_equals_streamed_equals_stepwise(kind, positions):
 
 
 @pytest.mark.parametrize("lengths", [(40, 35), (0, 31, 2, 42), (75, 0)])
-@pytest.mark.parametrize(("kind", "positions"), CASES[:2])
+@pytest.mark.parametrize(("kind", "positions"), CASES[:3])
 def test_ranks_change_nothing(kind, positions, lengths):
     """Over ranks, empty ones too, hidden states and the state at the end are those of one rank, block after block."""
     model, tokens = _model(kind, positions), _tokens(2 * 75)
@@ -169,6 +170,66 @@ def test_tokens_and_states_of_another_shape_are_refused():
     ):
         with pytest.raises(ShapeError, match="2 sequences came with a state of 1"):
             call(model.initial_state(1))
+
+
+def test_learned_positions_end_where_they_end():
+    """A text longer than the learned positions is refused with the numbers, on every rank, in a sequence and a step."""
+    model = small_model(small_config(positions={"kind": "learned", "length": 8}))
+    _, state = model.hidden(_tokens(8))
+    with pytest.raises(InputError, match="reaches 9 tokens; this model has learned positions for 8"):
+        model.step(torch.tensor([65, 66]), state)
+    layout, tokens = SequenceLayout.from_lengths((7, 2)), _tokens(9)
+
+    def body(comm: Communicator):
+        start, stop = layout.range(comm.rank)
+        with pytest.raises(InputError, match="reaches 9 tokens"):
+            model.hidden(tokens[:, start:stop], ShardedSequenceOps(comm, layout))
+        return True
+
+    assert run_simulated(body, 2) == [True, True]
+
+
+def test_positions_that_repeat_begin_again():
+    """Where positions repeat, the token after the last learned position gets the vector of the first."""
+    model = small_model(small_config(positions={"kind": "learned", "length": 8, "beyond": "repeat"}))
+    token = torch.tensor([65, 65])
+    first = model._embed(token, torch.tensor([0, 8]), torch.tensor([1, 9]))
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], model.embedding(token)[0])
+
+
+@pytest.mark.parametrize(
+    ("block", "readout"),
+    [
+        ({"residual": "parallel", "norm": {"kind": "layer", "eps": 1e-3}, "mlp": {"activation": "gelu"}}, "tied"),
+        ({"norm": {"kind": "rms"}, "mlp": {"kind": "gated", "activation": "silu", "bias": False}}, "own"),
+    ],
+)
+def test_blocks_of_other_shapes_are_what_their_names_say(block, readout):
+    """Parallel residuals, RMS norms, gated MLPs and a read-out of its own compute the formulas written out here."""
+    model = small_model(small_config("softmax", block=block, readout=readout)).double()
+    layer, x = model.blocks[0], torch.randn(1, 5, 16, generator=torch.Generator().manual_seed(4)).double()
+
+    def norm(values, own):
+        if block["norm"]["kind"] == "rms":
+            return values / (values.square().mean(-1, keepdim=True) + 1e-5).sqrt() * own.weight
+        variance = values.var(-1, unbiased=False, keepdim=True)
+        return (values - values.mean(-1, keepdim=True)) / (variance + 1e-3).sqrt() * own.weight + own.bias
+
+    def mlp(values):
+        inner = values @ layer.mlp_in.weight.T
+        if block["mlp"].get("kind") == "gated":
+            gate, value = inner[..., :32], inner[..., 32:]
+            return (gate * torch.sigmoid(gate) * value) @ layer.mlp_out.weight.T
+        inner = inner + layer.mlp_in.bias
+        return (0.5 * inner * (1 + torch.erf(inner / 2**0.5))) @ layer.mlp_out.weight.T + layer.mlp_out.bias
+
+    mixed, _ = layer.mixer(norm(x, layer.mixer_norm), LocalSequenceOps())
+    middle = x + mixed
+    read = x if block.get("residual") == "parallel" else middle
+    assert_close(layer(x, LocalSequenceOps())[0], middle + mlp(norm(read, layer.mlp_norm)))
+    weight = model.unembedding.weight if readout == "own" else model.embedding.weight
+    assert_close(model.readout(x), x @ weight.T)
 
 
 def test_a_mixer_of_another_width_is_refused():

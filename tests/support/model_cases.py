@@ -18,6 +18,19 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     },
     "wide MLP, positions": {"mlp_size": 384, "positions": "sinusoidal", "mixer": {"kind": "rfa", "num_heads": 8}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
+    "learned positions and biases": {
+        "positions": {"kind": "learned", "length": 16, "beyond": "repeat"},
+        "mixer": {"kind": "softmax", "num_heads": 2, "short_convolution": 0, "projection_bias": True},
+    },
+    "rotary, gated, RMS norm, own read-out": {
+        "block": {"norm": {"kind": "rms"}, "mlp": {"kind": "gated", "activation": "silu", "bias": False}},
+        "readout": "own",
+        "mixer": {"kind": "rfa_gate", "num_heads": 4, "num_random": 8, "rotary": {"size": 16}},
+    },
+    "half rotary, parallel residual, biases": {
+        "block": {"residual": "parallel", "mlp": {"activation": "gelu"}},
+        "mixer": {"kind": "rfa", "num_heads": 2, "num_random": 8, "rotary": {"size": 16}, "projection_bias": True},
+    },
 }
 
 
