@@ -148,7 +148,7 @@ class KernelAttention:
         return TokenFlops(projections=parts.projections, features=parts.features, state=parts.state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About eight tensors of [B, L, D] around the attention, ten with rotary positions, and the features and scores of one cached block."""
+        """About eight tensors of [B, L, D] around the attention (ten if rotary), features and scores of one block."""
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
         width = self.head_size + 1

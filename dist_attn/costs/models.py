@@ -62,8 +62,8 @@ class LanguageModelCosts:
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
         """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
 
-        The larger of the MLP's (four tensors of the model's width, two of its own, three if gated) and the mixer's; plus
-        the state after the block, which is made beside the one before it.
+        The larger of the MLP's (four tensors of the model's width, two of its own, three if gated) and the mixer's;
+        plus the state after the block, which is made beside the one before it.
         """
         mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
         return max(mlp, self.mixer.activation_bytes(tokens, batch)) + self.state_bytes(tokens, batch)
