@@ -5,9 +5,12 @@ import tempfile
 import pytest
 
 from dist_attn.control.launch import start_engine
+from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
+from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import ConfigError
 from dist_attn.shipped import default_model_folder
+from dist_attn.wire.messages import StartGroup
 
 GIVEN = {"api_address": "ipc:///tmp/a", "model": "m"}
 
@@ -119,3 +122,15 @@ def test_bad_flags_exit_with_code_2_and_name_the_program(flags, capsys):
         ControlSettings.from_flags(flags, "the-program")
     assert ended.value.code == 2
     assert "the-program: error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_the_search_for_nan_reaches_the_ranks(check):
+    """The environment's word for `engine.check_finite` becomes a setting of the controller and of every rank."""
+    environment = {"DIST_ATTN_ENGINE__CHECK_FINITE": str(check), "DIST_ATTN_ENGINE__RANKS": "1"}
+    flags = ["--api-address=ipc:///tmp/a", "--model=m"]
+    settings = ControlSettings.from_flags(flags, "x", environment)
+    assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").check_finite is check
+    command = launch_command(settings, StartGroup(1, 1, "local", "m", "ipc:///tmp/b"))
+    own = command[command.index("dist_attn.engine") + 1 :]
+    assert RankSettings.from_flags(own).check_finite is check

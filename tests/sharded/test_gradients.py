@@ -165,11 +165,12 @@ def _global(
     case: Case,
     lengths: tuple[int, ...],
     *,
+    documents: tuple[int, ...] | None = None,
     exchange: Exchange | None = None,
     softmax: SoftmaxExchange = "reshuffle",
 ) -> tuple[Callable[..., Tensor], Tensors]:
     """The operation over all ranks as one function from whole inputs to all outputs in a row, and such inputs."""
-    layout = SequenceLayout.from_lengths(lengths)
+    layout = SequenceLayout.from_lengths(lengths, documents)
     names, inputs = _inputs(case, layout.total)
 
     def on_rank(comm: Communicator, own: Tensors) -> Tensors:
@@ -232,6 +233,15 @@ def test_derivatives_through_every_exchange(name: str) -> None:
     whole, inputs = _global(_linear(causal=True, gated=True, given_state=False), lengths, exchange=exchange)
     assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("name", ["linear, gated, from a state", "softmax"])
+def test_derivatives_of_packed_documents(name: str) -> None:
+    """With documents over a cut and inside a slice, gradients are derivatives, and so are attention's second ones."""
+    whole, inputs = _global(CASES[name], (3, 0, 2), documents=(2, 4))
+    assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
+    if name in KERNEL_CASES:
+        assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
 @pytest.mark.parametrize("causal", [True, False])
