@@ -109,7 +109,7 @@ def head_reshuffle_plans(
 
 def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, causal: bool) -> Placement | None:
     """Where the queries and keys of a part stand; None where the kernels for whole sequences do."""
-    if layout.documents is None and memory.documents is None and (part.whole or not causal):
+    if not layout.documents and not memory.documents and (part.whole or not causal):
         return None
     return placement_of(part.queries, [part.keys], layout, memory)
 

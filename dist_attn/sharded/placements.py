@@ -9,7 +9,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import Placement
 from dist_attn.sharded.block_table import Range
 
-__all__ = ["documents_at", "placement_of"]
+__all__ = ["placement_of"]
 
 
 def placement_of(
@@ -19,19 +19,21 @@ def placement_of(
 
     Raises: InputError when only one of the layouts has documents.
     """
-    if (layout.documents is None) != (memory.documents is None):
+    queries_L, keys_S = _positions(queries), _positions(keys)
+    if not layout.documents and not memory.documents:
+        return Placement(queries_L, keys_S)
+    if layout.documents is None or memory.documents is None:
         raise InputError(
             "queries have documents and the memory has none, or the other way round; give both, or neither"
         )
-    queries_L, keys_S = _positions(queries), _positions(keys)
-    return Placement(queries_L, keys_S, documents_at(layout, queries_L), documents_at(memory, keys_S))
+    return Placement(
+        queries_L, keys_S, _documents_at(layout.documents, queries_L), _documents_at(memory.documents, keys_S)
+    )
 
 
-def documents_at(layout: SequenceLayout, positions: torch.Tensor) -> torch.Tensor | None:
-    """The number of the document that each position belongs to; None where the layout has no documents."""
-    if layout.documents is None:
-        return None
-    return torch.bucketize(positions, torch.tensor(layout.documents, dtype=torch.int64), right=True)
+def _documents_at(starts: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
+    """The number of the document that each position belongs to."""
+    return torch.bucketize(positions, torch.tensor(starts, dtype=torch.int64), right=True)
 
 
 def _positions(ranges: Sequence[Range]) -> torch.Tensor:

@@ -256,6 +256,13 @@ def test_the_exchange_is_an_explicit_choice():
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_layout_in_which_no_document_starts(exchange):
+    """Queries of which none starts a document go with a memory without documents."""
+    layout = SequenceLayout.from_lengths([4, 7], documents=[])
+    _check(exchange, layout, SequenceLayout.from_lengths([5, 3]), 2, 2, True)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
 def test_documents_of_one_side_alone_are_refused(exchange):
     """Queries with documents over a memory without them are an InputError on every rank."""
     layout, memory = SequenceLayout.from_lengths([2, 2], documents=[0]), SequenceLayout.from_lengths([2, 2])
