@@ -298,6 +298,9 @@ def doctor(
     host: Host = None,
     port: Port = None,
     data_dir: DataDir = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Time the exchanges between ranks too, and keep which is fastest.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Try out whether `serve` would work here, with the same settings; what is missing or broken, and what to do.
@@ -309,7 +312,7 @@ def doctor(
     from dist_attn.engine.doctor import doctor as examine
 
     flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir}
-    raise typer.Exit(examine(config, flags, as_json=as_json))
+    raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
 
 
 @app.command()

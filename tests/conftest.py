@@ -1,10 +1,13 @@
 """What holds for every test: one thread per process, repeatable random cases, and what is skipped says why."""
 
 import os
+import tempfile
 
 # Before torch is imported anywhere: two test processes share the cores, and rank processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# What somebody measured here must not change which exchange is tested.
+os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), "dist-attn-tests-cache")
 
 from functools import cache
 

@@ -7,6 +7,7 @@ half-precision tensors, and do not depend on which algorithm moved the numbers.
 
 import hashlib
 import itertools
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.agreement import differences
+from dist_attn.comm.host_name import host_name
 from dist_attn.comm.traffic import Event, Phase, Traffic
 from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
 
@@ -87,6 +89,8 @@ class Communicator(ABC):
         self.timeout_s = timeout_s
         self.traffic = Traffic()
         self._agreed = ("", "")
+        self._told: dict[str, str] = {}
+        self._hosts: tuple[tuple[int, ...], ...] = ()
         # How a compiled graph, which holds no objects, finds this one again.
         self.number = next(_numbers)
         _by_number[self.number] = self
@@ -291,6 +295,30 @@ class Communicator(ABC):
         if self.size > 1 and (what, value) != self._agreed:
             self.require_equal(what, value)
             self._agreed = (what, value)
+
+    @final
+    def told_by_first(self, what: str, value: Callable[[], str]) -> str:
+        """Rank 0's value, on all ranks: looked up and sent when `what` is asked for first, remembered from then on."""
+        if what not in self._told:
+            text = value().encode() if self.rank == 0 else b""
+            size = int(self.broadcast(torch.tensor([len(text)]), 0, label=what))
+            data = torch.zeros(size, dtype=torch.uint8)
+            if text:
+                data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._told[what] = bytes(self.broadcast(data, 0, label=what).tolist()).decode()
+        return self._told[what]
+
+    @final
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each host, in order of their first ranks: one small exchange, remembered from then on."""
+        if not self._hosts:
+            name = hashlib.sha256(host_name(os.environ).encode()).digest()
+            names = self.all_gather(torch.frombuffer(bytearray(name), dtype=torch.uint8), label="hosts").tolist()
+            groups: dict[tuple[int, ...], list[int]] = {}
+            for rank, one in enumerate(names):
+                groups.setdefault(tuple(one), []).append(rank)
+            self._hosts = tuple(map(tuple, groups.values()))
+        return self._hosts
 
     def __enter__(self) -> Self:
         return self

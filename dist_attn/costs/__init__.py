@@ -1,5 +1,6 @@
 """Memory, bytes and time of models and exchanges in plain numbers, before anything is started; never loads torch."""
 
+from dist_attn.costs.calibration import Calibration, ScanTime, calibration_file, default_exchange, read_calibration
 from dist_attn.costs.counts import parse_count
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, Rates, estimate
 from dist_attn.costs.exchanges import (
@@ -26,6 +27,7 @@ from dist_attn.costs.output import output_bytes
 from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
 __all__ = [
+    "Calibration",
     "Estimate",
     "KernelAttention",
     "LanguageModelCosts",
@@ -35,6 +37,7 @@ __all__ = [
     "Rates",
     "ScanCost",
     "ScanMessage",
+    "ScanTime",
     "SoftmaxAttention",
     "TokenFlops",
     "all_gather_bytes",
@@ -43,10 +46,13 @@ __all__ = [
     "all_to_all_bytes",
     "broadcast_bytes",
     "diagonal_scan_bytes",
+    "calibration_file",
+    "default_exchange",
     "estimate",
     "halo_bytes",
     "output_bytes",
     "parse_count",
+    "read_calibration",
     "read_model_costs",
     "realignment_bytes",
     "reduce_scatter_bytes",

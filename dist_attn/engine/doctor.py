@@ -16,6 +16,7 @@ from rich.text import Text
 from dist_attn.control.ranks import child_environment
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.engine import machine
+from dist_attn.engine.calibrate import calibrate
 from dist_attn.engine.finding import Finding, broken
 from dist_attn.engine.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.engine.tables import stdout_console
@@ -33,13 +34,16 @@ USUAL_MESSAGE_BYTES = 1 << 17
 STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red"}
 
 
-def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool) -> int:
+def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool, exchanges: bool = False) -> int:
     """Print what was found, one line each; 0 when `dist-attn serve` with these settings would work, else 1.
 
-    `config` and `flags` are those of `serve`, and so is the environment.
+    `config` and `flags` are those of `serve`, and so is the environment. `exchanges` times these as well and keeps the
+    times, by which ranks choose from then on.
     Raises: ConfigError for settings that do not fit.
     """
     findings = examine(read_settings(config, environment=os.environ, flags=flags).settings)
+    if exchanges:
+        findings += calibrate()
     blocking = [finding.name for finding in findings if finding.blocks]
     if as_json:
         items = [msgspec.to_builtins(finding) for finding in findings]

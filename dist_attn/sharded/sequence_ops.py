@@ -27,7 +27,7 @@ from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packe
 from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_softmax_attention
-from dist_attn.sharded.prefix_scan import Algorithm, Exchange
+from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
 from dist_attn.sharded.prefix_softmax import sharded_prefix_softmax
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.ring_attention import ring_attention
@@ -57,7 +57,7 @@ class ShardedSequenceOps:
     must lie at a multiple of 64 tokens or at the end, and other mixing operations are refused.
 
     Making one is a call that every rank makes: layouts and exchanges are compared, in one small exchange unless they
-    are those of the one made before.
+    are those of the one made before; the first time ranks also learn of each other's hosts and of measured times.
 
     Raises: ShapeError for a layout of another number of ranks, or a slice of another length than the layout says;
         MismatchError on every rank where the layouts or the exchanges differ.
@@ -87,6 +87,7 @@ class ShardedSequenceOps:
         self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
         comm.agree_on("layout and exchange", self._description())
+        settle(comm, self._exchange)
 
     def _description(self) -> str:
         """All that ranks must have in common, in words of which the first that differs can be named."""

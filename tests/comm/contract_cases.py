@@ -234,6 +234,28 @@ def agrees_or_says_who_differs(comm: Communicator) -> None:
     comm.require_equal("layout", "same again")
 
 
+def hears_what_the_first_rank_says(comm: Communicator) -> None:
+    """Every rank learns rank 0's value, which is looked up there once, empty and long ones too."""
+    asked = []
+
+    def value() -> str:
+        asked.append(comm.rank)
+        return f"ä{comm.rank}" * 1000
+
+    for _ in range(2):
+        assert comm.told_by_first("what", value) == "ä0" * 1000
+    assert comm.told_by_first("nothing", str) == ""
+    assert asked == [0] * (comm.rank == 0)
+
+
+def knows_its_hosts(comm: Communicator) -> None:
+    """Ranks of one machine are on one host, found out in one exchange."""
+    comm.traffic.clear()
+    for _ in range(2):
+        assert comm.hosts() == (tuple(range(comm.size)),)
+    assert comm.traffic.calls == 1
+
+
 def refuses_bad_arguments(comm: Communicator) -> None:
     """Arguments that do not fit are refused before anything is sent, so the group goes on."""
     x, zeros = brought(comm.rank, 3), [0] * (comm.size - 1)
@@ -455,6 +477,8 @@ CASES: dict[str, Case] = {
         broadcasts_from_each,
         results_are_own_memory,
         agrees_or_says_who_differs,
+        hears_what_the_first_rank_says,
+        knows_its_hosts,
         refuses_bad_arguments,
         refuses_to_lose_gradients,
         counts_bytes_by_formula,

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.costs import Calibration, ScanTime
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
+from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, scan
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
@@ -191,6 +192,26 @@ def test_what_is_refused() -> None:
     for bad in ({"algorithm": "telepathy"}, {"pieces": 0}):
         with pytest.raises(ConfigError, match=r"telepathy|0 pieces"):
             Exchange(**bad)
-    for exchange in (Exchange("pair"), Exchange("two_level"), Exchange("two_level", hosts=((0, 2), (1,)))):
+    for exchange in (Exchange("pair"), Exchange("two_level", hosts=((0, 2), (1,)))):
         with pytest.raises(ConfigError, match=r"there are 3|consecutive ranks"):
             run_simulated(partial(on_a_rank, exchange=exchange, depends="both"), 3)
+
+
+def test_the_choice_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` takes the exchange that was fastest for such a message, on all ranks."""
+    times = tuple(ScanTime("simulated", 4, name, 1_000, s) for name, s in (("gather", 2.0), ("log_step", 1.0)))
+    steps = {}
+    for known in (Calibration(), Calibration(times)):
+        monkeypatch.setattr(scan, "agreed_calibration", lambda comm, known=known: known)
+
+        def body(comm: Communicator) -> list[str]:
+            exclusive_scan(comm, LinearState.identity(1, 1, 2, 2))
+            return [event.name for event in comm.traffic.events if event.phase != "wait"]
+
+        (steps[len(known.times)],) = {tuple(names) for names in run_simulated(body, 4)}
+    assert steps == {0: ("all_gather",), 2: ("send_receive", "send_receive")}
+
+
+def test_two_levels_find_their_hosts() -> None:
+    """Without hosts being named, those of the launcher are taken: threads of one process are on one."""
+    check("simulated", Exchange("two_level"), 3)

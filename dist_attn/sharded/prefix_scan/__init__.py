@@ -6,6 +6,7 @@ from dist_attn.sharded.prefix_scan.scan import (
     RunningScan,
     exclusive_scan,
     exclusive_scan_start,
+    settle,
 )
 
-__all__ = ["Algorithm", "Exchange", "RunningScan", "exclusive_scan", "exclusive_scan_start"]
+__all__ = ["Algorithm", "Exchange", "RunningScan", "exclusive_scan", "exclusive_scan_start", "settle"]

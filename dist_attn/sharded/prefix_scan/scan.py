@@ -1,19 +1,29 @@
 """The exclusive scan of states over ranks: one interface, several exchanges, the same result to rounding."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, final, get_args
+from functools import cache, partial
+from typing import Literal, cast, final, get_args
 
 import torch
 
 from dist_attn.comm import Communicator
+from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
 from dist_attn.sharded.prefix_scan import gather, log_step, pair, pipelined_ring, serial_ring, two_level
 from dist_attn.sharded.prefix_scan.element import pack, unpack
 
-__all__ = ["Algorithm", "Exchange", "RunningScan", "exclusive_scan", "exclusive_scan_start"]
+__all__ = [
+    "Algorithm",
+    "Exchange",
+    "RunningScan",
+    "agreed_calibration",
+    "exclusive_scan",
+    "exclusive_scan_start",
+    "settle",
+]
 
 Algorithm = Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"]
 
@@ -22,10 +32,11 @@ Algorithm = Literal["auto", "pair", "gather", "log_step", "two_level", "pipeline
 class Exchange:
     """How states travel between ranks; equal on all ranks.
 
+    `auto` is what `dist-attn doctor --calibrate` found fastest on the machine of rank 0, else `costs.default_exchange`.
     `pieces` is into how many parts the pipelined ring cuts a state; `hosts` are the ranks of each host for the
-    two-level exchange.
+    two-level exchange, by default those that the launcher started together.
 
-    Raises: ConfigError for an unknown algorithm, no pieces, or two levels without hosts.
+    Raises: ConfigError for an unknown algorithm or no pieces.
     """
 
     algorithm: Algorithm = "auto"
@@ -40,11 +51,38 @@ class Exchange:
         if self.pieces < 1:
             raise ConfigError(f"a ring in {self.pieces} pieces was asked for; it needs 1 or more")
 
-    def resolved(self, ranks: int, columns: int) -> "Exchange":
-        """This exchange with `auto` replaced by what suits a message of so many columns."""
-        if self.algorithm != "auto":
-            return self
-        return replace(self, algorithm="pair" if ranks == 2 else "gather" if ranks <= 8 else "log_step")
+    def resolved(self, comm: Communicator, calibration: Calibration, message_bytes: int) -> "Exchange":
+        """This exchange with `auto` replaced by what suits a message of this size, and hosts where it needs them."""
+        exchange = self
+        if exchange.algorithm == "auto":
+            # Threads of one process have one host.
+            hosts = self.hosts or (() if comm.backend == "simulated" else comm.hosts())
+            name = calibration.choose(comm.backend, comm.size, message_bytes, hosts)
+            exchange = replace(exchange, algorithm=cast(Algorithm, name))
+        if exchange.algorithm == "two_level" and not exchange.hosts:
+            exchange = replace(exchange, hosts=comm.hosts())
+        return exchange
+
+
+def agreed_calibration(comm: Communicator) -> Calibration:
+    """What was measured on the machine of rank 0, the same on all ranks; nothing for ranks that are threads."""
+    if comm.size == 1 or comm.backend == "simulated":
+        return Calibration()
+    return _parsed(comm.told_by_first("calibration", lambda: read_calibration(calibration_file(os.environ)).to_json()))
+
+
+def settle(comm: Communicator, exchange: Exchange) -> None:
+    """Make the ranks agree now on what `exchange` will need to know, and not in the middle of the first scan."""
+    if comm.size > 1 and comm.backend != "simulated":
+        if exchange.algorithm == "auto":
+            agreed_calibration(comm)
+        if exchange.algorithm in ("auto", "two_level") and not exchange.hosts:
+            comm.hosts()
+
+
+@cache
+def _parsed(text: str) -> Calibration:
+    return Calibration.from_json(text)
 
 
 @final
@@ -81,7 +119,9 @@ def exclusive_scan_start(
     if comm.size == 1:
         return RunningScan(lambda: (first, first.combine(element)))
     packed_BHX = pack(first.combine(element))
-    chosen = (exchange or Exchange()).resolved(comm.size, packed_BHX.shape[-1])
+    exchange = Exchange() if exchange is None else exchange
+    calibration = agreed_calibration(comm) if exchange.algorithm == "auto" else Calibration()
+    chosen = exchange.resolved(comm, calibration, packed_BHX.numel() * packed_BHX.element_size())
     finish = _starter(chosen)(comm, packed_BHX)
 
     def states() -> tuple[LinearState, LinearState]:

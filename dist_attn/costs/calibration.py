@@ -1,0 +1,91 @@
+"""Which exchange of the scan over ranks is fastest here: measured times in a file of the user's cache, else a rule.
+
+`dist-attn doctor --calibrate` measures and writes them.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+__all__ = ["Calibration", "ScanTime", "calibration_file", "default_exchange", "read_calibration"]
+
+# Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.
+GATHER_RANKS = 8
+
+
+@dataclass(frozen=True)
+class ScanTime:
+    """How long one exchange took. Units: seconds, the median of several; bytes of one rank's element."""
+
+    backend: str
+    ranks: int
+    algorithm: str
+    message_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured times; none of them: the rule of thumb decides."""
+
+    times: tuple[ScanTime, ...] = ()
+
+    def choose(self, backend: str, ranks: int, message_bytes: int, hosts: Sequence[Sequence[int]] = ()) -> str:
+        """The exchange that was fastest for as many ranks and about this size; over several hosts, the rule's."""
+        measured = [t for t in self.times if t.backend == backend and t.ranks == ranks]
+        if not measured or len(hosts) > 1:
+            return default_exchange(ranks, hosts)
+        nearest = min(measured, key=lambda t: abs(math.log(t.message_bytes / message_bytes))).message_bytes
+        return min((t for t in measured if t.message_bytes == nearest), key=lambda t: t.seconds).algorithm
+
+    def with_times(self, times: Sequence[ScanTime]) -> "Calibration":
+        """These times in the place of older ones of the same back end and number of ranks."""
+        new = {(t.backend, t.ranks) for t in times}
+        return Calibration((*(t for t in self.times if (t.backend, t.ranks) not in new), *times))
+
+    def to_json(self) -> str:
+        """As it stands in the file."""
+        return msgspec.json.encode(self).decode()
+
+    @staticmethod
+    def from_json(text: str) -> "Calibration":
+        """What a file holds; none of it when it is not a calibration, which is only ever a hint."""
+        try:
+            return msgspec.json.decode(text, type=Calibration)
+        except msgspec.DecodeError:
+            return Calibration()
+
+    def write(self, file: Path) -> None:
+        """Put it where `read_calibration` finds it, whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        beside = file.with_name(f".{file.name}.{os.getpid()}.writing")
+        beside.write_text(self.to_json())
+        beside.rename(file)
+
+
+def default_exchange(ranks: int, hosts: Sequence[Sequence[int]] = ()) -> str:
+    """A swap for a pair, one all-gather for a few ranks, two levels for many on several hosts, else log steps."""
+    if ranks == 2:
+        return "pair"
+    if ranks <= GATHER_RANKS:
+        return "gather"
+    consecutive = [rank for host in hosts for rank in host] == list(range(ranks))
+    return "two_level" if 1 < len(hosts) < ranks and consecutive else "log_step"
+
+
+def calibration_file(environ: Mapping[str, str]) -> Path:
+    """In $XDG_CACHE_HOME, else in ~/.cache."""
+    cache = environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "dist-attn" / "exchanges.json"
+
+
+def read_calibration(file: Path) -> Calibration:
+    """What was measured; nothing when there is no such file or it cannot be read."""
+    try:
+        return Calibration.from_json(file.read_text())
+    except (OSError, UnicodeDecodeError):
+        return Calibration()

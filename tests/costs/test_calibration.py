@@ -1,0 +1,64 @@
+"""Which exchange is chosen, from measured times and without any."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_attn.costs import Calibration, ScanTime, calibration_file, default_exchange, read_calibration
+
+TIMES = (
+    ScanTime("gloo", 4, "gather", 1_000, 1e-3),
+    ScanTime("gloo", 4, "log_step", 1_000, 2e-3),
+    ScanTime("gloo", 4, "gather", 1_000_000, 9e-3),
+    ScanTime("gloo", 4, "log_step", 1_000_000, 4e-3),
+)
+
+
+def test_the_fastest_at_the_nearest_size() -> None:
+    """The exchange is the one that was fastest for the nearest message, as a ratio, of this back end and size."""
+    known = Calibration(TIMES)
+    assert [known.choose("gloo", 4, size) for size in (1, 31_000, 33_000, 10**9)] == [
+        "gather",
+        "gather",
+        "log_step",
+        "log_step",
+    ]
+    assert known.choose("mpi", 4, 10**6) == known.choose("gloo", 3, 10**6) == "gather"
+    assert known.choose("gloo", 4, 10**6, [(0, 1), (2, 3)]) == "gather"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "name"),
+    [
+        (2, [], "pair"),
+        (8, [(0, 1, 2, 3), (4, 5, 6, 7)], "gather"),
+        (9, [], "log_step"),
+        (12, [tuple(range(6)), tuple(range(6, 12))], "two_level"),
+        (12, [tuple(range(0, 12, 2)), tuple(range(1, 12, 2))], "log_step"),
+        (12, [(rank,) for rank in range(12)], "log_step"),
+    ],
+)
+def test_the_rule_of_thumb(ranks: int, hosts: list[tuple[int, ...]], name: str) -> None:
+    """Without times: a pair swaps, few ranks gather, many scan in log steps, or over hosts of consecutive ranks."""
+    assert default_exchange(ranks, hosts) == name
+    assert Calibration().choose("gloo", ranks, 1000, hosts) == name
+
+
+def test_a_file_comes_back(tmp_path: Path) -> None:
+    """What is written is read; newer times replace those of as many ranks, and only those."""
+    file = calibration_file({"XDG_CACHE_HOME": str(tmp_path)})
+    assert read_calibration(file) == Calibration()
+    newer = (ScanTime("gloo", 2, "pair", 1_000, 1e-3),)
+    Calibration(TIMES).with_times(newer).write(file)
+    assert read_calibration(file) == Calibration((*TIMES, *newer))
+    slower = (ScanTime("gloo", 4, "gather", 1_000, 9.0),)
+    assert read_calibration(file).with_times(slower).times == (*newer, *slower)
+    assert sorted(path.name for path in file.parent.iterdir()) == ["exchanges.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"times": [{"backend": 1}]}'])
+def test_what_is_no_calibration_is_none(tmp_path: Path, text: str) -> None:
+    """A damaged file is as good as none."""
+    file = tmp_path / "exchanges.json"
+    file.write_text(text)
+    assert read_calibration(file) == Calibration()
