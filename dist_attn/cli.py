@@ -165,6 +165,8 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0,
+    length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6,
     model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
 ) -> None:
@@ -174,7 +176,7 @@ def generate(
     """
     if not is_first_rank(os.environ):
         return  # one state, one stream of tokens: there is nothing to share
-    from dist_attn.generation.text import generate_text
+    from dist_attn.generation.text import generate_text, search_text
 
     if (prompt is None) == (prompt_file is None):
         raise InputError("give either --prompt TEXT or --prompt-file FILE")
@@ -187,7 +189,11 @@ def generate(
         if not as_json:
             print(text, end="", flush=True)
 
-    result = generate_text(model, data, spec, on_text=show)
+    if beams:
+        result = search_text(model, data, width=beams, max_tokens=max_tokens, penalty=length_penalty)
+        show(result["text"])
+    else:
+        result = generate_text(model, data, spec, on_text=show)
     print(json.dumps(result) if as_json else "")
 
 
@@ -232,6 +238,22 @@ def train(
     settings = read_config(config, set_ or ())
     with training_progress(settings.run.steps) as report:
         run_training(settings, resume=resume, report=report)
+
+
+@app.command()
+def average(
+    checkpoints: Annotated[list[Path], typer.Argument(help="Checkpoints of a run, or model folders.")],
+    out: Annotated[Path, typer.Option(help="Where the model folder goes.")],
+) -> None:
+    """Average checkpoints into one model folder.
+
+    Example: dist-attn average runs/first/checkpoints/step-* --out averaged
+    """
+    if not is_first_rank(os.environ):
+        return
+    from dist_attn.training.averaging import average_folders
+
+    print(json.dumps(average_folders(checkpoints, out)))
 
 
 @app.command()

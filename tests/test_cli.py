@@ -169,6 +169,18 @@ def test_generated_text_is_streamed_or_one_object(place, run):
     assert report["tokens"] <= 12
 
 
+def test_a_search_and_an_average_report_what_they_found(place, run):
+    """`generate --beams` prints the best text it found, and `average` makes a folder that generates."""
+    code, out, err = run("average", "tiny", "--out", "averaged")
+    assert (code, err, json.loads(out)["average_of"]) == (0, "", ["tiny"])
+    search = ("generate", "--model", "averaged", "--prompt", "It was", "--max-tokens", "5", "--beams", "2")
+    code, text, err = run(*search)
+    assert (code, err) == (0, "")
+    report = json.loads(run(*search, "--json")[1])
+    assert report["text"] + "\n" == text
+    assert report["score"] <= 0
+
+
 def test_an_evaluation_is_one_line_of_json(run):
     """`evaluate` prints the fields of the contract."""
     code, out, err = run("evaluate", "book.txt", "--model", "tiny")
@@ -220,6 +232,8 @@ BAD = {
     "missing prompt file": (["generate", "--prompt-file", "nope.txt"], "nope.txt cannot be read"),
     "no tokens wanted": (["generate", "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0"),
     "cold": (["generate", "--prompt", "a", "--temperature", "-1"], "temperature is -1"),
+    "search without length": (["generate", "--prompt", "a", "--beams", "2", "--max-tokens", "0"], "max_tokens 0"),
+    "average over itself": (["average", "tiny", "--out", "tiny"], "tiny is there already"),
     "seed in words": (["generate", "--prompt", "a", "--seed", "x"], "Invalid value for '--seed'"),
     "nothing to score": (["evaluate", "/dev/null", "--model", "tiny"], "/dev/null is empty"),
     "no text to score": (["evaluate", "nope.txt"], "nope.txt cannot be read"),
@@ -262,7 +276,7 @@ def test_help_names_every_command(run):
     """`--help` lists the commands with code 0, and each command explains itself with an example."""
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("encode", "generate", "evaluate", "train", "serve", "plan", "doctor", "bench", "config"):
+    for command in ("encode", "generate", "evaluate", "train", "average", "serve", "plan", "doctor", "bench", "config"):
         assert command in out
         code, own, _ = run(command, "--help")
         assert code == 0

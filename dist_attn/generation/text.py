@@ -6,12 +6,13 @@ from typing import Any
 
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import InputError
+from dist_attn.generation.beam_search import BeamSpec, beam_search
 from dist_attn.generation.decode import generate
 from dist_attn.text import IncrementalDecoder
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.sampling import check_sampling
 
-__all__ = ["generate_text"]
+__all__ = ["generate_text", "search_text"]
 
 
 def generate_text(
@@ -52,5 +53,29 @@ def generate_text(
         "finish_reason": "length" if len(drawn) == spec.max_tokens else "stop",
         "seconds": round(seconds, 3),
         "tokens_per_second": round(len(drawn) / seconds, 1),
+        "model": folder.name,
+    }
+
+
+def search_text(model_name: str | None, data: bytes, *, width: int, max_tokens: int, penalty: float) -> dict[str, Any]:
+    """The best continuation that a beam search finds, with a report in plain values.
+
+    Raises: as `generate_text`.
+    """
+    spec = BeamSpec(width, max_tokens, penalty)
+    if not data:
+        raise InputError("the prompt is empty; give at least one byte of text to continue")
+    folder = resolve_model_folder(model_name)
+    model, tokeniser = load_model_and_tokeniser(folder)
+    started = time.perf_counter()
+    ((best, *_),) = beam_search(model, [tokeniser.encode(data)], spec, end_token=tokeniser.end_token)
+    seconds = time.perf_counter() - started
+    return {
+        "text": tokeniser.decode(list(best.tokens)).decode(errors="replace"),
+        "tokens": len(best.tokens),
+        "finish_reason": "stop" if best.ended else "length",
+        "log_probability": round(best.log_probability, 4),
+        "score": round(best.score, 4),
+        "seconds": round(seconds, 3),
         "model": folder.name,
     }

@@ -15,7 +15,6 @@ from dist_attn.models import ModelState
 
 __all__ = ["latest_checkpoint", "restore", "save"]
 
-KEEP = 2
 FILES = ("model", "optimiser", "carried_state")
 
 
@@ -25,8 +24,9 @@ def save(
     model: nn.Module,
     optimisers: Sequence[torch.optim.Optimizer],
     state: ModelState,
+    keep: int,
 ) -> None:
-    """Write `folder/step-NNNNNN`; the newest KEEP checkpoints stay."""
+    """Write `folder/step-NNNNNN`; the newest `keep` checkpoints stay."""
     final = folder / f"step-{step:06d}"
     temporary = folder / f".step-{step:06d}.writing"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -38,7 +38,7 @@ def save(
     (temporary / "progress.json").write_text(json.dumps({"step": step}))
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
-    for old in _checkpoints(folder)[:-KEEP]:
+    for old in _checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
 
 

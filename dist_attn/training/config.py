@@ -70,6 +70,8 @@ class RunConfig(_Config):
     log_every: int = Field(default=20, ge=1)
     evaluate_every: int = Field(default=500, ge=1)
     checkpoint_every: int = Field(default=250, ge=1)
+    # So many of the newest checkpoints stay; an average of the last ones needs them.
+    keep_checkpoints: int = Field(default=2, ge=1)
 
 
 class TrainingConfig(_Config):

@@ -95,7 +95,8 @@ class _Run:
                         last = {"step": self.step, "bits_per_byte": score.bits_per_byte, "bytes": score.num_bytes}
                         _log(metrics, last, report)
                 if self.step % run.checkpoint_every == 0 or self.step == run.steps:
-                    save(self.folder / "checkpoints", self.step, self.model, self.optimisers, self.state)
+                    checkpoints = self.folder / "checkpoints"
+                    save(checkpoints, self.step, self.model, self.optimisers, self.state, run.keep_checkpoints)
         self._export(last)
         return last
 

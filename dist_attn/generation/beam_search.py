@@ -1,0 +1,176 @@
+"""Beam search: the likeliest continuations that a search of some width finds, over any state that can be reordered."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self, TypeVar
+
+import torch
+
+from dist_attn.errors import EngineError, InputError
+from dist_attn.generation.decode import prefill
+from dist_attn.models import LanguageModel, ModelState
+from dist_attn.text.base import Tokens
+
+__all__ = ["BeamSpec", "Hypothesis", "Reorderable", "beam_search", "length_penalty", "search"]
+
+
+class Reorderable(Protocol):
+    """The state of several sequences, of which some can be taken out, in any order and more than once."""
+
+    def select(self, index: list[int]) -> Self: ...
+
+
+State = TypeVar("State", bound=Reorderable)
+Step = Callable[[torch.Tensor, State], tuple[torch.Tensor, State]]
+"""Feeds one token to each sequence, [N] and a state -> logits [N, V] and the state after it."""
+
+
+@dataclass(frozen=True)
+class BeamSpec:
+    """How wide and how far to search, and what a long continuation is worth.
+
+    Raises: InputError for numbers that are not usable.
+    """
+
+    width: int = 4
+    max_tokens: int = 64
+    penalty: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.max_tokens < 1:
+            raise InputError(f"width {self.width} and max_tokens {self.max_tokens} must be 1 or more")
+        if not 0 <= self.penalty < float("inf"):
+            raise InputError(f"the length penalty {self.penalty} must be a finite number >= 0; 0 compares sums")
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One continuation: its tokens without the end token, the logarithm of its probability, and its penalised score."""
+
+    tokens: tuple[int, ...]
+    log_probability: float
+    score: float
+    ended: bool
+
+
+def length_penalty(length: int, penalty: float) -> float:
+    """((5 + length) / 6)^penalty, by which log-probabilities are divided; the end token counts as a token.
+
+    Reference: Wu et al. 2016, Google's Neural Machine Translation System, Eq. 14.
+    """
+    return float(((5 + length) / 6) ** penalty)
+
+
+def beam_search(
+    model: LanguageModel, prompts: Sequence[Tokens], spec: BeamSpec, *, end_token: int | None = None
+) -> list[list[Hypothesis]]:
+    """For each prompt the hypotheses that were found, best first; prompts whose states have one shape go side by side.
+
+    Raises: InputError for an empty prompt; TokenError for ids the model does not know; EngineError for logits of NaN.
+    """
+    device = model.embedding.weight.device
+    prompts_L = [torch.as_tensor(list(prompt), dtype=torch.int64, device=device) for prompt in prompts]
+    if not all(len(prompt_L) for prompt_L in prompts_L):
+        raise InputError("a prompt has no tokens; give at least one, for example the tokeniser's end token")
+    found: list[list[Hypothesis]] = [[] for _ in prompts]
+    with torch.inference_mode():
+        states = [prefill(model, prompt_L[:-1]) for prompt_L in prompts_L]
+        for rows in _alike(states):
+            last_B = torch.stack([prompts_L[row][-1] for row in rows])
+            results = search(model.step, ModelState.stack([states[row] for row in rows]), last_B, spec, end_token)
+            for row, hypotheses in zip(rows, results, strict=True):
+                found[row] = hypotheses
+    return found
+
+
+def search(
+    step: Step[State], state: State, last_B: torch.Tensor, spec: BeamSpec, end_token: int | None = None
+) -> list[list[Hypothesis]]:
+    """The search itself, for B sequences side by side: `last_B` is fed first, `state` is the one before it.
+
+    At every step a sequence keeps the `width` likeliest prefixes. One that ends leaves the beam and takes its place
+    with it, so width 1 is the greedy choice, and a width of all sequences there are is an exhaustive search. What is
+    left after `max_tokens` counts as it is.
+
+    Cost: max_tokens steps over B x width sequences, whose states are copied once a step.
+    Raises: EngineError for logits that allow no choice.
+    """
+    batch, width = last_B.shape[0], spec.width
+    state = state.select([row for row in range(batch) for _ in range(width)])
+    token_N = last_B.repeat_interleave(width)
+    # All beams of a sequence start alike: only the first may continue.
+    scores_BW = torch.full((batch, width), float("-inf"), dtype=torch.float64)
+    scores_BW[:, 0] = 0.0
+    beams = [_Beams(spec) for _ in range(batch)]
+    for _ in range(spec.max_tokens):
+        logits_NV, state = step(token_N, state)
+        totals_BWV = scores_BW[..., None] + _log_probabilities(logits_NV).unflatten(0, (batch, width))
+        origins, tokens = [], []
+        for row, own in enumerate(beams):
+            scores_BW[row], origin, token = own.advance(totals_BWV[row], end_token)
+            origins += [row * width + beam for beam in origin]
+            tokens += token
+        if bool(scores_BW.isneginf().all()):
+            break
+        state, token_N = state.select(origins), torch.tensor(tokens, device=last_B.device)
+    return [own.results() for own in beams]
+
+
+@dataclass
+class _Beams:
+    """The prefixes of one sequence, live and ended."""
+
+    spec: BeamSpec
+    live: list[tuple[tuple[int, ...], float]] = field(default_factory=lambda: [((), 0.0)])
+    ended: list[Hypothesis] = field(default_factory=list)
+
+    def advance(self, totals_WV: torch.Tensor, end_token: int | None) -> tuple[torch.Tensor, list[int], list[int]]:
+        """Keep the best continuations: their scores [W], the beam each comes from and its token; -inf is none."""
+        width, vocab_size = totals_WV.shape
+        # Stable: among equals the lower beam and the lower token come first, so a search can be repeated.
+        sorted_N, order_N = totals_WV.flatten().sort(descending=True, stable=True)
+        scores_W = torch.full((width,), float("-inf"), dtype=torch.float64)
+        origins, tokens = [0] * width, [0] * width
+        live: list[tuple[tuple[int, ...], float]] = []
+        kept = width - len(self.ended)
+        for value, place in zip(sorted_N[:kept].tolist(), order_N[:kept].tolist(), strict=True):
+            if value == float("-inf"):
+                break
+            beam, token = divmod(place, vocab_size)
+            prefix = self.live[beam][0]
+            if token == end_token:
+                self.ended.append(self._hypothesis(prefix, value, ended=True))
+                continue
+            scores_W[len(live)], origins[len(live)], tokens[len(live)] = value, beam, token
+            live.append(((*prefix, token), value))
+        self.live = live
+        return scores_W, origins, tokens
+
+    def results(self) -> list[Hypothesis]:
+        """All that ended and what is still live, best score first."""
+        unfinished = [self._hypothesis(prefix, value, ended=False) for prefix, value in self.live]
+        return sorted(self.ended + unfinished, key=lambda hypothesis: -hypothesis.score)
+
+    def _hypothesis(self, prefix: tuple[int, ...], value: float, *, ended: bool) -> Hypothesis:
+        score = value / length_penalty(len(prefix) + ended, self.spec.penalty)
+        return Hypothesis(prefix, value, score, ended)
+
+
+def _log_probabilities(logits_NV: torch.Tensor) -> torch.Tensor:
+    # Float64 on the CPU, as draws are: thousands of terms are added up and compared.
+    logits_NV = logits_NV.detach().to(device="cpu", dtype=torch.float64)
+    if bool((logits_NV.isnan() | logits_NV.isposinf()).any()) or bool(logits_NV.isneginf().all(dim=-1).any()):
+        raise EngineError(
+            "the model gave NaN or +inf, or ruled out every token; nothing can be chosen from such logits. Its weights "
+            "or its state are damaged: load the model again"
+        )
+    return logits_NV.log_softmax(dim=-1)
+
+
+def _alike(states: list[ModelState]) -> list[list[int]]:
+    """Which states can be stacked: those of one shape; a key-value cache has the length of its text."""
+    groups: dict[tuple[torch.Size, ...], list[int]] = {}
+    for row, state in enumerate(states):
+        shapes = tuple(tensor.shape for layer in state.layers for tensor in layer.tensors())
+        groups.setdefault(shapes, []).append(row)
+    return list(groups.values())
