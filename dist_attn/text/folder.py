@@ -5,6 +5,7 @@ from pathlib import Path
 from dist_attn.errors import ModelFolderError, TokenError
 from dist_attn.text.base import Tokeniser
 from dist_attn.text.bpe import BpeTokeniser
+from dist_attn.text.byte_level import CONFIG_NAME, read_byte_level
 from dist_attn.text.bytes import BYTE_PIECES, ByteTokeniser
 from dist_attn.text.hugging_face import FILE_NAME, read_tokenizer_json
 from dist_attn.text.pieces import TEXT_PATTERN
@@ -16,9 +17,13 @@ __all__ = ["load_tokeniser"]
 def load_tokeniser(folder: Path) -> Tokeniser:
     """The tokeniser that `save` wrote into this folder, with the same ids.
 
+    A folder with a tokenizer_config.json has the tokens of another program.
+
     Raises: ModelFolderError naming the file when it is missing or of another kind.
     """
     path = Path(folder) / FILE_NAME
+    if (Path(folder) / CONFIG_NAME).is_file():
+        return read_byte_level(Path(folder))
     contents = read_tokenizer_json(path)
     if not contents.merges and contents.pieces == BYTE_PIECES:
         return ByteTokeniser()

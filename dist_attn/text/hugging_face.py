@@ -8,7 +8,15 @@ from typing import Any, NamedTuple
 from dist_attn.errors import ModelFolderError
 from dist_attn.text.vocabulary import Vocabulary
 
-__all__ = ["END_TEXT", "FILE_NAME", "Contents", "printable", "read_tokenizer_json", "write_tokenizer_json"]
+__all__ = [
+    "END_TEXT",
+    "FILE_NAME",
+    "Contents",
+    "printable",
+    "raw",
+    "read_tokenizer_json",
+    "write_tokenizer_json",
+]
 
 FILE_NAME = "tokenizer.json"
 END_TEXT = "<|end|>"
@@ -31,7 +39,7 @@ def printable(piece: bytes) -> str:
     return piece.decode("latin-1").translate(_TO_PRINTABLE)
 
 
-def _raw(text: str) -> bytes:
+def raw(text: str) -> bytes:
     """The bytes that `printable` came from; KeyError for a character outside the alphabet."""
     return bytes(_BYTE_OF[character] for character in text)
 
@@ -120,5 +128,5 @@ def _take_apart(contents: Any) -> Contents:
     in_order = sorted(ids, key=ids.__getitem__)
     if [ids[text] for text in in_order] != list(range(end)):
         raise ValueError(f"its ids do not run from 0 without a gap, with {END_TEXT!r} last")
-    merges = tuple((_raw(first), _raw(second)) for first, second in model["merges"])
-    return Contents(pattern, merges, tuple(_raw(text) for text in in_order))
+    merges = tuple((raw(first), raw(second)) for first, second in model["merges"])
+    return Contents(pattern, merges, tuple(raw(text) for text in in_order))

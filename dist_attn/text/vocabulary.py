@@ -14,14 +14,15 @@ __all__ = ["Vocabulary"]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The bytes of each token, then the end token, which has the highest id and stands for no bytes."""
+    """The bytes of each token, then, if it `ends`, the end token, which has the highest id and stands for no bytes."""
 
     pieces: tuple[bytes, ...]
+    ends: bool = True
 
     @property
     def size(self) -> int:
         """How many ids there are, the end token included."""
-        return len(self.pieces) + 1
+        return len(self._table)
 
     @property
     def end_token(self) -> int:
@@ -44,7 +45,7 @@ class Vocabulary:
 
     @cached_property
     def _table(self) -> tuple[bytes, ...]:
-        return (*self.pieces, b"")
+        return (*self.pieces, b"") if self.ends else self.pieces
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:

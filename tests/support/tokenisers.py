@@ -1,10 +1,12 @@
 """A small BPE tokeniser learnt from a few lines of prose, for tests that need one quickly."""
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from dist_attn.text import BpeTokeniser, train_bpe
+from dist_attn.text import BpeTokeniser, ByteLevelTokeniser, train_bpe
 
 PROSE = (
     "It was the best of times, it was the worst of times; it was the age of wisdom, it was the age of foolishness.\n"
@@ -21,3 +23,39 @@ def small_bpe() -> BpeTokeniser:
         path = Path(folder) / "prose.txt"
         path.write_bytes(PROSE.encode())
         return train_bpe([path], 400)
+
+
+LLAMA_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@cache
+def foreign_contents(pattern: str | None = None) -> str:
+    """The tokenizer.json of a small byte-level BPE, cut as GPT-2's or by a pattern; `<|endoftext|>` has id 0."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    split = None if pattern is None else pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.pre_tokenizer = level if split is None else pre_tokenizers.Sequence([split, level])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=350, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+    )
+    tokenizer.train_from_iterator([PROSE], trainer)
+    return str(tokenizer.to_str())
+
+
+@cache
+def foreign_bpe(pattern: str | None = None) -> ByteLevelTokeniser:
+    """The tokeniser of `foreign_contents`."""
+    contents: dict[str, Any] = json.loads(foreign_contents(pattern))
+    return ByteLevelTokeniser(contents, "<|endoftext|>")
+
+
+def llama_bpe() -> ByteLevelTokeniser:
+    """`foreign_bpe` with the cut of Llama 3."""
+    return foreign_bpe(LLAMA_PATTERN)

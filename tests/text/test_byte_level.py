@@ -1,0 +1,63 @@
+"""Byte-level BPE of other programs: their tokens, a bounded cut, and refusals."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from dist_attn.errors import ModelFolderError
+from dist_attn.text import load_tokeniser, read_byte_level
+from dist_attn.text.byte_level import MAX_PIECE_BYTES
+from tests.support.tokenisers import LLAMA_PATTERN, PROSE, foreign_bpe, foreign_contents
+
+HARD = PROSE + "  \n\n \t x\u00a0y 12345 a" + " " * 40 + "b\u3000\u65e5\u672c\r\n'S IT'LL \u00e9" * 3
+
+
+@pytest.mark.parametrize("pattern", [None, LLAMA_PATTERN])
+def test_tokens_are_those_of_the_library(pattern: str | None) -> None:
+    """Text whose pieces fit has exactly the tokens that the `tokenizers` library gives it."""
+    library = Tokenizer.from_str(foreign_contents(pattern))
+    assert foreign_bpe(pattern).encode(HARD.encode()).tolist() == library.encode(HARD).ids
+
+
+def test_long_pieces_are_cut_between_characters() -> None:
+    """A run longer than the longest piece is cut at it, never inside a character, and comes back whole."""
+    tokeniser, text = foreign_bpe(), "\u65e5" * 100
+    tokens = tokeniser.encode(text.encode())
+    assert tokeniser.decode(tokens) == text.encode()
+    first = text.encode()[: MAX_PIECE_BYTES // 3 * 3]
+    assert tokens[: len(tokeniser.encode(first))].tolist() == tokeniser.encode(first).tolist()
+
+
+def test_special_and_unused_ids_stand_for_no_bytes(tmp_path: Path) -> None:
+    """Padding adds ids without bytes; a folder gives back tokens, size and end token; text is never special."""
+    tokeniser = foreign_bpe().padded(384)
+    tokeniser.save(tmp_path)
+    again = load_tokeniser(tmp_path)
+    assert (again.vocab_size, again.end_token) == (384, 0)
+    assert again.digest == tokeniser.digest
+    assert again.decode([0, 383]) == b""
+    tokens = again.encode(b"<|endoftext|>")
+    assert 0 not in tokens
+    assert again.decode(tokens) == b"<|endoftext|>"
+    with pytest.raises(ModelFolderError, match=r"384 tokens and config\.json says vocab_size 300"):
+        tokeniser.padded(300)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"type": "Unigram", "vocab": []}}, "its model is Unigram; supported is byte-level BPE"),
+        ({"normalizer": {"type": "Lowercase"}}, "its normalizer is Lowercase"),
+        ({"pre_tokenizer": {"type": "Metaspace"}}, "its pre_tokenizer is Metaspace"),
+        ({"pre_tokenizer": None}, "its pre_tokenizer is missing"),
+        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}}, "by none"),
+    ],
+)
+def test_other_kinds_are_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    """A tokeniser whose tokens would not be ours is refused with what it is and what is supported."""
+    contents = json.loads(foreign_contents()) | change
+    (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
+    with pytest.raises(ModelFolderError, match=message):
+        read_byte_level(tmp_path)
