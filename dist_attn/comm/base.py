@@ -438,7 +438,7 @@ class Communicator(ABC):
         finally:
             seconds = time.perf_counter() - began
             name = call.name.partition(" ")[0]
-            self.traffic.record(Event(name, phase, sent, received, call.label, seconds), messages)
+            self.traffic.record(Event(name, phase, sent, received, call.label, seconds, messages), messages)
 
 
 def _call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:

@@ -25,6 +25,7 @@ class Event:
     bytes_received: int = 0
     label: str = ""
     seconds: float = field(default=0.0, compare=False)
+    messages: int = field(default=0, compare=False)
 
 
 @dataclass(slots=True)

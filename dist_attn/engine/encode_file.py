@@ -85,9 +85,11 @@ def encode_file(
             h_BLD, state = model.hidden(
                 tokens[None, start:stop], ShardedSequenceOps(comm, layout, deterministic=deterministic), state
             )
-            sent = sum(e.bytes_sent for e in comm.traffic.events if e.label == "carry")
-            # Rank 0 sends its state to every other rank; deterministic, to the next one.
-            carry_bytes = sent if deterministic else sent // max(1, comm.size - 1)
+            # A layer's state is sent first in what is launched, all gathered or, deterministic, passed on; later steps
+            # of an exchange send what was made of it.
+            carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
+            first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
+            carry_bytes = sum(e.bytes_sent // e.messages for e in first)
             pieces = reduce_to_pieces(h_BLD[0], position + start, 0, spec)
             for part in _collect(comm, pieces, dim):
                 if writer is not None:
