@@ -4,28 +4,32 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import dist_attn
 from dist_attn.errors import ModelFolderError
-from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
+from dist_attn.models import LanguageModel, LanguageModelConfig, Model, ModelConfig, build_model
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
 
 __all__ = [
     "default_model_folder",
+    "load_any_model",
     "load_model",
     "load_model_and_tokeniser",
     "load_weights",
     "resolve_model_folder",
     "save_model",
 ]
+
+
+Config = TypeVar("Config")
 
 
 def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
@@ -35,6 +39,15 @@ def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
     """
     folder = resolve_model_folder(path_or_name)
     model = build_model(read_config(folder))
+    load_weights(model, folder / "model.safetensors")
+    check_manifest(folder)
+    return model.eval()
+
+
+def load_any_model(path_or_name: str | Path | None = None) -> Model:
+    """`load_model` for a model of any kind: classifiers, auto-encoders and encoder-decoders too."""
+    folder = resolve_model_folder(path_or_name)
+    model = build_model(_read_config(folder, TypeAdapter[ModelConfig](ModelConfig)))
     load_weights(model, folder / "model.safetensors")
     check_manifest(folder)
     return model.eval()
@@ -60,8 +73,12 @@ def read_config(folder: Path) -> LanguageModelConfig:
 
     Raises: ModelFolderError when config.json is not a configuration of a model of ours.
     """
+    return _read_config(folder, TypeAdapter(LanguageModelConfig))
+
+
+def _read_config(folder: Path, kind: TypeAdapter[Config]) -> Config:
     try:
-        return LanguageModelConfig.model_validate_json((folder / "config.json").read_bytes())
+        return kind.validate_json((folder / "config.json").read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"
@@ -94,7 +111,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
 
 
 def save_model(
-    model: LanguageModel,
+    model: Model,
     folder: Path,
     *,
     tokeniser: Tokeniser | None = None,
@@ -120,9 +137,7 @@ def save_model(
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _write_folder(
-    folder: Path, model: LanguageModel, tokeniser: Tokeniser | None, half: bool, facts: dict[str, Any]
-) -> None:
+def _write_folder(folder: Path, model: Model, tokeniser: Tokeniser | None, half: bool, facts: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(model.config.model_dump(mode="json"), indent=2) + "\n")
     weights = {

@@ -2,14 +2,29 @@
 
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.build import build_mixer
-from dist_attn.mixers.config import DenominatorConfig, MixerConfig, RandomFeatureConfig, RotaryConfig, SoftmaxConfig
+from dist_attn.mixers.config import (
+    BidirectionalConfig,
+    CrossConfig,
+    DenominatorConfig,
+    MixerConfig,
+    RandomFeatureConfig,
+    RotaryConfig,
+    ScaleformerConfig,
+    SoftmaxConfig,
+)
+from dist_attn.mixers.cross import CrossAttention, MemoryState
 
 __all__ = [
+    "BidirectionalConfig",
+    "CrossAttention",
+    "CrossConfig",
     "DenominatorConfig",
+    "MemoryState",
     "MixerConfig",
     "MixerState",
     "RandomFeatureConfig",
     "RotaryConfig",
+    "ScaleformerConfig",
     "SoftmaxConfig",
     "TokenMixer",
     "build_mixer",

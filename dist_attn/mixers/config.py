@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["DenominatorConfig", "MixerConfig", "RandomFeatureConfig", "RotaryConfig", "SoftmaxConfig"]
+__all__ = [
+    "BidirectionalConfig",
+    "CrossConfig",
+    "DenominatorConfig",
+    "MixerConfig",
+    "RandomFeatureConfig",
+    "RotaryConfig",
+    "ScaleformerConfig",
+    "SoftmaxConfig",
+]
 
 
 class _Config(BaseModel):
@@ -27,25 +36,32 @@ class RotaryConfig(_Config):
     base: float = Field(default=10_000.0, gt=1, allow_inf_nan=False)
 
 
-class _HeadsConfig(_Config):
+class _HeadSizes(_Config):
     hidden_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "_HeadSizes":
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+        return self
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+class _HeadsConfig(_HeadSizes):
     # Taps of a causal depthwise convolution over the input, before q, k and v; 0 switches it off.
     short_convolution: int = Field(default=4, ge=0, le=64)
     projection_bias: bool = False  # of q, k, v and the output
     rotary: RotaryConfig | None = None
 
     @model_validator(mode="after")
-    def _heads_divide(self) -> "_HeadsConfig":
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+    def _rotary_fits(self) -> "_HeadsConfig":
         if self.rotary is not None and self.rotary.size > self.head_size:
             raise ValueError(f"rotary.size {self.rotary.size} must be at most the head's size, {self.head_size}")
         return self
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
 
 
 class RandomFeatureConfig(_HeadsConfig):
@@ -64,4 +80,35 @@ class SoftmaxConfig(_HeadsConfig):
     kind: Literal["softmax"]
 
 
-MixerConfig = Annotated[RandomFeatureConfig | SoftmaxConfig, Field(discriminator="kind")]
+class ScaleformerConfig(_HeadSizes):
+    """Causal kernel attention (elu + 1) with Shaw's relative positions, clipped at `reach` tokens."""
+
+    kind: Literal["scaleformer"]
+    reach: int = Field(default=16, ge=0, le=1024)
+
+
+class _AttentionConfig(_HeadSizes):
+    """Attention that sees all keys: random features, elu + 1, elu + 1 with relative positions, or exact softmax."""
+
+    attention: Literal["rfa", "elu", "scaleformer", "softmax"]
+    feature: Literal["gaussian", "arc_cosine"] = "gaussian"  # of rfa, as the next two
+    num_random: int = Field(default=64, ge=1)
+    seed: int = 0
+    # Of rfa and elu. None: the default floor for rfa; exact division for elu, whose weights are positive.
+    denominator: DenominatorConfig | None = None
+    reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
+
+
+class BidirectionalConfig(_AttentionConfig):
+    """Self-attention in which every token sees every other: for encoders and classifiers."""
+
+    kind: Literal["bidirectional"] = "bidirectional"
+
+
+class CrossConfig(_AttentionConfig):
+    """Attention of a decoder's tokens over all tokens of a memory."""
+
+    kind: Literal["cross"] = "cross"
+
+
+MixerConfig = Annotated[RandomFeatureConfig | SoftmaxConfig | ScaleformerConfig, Field(discriminator="kind")]

@@ -1,16 +1,44 @@
 """Models over any token mixer, local or sharded."""
 
-from dist_attn.models.build import build_model
+from dist_attn.models.build import Model, ModelConfig, build_model
+from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.config import BlockConfig, LanguageModelConfig, LearnedPositions, MlpConfig, NormConfig
+from dist_attn.models.encoder import Encoder
+from dist_attn.models.encoder_config import (
+    DecoderConfig,
+    EncoderConfig,
+    EncoderDecoderConfig,
+    ImageConfig,
+    MaskedAutoencoderConfig,
+    TextClassifierConfig,
+    VisionClassifierConfig,
+)
+from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel, ModelState
+from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 
 __all__ = [
     "BlockConfig",
+    "DecoderConfig",
+    "DecoderState",
+    "Encoder",
+    "EncoderConfig",
+    "EncoderDecoder",
+    "EncoderDecoderConfig",
+    "ImageConfig",
     "LanguageModel",
     "LanguageModelConfig",
     "LearnedPositions",
+    "MaskedAutoencoder",
+    "MaskedAutoencoderConfig",
     "MlpConfig",
+    "Model",
+    "ModelConfig",
     "ModelState",
     "NormConfig",
+    "TextClassifier",
+    "TextClassifierConfig",
+    "VisionClassifier",
+    "VisionClassifierConfig",
     "build_model",
 ]

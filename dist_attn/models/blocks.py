@@ -3,15 +3,20 @@
 Turner's printed normalisation runs over the sequence instead, which would leak the future into a causal model.
 """
 
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
+from pydantic import BaseModel
 from torch import nn
 
-from dist_attn.mixers import MixerConfig, MixerState, build_mixer
+from dist_attn.mixers import BidirectionalConfig, MixerConfig, MixerState, build_mixer
 from dist_attn.models.config import BlockConfig, NormConfig
 from dist_attn.ops import SequenceOps
 
-__all__ = ["Block", "build_norm"]
+__all__ = ["Block", "build_norm", "with_layer_seed"]
+
+Config = TypeVar("Config", bound=BaseModel)
 
 
 def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
@@ -25,7 +30,9 @@ class Block(nn.Module):
     Reference: Introduction to Transformers, Sec. 3 (with per-token LayerNorm).
     """
 
-    def __init__(self, mixer: MixerConfig, mlp_size: int, config: BlockConfig | None = None) -> None:
+    def __init__(
+        self, mixer: MixerConfig | BidirectionalConfig, mlp_size: int, config: BlockConfig | None = None
+    ) -> None:
         super().__init__()
         self.config = BlockConfig() if config is None else config
         size, mlp = mixer.hidden_size, self.config.mlp
@@ -50,7 +57,10 @@ class Block(nn.Module):
     def _after_mixing(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         if self.config.residual == "parallel":
             return x + mixed + self._mlp(self.mlp_norm(x))
-        x = x + mixed
+        return self.feed_forward(x + mixed)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x + MLP(norm(x))."""
         return x + self._mlp(self.mlp_norm(x))
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -73,3 +83,8 @@ class Block(nn.Module):
                 return F.silu(x)
             case "relu":
                 return F.relu(x)
+
+
+def with_layer_seed(mixer: Config, layer: int) -> Config:
+    """The mixer of one layer: the same random vectors everywhere would correlate the layers' estimation errors."""
+    return mixer.model_copy(update={"seed": mixer.seed + layer}) if hasattr(mixer, "seed") else mixer

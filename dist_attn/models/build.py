@@ -1,11 +1,51 @@
 """From a model's configuration to the model."""
 
+from typing import Annotated, overload
+
+from pydantic import Field
+
+from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.config import LanguageModelConfig
+from dist_attn.models.encoder_config import (
+    EncoderDecoderConfig,
+    MaskedAutoencoderConfig,
+    TextClassifierConfig,
+    VisionClassifierConfig,
+)
+from dist_attn.models.encoder_decoder import EncoderDecoder
 from dist_attn.models.language_model import LanguageModel
+from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 
-__all__ = ["build_model"]
+__all__ = ["Model", "ModelConfig", "build_model"]
+
+Model = LanguageModel | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder
+ModelConfig = Annotated[
+    LanguageModelConfig
+    | TextClassifierConfig
+    | VisionClassifierConfig
+    | MaskedAutoencoderConfig
+    | EncoderDecoderConfig,
+    Field(discriminator="kind"),
+]
 
 
-def build_model(config: LanguageModelConfig) -> LanguageModel:
-    """The model that `config` describes, with fresh parameters."""
+@overload
+def build_model(config: LanguageModelConfig) -> LanguageModel: ...
+
+
+@overload
+def build_model(config: ModelConfig) -> Model: ...
+
+
+def build_model(config: ModelConfig) -> Model:
+    """The model that `config.kind` names, with fresh parameters."""
+    match config:
+        case TextClassifierConfig():
+            return TextClassifier(config)
+        case VisionClassifierConfig():
+            return VisionClassifier(config)
+        case MaskedAutoencoderConfig():
+            return MaskedAutoencoder(config)
+        case EncoderDecoderConfig():
+            return EncoderDecoder(config)
     return LanguageModel(config)

@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.errors import InputError, ShapeError, TokenError
-from dist_attn.mixers import MixerConfig, MixerState, RandomFeatureConfig
-from dist_attn.models.blocks import Block, build_norm
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.mixers import MixerState
+from dist_attn.models.blocks import Block, build_norm, with_layer_seed
 from dist_attn.models.config import LanguageModelConfig, LearnedPositions
 from dist_attn.models.positions import sinusoidal
+from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
 
 __all__ = ["LanguageModel", "ModelState"]
@@ -76,7 +77,8 @@ class LanguageModel(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         # One seed per layer: the same random vectors everywhere would correlate the layers' estimation errors.
         self.blocks = nn.ModuleList(
-            Block(_with_layer_seed(config, layer), config.mlp_size, config.block) for layer in range(config.num_layers)
+            Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
+            for layer in range(config.num_layers)
         )
         self.norm = build_norm(config.block.norm, config.hidden_size)
         self.position_embedding: nn.Embedding | None = None
@@ -176,21 +178,10 @@ class LanguageModel(nn.Module):
             yield block
 
     def _check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> None:
-        if tokens.dim() != len(dims) or tokens.dtype not in (torch.int64, torch.int32):
-            raise ShapeError(
-                f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype} were given; needed are token ids "
-                f"[{', '.join(dims)}] of torch.int64 (or int32)"
-            )
+        check_tokens(tokens, dims, self.config.vocab_size)
         if state is not None and state.batch != tokens.shape[0]:
             raise ShapeError(
                 f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
-            )
-        if torch.compiler.is_compiling():
-            return  # a graph cannot look at its inputs' values; the embedding still refuses ids that it does not have
-        if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= self.config.vocab_size):
-            raise TokenError(
-                f"token ids from {int(tokens.min())} to {int(tokens.max())} were given; this model knows 0 to "
-                f"{self.config.vocab_size - 1}"
             )
 
     def _initialise(self) -> None:
@@ -202,8 +193,3 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=deep)
             elif name.endswith(("qkv.bias", "out.bias", "mlp_in.bias")):
                 nn.init.zeros_(parameter)
-
-
-def _with_layer_seed(config: LanguageModelConfig, layer: int) -> MixerConfig:
-    mixer = config.mixer
-    return mixer.model_copy(update={"seed": mixer.seed + layer}) if isinstance(mixer, RandomFeatureConfig) else mixer

@@ -7,7 +7,14 @@ from pydantic import ValidationError
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import RandomFeatureConfig, RotaryConfig, SoftmaxConfig, TokenMixer, build_mixer
+from dist_attn.mixers import (
+    RandomFeatureConfig,
+    RotaryConfig,
+    ScaleformerConfig,
+    SoftmaxConfig,
+    TokenMixer,
+    build_mixer,
+)
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
@@ -27,6 +34,8 @@ CONFIGS = {
     "rfa-rotary": RandomFeatureConfig(
         kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8, rotary=RotaryConfig(size=2), projection_bias=True
     ),
+    "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
+    "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),
 }
 
 

@@ -1,0 +1,106 @@
+"""Attention of a decoder's tokens over a memory: the encoder's tokens, which may be cut otherwise across ranks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.feature_maps import elu_plus_one
+from dist_attn.mixers.config import CrossConfig
+from dist_attn.mixers.heads import merge_heads, split_heads
+from dist_attn.mixers.kernels import AllKeys
+from dist_attn.ops import LinearState, LocalSequenceOps, SequenceOps
+
+__all__ = ["CrossAttention", "MemoryState"]
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """What later queries need of the memory.
+
+    Of `rfa` and `elu` it is a state of constant size, equal on all ranks; of `scaleformer` and `softmax` all keys and
+    values, or None where they are spread over ranks.
+    """
+
+    sums: LinearState | None
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def select(self, index: list[int]) -> "MemoryState":
+        """The memory of some of the sequences, in any order."""
+        sums = None if self.sums is None else self.sums.select(index)
+        return MemoryState(sums, None if self.kept is None else (self.kept[0][index], self.kept[1][index]))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention over a memory; queries from the decoder, keys and values from the memory.
+
+    Reference: Random Feature Attention, Algorithm 2; Scaleformer, Sec. 2.3 with L_Q != L_K.
+    """
+
+    def __init__(self, config: CrossConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.q = nn.Linear(size, size, bias=False)
+        self.kv = nn.Linear(size, 2 * size, bias=False)
+        self.out = nn.Linear(size, size, bias=False)
+        self.attend = AllKeys(config)
+
+    def forward(
+        self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps
+    ) -> tuple[torch.Tensor, MemoryState]:
+        """The tokens' view of the memory, and what later tokens need of it.
+
+        `ops` have the layout of x and, as memory layout, that of the memory.
+
+        Shapes: x [B, L, D], memory [B, S, D] -> [B, L, D].
+        Cost: across ranks one exchange of states for `rfa` and `elu`, 4 B H (M (V + 1) + 2) bytes per rank.
+        """
+        heads = self.config.num_heads
+        k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).chunk(2, dim=-1))
+        out_BHLV, sums = self.attend(split_heads(self.q(x_BLD), heads), k, v, ops)
+        kept = (k, v) if sums is None and ops.whole else None
+        return self.out(merge_heads(out_BHLV)), MemoryState(sums, kept)
+
+    def read(self, x_BLD: torch.Tensor, state: MemoryState, positions_BL: torch.Tensor) -> torch.Tensor:
+        """`forward` for later tokens, at these positions, over a memory that was absorbed before: no exchange.
+
+        Cost: O(1) per token in the length of the memory for `rfa` and `elu`, O(S) for the others.
+        Raises: InputError where keys are needed and spread over ranks.
+        """
+        q_BHLK = split_heads(self.q(x_BLD), self.config.num_heads)
+        if state.sums is not None:
+            no_keys = q_BHLK[:, :, :0], q_BHLK[:, :, :0]
+            out_BHLV, _ = LocalSequenceOps().linear_attention(
+                q_BHLK,
+                *no_keys,
+                feature_map=self.attend.feature_map(),
+                causal=False,
+                state=state.sums,
+                denominator=self.attend.denominator,
+            )
+        elif state.kept is None:
+            raise InputError(
+                f"{self.config.attention} cross attention reads every key of the memory, which is spread over ranks; "
+                "decode on one rank, or take 'rfa' or 'elu', whose memory is a state"
+            )
+        elif self.config.attention == "softmax":
+            out_BHLV, _ = self.attend(q_BHLK, *state.kept, LocalSequenceOps())
+        else:
+            out_BHLV = self._read_relative(q_BHLK, *state.kept, positions_BL)
+        out_BLD: torch.Tensor = self.out(merge_heads(out_BHLV))
+        return out_BLD
+
+    def _read_relative(
+        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, positions_BL: torch.Tensor
+    ) -> torch.Tensor:
+        """Scaleformer's weights by definition, for queries that may stand anywhere."""
+        reach = self.config.reach
+        phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.attend.positions_HRK))
+        keys_S = torch.arange(k_BHSK.shape[2], device=positions_BL.device)
+        row_BLS = (keys_S - positions_BL[..., None]).clamp(-reach, reach) + reach
+        near_BHLR = phi_q @ phi_rp.transpose(-1, -2)
+        scores_BHLS = phi_q @ phi_k.transpose(-1, -2)
+        scores_BHLS = scores_BHLS + near_BHLR.gather(-1, row_BLS[:, None].expand_as(scores_BHLS))
+        return scores_BHLS @ v_BHSV / scores_BHLS.sum(-1, keepdim=True)

@@ -1,0 +1,82 @@
+"""Causal kernel attention with Shaw's relative positions (Scaleformer); its state has constant size."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.feature_maps import elu_plus_one
+from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.config import ScaleformerConfig
+from dist_attn.mixers.heads import merge_heads, split_heads
+from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
+from dist_attn.ops.relative_attention import WindowState
+
+__all__ = ["ScaleformerAttention", "ScaleformerState"]
+
+
+@dataclass(frozen=True)
+class ScaleformerState:
+    """The kernel state, the sum of the values that left the window, and the values still in it."""
+
+    attention: RelativeState
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return (self.attention.sz_BHMW, self.attention.window.far_BHW, self.attention.window.near_BHTW)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "ScaleformerState":
+        """The same kind of state over other tensors."""
+        sz_BHMW, far_BHW, near_BHTW = tensors
+        return ScaleformerState(RelativeState(sz_BHMW, WindowState(far_BHW, near_BHTW, self.attention.window.length)))
+
+
+class ScaleformerAttention(TokenMixer):
+    """Multi-head attention with scores phi(q).phi(k) + phi(q).phi(rp), phi = elu + 1, in O(L).
+
+    Reference: Scaleformer, Eq. 9 to 11 with a mask.
+    """
+
+    def __init__(self, config: ScaleformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        # Rows for keys 0 to `reach` tokens back, the furthest first; the rows of later keys are never seen.
+        self.positions_HRK = nn.Parameter(0.02 * torch.randn(config.num_heads, config.reach + 1, config.head_size))
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, ScaleformerState]:
+        before = self._own(state, x_BLD.shape[0])
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        out_BHLV, after = ops.relative_attention_streaming(
+            elu_plus_one(q), elu_plus_one(k), v, self._rows(), before.attention
+        )
+        return self.out(merge_heads(out_BHLV)), ScaleformerState(after)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, ScaleformerState]:
+        before = self._own(state, x_BD.shape[0])
+        q, k, v = (t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).chunk(3, dim=-1))
+        out_BHV, after = relative_attention_step(elu_plus_one(q), elu_plus_one(k), v, self._rows(), before.attention)
+        return self.out(out_BHV.flatten(1)), ScaleformerState(after)
+
+    def initial_state(self, batch: int) -> ScaleformerState:
+        config, weight = self.config, self.qkv.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        sizes = (batch, config.num_heads, config.head_size, config.head_size, config.reach)
+        empty = ScaleformerState(RelativeState.identity(*sizes, dtype=dtype))
+        return empty.replace(tuple(t.to(weight.device) for t in empty.tensors()))
+
+    def _rows(self) -> torch.Tensor:
+        """phi of the positions, [H, 2 reach + 1, K]: zeros for keys that a mask hides."""
+        seen_HRK = elu_plus_one(self.positions_HRK)
+        return nn.functional.pad(seen_HRK, (0, 0, 0, self.config.reach))
+
+    def _own(self, state: MixerState | None, batch: int) -> ScaleformerState:
+        if state is None:
+            return self.initial_state(batch)
+        if not isinstance(state, ScaleformerState):
+            raise InputError(f"a {type(state).__name__} was given to Scaleformer attention; it needs its own state")
+        return state

@@ -1,0 +1,75 @@
+"""A stack of blocks over vectors that are there already: positions, blocks, final norm; any mixer, any ranks."""
+
+import math
+from typing import cast
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.models.blocks import Block, build_norm, with_layer_seed
+from dist_attn.models.encoder_config import EncoderConfig
+from dist_attn.models.positions import sinusoidal
+from dist_attn.ops import SequenceOps
+
+__all__ = ["Encoder", "initialise"]
+
+
+class Encoder(nn.Module):
+    """Hidden states of a whole sequence.
+
+    Concatenated positions are a linear map of [x; sinusoids], which is the general form of adding them.
+
+    Reference: Introduction to Transformers, Sec. 3 and 4 (position encodings).
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.hidden_size
+        self.position_embedding = None if config.max_length is None else nn.Embedding(config.max_length, size)
+        self.position_map = nn.Linear(2 * size, size) if config.positions == "concatenated" else None
+        self.blocks = nn.ModuleList(
+            Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
+            for layer in range(config.num_layers)
+        )
+        self.norm = build_norm(config.block.norm, size)
+
+    def forward(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        """Hidden states after the final norm, [B, L, D] -> [B, L, D], of this process's slice.
+
+        Raises: InputError for a sequence longer than there are learned positions, on every rank.
+        """
+        x_BLD = self._with_positions(x_BLD, ops)
+        for block in cast(list[Block], list(self.blocks)):
+            x_BLD, _ = block(x_BLD, ops)
+        h_BLD: torch.Tensor = self.norm(x_BLD)
+        return h_BLD
+
+    def _with_positions(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        if self.config.positions == "none":
+            return x_BLD
+        positions_L = ops.positions(x_BLD.shape[1]).to(x_BLD.device)
+        if self.position_embedding is not None:
+            total = ops.total_length(x_BLD.shape[1])
+            if total > self.position_embedding.num_embeddings:
+                raise InputError(
+                    f"the sequence has {total} tokens; this model has learned positions for "
+                    f"{self.position_embedding.num_embeddings}: give a shorter one, or train with a larger max_length"
+                )
+            return x_BLD + cast(torch.Tensor, self.position_embedding(positions_L))
+        waves_LD = sinusoidal(positions_L, self.config.hidden_size).to(x_BLD.dtype)
+        if self.position_map is None:
+            return x_BLD + waves_LD
+        mapped: torch.Tensor = self.position_map(torch.cat([x_BLD, waves_LD.expand_as(x_BLD)], dim=-1))
+        return mapped
+
+
+def initialise(model: nn.Module, num_layers: int) -> None:
+    """Normal weights of deviation 0.02, those that write to the residual stream smaller by sqrt(2 layers)."""
+    deep = 0.02 / math.sqrt(2 * num_layers)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2 and name.endswith("weight"):
+            nn.init.normal_(parameter, std=deep if name.endswith(("out.weight", "mlp_out.weight")) else 0.02)
+        elif name.endswith(("_in.bias", "_out.bias", "head.bias", "map.bias", "projection.bias")):
+            nn.init.zeros_(parameter)

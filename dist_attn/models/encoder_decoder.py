@@ -1,0 +1,145 @@
+"""From one sequence to another: an encoder, and a decoder with causal self-attention and attention over the memory."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.errors import ShapeError
+from dist_attn.mixers import CrossAttention, MemoryState, MixerState
+from dist_attn.models.blocks import Block, build_norm, with_layer_seed
+from dist_attn.models.encoder import Encoder, initialise
+from dist_attn.models.encoder_config import DecoderConfig, EncoderDecoderConfig
+from dist_attn.models.positions import sinusoidal
+from dist_attn.models.tokens import check_tokens
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+
+__all__ = ["DecoderState", "EncoderDecoder"]
+
+
+@dataclass(frozen=True)
+class DecoderState:
+    """What decoding goes on from: self-attention of the tokens so far, the absorbed memory, and the positions."""
+
+    layers: tuple[MixerState, ...]
+    memories: tuple[MemoryState, ...]
+    position_B: torch.Tensor
+
+    def select(self, index: list[int]) -> "DecoderState":
+        """The state of some of the sequences, in any order and more than once: what a beam search asks for."""
+        layers = tuple(s.replace(tuple(t[index] for t in s.tensors())) for s in self.layers)
+        return DecoderState(layers, tuple(m.select(index) for m in self.memories), self.position_B[index])
+
+
+class DecoderBlock(nn.Module):
+    """x + self-attention, x + attention over the memory, x + MLP, each over normed tokens."""
+
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
+        super().__init__()
+        self.block = Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
+        self.cross_norm = build_norm(config.block.norm, config.cross.hidden_size)
+        self.cross = CrossAttention(with_layer_seed(config.cross, layer))
+
+    def forward(
+        self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps, cross_ops: SequenceOps
+    ) -> tuple[torch.Tensor, MixerState, MemoryState]:
+        """The tokens after this layer, the mixer's state after the last one, and the absorbed memory."""
+        mixed_BLD, after = self.block.mixer(self.block.mixer_norm(x_BLD), ops)
+        x_BLD = x_BLD + mixed_BLD
+        seen_BLD, memory = self.cross(self.cross_norm(x_BLD), memory_BSD, cross_ops)
+        return self.block.feed_forward(x_BLD + seen_BLD), after, memory
+
+    def step(
+        self, x_BD: torch.Tensor, state: MixerState, memory: MemoryState, position_B: torch.Tensor
+    ) -> tuple[torch.Tensor, MixerState]:
+        """`forward` for one token."""
+        mixed_BD, after = self.block.mixer.step(self.block.mixer_norm(x_BD), state)
+        x_BD = x_BD + mixed_BD
+        seen_B1D = self.cross.read(self.cross_norm(x_BD)[:, None], memory, position_B[:, None])
+        return self.block.feed_forward(x_BD + seen_B1D[:, 0]), after
+
+
+class EncoderDecoder(nn.Module):
+    """Encoder over the source, causal decoder over the target; one embedding for both and for the read-out.
+
+    Across ranks the source and the target each have a layout of their own. `source_ops` have the source's, `target_ops`
+    the target's, and `cross_ops` both: the target's, with the source's as memory layout.
+
+    Reference: Random Feature Attention, Sec. 4.2 (softmax encoder, RFA in the decoder); Scaleformer, Sec. 2.
+    """
+
+    def __init__(self, config: EncoderDecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.encoder.hidden_size
+        self.embedding = nn.Embedding(config.vocab_size, size)
+        self.encoder = Encoder(config.encoder)
+        self.blocks = nn.ModuleList(DecoderBlock(config.decoder, layer) for layer in range(config.decoder.num_layers))
+        self.norm = build_norm(config.decoder.block.norm, size)
+        initialise(self, config.encoder.num_layers + config.decoder.num_layers)
+
+    def encode(self, source_BS: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
+        """The memory, [B, S] -> [B, S, D], of this process's slice of the source."""
+        check_tokens(source_BS, ("batch", "length"), self.config.vocab_size)
+        x_BSD = self.embedding(source_BS)
+        memory_BSD: torch.Tensor = self.encoder(x_BSD, LocalSequenceOps() if ops is None else ops)
+        return memory_BSD
+
+    def decode(
+        self,
+        target_BL: torch.Tensor,
+        memory_BSD: torch.Tensor,
+        target_ops: SequenceOps | None = None,
+        cross_ops: SequenceOps | None = None,
+    ) -> tuple[torch.Tensor, DecoderState]:
+        """Logits of the token after each target token, [B, L, vocabulary], and the state after the last global one.
+
+        The state, from a first token or from more, is what `step` goes on from: of constant size, and equal on all
+        ranks, where mixer and cross attention are kernels.
+
+        Raises: ShapeError, TokenError for targets that are no tokens or of another batch than the memory.
+        """
+        check_tokens(target_BL, ("batch", "length"), self.config.vocab_size)
+        if len(target_BL) != len(memory_BSD):
+            raise ShapeError(f"{len(target_BL)} targets came with the memory of {len(memory_BSD)} sources")
+        target_ops = LocalSequenceOps() if target_ops is None else target_ops
+        cross_ops = LocalSequenceOps() if cross_ops is None else cross_ops
+        length = target_BL.shape[1]
+        x_BLD = self._embed(target_BL, target_ops.positions(length).to(target_BL.device))
+        layers, memories = [], []
+        for block in cast(list[DecoderBlock], list(self.blocks)):
+            x_BLD, after, memory = block(x_BLD, memory_BSD, target_ops, cross_ops)
+            layers.append(after)
+            memories.append(memory)
+        total = target_ops.total_length(length)
+        position_B = torch.full((len(target_BL),), total, dtype=torch.int64, device=target_BL.device)
+        return self._readout(x_BLD), DecoderState(tuple(layers), tuple(memories), position_B)
+
+    def forward(self, source_BS: torch.Tensor, target_BL: torch.Tensor) -> torch.Tensor:
+        """Logits of whole sequences on one process, [B, L, vocabulary]."""
+        return self.decode(target_BL, self.encode(source_BS))[0]
+
+    def step(self, token_B: torch.Tensor, state: DecoderState) -> tuple[torch.Tensor, DecoderState]:
+        """Feed one target token to each sequence: the logits of the next one, [B, vocabulary], and the state after it.
+
+        Raises: as `decode`; InputError where the memory's keys are needed and spread over ranks.
+        """
+        check_tokens(token_B, ("batch",), self.config.vocab_size)
+        x_BD = self._embed(token_B, state.position_B)
+        layers = []
+        blocks = cast(list[DecoderBlock], list(self.blocks))
+        for block, before, memory in zip(blocks, state.layers, state.memories, strict=True):
+            x_BD, after = block.step(x_BD, before, memory, state.position_B)
+            layers.append(after)
+        return self._readout(x_BD), DecoderState(tuple(layers), state.memories, state.position_B + 1)
+
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x: torch.Tensor = self.embedding(tokens)
+        if self.config.decoder.positions == "none":
+            return x
+        return x + sinusoidal(positions, x.shape[-1]).to(x.dtype)
+
+    def _readout(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.norm(x), self.embedding.weight)

@@ -1,0 +1,251 @@
+"""Classifiers and the masked auto-encoder: the same over ranks, blind to what they must not see, saved and loaded."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor
+
+from dist_attn.checkpoints import load_any_model, load_model, save_model
+from dist_attn.comm import Communicator
+from dist_attn.errors import InputError, ModelFolderError, ShapeError, TokenError
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import (
+    EncoderConfig,
+    MaskedAutoencoder,
+    MaskedAutoencoderConfig,
+    Model,
+    TextClassifier,
+    TextClassifierConfig,
+    VisionClassifier,
+    VisionClassifierConfig,
+    build_model,
+)
+from dist_attn.models.vision import draw_mask, from_patches, to_patches
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.closeness import assert_close
+from tests.support.over_ranks import assert_ranks_change_nothing, randomised
+
+SIZE, VOCAB, CLASSES = 8, 11, 3
+IMAGE = {"height": 6, "width": 8, "channels": 2, "patch": 2}
+MIXERS: dict[str, dict[str, Any]] = {
+    "rfa": {"kind": "bidirectional", "attention": "rfa", "num_random": 6},
+    "arc-cosine": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "feature": "arc_cosine"},
+    "elu": {"kind": "bidirectional", "attention": "elu"},
+    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
+    "softmax": {"kind": "bidirectional", "attention": "softmax"},
+    "causal": {"kind": "rfa_gate", "num_random": 6},
+    "causal scaleformer": {"kind": "scaleformer", "reach": 3},
+}
+CUTS = [(7, 6), (0, 5, 1, 7), (13, 0)]
+
+
+def _encoder(mixer: str, **changes: Any) -> dict[str, Any]:
+    own = {"hidden_size": SIZE, "num_heads": 2, **MIXERS[mixer]}
+    return {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12, "mixer": own, **changes}
+
+
+def _text(mixer: str, pooling: str, **changes: Any) -> TextClassifier:
+    values = {"vocab_size": VOCAB, "num_classes": CLASSES, "pooling": pooling, "encoder": _encoder(mixer, **changes)}
+    return randomised(TextClassifier(TextClassifierConfig.model_validate(values)))
+
+
+def _vision(mixer: str, pooling: str) -> VisionClassifier:
+    encoder = _encoder(mixer, positions="learned", max_length=13)
+    values = {"num_classes": CLASSES, "pooling": pooling, "image": IMAGE, "encoder": encoder}
+    return randomised(VisionClassifier(VisionClassifierConfig.model_validate(values)))
+
+
+def _autoencoder(mixer: str) -> MaskedAutoencoder:
+    encoder = _encoder(mixer, positions="learned", max_length=12)
+    return randomised(MaskedAutoencoder(MaskedAutoencoderConfig.model_validate({"image": IMAGE, "encoder": encoder})))
+
+
+def _tokens(length: int, batch: int = 2) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, length), generator=torch.Generator().manual_seed(3))
+
+
+def _images(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 2, 6, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def _slice(comm: Communicator | None, layout: SequenceLayout) -> tuple[slice, SequenceOps, int]:
+    if comm is None:
+        return slice(None), LocalSequenceOps(), 1
+    return slice(*layout.range(comm.rank)), ShardedSequenceOps(comm, layout), comm.size
+
+
+@pytest.mark.parametrize(
+    ("mixer", "lengths"), [*((mixer, CUTS[1]) for mixer in MIXERS), ("rfa", CUTS[0]), ("causal", CUTS[2])]
+)
+def test_a_text_over_ranks_is_classified_as_on_one(mixer: str, lengths: tuple[int, ...]) -> None:
+    """Loss and gradients of every parameter are those of one process, for a mean and for a class token."""
+    for pooling, tokens in (("mean", _tokens(13)), ("class_token", _tokens(12))):
+
+        def share(model: TextClassifier, comm: Communicator | None, tokens: Tensor = tokens) -> Tensor:
+            own, ops, ranks = _slice(comm, SequenceLayout.from_lengths(lengths))
+            logits = model(model.prepare(tokens)[:, own], ops)
+            return F.cross_entropy(logits, torch.tensor([0, 2])) / ranks
+
+        assert_ranks_change_nothing(lambda pooling=pooling: _text(mixer, pooling), share, len(lengths))
+
+
+@pytest.mark.parametrize("mixer", ["rfa", "softmax", "causal"])
+def test_an_image_over_ranks_is_classified_as_on_one(mixer: str) -> None:
+    """Loss and gradients of every parameter, learned positions among them, are those of one process."""
+    layout = SequenceLayout.from_lengths(CUTS[1])
+
+    def share(model: VisionClassifier, comm: Communicator | None) -> Tensor:
+        own, ops, ranks = _slice(comm, layout)
+        return F.cross_entropy(model(model.prepare(_images())[:, own], ops), torch.tensor([0, 2])) / ranks
+
+    assert_ranks_change_nothing(lambda: _vision(mixer, "class_token"), share, layout.size)
+
+
+@pytest.mark.parametrize("mixer", ["elu", "scaleformer"])
+def test_hidden_patches_over_ranks_are_filled_in_as_on_one(mixer: str) -> None:
+    """The auto-encoder's loss and gradients are those of one process, also where a rank hides no patch."""
+    layout, hidden = SequenceLayout.from_lengths((5, 0, 7)), torch.zeros(2, 12, dtype=torch.bool)
+    hidden[0, 1:4] = hidden[1, 2] = True
+
+    def share(model: MaskedAutoencoder, comm: Communicator | None) -> Tensor:
+        own, ops, ranks = _slice(comm, layout)
+        return model.loss(model.prepare(_images())[:, own], hidden[:, own], ops) / ranks
+
+    assert_ranks_change_nothing(lambda: _autoencoder(mixer), share, 3)
+
+
+def test_hidden_patches_are_not_looked_at() -> None:
+    """What a hidden patch holds changes nothing but the target, and a loss over no hidden patch is 0."""
+    model, images = _autoencoder("rfa"), _images()
+    hidden = draw_mask(2, model.config.image, 0.5, torch.Generator().manual_seed(0))
+    assert hidden.sum(dim=1).tolist() == [6, 6]
+    patches = model.prepare(images)
+    filled = model(patches, hidden)
+    changed = torch.where(hidden[..., None], torch.full_like(patches, float("nan")), patches)
+    assert torch.equal(model(changed, hidden), filled)
+    by_hand = (filled - patches).square().mean(2)[hidden].mean()
+    assert_close(model.loss(patches, hidden), by_hand)
+    assert model.loss(patches, torch.zeros_like(hidden)).item() == 0.0
+
+
+def test_patches_are_cut_row_by_row_and_put_together() -> None:
+    """Patch 5 of a 6 x 8 image, in patches of 2, starts at row 2 and column 2; all of them make the image again."""
+    images, config = _images(), _autoencoder("rfa").config.image
+    patches = to_patches(images, config)
+    assert patches.shape == (2, 12, 8)
+    assert torch.equal(patches[:, 5], images[:, :, 2:4, 2:4].flatten(1))
+    assert torch.equal(from_patches(patches, config), images)
+
+
+@pytest.mark.parametrize("mixer", ["rfa", "elu", "softmax"])
+def test_without_positions_the_order_does_not_matter(mixer: str) -> None:
+    """Permuting the tokens permutes hidden states and leaves the class as it was; with positions it does not."""
+    order = torch.randperm(13, generator=torch.Generator().manual_seed(1))
+    tokens, model = _tokens(13), _text(mixer, "mean", positions="none")
+    x = model.embedding(tokens)
+    ops = LocalSequenceOps()
+    assert_close(model.encoder(x[:, order], ops), model.encoder(x, ops)[:, order])
+    assert_close(model.classify(tokens[:, order]), model.classify(tokens))
+    for positions in (
+        {"positions": "sinusoidal"},
+        {"positions": "concatenated"},
+        {"positions": "learned", "max_length": 20},
+    ):
+        model = _text(mixer, "mean", **positions)
+        assert not torch.allclose(model.classify(tokens[:, order]), model.classify(tokens), atol=1e-4)
+
+
+def test_relative_positions_see_the_order() -> None:
+    """Scaleformer without other positions tells an order from another, and not where the text stands."""
+    order = torch.arange(13).flip(0)
+    tokens, model = _tokens(13), _text("scaleformer", "mean", positions="none")
+    assert not torch.allclose(model.classify(tokens[:, order]), model.classify(tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize("mixer", ["rfa", "causal"])
+def test_the_class_token_sees_every_token(mixer: str) -> None:
+    """It is the first of a bidirectional model and the last of a causal one, and any token changes the class."""
+    model, tokens = _text(mixer, "class_token"), _tokens(9)
+    prepared = model.prepare(tokens)
+    assert torch.equal(prepared[:, :-1] if mixer == "causal" else prepared[:, 1:], tokens)
+    before = model.classify(tokens)
+    for at in range(9):
+        changed = tokens.clone()
+        changed[:, at] = (changed[:, at] + 1) % VOCAB
+        assert not torch.allclose(model.classify(changed), before, atol=1e-9), at
+
+
+@pytest.mark.parametrize("model", [_text("rfa", "class_token"), _vision("softmax", "mean"), _autoencoder("elu")])
+def test_every_kind_is_saved_and_loaded(tmp_path, model: Model) -> None:
+    """A folder gives back configuration and weights exactly, and is refused where a language model is needed."""
+    model = model.float()
+    save_model(model, tmp_path / "m")
+    loaded = load_any_model(tmp_path / "m")
+    assert type(loaded) is type(model)
+    assert loaded.config == model.config
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    with pytest.raises(ModelFolderError, match=r"config\.json: kind: .*language_model"):
+        load_model(tmp_path / "m")
+
+
+def test_fresh_models_are_sane() -> None:
+    """A model as it is built gives finite logits near 0, and a step of gradient descent lowers its loss."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = build_model(_text("rfa", "mean").config)
+    tokens, classes = _tokens(9), torch.tensor([0, 2])
+    loss = F.cross_entropy(model.classify(tokens), classes)
+    assert abs(loss.item() - 1.0986) < 0.1
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert F.cross_entropy(model.classify(tokens), classes).item() < loss.item()
+
+
+def test_unusable_inputs_are_refused() -> None:
+    """Empty and too long texts, unknown ids, images of another size and masks of another shape are named in words."""
+    text = _text("rfa", "mean", positions="learned", max_length=5)
+    with pytest.raises(InputError, match="no tokens"):
+        text.classify(_tokens(0))
+    with pytest.raises(InputError, match="no tokens"):
+        _text("rfa", "class_token").classify(_tokens(0))
+    with pytest.raises(InputError, match="6 tokens; this model has learned positions for 5"):
+        text.classify(_tokens(6))
+    with pytest.raises(TokenError, match="knows 0 to 10"):
+        text.classify(torch.tensor([[VOCAB]]))
+    vision, autoencoder = _vision("rfa", "class_token"), _autoencoder("rfa")
+    with pytest.raises(ShapeError, match=r"needed is \[batch, \(2, 6, 8\)\]"):
+        vision.prepare(torch.zeros(1, 2, 8, 8))
+    with pytest.raises(ShapeError, match="12 patches were given"):
+        vision(to_patches(_images(), vision.config.image))
+    with pytest.raises(ShapeError, match="one bool per patch"):
+        autoencoder(autoencoder.prepare(_images()), torch.zeros(2, 11, dtype=torch.bool))
+    with pytest.raises(InputError, match=r"share of 0"):
+        draw_mask(1, autoencoder.config.image, 0.0, torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"positions": "learned"}, "need max_length"),
+        ({"max_length": 5}, "need max_length"),
+        ({"hidden_size": 16}, "must equal 16"),
+        ({"colour": 1}, "Extra inputs"),
+    ],
+)
+def test_bad_configurations_are_refused(changes: dict[str, Any], words: str) -> None:
+    """Learned positions without a number, widths that differ and unknown keys are refused."""
+    with pytest.raises(ValidationError, match=words):
+        EncoderConfig.model_validate(_encoder("rfa", **changes))
+
+
+def test_patches_that_do_not_fit_are_refused() -> None:
+    """An image that its patches do not cut evenly is refused."""
+    with pytest.raises(ValidationError, match="not cut evenly"):
+        MaskedAutoencoderConfig.model_validate({"image": {**IMAGE, "patch": 4}, "encoder": _encoder("rfa")})
