@@ -3,7 +3,7 @@
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import index
@@ -17,7 +17,7 @@ __all__ = ["SequenceLayout"]
 class SequenceLayout:
     """A sequence of `total` tokens cut into one contiguous range per rank; a range may be empty.
 
-    `cuts` has `size + 1` positions: rank r holds tokens [cuts[r], cuts[r + 1]).
+    `cuts` has `size + 1` positions: rank r holds tokens [cuts[r], cuts[r + 1]), `lengths[r]` in number.
     `documents` holds the global positions at which a document starts (None: one unbroken sequence). Tokens before
     the first start continue the document that the incoming state belongs to, so a stream can be cut into blocks
     anywhere; `documents=(0,)` says that the block begins a document of its own.
@@ -27,11 +27,14 @@ class SequenceLayout:
 
     cuts: tuple[int, ...]
     documents: tuple[int, ...] | None = None
+    # Not a cached property: a compiler that traces a model cannot look into the lock of one that is not filled yet.
+    lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "cuts", _whole_numbers("cuts", self.cuts))
         if len(self.cuts) < 2 or self.cuts[0] != 0 or any(a > b for a, b in pairwise(self.cuts)):
             raise InputError(f"cuts {_short(self.cuts)} must start at 0, never fall and hold one more entry than ranks")
+        object.__setattr__(self, "lengths", tuple(stop - start for start, stop in pairwise(self.cuts)))
         if self.documents is None:
             return
         object.__setattr__(self, "documents", _whole_numbers("documents", self.documents))
@@ -96,11 +99,6 @@ class SequenceLayout:
     def total(self) -> int:
         """The number of tokens on all ranks together."""
         return self.cuts[-1]
-
-    @cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """The number of tokens of each rank."""
-        return tuple(stop - start for start, stop in pairwise(self.cuts))
 
     def range(self, rank: int) -> tuple[int, int]:
         """The global tokens [start, stop) of `rank`.

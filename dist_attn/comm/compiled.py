@@ -14,10 +14,14 @@ from dist_attn.comm.base import Communicator
 
 __all__ = ["Kind", "compiled_exchange"]
 
-Kind = Literal["all_gather", "reduce_scatter_sum", "all_reduce_sum", "all_to_all", "send_receive"]
+Kind = Literal["all_gather", "reduce_scatter_sum", "all_reduce_sum", "all_to_all", "send_receive", "broadcast"]
+# The way back of a broadcast: the sum of all ranks' gradients at its source, zeros elsewhere.
+_SUM_AT_SOURCE = "sum_at_source"
 _BACKWARD: dict[str, str] = {kind: kind for kind in get_args(Kind)} | {
     "all_gather": "reduce_scatter_sum",
     "reduce_scatter_sum": "all_gather",
+    "broadcast": _SUM_AT_SOURCE,
+    _SUM_AT_SOURCE: "broadcast",
 }
 
 
@@ -30,7 +34,10 @@ def compiled_exchange(
     *,
     label: str,
 ) -> Tensor:
-    """The exchange of that name in `comm.differentiable`, as a node of a graph that is being compiled."""
+    """The exchange of that name in `comm.differentiable`, as a node of a graph that is being compiled.
+
+    The one count of a broadcast is its source.
+    """
     send, recv = _flat(send_counts), _flat(recv_counts)
     return cast(Tensor, _exchange(x, comm.number, comm.size, kind, send, recv, label))
 
@@ -50,6 +57,11 @@ def _exchange(x: Tensor, number: int, ranks: int, kind: str, send: list[int], re
     if kind == "send_receive":
         counts = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in (send, recv)]
         return comm.send_receive(x.detach(), *counts, label=label)
+    if kind == "broadcast":
+        return comm.broadcast(x.detach(), send[0], label=label)
+    if kind == _SUM_AT_SOURCE:
+        total = comm.all_reduce_sum(x.detach(), label=label)
+        return total if comm.rank == recv[0] else torch.zeros_like(total)
     exchange = {
         "all_gather": comm.all_gather,
         "reduce_scatter_sum": comm.reduce_scatter_sum,
@@ -64,7 +76,7 @@ def _(x: Tensor, number: int, ranks: int, kind: str, send: list[int], recv: list
         return x.new_empty((ranks, *x.shape))
     if kind == "reduce_scatter_sum":
         return x.new_empty(x.shape[1:])
-    if kind == "all_reduce_sum":
+    if kind in ("all_reduce_sum", "broadcast", _SUM_AT_SOURCE):
         return x.new_empty(x.shape)
     rows = sum(recv) if kind == "all_to_all" else sum(recv[1::2])
     return x.new_empty((rows, *x.shape[1:]))

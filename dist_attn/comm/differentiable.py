@@ -96,6 +96,8 @@ def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") ->
 
     Shapes: x [...] -> [...].
     """
+    if torch.compiler.is_compiling():
+        return compiled_exchange(comm, "broadcast", x, [source], [source], label=label)
     return cast(Tensor, _Broadcast.apply(x, comm, source, label))  # type: ignore[no-untyped-call]
 
 

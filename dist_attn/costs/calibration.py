@@ -5,6 +5,7 @@
 
 import math
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ __all__ = ["Calibration", "ScanTime", "calibration_file", "default_exchange", "r
 
 # Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.
 GATHER_RANKS = 8
+# What is measured with any number of ranks; two of them may also swap.
+MEASURED = ("gather", "log_step", "pipelined_ring")
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,17 @@ class Calibration:
     times: tuple[ScanTime, ...] = ()
 
     def choose(self, backend: str, ranks: int, message_bytes: int, hosts: Sequence[Sequence[int]] = ()) -> str:
-        """The exchange that was fastest for as many ranks and about this size; over several hosts, the rule's."""
-        measured = [t for t in self.times if t.backend == backend and t.ranks == ranks]
-        if not measured or len(hosts) > 1:
+        """The exchange that was fastest for as many ranks and about this size; over several hosts, the rule's.
+
+        Entries that nobody can have measured count for nothing: a file may be of another version, or edited.
+        """
+        known = (*MEASURED, "pair") if ranks == 2 else MEASURED
+        measured = [
+            t
+            for t in self.times
+            if t.backend == backend and t.ranks == ranks and t.algorithm in known and t.message_bytes > 0
+        ]
+        if not measured or len(hosts) > 1 or message_bytes <= 0:
             return default_exchange(ranks, hosts)
         nearest = min(measured, key=lambda t: abs(math.log(t.message_bytes / message_bytes))).message_bytes
         return min((t for t in measured if t.message_bytes == nearest), key=lambda t: t.seconds).algorithm
@@ -78,9 +89,12 @@ def default_exchange(ranks: int, hosts: Sequence[Sequence[int]] = ()) -> str:
 
 
 def calibration_file(environ: Mapping[str, str]) -> Path:
-    """In $XDG_CACHE_HOME, else in ~/.cache."""
+    """In $XDG_CACHE_HOME, else in ~/.cache; for a user without a home, among temporary files."""
     cache = environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "dist-attn" / "exchanges.json"
+    home = Path(environ.get("HOME") or os.path.expanduser("~"))
+    if not cache and not home.is_absolute():
+        return Path(tempfile.gettempdir()) / f"dist-attn-{os.getuid()}" / "exchanges.json"
+    return (Path(cache) if cache else home / ".cache") / "dist-attn" / "exchanges.json"
 
 
 def read_calibration(file: Path) -> Calibration:

@@ -6,6 +6,7 @@ arithmetic is the same for any number of ranks, one included.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -116,4 +117,5 @@ def _in_turn(
     if comm.size == 1:
         return before, out, own
     last_BHX = collectives.broadcast(comm, connected(pack(own), rows), comm.size - 1, label=LABEL)
-    return before, None if out is None else tied(out, last_BHX), unpack(last_BHX, first)
+    after = replace(unpack(last_BHX, first), reset_BH=first.reset_BH)
+    return before, None if out is None else tied(out, last_BHX), after

@@ -87,7 +87,7 @@ class ShardedSequenceOps:
         self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
         comm.agree_on("layout and exchange", self._description())
-        settle(comm, self._exchange)
+        self._exchange = settle(comm, self._exchange)
 
     def _description(self) -> str:
         """All that ranks must have in common, in words of which the first that differs can be named."""

@@ -1,5 +1,6 @@
 """Which exchange is chosen, from measured times and without any."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,25 @@ def test_a_file_comes_back(tmp_path: Path) -> None:
     slower = (ScanTime("gloo", 4, "gather", 1_000, 9.0),)
     assert read_calibration(file).with_times(slower).times == (*newer, *slower)
     assert sorted(path.name for path in file.parent.iterdir()) == ["exchanges.json"]
+
+
+def test_entries_that_nobody_measured_count_for_nothing() -> None:
+    """Unknown names, a pair of four, sizes of 0 and messages of nothing leave the rule or the entries that remain."""
+    odd = (
+        ScanTime("gloo", 4, "carrier_pigeon", 1_000, 1e-9),
+        ScanTime("gloo", 4, "pair", 1_000, 1e-9),
+        ScanTime("gloo", 4, "log_step", 0, 1e-9),
+    )
+    assert Calibration(odd).choose("gloo", 4, 1_000) == "gather"
+    assert Calibration((*odd, *TIMES)).choose("gloo", 4, 10**6) == "log_step"
+    assert Calibration(TIMES).choose("gloo", 4, 0) == "gather"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose user has no home, as in containers, has a place for the file too, and nothing in it."""
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    file = calibration_file({})
+    assert file.is_absolute() and file.parent.name == f"dist-attn-{os.getuid()}"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"times": [{"backend": 1}]}'])

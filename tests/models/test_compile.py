@@ -1,6 +1,7 @@
 """torch.compile: models and operations, local and over ranks, are one graph without breaks, forward and backward."""
 
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -42,31 +43,39 @@ def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
         assert_close(compiled(tokens), model.logits(tokens))
 
 
-def test_a_sharded_model_is_one_graph() -> None:
+@pytest.mark.parametrize("exchange", ["auto", "log_step"])
+def test_a_sharded_model_is_one_graph(exchange: Literal["auto", "log_step"]) -> None:
     """A model over ranks compiles with `fullgraph` on each, a rank without tokens too, and is the model as it is."""
     layout = SequenceLayout.from_lengths([7, 0, 5])
     tokens = torch.arange(layout.total)[None] % 7
 
     def on_rank(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
-        model, ops = small_model(small_config(num_layers=1)), ShardedSequenceOps(comm, layout)
+        # A layout that nobody has used yet, so that the graph finds nothing looked up before.
+        fresh = SequenceLayout(layout.cuts)
+        model, ops = small_model(small_config(num_layers=1)), ShardedSequenceOps(comm, fresh, exchange=exchange)
         own, parameters = tokens[:, slice(*layout.range(comm.rank))], list(model.parameters())
         compiled = torch.compile(lambda tokens: model(tokens, ops)[0], fullgraph=True, backend="eager")
-        want = _results(lambda: model(own, ops)[0], parameters)
-        return list(zip(_results(lambda: compiled(own), parameters), want, strict=True))
+        got = _results(lambda: compiled(own), parameters)
+        return list(zip(got, _results(lambda: model(own, ops)[0], parameters), strict=True))
 
     for pairs in run_simulated(on_rank, layout.size, timeout_s=120.0):
         for got, want in pairs:
             assert_close(got, want, kind="gradient")
 
 
-@pytest.mark.parametrize("kind", ["all_gather", "all_reduce_sum", "reduce_scatter_sum", "all_to_all", "send_receive"])
+@pytest.mark.parametrize(
+    "kind", ["all_gather", "all_reduce_sum", "reduce_scatter_sum", "all_to_all", "send_receive", "broadcast"]
+)
 def test_an_exchange_is_one_node(kind: str) -> None:
     """Every exchange with gradients goes into a graph, and its result and gradient are those it has outside."""
 
     def on_rank(comm: Communicator) -> list[Tensor]:
-        counts = {"all_to_all": ([1, 1], [1, 1]), "send_receive": ({1 - comm.rank: 2}, {1 - comm.rank: 2})}.get(
-            kind, ()
-        )
+        arguments = {
+            "all_to_all": ([1, 1], [1, 1]),
+            "send_receive": ({1 - comm.rank: 2}, {1 - comm.rank: 2}),
+            "broadcast": (1,),
+        }
+        counts = arguments.get(kind, ())
         exchange = getattr(differentiable, kind)
         x = (torch.arange(6.0).reshape(2, 3) + 10 * comm.rank).requires_grad_()
 

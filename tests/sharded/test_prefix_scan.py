@@ -1,5 +1,6 @@
 """Every exchange of the scan over ranks against a left fold on one rank: states, gradients, and what is refused."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Literal
@@ -11,7 +12,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.costs import Calibration, ScanTime
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, scan
+from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
@@ -187,6 +188,15 @@ def test_the_future_does_not_reach_back(exchange: Exchange) -> None:
     assert spoiled[3].isnan().all()
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=name_of)
+def test_a_state_that_forgets_goes_on_forgetting(exchange: Exchange) -> None:
+    """The flag of a state behind a document's start, which drops what came earlier, is there after the ranks too."""
+    elements, initial = states(3)
+    initial = replace(initial.detach(), reset_BH=torch.ones_like(initial.reset_BH))
+    for _, after in run_simulated(lambda comm: exclusive_scan(comm, elements[comm.rank], initial, exchange), 3):
+        assert after.reset_BH.all()
+
+
 def test_what_is_refused() -> None:
     """Unknown exchanges, a pair of three, no pieces and hosts that do not fit are errors that name what was given."""
     for bad in ({"algorithm": "telepathy"}, {"pieces": 0}):
@@ -197,15 +207,14 @@ def test_what_is_refused() -> None:
             run_simulated(partial(on_a_rank, exchange=exchange, depends="both"), 3)
 
 
-def test_the_choice_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_what_was_measured() -> None:
     """`auto` takes the exchange that was fastest for such a message, on all ranks."""
     times = tuple(ScanTime("simulated", 4, name, 1_000, s) for name, s in (("gather", 2.0), ("log_step", 1.0)))
     steps = {}
     for known in (Calibration(), Calibration(times)):
-        monkeypatch.setattr(scan, "agreed_calibration", lambda comm, known=known: known)
 
-        def body(comm: Communicator) -> list[str]:
-            exclusive_scan(comm, LinearState.identity(1, 1, 2, 2))
+        def body(comm: Communicator, known: Calibration = known) -> list[str]:
+            exclusive_scan(comm, LinearState.identity(1, 1, 2, 2), None, Exchange(calibration=known))
             return [event.name for event in comm.traffic.events if event.phase != "wait"]
 
         (steps[len(known.times)],) = {tuple(names) for names in run_simulated(body, 4)}

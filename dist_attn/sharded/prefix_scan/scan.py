@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Literal, cast, final, get_args
 
 import torch
@@ -19,7 +19,6 @@ __all__ = [
     "Algorithm",
     "Exchange",
     "RunningScan",
-    "agreed_calibration",
     "exclusive_scan",
     "exclusive_scan_start",
     "settle",
@@ -34,7 +33,7 @@ class Exchange:
 
     `auto` is what `dist-attn doctor --calibrate` found fastest on the machine of rank 0, else `costs.default_exchange`.
     `pieces` is into how many parts the pipelined ring cuts a state; `hosts` are the ranks of each host for the
-    two-level exchange, by default those that the launcher started together.
+    two-level exchange, by default those that the launcher started together. `settle` fills in these and `calibration`.
 
     Raises: ConfigError for an unknown algorithm or no pieces.
     """
@@ -42,6 +41,7 @@ class Exchange:
     algorithm: Algorithm = "auto"
     pieces: int = 4
     hosts: tuple[tuple[int, ...], ...] = ()
+    calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
         if self.algorithm not in get_args(Algorithm):
@@ -51,38 +51,28 @@ class Exchange:
         if self.pieces < 1:
             raise ConfigError(f"a ring in {self.pieces} pieces was asked for; it needs 1 or more")
 
-    def resolved(self, comm: Communicator, calibration: Calibration, message_bytes: int) -> "Exchange":
-        """This exchange with `auto` replaced by what suits a message of this size, and hosts where it needs them."""
-        exchange = self
-        if exchange.algorithm == "auto":
-            # Threads of one process have one host.
-            hosts = self.hosts or (() if comm.backend == "simulated" else comm.hosts())
-            name = calibration.choose(comm.backend, comm.size, message_bytes, hosts)
-            exchange = replace(exchange, algorithm=cast(Algorithm, name))
-        if exchange.algorithm == "two_level" and not exchange.hosts:
-            exchange = replace(exchange, hosts=comm.hosts())
+    def resolved(self, comm: Communicator, message_bytes: int) -> "Exchange":
+        """This exchange, settled, with `auto` replaced by what suits a message of this size."""
+        if self.algorithm != "auto":
+            return self
+        calibration = Calibration() if self.calibration is None else self.calibration
+        name = calibration.choose(comm.backend, comm.size, message_bytes, self.hosts)
+        return replace(self, algorithm=cast(Algorithm, name))
+
+
+def settle(comm: Communicator, exchange: Exchange) -> Exchange:
+    """The exchange with all that the ranks have to learn of each other for it: measured times, and hosts.
+
+    Every rank calls this. What was settled before is as it is, so that nothing is looked up inside a compiled graph.
+    """
+    if comm.size == 1 or exchange.calibration is not None or exchange.algorithm not in ("auto", "two_level"):
         return exchange
-
-
-def agreed_calibration(comm: Communicator) -> Calibration:
-    """What was measured on the machine of rank 0, the same on all ranks; nothing for ranks that are threads."""
-    if comm.size == 1 or comm.backend == "simulated":
-        return Calibration()
-    return _parsed(comm.told_by_first("calibration", lambda: read_calibration(calibration_file(os.environ)).to_json()))
-
-
-def settle(comm: Communicator, exchange: Exchange) -> None:
-    """Make the ranks agree now on what `exchange` will need to know, and not in the middle of the first scan."""
-    if comm.size > 1 and comm.backend != "simulated":
-        if exchange.algorithm == "auto":
-            agreed_calibration(comm)
-        if exchange.algorithm in ("auto", "two_level") and not exchange.hosts:
-            comm.hosts()
-
-
-@cache
-def _parsed(text: str) -> Calibration:
-    return Calibration.from_json(text)
+    if exchange.algorithm == "two_level":
+        return exchange if exchange.hosts else replace(exchange, hosts=comm.hosts())
+    if comm.backend == "simulated":  # threads of one process have one host, and nobody measures them
+        return replace(exchange, calibration=Calibration())
+    text = comm.told_by_first("calibration", lambda: read_calibration(calibration_file(os.environ)).to_json())
+    return replace(exchange, calibration=Calibration.from_json(text), hosts=exchange.hosts or comm.hosts())
 
 
 @final
@@ -119,15 +109,17 @@ def exclusive_scan_start(
     if comm.size == 1:
         return RunningScan(lambda: (first, first.combine(element)))
     packed_BHX = pack(first.combine(element))
-    exchange = Exchange() if exchange is None else exchange
-    calibration = agreed_calibration(comm) if exchange.algorithm == "auto" else Calibration()
-    chosen = exchange.resolved(comm, calibration, packed_BHX.numel() * packed_BHX.element_size())
+    settled = settle(comm, Exchange() if exchange is None else exchange)
+    chosen = settled.resolved(comm, packed_BHX.numel() * packed_BHX.element_size())
     finish = _starter(chosen)(comm, packed_BHX)
 
     def states() -> tuple[LinearState, LinearState]:
         # Through one tensor: whichever of the two a loss depends on, its gradient goes through the whole exchange.
         before_BHX, after_BHX = torch.stack(finish()).unbind(0)
-        return first.combine(unpack(before_BHX, element)), unpack(after_BHX, element)
+        after = unpack(after_BHX, element)
+        if initial is not None:  # no document starts among the elements, but one may have before them
+            after = replace(after, reset_BH=initial.reset_BH)
+        return first.combine(unpack(before_BHX, element)), after
 
     return RunningScan(states)
 
