@@ -121,6 +121,10 @@ def encode(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bytes for any number of ranks; slower.")
     ] = False,
+    exchange: Annotated[
+        Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"],
+        typer.Option(help="How states travel between ranks."),
+    ] = "auto",
     model: Model = None,
 ) -> None:
     """Encode a file into vectors; alone, or split over all ranks of torchrun or mpiexec.
@@ -148,6 +152,7 @@ def encode(
                 out,
                 RowSpec(granularity, window, pooling),
                 deterministic=deterministic,
+                exchange=exchange,
                 on_progress=on_progress,
             )
     if report is not None:

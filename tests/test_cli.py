@@ -96,7 +96,7 @@ def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
     """Two processes under torchrun write the rows of one process, and one report, with every field of the contract."""
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "dist_attn"]
     arguments = ["encode", "book.txt", "--model", "tiny", "--window", "300", "--out"]
-    started = _start([*torchrun, *arguments, "two.npy"], place)
+    started = _start([*torchrun, *arguments, "two.npy", "--exchange", "log_step"], place)
     code, out, _ = run(*arguments, "one.npy")
     one = json.loads(out.splitlines()[-1])
     two_code, two_out, two_err = _finish(started)

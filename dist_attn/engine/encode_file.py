@@ -22,7 +22,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
 from dist_attn.ops.row_blocks import RowBlocks
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import Algorithm, ShardedSequenceOps
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowPieces, RowSpec
 
@@ -38,7 +38,10 @@ _READ_TURN_S = 0.5
 
 @dataclass(frozen=True)
 class EncodeReport:
-    """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block."""
+    """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block.
+
+    Of the ring exchanges it is all that rank 0 passes on in a block.
+    """
 
     tokens: int
     rows: int
@@ -60,13 +63,15 @@ def encode_file(
     spec: RowSpec,
     *,
     deterministic: bool = False,
+    exchange: Algorithm = "auto",
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> EncodeReport | None:
     """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block.
-    `on_progress` gets the bytes read so far. The target appears only when it is complete. `deterministic` gives the
-    same bytes for any number of ranks with equally many threads; it is slower.
+    `on_progress` gets the bytes read so far. The target appears only when it is complete. `exchange` is how
+    states travel between ranks; it changes nothing but the time and the last bits. `deterministic` gives the same bytes
+    for any number of ranks with equally many threads; it is slower.
 
     Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged), or a
         model that cannot be `deterministic`.
@@ -82,14 +87,9 @@ def encode_file(
             layout = SequenceLayout.even(len(tokens), comm.size, GRAIN)
             start, stop = layout.range(comm.rank)
             comm.traffic.clear()
-            h_BLD, state = model.hidden(
-                tokens[None, start:stop], ShardedSequenceOps(comm, layout, deterministic=deterministic), state
-            )
-            # A layer's state is sent first in what is launched, all gathered or, deterministic, passed on; later steps
-            # of an exchange send what was made of it.
-            carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
-            first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
-            carry_bytes = sum(e.bytes_sent // e.messages for e in first)
+            ops = ShardedSequenceOps(comm, layout, exchange=exchange, deterministic=deterministic)
+            h_BLD, state = model.hidden(tokens[None, start:stop], ops, state)
+            carry_bytes = _carry_bytes(comm, exchange, deterministic)
             pieces = reduce_to_pieces(h_BLD[0], position + start, 0, spec)
             for part in _collect(comm, pieces, dim):
                 if writer is not None:
@@ -111,6 +111,17 @@ def encode_file(
         peak_rss_mib=[round(peak, 1) for peak in peaks],
         carry_bytes_per_rank=carry_bytes,
     )
+
+
+def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
+    """What this rank sent of its own states since the traffic was cleared; of rings, all that it passed on."""
+    carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
+    if exchange.endswith("ring") and not deterministic:
+        return sum(e.bytes_sent for e in carries)
+    # A layer's state is sent first in what is launched, all gathered or, deterministic, passed on; later steps of an
+    # exchange send what was made of it.
+    first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
+    return sum(e.bytes_sent // e.messages for e in first)
 
 
 def _open_together(

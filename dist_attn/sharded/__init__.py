@@ -1,10 +1,11 @@
 """Sequence operations across ranks: exchanges of carries and halos around the local operations."""
 
 from dist_attn.sharded.carry_scan import sharded_linear_attention
-from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
+from dist_attn.sharded.prefix_scan import Algorithm, Exchange, exclusive_scan
 from dist_attn.sharded.sequence_ops import CacheKept, ShardedSequenceOps, SoftmaxExchange
 
 __all__ = [
+    "Algorithm",
     "CacheKept",
     "Exchange",
     "ShardedSequenceOps",
