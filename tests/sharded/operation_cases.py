@@ -1,0 +1,144 @@
+"""One small case for each operation and mode over ranks: what is cut, what is replicated, what is computed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_attn import feature_maps
+from dist_attn.ops import Denominator, LinearState, RelativeState, SequenceOps
+from dist_attn.ops.relative_attention import WindowState
+
+__all__ = ["CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
+
+BATCH, HEADS, SIZE, VALUES = 1, 2, 2, 2
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation: which inputs are cut along which dimension, which are equal on all ranks, and what it computes."""
+
+    sliced: dict[str, tuple[tuple[int, ...], int]]  # sizes before the tokens, size after them
+    replicated: dict[str, tuple[int, ...]]
+    run: Callable[[SequenceOps, dict[str, Tensor]], Tensors]
+
+
+def linear(*, causal: bool, gated: bool, given_state: bool, prefix: int = 0) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+    replicated = {"sigma": (HEADS, 1, SIZE), "w": (HEADS, 2, SIZE)}
+    if gated:
+        sliced |= {"gate": (per_head, 0), "scale": (per_head, 0)}
+    if given_state:
+        replicated |= {"s": (*per_head, 4, VALUES), "z": (*per_head, 4), "mass": per_head, "log_decay": per_head}
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        state = None
+        if given_state:
+            no = torch.zeros(per_head, dtype=torch.bool)
+            state = LinearState(x["s"], x["z"], x["mass"].exp(), x["log_decay"], no)
+        out, after = ops.linear_attention(
+            x["q"],
+            x["k"],
+            x["v"],
+            feature_map=feature_maps.Gaussian(x["sigma"] * x["w"], unit_norm=True),
+            log_gate_BHS=torch.nn.functional.logsigmoid(x["gate"]) if gated else None,
+            key_scale_BHS=torch.sigmoid(-x["scale"]) if gated else None,
+            causal=causal,
+            state=state,
+            denominator=Denominator("floor", 0.3),
+            prefix=prefix,
+        )
+        return (out, *after.tensors()[:4])
+
+    return Case(sliced, replicated, run)
+
+
+def _relative(*, causal: bool, reach: int) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
+        return (ops.relative_attention(q, k, x["v"], rp, causal=causal),)
+
+    return Case(sliced, {"rp": (HEADS, 2 * reach + 1, SIZE)}, run)
+
+
+def _relative_streaming(*, reach: int) -> Case:
+    per_head = (BATCH, HEADS)
+    sliced = {"q": (per_head, SIZE), "k": (per_head, SIZE), "v": (per_head, VALUES)}
+    columns = VALUES + 1
+    replicated = {"rp": (HEADS, 2 * reach + 1, SIZE), "sums": (*per_head, SIZE, columns), "far": (*per_head, columns)}
+    replicated["near"] = (*per_head, max(reach - 1, 0), columns)
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        q, k, rp = (feature_maps.elu_plus_one(x[name]) for name in ("q", "k", "rp"))
+        # Sums of positive weights, so that no denominator comes near 0.
+        state = RelativeState(x["sums"].exp(), WindowState(x["far"].exp(), x["near"].exp(), 3))
+        out, after = ops.relative_attention_streaming(q, k, x["v"], rp, state)
+        return out, after.sz_BHMW, after.window.far_BHW, after.window.near_BHTW
+
+    return Case(sliced, replicated, run)
+
+
+def softmax(*, causal: bool, groups: int) -> Case:
+    sliced = {"q": ((BATCH, 2 * groups), SIZE), "k": ((BATCH, groups), SIZE), "v": ((BATCH, groups), VALUES)}
+    return Case(sliced, {}, lambda ops, x: (ops.softmax_attention(x["q"], x["k"], x["v"], causal=causal),))
+
+
+def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicated: tuple[int, ...]) -> Case:
+    return Case({"x": ((BATCH,), 3)}, replicated, run)
+
+
+def _diagonal() -> Case:
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        a, b, c, state = (torch.view_as_complex(x[name]) for name in ("a", "b", "c", "state"))
+        out, after = ops.diagonal_scan(x["x"], a, b, c, state=state)
+        return out, torch.view_as_real(after)
+
+    return _tokens(run, a=(3, 2, 2), b=(3, 2, 2), c=(3, 2, 2), state=(BATCH, 3, 2, 2))
+
+
+KERNEL_CASES = {
+    "linear": linear(causal=True, gated=False, given_state=False),
+    "linear, gated, from a state": linear(causal=True, gated=True, given_state=True),
+    "linear, full, gated, from a state": linear(causal=False, gated=True, given_state=True),
+    "linear, gated, with a prefix": linear(causal=True, gated=True, given_state=False, prefix=3),
+    "relative": _relative(causal=True, reach=2),
+    "relative, no reach": _relative(causal=True, reach=0),
+    "relative, full": _relative(causal=False, reach=2),
+    "relative, from a state": _relative_streaming(reach=3),
+}
+CASES = KERNEL_CASES | {
+    "softmax": softmax(causal=True, groups=1),
+    "softmax, full": softmax(causal=False, groups=2),
+    "convolve": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
+    "convolve, centred": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
+    "convolve, streaming": _tokens(
+        lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
+    ),
+    "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
+    "long convolution": _tokens(
+        lambda ops, x: (ops.long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"]),), k=(7, 3), ahead=(2, 3)
+    ),
+    "token mixing": _tokens(
+        lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
+    ),
+    "diagonal scan": _diagonal(),
+    "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
+}
+
+
+def inputs_of(case: Case, total: int) -> tuple[list[str], Tensors]:
+    """Names and random values of all inputs, those that are cut with `total` tokens."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(*before, total, *((after,) if after else ())) for before, after in case.sliced.values()]
+    inputs = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in (*shapes, *case.replicated.values())
+    )
+    return [*case.sliced, *case.replicated], tuple(inputs)
