@@ -78,11 +78,19 @@ class KernelAttention:
     taps: int
     projection_bias: bool = False
     rotary: bool = False
+    shared_gate: bool = False
 
     @property
     def num_features(self) -> int:
         """M: a Gaussian feature map has a sine and a cosine for every random vector."""
         return self.num_random * (2 if self.feature == "gaussian" else 1)
+
+    @property
+    def num_gates(self) -> int:
+        """One per head, one for all, or none."""
+        if self.kind == "rfa":
+            return 0
+        return 1 if self.shared_gate else self.num_heads
 
     @property
     def head_size(self) -> int:
@@ -91,9 +99,9 @@ class KernelAttention:
 
     @property
     def parameters(self) -> int:
-        """Projections 4 D^2 and their biases 4 D if any, taps K D, sigma D, and a gate of H (D + 1)."""
+        """Projections 4 D^2 and their biases 4 D if any, taps K D, sigma D, and D + 1 for each gate."""
         size = self.hidden_size
-        gate = self.num_heads * (size + 1) if self.kind == "rfa_gate" else 0
+        gate = self.num_gates * (size + 1)
         bias = 4 * size if self.projection_bias else 0
         return 4 * size * size + bias + self.taps * size + size + gate
 
@@ -163,7 +171,7 @@ class KernelAttention:
 
     @property
     def _projections(self) -> float:
-        gate = 2.0 * self.hidden_size * self.num_heads if self.kind == "rfa_gate" else 0.0
+        gate = 2.0 * self.hidden_size * self.num_gates
         return 8.0 * self.hidden_size**2 + gate
 
 

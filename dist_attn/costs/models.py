@@ -94,6 +94,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     feature: str = "gaussian"
     projection_bias: bool = False
     rotary: dict[str, float] | None = None
+    shared_gate: bool = False
 
 
 class _NormConfig(msgspec.Struct, frozen=True):
@@ -170,6 +171,7 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 mixer.short_convolution,
                 projection_bias=mixer.projection_bias,
                 rotary=mixer.rotary is not None,
+                shared_gate=mixer.shared_gate,
             )
         case "softmax", _:
             return SoftmaxAttention(hidden_size, mixer.num_heads, mixer.short_convolution, mixer.projection_bias)

@@ -13,6 +13,7 @@ from dist_attn.mixers.config import (
     SoftmaxConfig,
 )
 from dist_attn.mixers.cross import CrossAttention, MemoryState
+from dist_attn.mixers.random_feature import RandomFeatureAttention
 
 __all__ = [
     "BidirectionalConfig",
@@ -22,6 +23,7 @@ __all__ = [
     "MemoryState",
     "MixerConfig",
     "MixerState",
+    "RandomFeatureAttention",
     "RandomFeatureConfig",
     "RotaryConfig",
     "ScaleformerConfig",

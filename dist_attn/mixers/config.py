@@ -72,6 +72,22 @@ class RandomFeatureConfig(_HeadsConfig):
     num_random: int = Field(default=64, ge=1)
     seed: int = 0
     denominator: DenominatorConfig = DenominatorConfig()
+    # Rows of a head's random matrix are orthogonal to each other, `head_size` at a time.
+    orthogonal: bool = False
+    # In training every head draws its matrix at every step from so many; 0: each keeps the one it has.
+    pool: int = Field(default=0, ge=0)
+    # One gate for all heads in place of one each; of rfa_gate.
+    shared_gate: bool = False
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "RandomFeatureConfig":
+        if 0 < self.pool < self.num_heads:
+            raise ValueError(
+                f"a pool of {self.pool} matrices is too small for {self.num_heads} heads, which all differ"
+            )
+        if self.shared_gate and self.kind != "rfa_gate":
+            raise ValueError("shared_gate was given to a mixer without gates; take kind rfa_gate")
+        return self
 
 
 class SoftmaxConfig(_HeadsConfig):

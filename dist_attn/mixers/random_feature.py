@@ -11,6 +11,7 @@ from dist_attn.feature_maps import ArcCosine, Gaussian
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
+from dist_attn.mixers.random_matrices import draw_from_pool, orthogonal_rows, pool_matrix
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
 
@@ -61,19 +62,31 @@ class RandomFeatureAttention(TokenMixer):
         self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
         self.out = nn.Linear(size, size, bias=config.projection_bias)
         self.sigma_H1K = nn.Parameter(torch.ones(heads, 1, head_size))
-        generator = torch.Generator().manual_seed(config.seed)
-        self.register_buffer("w_HDK", torch.randn(heads, config.num_random, head_size, generator=generator))
+        self.register_buffer("w_HDK", _matrices_at_test(config))
+        # The pool's matrices of this training step; None at test, and without a pool.
+        self._drawn_HDK: torch.Tensor | None = None
         self.gate: nn.Linear | None = None
         if config.kind == "rfa_gate":
-            self.gate = nn.Linear(size, heads)
+            self.gate = nn.Linear(size, 1 if config.shared_gate else heads)
             with torch.no_grad():
                 self.gate.weight.normal_(std=0.02)
-                self.gate.bias.copy_(torch.linspace(*GATE_BIAS_RANGE, heads))
+                biases = torch.linspace(*GATE_BIAS_RANGE, heads)
+                self.gate.bias.copy_(biases.mean() if config.shared_gate else biases)
         self.denominator = Denominator(config.denominator.kind, config.denominator.eps)
+
+    def redraw(self, step: int) -> bool:
+        """Take the pool's matrices of a training step; whether there is a pool, and so a state of other features."""
+        config = self.config
+        if not config.pool:
+            return False
+        indices = draw_from_pool(config.seed, step, config.num_heads, config.pool)
+        self._drawn_HDK = _from_pool(config, indices).to(self.w_HDK)
+        return True
 
     def feature_map(self) -> FeatureMap:
         """phi with the learned sigma multiplied in (RFA Eq. 8); float32 always."""
-        w_HDK = self.sigma_H1K * self.w_HDK
+        drawn_HDK = self._drawn_HDK if self.training else None
+        w_HDK = self.sigma_H1K * (self.w_HDK if drawn_HDK is None else drawn_HDK)
         if self.config.feature == "gaussian":
             return Gaussian(w_HDK, unit_norm=True)
         return ArcCosine(w_HDK, unit_norm=True)
@@ -146,6 +159,8 @@ class RandomFeatureAttention(TokenMixer):
         if self.gate is None:
             return None, None
         logit = linear_float32(self.gate, x)
+        if self.config.shared_gate:
+            logit = logit.expand(*logit.shape[:-1], self.config.num_heads)
         return F.logsigmoid(logit), torch.sigmoid(-logit)
 
     def _own(self, state: MixerState | None, batch: int) -> RandomFeatureState:
@@ -154,3 +169,19 @@ class RandomFeatureAttention(TokenMixer):
         if not isinstance(state, RandomFeatureState):
             raise InputError(f"a {type(state).__name__} was given to random feature attention; it needs its own state")
         return state
+
+
+def _matrices_at_test(config: RandomFeatureConfig) -> torch.Tensor:
+    """One fixed matrix per head, [H, D, K]: the first ones of the pool, where there is one."""
+    heads, num_random, size = config.num_heads, config.num_random, config.head_size
+    if config.pool:
+        return _from_pool(config, list(range(heads)))
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.orthogonal:
+        return torch.stack([orthogonal_rows(num_random, size, generator) for _ in range(heads)])
+    return torch.randn(heads, num_random, size, generator=generator)
+
+
+def _from_pool(config: RandomFeatureConfig, indices: list[int]) -> torch.Tensor:
+    sizes = (config.num_random, config.head_size)
+    return torch.stack([pool_matrix(config.seed, i, *sizes, orthogonal=config.orthogonal) for i in indices])

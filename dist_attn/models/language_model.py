@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.mixers import MixerState
+from dist_attn.mixers import MixerState, RandomFeatureAttention
 from dist_attn.models.blocks import Block, build_norm, with_layer_seed
 from dist_attn.models.config import LanguageModelConfig, LearnedPositions
 from dist_attn.models.positions import sinusoidal
@@ -128,6 +128,15 @@ class LanguageModel(nn.Module):
         """Logits [B, L, vocabulary] and the state after the last global token."""
         h_BLD, after = self.hidden(tokens_BL, ops, state)
         return self.readout(h_BLD), after
+
+    def redraw(self, step: int) -> bool:
+        """New random matrices from the mixers' pools for a training step; whether any layer has a pool.
+
+        A state from before is then one of other features: begin with the initial one.
+        """
+        mixers = [module for module in self.modules() if isinstance(module, RandomFeatureAttention)]
+        redrawn = [mixer.redraw(step) for mixer in mixers]  # all of them, not up to the first
+        return any(redrawn)
 
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token."""

@@ -107,6 +107,9 @@ class _Run:
             optimiser.zero_grad(set_to_none=True)
             for group in optimiser.param_groups:
                 group["lr"] = group["peak_lr"] * factor
+        if self.model.redraw(self.step):
+            # Sums of other random features mean nothing to these: with a pool, segments stand alone.
+            self.state = self.model.initial_state(self.config.data.batch)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.run.bf16):
             h_BLD, after = self.model.hidden(inputs_BL, state=self.state)
         loss = self._loss(h_BLD.flatten(0, 1), targets_BL.flatten())

@@ -34,6 +34,9 @@ CONFIGS = {
     "rfa-rotary": RandomFeatureConfig(
         kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8, rotary=RotaryConfig(size=2), projection_bias=True
     ),
+    "rfa-one-gate": RandomFeatureConfig(
+        kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, shared_gate=True, orthogonal=True, pool=5
+    ),
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
     "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),
 }
@@ -153,9 +156,11 @@ def test_states_of_another_mixer_are_refused():
         {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "sigma": 1},
         {"kind": "rfaa", "hidden_size": 12, "num_heads": 3},
         {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "num_random": 0},
+        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "pool": 2},
+        {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "shared_gate": True},
     ],
 )
 def test_bad_configurations_are_refused(values):
-    """Heads that do not divide, unknown keys and kinds, and empty feature maps are refused."""
+    """Heads that do not divide, unknown keys and kinds, empty maps, small pools and stray gates are refused."""
     with pytest.raises(ValidationError):
         RandomFeatureConfig.model_validate(values)

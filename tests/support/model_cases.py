@@ -17,6 +17,9 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
         "mixer": {"kind": "rfa_gate", "num_heads": 4, "num_random": 8, "short_convolution": 1, "feature": "arc_cosine"}
     },
     "wide MLP, positions": {"mlp_size": 384, "positions": "sinusoidal", "mixer": {"kind": "rfa", "num_heads": 8}},
+    "one gate, orthogonal, a pool": {
+        "mixer": {"kind": "rfa_gate", "num_heads": 4, "shared_gate": True, "orthogonal": True, "pool": 20}
+    },
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
     "learned positions and biases": {
         "positions": {"kind": "learned", "length": 16, "beyond": "repeat"},

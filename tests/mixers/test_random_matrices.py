@@ -1,0 +1,86 @@
+"""Random vectors: orthogonal ones, and a pool that is drawn from in training and fixed at test."""
+
+import pytest
+import torch
+
+from dist_attn.mixers import RandomFeatureAttention, RandomFeatureConfig
+from dist_attn.mixers.random_matrices import draw_from_pool, orthogonal_rows, pool_matrix
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.training import train
+from tests.support.closeness import assert_close
+from tests.support.models import small_config
+from tests.support.training import small_run
+
+
+def _mixer(**options: object) -> RandomFeatureAttention:
+    values = {"kind": "rfa", "hidden_size": 12, "num_heads": 3, "num_random": 8, **options}
+    return RandomFeatureAttention(RandomFeatureConfig.model_validate(values))
+
+
+def test_orthogonal_rows_are_orthogonal_and_as_long_as_gaussian_ones() -> None:
+    """Within every K rows no two have a common direction, and the mean square of the lengths is K."""
+    w_DK = orthogonal_rows(4002, 6, torch.Generator().manual_seed(0)).double()
+    units_NKK = torch.nn.functional.normalize(w_DK, dim=1).unflatten(0, (-1, 6))
+    products = units_NKK @ units_NKK.transpose(1, 2)
+    assert_close(products.float(), torch.eye(6).expand_as(products))
+    assert w_DK.square().sum(1).mean().item() == pytest.approx(6, rel=0.03)
+    assert w_DK.mean().abs().item() < 0.02
+    assert orthogonal_rows(8, 6, torch.Generator()).shape == (8, 6)
+
+
+def test_orthogonal_features_estimate_the_kernel_better() -> None:
+    """Over many draws the estimates have the Gaussian kernel as their mean, with a smaller variance than others."""
+    x, y = torch.tensor([0.6, 0.0, 0.8, 0.0]), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    estimates = {}
+    for orthogonal in (False, True):
+        draws = torch.stack([pool_matrix(0, i, 4, 4, orthogonal=orthogonal) for i in range(2000)])
+        estimates[orthogonal] = (draws @ (x - y)).cos().mean(1)
+    kernel = torch.exp(-(x - y).square().sum() / 2).item()
+    for found in estimates.values():
+        assert found.mean().item() == pytest.approx(kernel, abs=0.03)
+    assert estimates[True].var() < 0.8 * estimates[False].var()
+
+
+def test_a_pool_is_drawn_from_in_training_alone() -> None:
+    """A step gives each head a matrix of the pool, a function of the step; at test each keeps one."""
+    mixer, fixed = _mixer(pool=10), _mixer(pool=10).w_HDK
+    seen = set()
+    for step in range(40):
+        assert mixer.redraw(step)
+        chosen = draw_from_pool(0, step, 3, 10)
+        assert len(set(chosen)) == 3
+        seen |= set(chosen)
+        want = torch.stack([pool_matrix(0, i, 8, 4, orthogonal=False) for i in chosen])
+        assert torch.equal(mixer.train().feature_map().tensors()[0], want)
+        assert torch.equal(mixer.eval().feature_map().tensors()[0], fixed)
+    assert seen == set(range(10))
+    assert draw_from_pool(0, 7, 3, 10) != draw_from_pool(1, 7, 3, 10)
+    assert not _mixer().redraw(3)
+
+
+def test_one_gate_for_all_heads() -> None:
+    """A shared gate is one number per token: all heads forget alike."""
+    mixer = _mixer(kind="rfa_gate", shared_gate=True)
+    assert mixer.gate is not None
+    assert mixer.gate.weight.shape == (1, 12)
+    _, state = mixer(torch.randn(1, 5, 12, generator=torch.Generator().manual_seed(0)), LocalSequenceOps())
+    decays = state.attention.log_decay_BH
+    assert torch.equal(decays, decays[:, :1].expand_as(decays))
+
+
+def test_a_run_with_a_pool_goes_on_where_it_was(tmp_path) -> None:
+    """Training with a pool of 200, stopped at a checkpoint and resumed, ends with the metrics of an undisturbed run."""
+    mixer = {"kind": "rfa_gate", "hidden_size": 16, "num_heads": 2, "num_random": 8, "pool": 200}
+    model = small_config(mixer=mixer)
+    ends = []
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+        run = small_run(tmp_path / name, steps=6).model_copy(update={"model": model})
+        if name == "stopped":
+            train(run)
+            for late in sorted((run.run.folder / "checkpoints").iterdir())[1:]:
+                for path in late.iterdir():
+                    path.unlink()
+                late.rmdir()
+        ends.append(train(run, resume=name == "stopped")["bits_per_byte"])
+    assert ends[0] == ends[1]
