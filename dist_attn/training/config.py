@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModelConfig
+from dist_attn.models.presets import expand_preset
 
 __all__ = ["DataConfig", "OptimiserConfig", "RunConfig", "TrainingConfig", "read_config"]
 
@@ -86,6 +87,8 @@ class TrainingConfig(_Config):
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
     """The configuration of a TOML file, with `section.key=value` overrides (values as TOML, or plain words).
 
+    A `model.preset` stands for the sizes of that name, where the model's section says no others.
+
     Raises: ConfigError naming the file and the key.
     """
     try:
@@ -96,6 +99,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for override in overrides:
         _apply(values, override)
+    if isinstance(values.get("model"), dict):
+        values["model"] = expand_preset(values["model"])
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:

@@ -1,0 +1,56 @@
+"""Language models of named sizes: tiny, small (about 38M parameters) and big (about 242M)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dist_attn.errors import ConfigError
+
+__all__ = ["PRESETS", "Preset", "expand_preset"]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The sizes of a model; its vocabulary is that of the tokeniser."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_size: int
+
+
+# small and big: widths of the transformer's base and big models; with 38,500 tokens, embeddings counted, their layers
+# come to the paper's 38M and 242M, for which it does not print the parts.
+PRESETS = {
+    "tiny": Preset(hidden_size=128, num_layers=4, num_heads=4, mlp_size=512),
+    "small": Preset(hidden_size=512, num_layers=6, num_heads=8, mlp_size=2048),
+    "big": Preset(hidden_size=1024, num_layers=16, num_heads=16, mlp_size=4096),
+}
+
+
+def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a model's configuration with those of its `preset` where nothing else is said.
+
+    The mixer is `rfa_gate` with 64 random vectors unless the values name another.
+
+    Raises: ConfigError for a preset that there is not.
+    Reference: Random Feature Attention, Sec. 4.1: about 38M and 242M parameters.
+    """
+    given = dict(values)
+    if "preset" not in given:
+        return given
+    name = given.pop("preset")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        raise ConfigError(f"there is no preset {name!r} of a model; there are {', '.join(PRESETS)}")
+    mixer = given.get("mixer", {})
+    sizes = {
+        "hidden_size": preset.hidden_size,
+        "num_layers": preset.num_layers,
+        "mlp_size": preset.mlp_size,
+    }
+    expanded: dict[str, Any] = {**sizes, **given}
+    if isinstance(mixer, Mapping):
+        heads = {"kind": "rfa_gate", "hidden_size": expanded["hidden_size"], "num_heads": preset.num_heads}
+        expanded["mixer"] = {**heads, **mixer}
+    return expanded
