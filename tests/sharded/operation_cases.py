@@ -85,9 +85,13 @@ def _relative_streaming(*, reach: int) -> Case:
     return Case(sliced, replicated, run)
 
 
-def softmax(*, causal: bool, groups: int) -> Case:
+def softmax(*, causal: bool, groups: int, prefix: int = 0) -> Case:
     sliced = {"q": ((BATCH, 2 * groups), SIZE), "k": ((BATCH, groups), SIZE), "v": ((BATCH, groups), VALUES)}
-    return Case(sliced, {}, lambda ops, x: (ops.softmax_attention(x["q"], x["k"], x["v"], causal=causal),))
+
+    def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+        return (ops.softmax_attention(x["q"], x["k"], x["v"], causal=causal, prefix=prefix),)
+
+    return Case(sliced, {}, run)
 
 
 def _tokens(run: Callable[[SequenceOps, dict[str, Tensor]], Tensors], **replicated: tuple[int, ...]) -> Case:
@@ -116,13 +120,15 @@ KERNEL_CASES = {
 CASES = KERNEL_CASES | {
     "softmax": softmax(causal=True, groups=1),
     "softmax, full": softmax(causal=False, groups=2),
+    "softmax, with a prefix": softmax(causal=True, groups=1, prefix=3),
     "convolve": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"]),), w=(4, 3)),
     "convolve, centred": _tokens(lambda ops, x: (ops.convolve(x["x"], x["w"], centred=True),), w=(3, 3)),
     "convolve, streaming": _tokens(
         lambda ops, x: ops.convolve_streaming(x["x"], x["w"], x["tail"]), w=(4, 3), tail=(BATCH, 3, 3)
     ),
     "fourier": _tokens(lambda ops, x: (ops.fourier_mix(x["x"], norm="ortho"),)),
-    "long convolution": _tokens(
+    "long convolution": _tokens(lambda ops, x: (ops.long_convolve(x["x"], x["k"]),), k=(7, 3)),
+    "long convolution, both ways": _tokens(
         lambda ops, x: (ops.long_convolve(x["x"], x["k"], backward_kernel_LD=x["ahead"]),), k=(7, 3), ahead=(2, 3)
     ),
     "token mixing": _tokens(

@@ -28,6 +28,7 @@ WITH_DOCUMENTS = [
     "fourier",
 ]
 WITH_A_MEMORY = ["linear, full, gated, from a state", "relative", "relative, full", "softmax", "softmax, full"]
+DETERMINISTIC = ["linear", "linear, full, gated, from a state", "convolve", "convolve, streaming"]
 OF_A_MEMORY = {"k", "v", "gate", "scale"}
 
 
@@ -52,7 +53,7 @@ RUNS = [
         for name in ("softmax", "softmax, full")
         for documents in (None, (2,))
     ),
-    *(_Run(name, lengths=(64, 0, 40), deterministic=True) for name in ("linear", "linear, full, gated, from a state")),
+    *(_Run(name, lengths=(64, 0, 40), deterministic=True) for name in DETERMINISTIC),
 ]
 
 
