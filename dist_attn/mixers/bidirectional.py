@@ -38,8 +38,10 @@ class BidirectionalAttention(TokenMixer):
     def __init__(self, config: BidirectionalConfig) -> None:
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        size, values = config.hidden_size, config.num_heads * config.value_size
+        self.sizes = (size, size, values)
+        self.qkv = nn.Linear(size, sum(self.sizes), bias=False)
+        self.out = nn.Linear(values, size, bias=False)
         self.attend = AllKeys(config)
 
     def forward(
@@ -47,7 +49,7 @@ class BidirectionalAttention(TokenMixer):
     ) -> tuple[torch.Tensor, NoState]:
         if state is not None and not isinstance(state, NoState):
             raise InputError(f"a {type(state).__name__} was given to bidirectional attention, which takes no state")
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.sizes, dim=-1))
         out_BHLV, _ = self.attend(q, k, v, ops)
         return self.out(merge_heads(out_BHLV)), NoState()
 

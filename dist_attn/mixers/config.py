@@ -113,6 +113,13 @@ class _AttentionConfig(_HeadSizes):
     # Of rfa and elu. None: the default floor for rfa; exact division for elu, whose weights are positive.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
+    # Rank of each head's map from a token to its contribution. None: hidden_size / num_heads; hidden_size: full rank.
+    value_rank: int | None = Field(default=None, ge=1)
+
+    @property
+    def value_size(self) -> int:
+        """Numbers in a head's values."""
+        return self.head_size if self.value_rank is None else self.value_rank
 
 
 class BidirectionalConfig(_AttentionConfig):

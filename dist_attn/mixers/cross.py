@@ -41,10 +41,11 @@ class CrossAttention(nn.Module):
     def __init__(self, config: CrossConfig) -> None:
         super().__init__()
         self.config = config
-        size = config.hidden_size
+        size, values = config.hidden_size, config.num_heads * config.value_size
+        self.sizes = (size, values)
         self.q = nn.Linear(size, size, bias=False)
-        self.kv = nn.Linear(size, 2 * size, bias=False)
-        self.out = nn.Linear(size, size, bias=False)
+        self.kv = nn.Linear(size, sum(self.sizes), bias=False)
+        self.out = nn.Linear(values, size, bias=False)
         self.attend = AllKeys(config)
 
     def forward(
@@ -58,7 +59,7 @@ class CrossAttention(nn.Module):
         Cost: across ranks one exchange of states for `rfa` and `elu`, 4 B H (M (V + 1) + 2) bytes per rank.
         """
         heads = self.config.num_heads
-        k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).chunk(2, dim=-1))
+        k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).split(self.sizes, dim=-1))
         out_BHLV, sums = self.attend(split_heads(self.q(x_BLD), heads), k, v, ops)
         kept = (k, v) if sums is None and ops.whole else None
         return self.out(merge_heads(out_BHLV)), MemoryState(sums, kept)
@@ -71,10 +72,11 @@ class CrossAttention(nn.Module):
         """
         q_BHLK = split_heads(self.q(x_BLD), self.config.num_heads)
         if state.sums is not None:
-            no_keys = q_BHLK[:, :, :0], q_BHLK[:, :, :0]
+            batch, heads = q_BHLK.shape[:2]
             out_BHLV, _ = LocalSequenceOps().linear_attention(
                 q_BHLK,
-                *no_keys,
+                q_BHLK[:, :, :0],
+                q_BHLK.new_empty((batch, heads, 0, self.config.value_size)),
                 feature_map=self.attend.feature_map(),
                 causal=False,
                 state=state.sums,

@@ -37,6 +37,9 @@ MIXERS: dict[str, dict[str, Any]] = {
     "elu": {"kind": "bidirectional", "attention": "elu"},
     "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
+    "full rank": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "value_rank": SIZE},
+    "softmax, rank 1": {"kind": "bidirectional", "attention": "softmax", "value_rank": 1},
+    "scaleformer, rank 3": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3, "value_rank": 3},
     "causal": {"kind": "rfa_gate", "num_random": 6},
     "causal scaleformer": {"kind": "scaleformer", "reach": 3},
 }
@@ -157,6 +160,15 @@ def test_without_positions_the_order_does_not_matter(mixer: str) -> None:
     ):
         model = _text(mixer, "mean", **positions)
         assert not torch.allclose(model.classify(tokens[:, order]), model.classify(tokens), atol=1e-4)
+
+
+def test_value_maps_have_the_rank_that_was_asked_for() -> None:
+    """A head's map from a token to its contribution, out_h v_h, has rank D / H, or 1, or the full D."""
+    for mixer, rank in (("softmax", SIZE // 2), ("softmax, rank 1", 1), ("full rank", SIZE)):
+        attention = _text(mixer, "mean").encoder.blocks[0].mixer
+        values = attention.qkv.weight[2 * SIZE :].unflatten(0, (2, -1))
+        for out_DV, value_VD in zip(attention.out.weight.unflatten(1, (2, -1)).unbind(1), values, strict=True):
+            assert torch.linalg.matrix_rank((out_DV @ value_VD).detach()) == rank
 
 
 def test_relative_positions_see_the_order() -> None:

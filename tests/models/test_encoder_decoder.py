@@ -25,11 +25,11 @@ RFA = {"attention": "rfa", "num_random": 6}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # encoder, decoder's self-attention, cross attention
     "rfa": ({"attention": "softmax"}, {"kind": "rfa_gate", "num_random": 6}, RFA),
-    "elu": ({"attention": "elu"}, {"kind": "rfa", "num_random": 6}, {"attention": "elu"}),
+    "elu": ({"attention": "elu"}, {"kind": "rfa", "num_random": 6}, {"attention": "elu", "value_rank": 3}),
     "scaleformer": (
         {"attention": "scaleformer", "reach": 2},
         {"kind": "scaleformer", "reach": 3},
-        {"attention": "scaleformer", "reach": 2},
+        {"attention": "scaleformer", "reach": 2, "value_rank": 8},
     ),
     "softmax": ({"attention": "softmax"}, {"kind": "softmax"}, {"attention": "softmax"}),
 }
