@@ -61,3 +61,15 @@ def test_pages_name_files_that_exist() -> None:
     ]
     assert len(named) > 15
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in sources)] == []
+
+
+def test_decisions_are_numbered_once_and_listed() -> None:
+    """Decisions count from 0001 without gap or double, name themselves so, and stand in the list with their titles."""
+    folder = ROOT / "docs" / "decisions"
+    listed = (folder / "README.md").read_text().splitlines()
+    pages = sorted(folder.glob("[0-9]*.md"))
+    assert [page.name[:4] for page in pages] == [f"{number:04}" for number in range(1, len(pages) + 1)]
+    for page in pages:
+        title = page.read_text().splitlines()[0].removeprefix("# ")
+        assert title.startswith(f"{page.name[:4]}. ")
+        assert f"* [{title}]({page.name})" in listed

@@ -10,7 +10,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
-from dist_attn.ops import linear_attention
+from dist_attn.ops import KeyValueCache, linear_attention
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs
@@ -154,8 +154,22 @@ def test_operations_without_the_promise_are_refused():
 
     def body(comm: Communicator) -> None:
         ops = ShardedSequenceOps(comm, SequenceLayout((0, 64, 128)), deterministic=True)
-        x = torch.zeros(1, 64, 2)
-        for call in (lambda: ops.fourier_mix(x), lambda: ops.sum_over_sequence(x)):
+        x, modes = torch.zeros(1, 64, 2), torch.zeros(2, 2, dtype=torch.complex64)
+        heads, rp, w = x[:, None], torch.ones(1, 3, 2), torch.zeros(128, 3)
+        calls = (
+            lambda: ops.fourier_mix(x),
+            lambda: ops.sum_over_sequence(x),
+            lambda: ops.relative_attention(heads, heads, heads, rp, causal=True),
+            lambda: ops.relative_attention_streaming(heads, heads, heads, rp),
+            lambda: ops.softmax_attention(heads, heads, heads, causal=True),
+            lambda: ops.softmax_attention_streaming(
+                heads, heads, heads, KeyValueCache(heads[:, :, :0], heads[:, :, :0])
+            ),
+            lambda: ops.long_convolve(x, w[:, :2]),
+            lambda: ops.diagonal_scan(x, modes, modes, modes),
+            lambda: ops.mix_tokens(x, w, w.T),
+        )
+        for call in calls:
             with pytest.raises(InputError, match="cannot promise the same bits"):
                 call()
 
