@@ -17,6 +17,7 @@ import pytest
 from dist_attn import cli
 from dist_attn.checkpoints import load_model
 from dist_attn.errors import CommError
+from tests.support.hugging_face import write_foreign_folder
 from tests.support.models import write_small_folder
 from tests.support.tokenisers import PROSE
 from tests.support.training import small_run, write_toml
@@ -272,11 +273,40 @@ def test_a_failure_of_the_work_is_one_line_and_code_1(place, run):
     assert (place / "wild" / "metrics.jsonl").exists()
 
 
+def test_a_foreign_model_is_converted_and_used(run, place):
+    """`convert` makes a folder that evaluate, encode, generate and plan take; a refusal is one line with code 2."""
+    write_foreign_folder(place / "theirs", "gpt_neox")
+    code, out, _ = run("convert", "theirs", "--out", "ours", "--to", "rfa", "--num-random", "8")
+    assert code == 0
+    assert json.loads(out)["architecture"] == "gpt_neox"
+    code, out, _ = run("evaluate", "book.txt", "--model", "ours")
+    assert code == 0
+    assert json.loads(out)["bytes"] == (place / "book.txt").stat().st_size
+    for command in (["encode", "book.txt", "--out", "b.npy"], ["generate", "--prompt", "It", "--max-tokens", "3"]):
+        assert run(*command, "--model", "ours")[0] == 0
+    assert run("plan", "--tokens", "1000", "--model", "ours")[0] == 0
+    code, out, err = run("convert", "theirs", "--out", "ours")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "ours exists" in err
+
+
 def test_help_names_every_command(run):
     """`--help` lists the commands with code 0, and each command explains itself with an example."""
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("encode", "generate", "evaluate", "train", "average", "serve", "plan", "doctor", "bench", "config"):
+    for command in (
+        "encode",
+        "generate",
+        "evaluate",
+        "train",
+        "average",
+        "convert",
+        "serve",
+        "plan",
+        "doctor",
+        "bench",
+        "config",
+    ):
         assert command in out
         code, own, _ = run(command, "--help")
         assert code == 0

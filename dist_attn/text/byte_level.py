@@ -122,6 +122,16 @@ class ByteLevelTokeniser:
         contents = self._contents | {"added_tokens": [*self._contents["added_tokens"], *more]}
         return ByteLevelTokeniser(contents, self._end_text)
 
+    def ending_with(self, token: int) -> "ByteLevelTokeniser":
+        """With this special token as the end of a document.
+
+        Raises: ModelFolderError where there is no such special token.
+        """
+        for added in self._contents["added_tokens"]:
+            if added["id"] == token and added["special"]:
+                return ByteLevelTokeniser(self._contents, added["content"])
+        raise ModelFolderError(f"{FILE_NAME} has no special token {token}, which config.json names as eos_token_id")
+
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and, with the end token's name, `tokenizer_config.json`."""
         folder.mkdir(parents=True, exist_ok=True)

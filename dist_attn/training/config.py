@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from dist_attn.checkpoints import read_config as read_model_config
 from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModelConfig
 from dist_attn.models.presets import expand_preset
@@ -64,6 +65,8 @@ class RunConfig(_Config):
     """Where the run lives and when it looks around."""
 
     folder: Path
+    # A model folder whose weights the run begins with; its config.json stands for the section [model].
+    begin_from: Path | None = None
     steps: int = Field(ge=1)
     seed: int = 0
     bf16: bool = True
@@ -101,12 +104,21 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         _apply(values, override)
     if isinstance(values.get("model"), dict):
         values["model"] = expand_preset(values["model"])
+    _take_model(values)
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"{path}: {key}: {first['msg']}") from None
+
+
+def _take_model(values: dict[str, Any]) -> None:
+    """Put the model that a run begins from in the place of a [model] section that is not there."""
+    run = values.get("run")
+    begin_from = run.get("begin_from") if isinstance(run, dict) else None
+    if isinstance(begin_from, str) and "model" not in values:
+        values["model"] = read_model_config(Path(begin_from)).model_dump()
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

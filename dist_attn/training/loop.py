@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dist_attn.checkpoints import save_model
+from dist_attn.checkpoints import load_model, save_model
 from dist_attn.errors import ConfigError, EngineError
 from dist_attn.models import LanguageModel, build_model
 from dist_attn.text import Tokeniser, load_tokeniser
@@ -57,7 +58,7 @@ class _Run:
         tokens = tokenise_files(config.data.train_files, self.tokeniser, self.folder / "cache")
         self.stream = SegmentStream(tokens, config.data.batch, config.data.segment)
         self.validation = _validation_text(config)
-        self.model = build_model(config.model)
+        self.model = _first_model(config)
         self.optimisers = build_optimisers(self.model, config.optimiser)
         self.state = self.model.initial_state(config.data.batch)
         self.step = 0
@@ -159,7 +160,9 @@ class _Run:
             "tokens_seen": self.step * data.batch * data.segment,
             "steps": self.step,
             # Where the run lived on its machine is nobody else's business.
-            "training": self.config.model_dump(mode="json", include={"optimiser", "run"}, exclude={"run": {"folder"}}),
+            "training": self.config.model_dump(
+                mode="json", include={"optimiser", "run"}, exclude={"run": {"folder", "begin_from"}}
+            ),
             "last": last,
         }
         save_model(self.model, self.folder / "model", tokeniser=self.tokeniser, half=True, facts=facts)
@@ -171,7 +174,7 @@ def _check_folder(config: TrainingConfig, resume: bool) -> None:
     path = folder / "config.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        before = json.loads(path.read_bytes()) if path.exists() else None
+        before = _filled_in(json.loads(path.read_bytes())) if path.exists() else None
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be used: {error.strerror}") from None
     except ValueError:
@@ -182,6 +185,14 @@ def _check_folder(config: TrainingConfig, resume: bool) -> None:
         differing = [key for key in written if not isinstance(before, dict) or before.get(key) != written[key]]
         if differing:
             raise ConfigError(f"{folder} was started with another [{differing[0]}] section; resume needs the same one")
+
+
+def _filled_in(values: Any) -> Any:
+    """A written configuration with the keys that versions since then have by default; as it is where it is none."""
+    try:
+        return TrainingConfig.model_validate(values).model_dump(mode="json")
+    except ValidationError:
+        return values
 
 
 def _claim_folder(config: TrainingConfig, step: int) -> None:
@@ -200,6 +211,19 @@ def _write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text)
     beside.replace(path)
+
+
+def _first_model(config: TrainingConfig) -> LanguageModel:
+    """Fresh, or the one that the run begins from; raises ConfigError where that is not the model of [model]."""
+    begin_from = config.run.begin_from
+    if begin_from is None:
+        return build_model(config.model)
+    model = load_model(begin_from)
+    if model.config != config.model:
+        raise ConfigError(
+            f"the model in {begin_from} is not the one of [model]; leave that section out to have the folder's"
+        )
+    return model.train()
 
 
 def _validation_text(config: TrainingConfig) -> bytes | None:

@@ -8,9 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.checkpoints import load_model, load_model_and_tokeniser
+from dist_attn.conversion import Conversion, convert_folder
 from dist_attn.errors import ConfigError, EngineError
 from dist_attn.training import TrainingConfig, checkpointing, loop, train
+from dist_attn.training.config import read_config
+from tests.support.hugging_face import write_foreign_folder
+from tests.support.models import write_small_folder
 from tests.support.training import small_run
 
 
@@ -214,3 +218,52 @@ def test_damaged_checkpoints_are_named(tmp_path):
         train(config, resume=True)
     shutil.rmtree(newest)
     assert train(config, resume=True)["step"] == 6
+
+
+@pytest.mark.parametrize("to", ["softmax", "rfa"])
+def test_a_run_begins_from_a_folder(tmp_path, to):
+    """Without [model] a run takes a converted folder's model, lowers its loss, and leaves a folder with its tokens."""
+    write_foreign_folder(tmp_path / "theirs", "gpt2")
+    convert_folder(tmp_path / "theirs", tmp_path / "converted", Conversion(to, num_random=8))
+    values = small_run(tmp_path, steps=30, log_every=10, bf16=False).model_dump(mode="json")
+    del values["model"]
+    values["data"] |= {"tokeniser": str(tmp_path / "converted"), "segment": 8}
+    values["run"]["begin_from"] = str(tmp_path / "converted")
+    path = tmp_path / "run.toml"
+    path.write_text("".join(f"[{name}]\n{_lines(section)}" for name, section in values.items()))
+    config, reports = read_config(path), []
+    train(config, report=reports.append)
+    losses = [report["loss"] for report in reports if "loss" in report]
+    assert losses[-1] < losses[0]
+    model, tokeniser = load_model_and_tokeniser(tmp_path / "run" / "model")
+    assert model.config == load_model(tmp_path / "converted").config
+    assert tokeniser.decode(tokeniser.encode(b"as before")) == b"as before"
+    manifest = (tmp_path / "run" / "model" / "manifest.json").read_text()
+    assert str(tmp_path) not in manifest
+
+
+def _lines(section):
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items() if value is not None)
+
+
+def test_a_run_begins_with_the_weights_it_was_given(tmp_path):
+    """The model of a run is the folder's, bit for bit; one that differs from [model] is refused."""
+    write_small_folder(tmp_path / "first", seed=3)
+    config = small_run(tmp_path, begin_from=tmp_path / "first")
+    want = load_model(tmp_path / "first").state_dict()
+    got = loop._first_model(config).state_dict()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    write_small_folder(tmp_path / "second", kind="softmax")
+    with pytest.raises(ConfigError, match=r"is not the one of \[model\]; leave that section out"):
+        train(small_run(tmp_path, begin_from=tmp_path / "second"))
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path):
+    """A run folder whose config.json lacks keys that have defaults is resumed as if it had them."""
+    config = small_run(tmp_path, steps=3)
+    train(config)
+    path = tmp_path / "run" / "config.json"
+    values = json.loads(path.read_text())
+    del values["run"]["begin_from"], values["model"]["block"], values["model"]["readout"]
+    path.write_text(json.dumps(values))
+    assert train(config, resume=True)["step"] == 3

@@ -1,0 +1,107 @@
+"""From a Hugging Face causal language model to a model folder of ours, exact as softmax or with kernel attention."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from dist_attn.checkpoints import save_model
+from dist_attn.conversion.gpt2 import gpt2_config, gpt2_weights
+from dist_attn.conversion.gpt_neox import gpt_neox_config, gpt_neox_weights
+from dist_attn.conversion.llama import llama_config, llama_weights
+from dist_attn.conversion.source import SourceConfig, SourceWeights, read_source_config, read_source_weights
+from dist_attn.errors import InputError, ModelFolderError
+from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
+from dist_attn.text import read_byte_level
+
+__all__ = ["Conversion", "convert_folder"]
+
+ReadConfig = Callable[[SourceConfig], dict[str, Any]]
+ReadWeights = Callable[[SourceConfig, SourceWeights], dict[str, torch.Tensor]]
+
+ARCHITECTURES: dict[str, tuple[ReadConfig, ReadWeights]] = {
+    "gpt2": (gpt2_config, gpt2_weights),
+    "gpt_neox": (gpt_neox_config, gpt_neox_weights),
+    "llama": (llama_config, llama_weights),
+}
+
+# Parts of kernel attention that softmax does not have: sigma begins at 1, and the random vectors are drawn by the seed.
+FRESH = (".sigma_H1K", ".w_HDK")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a model becomes: `softmax` computes what it did; `rfa` has its weights with random feature attention.
+
+    Kernel attention needs training to be of use; `seed` decides its `num_random` random vectors per head.
+    """
+
+    to: Literal["softmax", "rfa"] = "softmax"
+    num_random: int = 64
+    seed: int = 0
+
+
+def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None) -> dict[str, Any]:
+    """Write the model in `folder` as a model folder of ours to `out`; what was done, as plain values.
+
+    Reads config.json, safetensors and tokenizer.json. Weights are written in float32.
+
+    Raises: ModelFolderError for files that are missing or of another kind and for options that are not supported, each
+        naming what is; InputError where `out` holds something.
+    """
+    conversion = Conversion() if conversion is None else conversion
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out} exists; give a folder that does not, or an empty one")
+    source = read_source_config(folder)
+    architecture = source.values.get("model_type")
+    if architecture not in ARCHITECTURES:
+        raise ModelFolderError(
+            f"{source.path}: model_type is {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
+        )
+    read_config, read_weights = ARCHITECTURES[architecture]
+    config = _config(source, read_config(source), conversion)
+    tokeniser = read_byte_level(folder)
+    end = source.values.get("eos_token_id")
+    if tokeniser.end_token is None and isinstance(end, int):
+        tokeniser = tokeniser.ending_with(end)
+    tokeniser = tokeniser.padded(config.vocab_size)
+    weights = read_source_weights(folder)
+    own = read_weights(source, weights)
+    weights.require_empty()
+    model = build_model(config).eval()
+    _fill(model, own, folder)
+    about = {"architecture": architecture, "folder": folder.resolve().name, "to": conversion.to}
+    facts = {"converted_from": about if conversion.to == "softmax" else about | {"seed": conversion.seed}}
+    save_model(model, out, tokeniser=tokeniser, facts=facts)
+    return {**about, "parameters": sum(p.numel() for p in model.parameters()), "out": str(out)}
+
+
+def _config(source: SourceConfig, values: dict[str, Any], conversion: Conversion) -> LanguageModelConfig:
+    if conversion.to == "rfa":
+        more = {"kind": "rfa", "num_random": conversion.num_random, "seed": conversion.seed}
+        values = values | {"mixer": values["mixer"] | more}
+    try:
+        return LanguageModelConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ModelFolderError(f"{source.path} does not make a model: {where}: {first['msg']}") from None
+
+
+def _fill(model: LanguageModel, own: dict[str, torch.Tensor], folder: Path) -> None:
+    """Raises: ModelFolderError for a tensor of another shape than the configuration says."""
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if name in own and own[name].shape != tensor.shape:
+            raise ModelFolderError(
+                f"{folder}: what becomes {name!r} has shape {tuple(own[name].shape)}, config.json needs "
+                f"{tuple(tensor.shape)}"
+            )
+    missing = [name for name in state if name not in own and not name.endswith(FRESH)]
+    if missing or own.keys() - state.keys():
+        raise ModelFolderError(f"{folder}: nothing becomes {json.dumps(missing)}; the folder is of another model")
+    model.load_state_dict(state | own)
