@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import dist_attn
 from dist_attn.errors import ModelFolderError
 from dist_attn.models import LanguageModel, LanguageModelConfig, Model, ModelConfig, build_model
+from dist_attn.models.config import NAMES_FOR_OTHERS
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
@@ -139,7 +140,9 @@ def save_model(
 
 def _write_folder(folder: Path, model: Model, tokeniser: Tokeniser | None, half: bool, facts: dict[str, Any]) -> None:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(model.config.model_dump(mode="json"), indent=2) + "\n")
+    names = NAMES_FOR_OTHERS if isinstance(model, LanguageModel) else {}
+    config = names | model.config.model_dump(mode="json")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = {
         name: (t.half() if half and t.dim() >= 2 and t.is_floating_point() else t).contiguous()
         for name, t in model.state_dict().items()

@@ -1,12 +1,22 @@
 """What a model is made of: the frozen value that a model folder's config.json holds."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import MixerConfig
 
-__all__ = ["BlockConfig", "LanguageModelConfig", "LearnedPositions", "MlpConfig", "NormConfig"]
+__all__ = [
+    "NAMES_FOR_OTHERS",
+    "BlockConfig",
+    "LanguageModelConfig",
+    "LearnedPositions",
+    "MlpConfig",
+    "NormConfig",
+]
+
+NAMES_FOR_OTHERS = {"model_type": "dist_attn", "architectures": ["DistAttnForCausalLM"]}
+"""What config.json says to transformers, where it is that of a language model."""
 
 
 class _Config(BaseModel):
@@ -57,6 +67,14 @@ class LanguageModelConfig(_Config):
     block: BlockConfig = BlockConfig()
     # The read-out has the embedding's weights, or a matrix of its own.
     readout: Literal["tied", "own"] = "tied"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_for_others(cls, values: Any) -> Any:
+        """Without the keys that say to transformers which classes read this file (`dist_attn.hf`)."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if (key, value) not in NAMES_FOR_OTHERS.items()}
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> "LanguageModelConfig":
