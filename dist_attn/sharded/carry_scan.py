@@ -25,7 +25,7 @@ from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, lin
 from dist_attn.ops.linear_attention import complete_sums, local_sums, state_dtype
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
 
-__all__ = ["LOCAL_PASS", "Walks", "sharded_linear_attention"]
+__all__ = ["LOCAL_PASS", "Walks", "for_two_uses", "sharded_linear_attention"]
 
 Walks = Literal["one_walk", "two_walks"]
 
@@ -87,12 +87,12 @@ def sharded_linear_attention(
             f"{q_BHLK.shape[2]} and {k_BHSK.shape[2]}"
         )
     attend = segment.attend_in_one_walk if walks == "one_walk" else segment.attend_in_two_walks
-    q_BHLK, k_BHSK, values_BHSV = (_for_two_uses(x, segment.dtype) for x in (q_BHLK, k_BHSK, v_BHSV))
+    q_BHLK, k_BHSK, values_BHSV = (for_two_uses(x, segment.dtype) for x in (q_BHLK, k_BHSK, v_BHSV))
     out_BHLV, after = attend(comm, q_BHLK, k_BHSK, values_BHSV, state, denominator, exchange)
     return out_BHLV.to(v_BHSV.dtype), after
 
 
-def _for_two_uses(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def for_two_uses(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` such that the gradients of its two uses are added before they are rounded to half precision, not after.
 
     Rounded apart they were a quarter worse than on one rank. Without a gradient the blocks are widened one by one.

@@ -14,6 +14,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import state_dtype
 from dist_attn.ops.linear_attention.streaming import check_shapes
+from dist_attn.sharded.carry_scan import for_two_uses
 from dist_attn.sharded.document_exchange import Heard, hear_from_start
 from dist_attn.sharded.prefix_scan.element import pack, unpack
 
@@ -46,9 +47,7 @@ def sharded_packed_linear_attention(
     """
     check_shapes(q_BHLK, k_BHLK, v_BHLV, log_gate_BHS, key_scale_BHS)
     dtype = state_dtype(q_BHLK, k_BHLK, v_BHLV, state=state)
-    # Used twice: the gradients of the two uses are added before they are rounded to half precision, not after.
-    widen = torch.is_grad_enabled() and (k_BHLK.requires_grad or v_BHLV.requires_grad)
-    k, v = (t.to(dtype) if widen else t for t in (k_BHLK, v_BHLV))
+    k, v = (for_two_uses(t, dtype) for t in (k_BHLK, v_BHLV))
     part = _Part(comm.rank, layout, q_BHLK, k, v, log_gate_BHS, key_scale_BHS, feature_map, denominator, dtype)
     tail = part.absorb(0, part.length)
     message, first = pack(tail), tail

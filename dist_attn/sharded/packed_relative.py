@@ -14,6 +14,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.relative_attention import RelativeState, WindowState, packed_relative_attention
 from dist_attn.ops.relative_attention.windowed import check_relative_shapes, normalised, numerators
 from dist_attn.sharded.document_exchange import Heard, hear_from
+from dist_attn.sharded.relative import numerators_over_all_keys
 
 __all__ = ["sharded_packed_relative_attention"]
 
@@ -58,7 +59,7 @@ def sharded_packed_relative_attention(
     else:
         after = parts.after(rank) if not starts else parts.nothing
         sums = before.sz_BHMW + mirrored_first.sz_BHMW + after.sz_BHMW
-        num = _every_key(first[0], first[2], rp_HRK, sums, before.window, after.window)
+        num = numerators_over_all_keys(first[0], first[2], rp_HRK, sums, before.window, after.window)
     outs.append(normalised(num, v_BHLV.dtype))
     if starts:
         documents = tuple(start - head for start in starts if start < inner)
@@ -67,26 +68,11 @@ def sharded_packed_relative_attention(
     if goes_on:
         after = parts.after(rank)
         sums = own_last.sz_BHMW + after.sz_BHMW
-        num = _every_key(q[:, :, tail:], v1[:, :, tail:], rp_HRK, sums, parts.nothing.window, after.window)
+        num = numerators_over_all_keys(
+            q[:, :, tail:], v1[:, :, tail:], rp_HRK, sums, parts.nothing.window, after.window
+        )
         outs.append(normalised(num, v_BHLV.dtype))
     return torch.cat(outs, dim=2)
-
-
-def _every_key(
-    q: torch.Tensor,
-    v1: torch.Tensor,
-    rp_HRK: torch.Tensor,
-    sums_BHMW: torch.Tensor,
-    before: WindowState,
-    after: WindowState,
-) -> torch.Tensor:
-    """Numerators of queries that see all keys of their document, of which `sums` is the kernel state."""
-    reach = rp_HRK.shape[1] // 2
-    with torch.autocast(q.device.type, enabled=False):
-        num = q @ sums_BHMW
-    num = num + numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True, before=before)
-    rows_HRK = rp_HRK[:, reach:].flip(1)
-    return num + numerators(q.flip(2), None, v1.flip(2), rows_HRK, own=False, before=after).flip(2)
 
 
 @dataclass(frozen=True)
