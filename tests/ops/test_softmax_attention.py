@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from benchmarks.tracked_memory import TrackedMemory
 from dist_attn.errors import ShapeError
 from dist_attn.ops import softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
@@ -27,6 +28,32 @@ def test_fused_equals_oracle(causal, queries, keys, groups):
     for got, want in zip(results[1], results[0], strict=True):
         if want is not None and got is not None:
             assert_close(got, want)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("size", "values"), [(5, 3), (2, 6)])
+def test_keys_and_values_of_other_sizes(size, values, causal):
+    """Values narrower or wider than keys give the oracle's output and gradients, with the default scale."""
+    g = torch.Generator().manual_seed(0)
+    shapes = [(1, 2, 7, size), (1, 2, 9, size), (1, 2, 9, values)]
+    leaves = [torch.randn(shape, generator=g, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    results = []
+    for attention in (softmax_attention_naive, softmax_attention):
+        out = attention(*leaves, causal=causal)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for got, want in zip(*results, strict=True):
+        assert_close(want, got)
+
+
+@pytest.mark.parametrize("values", [4, 8, 16])
+def test_the_scores_are_never_whole(values):
+    """Whatever the sizes of keys and values, forward and backward hold less than the scores of all pairs would take."""
+    length = 2048
+    q, k = (torch.randn(1, 1, length, 8, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, 1, length, values, requires_grad=True)
+    with TrackedMemory() as tracked:
+        softmax_attention(q, k, v, causal=True).sum().backward()
+    assert tracked.peak < length * length * 4 / 4
 
 
 def test_golden_multi_head_attention():

@@ -27,6 +27,7 @@ def softmax_attention(
     documents decide instead; queries that see no key give zeros. With a `prefix` the first so many tokens see each
     other fully and the rest is causal (prefix-LM).
     Shapes: q [B, H, L, K], k [B, G, S, K], v [B, G, S, V] -> [B, H, L, V].
+    Memory: linear in L and S; where K and V differ, copies of the smaller as wide as the larger.
     Raises: ShapeError when shapes do not fit together; InputError for a prefix where attention is not causal, or with a
         placement.
     Reference: Random Feature Attention, Eq. 1.
@@ -44,7 +45,9 @@ def softmax_attention(
         return out_BHLV.to(v_BGSV.dtype)
     if not q_BHLK.shape[2]:
         return q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BGSV.shape[3]))
-    heads, groups = q_BHLK.shape[1], k_BGSK.shape[1]
-    return F.scaled_dot_product_attention(
-        q_BHLK, k_BGSK, v_BGSV, is_causal=causal, scale=scale, enable_gqa=heads != groups
-    )
+    heads, groups, size, values = q_BHLK.shape[1], k_BGSK.shape[1], q_BHLK.shape[3], v_BGSV.shape[3]
+    # Where keys and values differ in size torch takes a form that holds all scores; zeros make them equal.
+    q, k, v = (F.pad(t, (0, max(size, values) - t.shape[3])) for t in (q_BHLK, k_BGSK, v_BGSV))
+    scale = size**-0.5 if scale is None else scale
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != groups)
+    return out[..., :values]
