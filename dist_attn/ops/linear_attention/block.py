@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 
-__all__ = ["AttentionBlock", "Carry"]
+__all__ = ["AttentionBlock", "Carry", "bounded"]
+
+CLOSED = {torch.float32: -104.0, torch.float64: -746.0}  # exp gives 0 from here on
 
 
 class Carry(NamedTuple):
@@ -189,7 +191,7 @@ class AttentionBlock:
             scale_GnC = key_scale_BHT.to(self.dtype).reshape(groups, chunks, size)
             v1_GnCW = v1_GnCW * scale_GnC[..., None]
         if log_gate_BHT is not None:
-            decay_GnC = _cumulative(log_gate_BHT.to(self.dtype).reshape(groups, chunks, size), segments)
+            decay_GnC = _cumulative(bounded(log_gate_BHT, self.dtype).reshape(groups, chunks, size), segments)
             remaining_GnC = decay_GnC[..., -1:] - decay_GnC
             if segments is not None:
                 remaining_GnC = remaining_GnC.masked_fill(~segments.last_nC, float("-inf"))
@@ -263,6 +265,14 @@ class AttentionBlock:
         if keys.segments is not None:
             into_GnC = into_GnC.masked_fill(~keys.segments.first_nC, float("-inf"))
         return decay_GnCC.masked_fill(~seen_nCC, float("-inf")).exp(), into_GnC.exp()
+
+
+def bounded(log_gate: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Log gates with -inf, a closed gate, and all others whose exp is 0 raised to where it is 0 just so.
+
+    Differences of their sums would be inf - inf, and far below have no digits left for the gates that follow.
+    """
+    return log_gate.to(dtype).clamp_min(CLOSED[dtype])
 
 
 def _cumulative(gate_GnC: torch.Tensor, segments: _Segments | None) -> torch.Tensor:

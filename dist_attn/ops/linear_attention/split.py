@@ -13,7 +13,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import check_documents, start_flags
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
+from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, bounded
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.streaming import block_ranges, check_shapes, prepare, state_dtype, to_state
 from dist_attn.ops.state import LinearState
@@ -130,7 +130,7 @@ class _Complete:
         if log_gate is not None:
             if _vanished(carry[0]):
                 return self.block.divide(sums), carry
-            decay_BHT = carry[0][..., None] + log_gate.to(sums.dtype).cumsum(-1)
+            decay_BHT = carry[0][..., None] + bounded(log_gate, sums.dtype).cumsum(-1)
             after = (decay_BHT[..., -1],)
         earlier = Carry(sz_BHMW, mass_BH, mass_BH)
         return self.block.complete(sums, q, decay_BHT, earlier, parameters[: self.num_map_tensors]), after
@@ -139,7 +139,7 @@ class _Complete:
         log_gate = sequence[2]
         if log_gate is None or _vanished(carry[0]):
             return carry
-        return (carry[0] + log_gate.to(carry[0].dtype).cumsum(-1)[..., -1],)
+        return (carry[0] + bounded(log_gate, carry[0].dtype).cumsum(-1)[..., -1],)
 
 
 def _vanished(log_decay_BH: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ def linear_attention(
     Without `feature_map`, q and k are features already; with it, phi is applied block by block inside, so the
     features of the whole sequence never exist. Causal with L != S is aligned at the top left: query t sees keys
     <= t, later queries see all keys. Not causal: every query reads the state after the last key. RFA-Gate is
-    log_gate = log g, key_scale = 1 - g.
+    log_gate = log g, key_scale = 1 - g. A log gate of -inf is a closed gate: nothing older is left.
 
     `documents` are the positions at which documents start; each attends to itself. The state in is that of the tokens
     before the first start, the state out that of the last document.

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.ops.documents import same_document
-from dist_attn.ops.linear_attention.block import AttentionBlock
+from dist_attn.ops.linear_attention.block import AttentionBlock, bounded
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 
 __all__ = ["attend_together"]
@@ -47,7 +47,7 @@ class _Together:
         weight_BHT = torch.ones_like(v[..., 0], dtype=dtype) if key_scale is None else key_scale.to(dtype)
         if log_gate is not None:
             # Every query reads the state after its document's last key: key i is left with all gates after it.
-            weight_BHT = weight_BHT * (log_gate.to(dtype) @ same_TT.tril(-1).to(dtype)).exp()
+            weight_BHT = weight_BHT * (bounded(log_gate, dtype) @ same_TT.tril(-1).to(dtype)).exp()
         v1_BHTW = F.pad(v.to(dtype), (0, 1), value=1.0) * weight_BHT[..., None]
         phi_q, phi_k = self.block.features(q, parameters), self.block.features(k, parameters)
         pairs_BHTT = (phi_q @ phi_k.transpose(-1, -2)).masked_fill(~same_TT, 0.0)
