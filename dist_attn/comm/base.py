@@ -30,6 +30,9 @@ __all__ = ["Call", "Communicator", "Pending"]
 
 # Up to this size an all-reduce gathers everything in one step (latency); above, it moves 2 (P-1)/P of it (volume).
 ONE_STEP_BYTES = 64 * 1024
+AGREEMENT = "require_equal"  # the label of what is compared, which counts apart from what operations move
+# All ranks forget together, since all of them agreed on the same values.
+AGREED_VALUES_KEPT = 1024
 
 
 _numbers = itertools.count()
@@ -77,6 +80,7 @@ class Communicator(ABC):
     Tensors may live on any device; results are new tensors on the device of `x`. No method is differentiable
     (`comm.differentiable` has the ones that are), and a tensor that would lose its gradient is refused.
     Every wait ends at the group's deadline. `label` names a call in the traffic log and must be equal on all ranks.
+    `traffic` counts what operations exchange, `agreements` what is compared once before they do.
 
     Raises: CommError when a rank fails or is late, MismatchError when ranks call different things, ShapeError for
     arguments that do not fit.
@@ -88,7 +92,9 @@ class Communicator(ABC):
         self.backend = backend
         self.timeout_s = timeout_s
         self.traffic = Traffic()
+        self.agreements = Traffic()
         self._agreed = ("", "")
+        self._agreed_before: set[tuple[str, str]] = set()
         self._told: dict[str, str] = {}
         self._hosts: tuple[tuple[int, ...], ...] = ()
         # How a compiled graph, which holds no objects, finds this one again.
@@ -269,7 +275,7 @@ class Communicator(ABC):
         Cost: 32 bytes to each other rank; the values themselves only where they differ.
         """
         own = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.uint8)
-        digests = self.all_gather(own, label="require_equal").tolist()
+        digests = self.all_gather(own, label=AGREEMENT).tolist()
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
             raise MismatchError(
@@ -280,10 +286,10 @@ class Communicator(ABC):
     def _gather_text(self, text: str) -> list[str]:
         """Every rank's text, in order of rank."""
         own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor(own.numel()), label="require_equal").tolist()
+        sizes = self.all_gather(torch.tensor(own.numel()), label=AGREEMENT).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: own.numel()] = own
-        rows = self.all_gather(padded, label="require_equal")
+        rows = self.all_gather(padded, label=AGREEMENT)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     @final
@@ -295,6 +301,19 @@ class Communicator(ABC):
         if self.size > 1 and (what, value) != self._agreed:
             self.require_equal(what, value)
             self._agreed = (what, value)
+
+    @final
+    def agree_once(self, what: str, value: str) -> None:
+        """`require_equal` the first time that this value is met, and no exchange from then on.
+
+        Cheaper than `agree_on` where values alternate, as those of a model's layers do; ranks that come with two
+        different values of which each was agreed on before are not found out.
+        """
+        if self.size > 1 and (what, value) not in self._agreed_before:
+            self.require_equal(what, value)
+            if len(self._agreed_before) == AGREED_VALUES_KEPT:
+                self._agreed_before.clear()
+            self._agreed_before.add((what, value))
 
     @final
     def told_by_first(self, what: str, value: Callable[[], str]) -> str:
@@ -438,7 +457,8 @@ class Communicator(ABC):
         finally:
             seconds = time.perf_counter() - began
             name = call.name.partition(" ")[0]
-            self.traffic.record(Event(name, phase, sent, received, call.label, seconds, messages), messages)
+            traffic = self.agreements if call.label == AGREEMENT else self.traffic
+            traffic.record(Event(name, phase, sent, received, call.label, seconds, messages), messages)
 
 
 def _call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:
@@ -460,7 +480,9 @@ def _summable(x: Tensor) -> Tensor:
 
 def _bytes_of(x: Tensor) -> Tensor:
     """The elements of `x` in order, as a flat uint8 tensor; may share memory with `x`."""
-    return x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One element cut out of a larger tensor counts as contiguous whatever its stride is, and cannot be viewed as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
 
 def _sum_in_order(parts: Tensor) -> Tensor:

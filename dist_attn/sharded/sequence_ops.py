@@ -1,6 +1,6 @@
 """`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -16,6 +16,7 @@ from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.token_mixing import Activation
+from dist_attn.sharded.call_agreement import Setting, agree_on_call
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
@@ -60,7 +61,8 @@ class ShardedSequenceOps:
     are those of the one made before; the first time ranks also learn of each other's hosts and of measured times.
 
     Raises: ShapeError for a layout of another number of ranks, or a slice of another length than the layout says;
-        MismatchError on every rank where the layouts or the exchanges differ.
+        MismatchError on every rank where the layouts or the exchanges differ, and from an operation whose arguments
+        do: dtypes, sizes, gates, settings. That takes a small exchange the first time a call is met.
     """
 
     def __init__(
@@ -128,6 +130,16 @@ class ShardedSequenceOps:
         if causal and self._memory != self._layout:
             raise ShapeError("causal attention needs queries and keys on the same layout; use causal=False for memory")
         check_prefix(prefix, causal=causal, documents=self._packed)
+        self._agree(
+            "linear_attention",
+            {"q": q_BHLK, "k": k_BHSK, "v": v_BHSV, "log_gate": log_gate_BHS, "key_scale": key_scale_BHS},
+            2,
+            causal=causal,
+            prefix=prefix,
+            denominator=denominator,
+            feature_map=feature_map,
+            state=None if state is None else state.s_BHMV,
+        )
         attend = partial(self._linear_attention(), feature_map=feature_map, denominator=denominator)
         if prefix:
             self._refuse_deterministic("a prefix that attends to itself in full")
@@ -176,6 +188,13 @@ class ShardedSequenceOps:
         self._refuse_deterministic("relative attention")
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
         self._check("keys", phi_k_BHSK.shape[2], self._memory)
+        self._agree(
+            "relative_attention",
+            {"phi_q": phi_q_BHLK, "phi_k": phi_k_BHSK, "v": v_BHSV},
+            2,
+            rp=phi_rp_HRK,
+            causal=causal,
+        )
         if self._packed:
             self._refuse_memory("relative_attention")
             return sharded_packed_relative_attention(
@@ -205,6 +224,13 @@ class ShardedSequenceOps:
         self._refuse_documents("relative_attention_streaming")
         self._check("queries", phi_q_BHLK.shape[2], self._layout)
         self._check("keys", phi_k_BHLK.shape[2], self._layout)
+        self._agree(
+            "relative_attention_streaming",
+            {"phi_q": phi_q_BHLK, "phi_k": phi_k_BHLK, "v": v_BHLV},
+            2,
+            rp=phi_rp_HRK,
+            state=state is not None,
+        )
         return sharded_relative_attention_streaming(
             self._comm, self._layout, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state
         )
@@ -224,6 +250,8 @@ class ShardedSequenceOps:
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGSK.shape[2], self._memory)
         check_prefix(prefix, causal=causal, documents=self._packed)
+        along = {"q": q_BHLK, "k": k_BGSK, "v": v_BGSV}
+        self._agree("softmax_attention", along, 2, causal=causal, scale=scale, prefix=prefix)
         attention = ring_attention if self._softmax == "ring" else sharded_softmax_attention
         if prefix:
             return sharded_prefix_softmax(
@@ -266,6 +294,7 @@ class ShardedSequenceOps:
         self._refuse_deterministic("softmax attention")
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGLK.shape[2], self._layout)
+        self._agree("softmax_attention_streaming", {"q": q_BHLK, "k": k_BGLK, "v": v_BGLV}, 2)
         if self._comm.size == 1:
             starts = self._layout.documents or ()
             return softmax_attention_streaming(q_BHLK, k_BGLK, v_BGLV, cache, documents=starts)
@@ -281,6 +310,7 @@ class ShardedSequenceOps:
         """See `sharded.fourier.sharded_fourier_mix`."""
         self._refuse_deterministic("Fourier mixing")
         self._check("tokens", x_BLD.shape[1], self._layout)
+        self._agree("fourier_mix", {"x": x_BLD}, 1, norm=norm)
         if self._packed:
             return sharded_packed_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
         return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
@@ -292,6 +322,7 @@ class ShardedSequenceOps:
         self._refuse_documents("long_convolve")
         self._refuse_deterministic("long convolutions")
         self._check("tokens", x_BLD.shape[1], self._layout)
+        self._agree("long_convolve", {"x": x_BLD}, 1, kernel=kernel_LD, backward_kernel=backward_kernel_LD)
         return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
     def diagonal_scan(
@@ -307,6 +338,7 @@ class ShardedSequenceOps:
         self._refuse_documents("diagonal_scan")
         self._refuse_deterministic("the diagonal scan")
         self._check("tokens", u_BLD.shape[1], self._layout)
+        self._agree("diagonal_scan", {"u": u_BLD}, 1, a=a_DN, b=b_DN, c=c_DN, state=state)
         return sharded_diagonal_scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
 
     def mix_tokens(
@@ -323,6 +355,16 @@ class ShardedSequenceOps:
         self._refuse_documents("mix_tokens")
         self._refuse_deterministic("token mixing")
         self._check("tokens", x_BLD.shape[1], self._layout)
+        self._agree(
+            "mix_tokens",
+            {"x": x_BLD},
+            1,
+            w_in=w_in_LS,
+            w_out=w_out_SL,
+            bias_in=bias_in_S,
+            bias_out=bias_out_L,
+            activation=activation,
+        )
         return sharded_mix_tokens(
             self._comm,
             self._layout,
@@ -337,6 +379,7 @@ class ShardedSequenceOps:
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `sharded.halo.sharded_convolve`."""
         self._check("tokens", x_BLD.shape[1], self._layout)
+        self._agree("convolve", {"x": x_BLD}, 1, w=w_KD, centred=centred)
         if self._packed:
             return sharded_packed_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
         return sharded_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
@@ -346,6 +389,7 @@ class ShardedSequenceOps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `sharded.halo.sharded_convolve_streaming`."""
         self._check("tokens", x_BLD.shape[1], self._layout)
+        self._agree("convolve_streaming", {"x": x_BLD}, 1, w=w_KD, tail=tail_BKD)
         if self._packed:
             return sharded_packed_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
         return sharded_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
@@ -357,6 +401,7 @@ class ShardedSequenceOps:
         """
         self._refuse_deterministic("sums over the sequence")
         self._check("tokens", x_BLD.shape[1], self._layout)
+        self._agree("sum_over_sequence", {"x": x_BLD}, 1)
         return collectives.all_reduce_sum(self._comm, x_BLD.sum(dim=1), label="sum over sequence")
 
     def positions(self, length: int | None = None) -> torch.Tensor:
@@ -374,6 +419,9 @@ class ShardedSequenceOps:
     def whole(self) -> bool:
         """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
         return self._comm.size == 1
+
+    def _agree(self, operation: str, along: Mapping[str, torch.Tensor | None], dim: int, **settings: Setting) -> None:
+        agree_on_call(self._comm, operation, along, dim, settings)
 
     def _refuse_deterministic(self, what: str) -> None:
         if self._deterministic:

@@ -52,6 +52,8 @@ def gathers_odd_shapes(comm: Communicator) -> None:
     assert_close(comm.all_gather(brought(comm.rank, 3, 4).T), everyone(comm, 3, 4).mT, kind="exact")
     z = brought(comm.rank, 5, dtype=torch.complex64)
     assert_close(comm.all_gather(z.conj()), everyone(comm, 5, dtype=torch.complex64).conj().resolve_conj())
+    one_of_many = brought(comm.rank, 4, 3)[:1, 1:2]  # one element, and the next one in memory is not its neighbour
+    assert_close(comm.all_gather(one_of_many.expand(1, 1).mT[..., ::2]), everyone(comm, 4, 3)[:, :1, 1:2], kind="exact")
 
 
 def gathers_while_working(comm: Communicator) -> None:
