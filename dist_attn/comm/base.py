@@ -30,7 +30,7 @@ __all__ = ["Call", "Communicator", "Pending"]
 
 # Up to this size an all-reduce gathers everything in one step (latency); above, it moves 2 (P-1)/P of it (volume).
 ONE_STEP_BYTES = 64 * 1024
-AGREEMENT = "require_equal"  # the label of what is compared, which counts apart from what operations move
+AGREEMENT = "agreement"  # the label of calls that are compared, which counts apart from what operations move
 # All ranks forget together, since all of them agreed on the same values.
 AGREED_VALUES_KEPT = 1024
 
@@ -80,7 +80,7 @@ class Communicator(ABC):
     Tensors may live on any device; results are new tensors on the device of `x`. No method is differentiable
     (`comm.differentiable` has the ones that are), and a tensor that would lose its gradient is refused.
     Every wait ends at the group's deadline. `label` names a call in the traffic log and must be equal on all ranks.
-    `traffic` counts what operations exchange, `agreements` what is compared once before they do.
+    `traffic` counts what is exchanged, except what `agree_once` compares: that is in `agreements`.
 
     Raises: CommError when a rank fails or is late, MismatchError when ranks call different things, ShapeError for
     arguments that do not fit.
@@ -274,22 +274,25 @@ class Communicator(ABC):
         Raises: MismatchError on every rank, naming the ranks that differ from rank 0 and in what.
         Cost: 32 bytes to each other rank; the values themselves only where they differ.
         """
+        self._compare(what, value, "require_equal")
+
+    def _compare(self, what: str, value: str, label: str) -> None:
         own = torch.frombuffer(bytearray(hashlib.sha256(value.encode()).digest()), dtype=torch.uint8)
-        digests = self.all_gather(own, label=AGREEMENT).tolist()
+        digests = self.all_gather(own, label=label).tolist()
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
             raise MismatchError(
                 f"the {what} of rank 0 and of rank {', '.join(map(str, different))} differ: "
-                f"{differences(self._gather_text(value))}; give every rank the same {what}"
+                f"{differences(self._gather_text(value, label))}; give every rank the same {what}"
             )
 
-    def _gather_text(self, text: str) -> list[str]:
+    def _gather_text(self, text: str, label: str) -> list[str]:
         """Every rank's text, in order of rank."""
         own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        sizes = self.all_gather(torch.tensor(own.numel()), label=AGREEMENT).tolist()
+        sizes = self.all_gather(torch.tensor(own.numel()), label=label).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: own.numel()] = own
-        rows = self.all_gather(padded, label=AGREEMENT)
+        rows = self.all_gather(padded, label=label)
         return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
     @final
@@ -310,7 +313,7 @@ class Communicator(ABC):
         different values of which each was agreed on before are not found out.
         """
         if self.size > 1 and (what, value) not in self._agreed_before:
-            self.require_equal(what, value)
+            self._compare(what, value, AGREEMENT)
             if len(self._agreed_before) == AGREED_VALUES_KEPT:
                 self._agreed_before.clear()
             self._agreed_before.add((what, value))
