@@ -339,8 +339,10 @@ class _Wait(Function):
     def forward(ctx: Any, token: Tensor, thread: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
         ctx.save_for_backward(thread)
-        assert flight.pending is not None  # launched before there was a token
-        return flight.pending.wait()
+        pending, flight.pending = flight.pending, None
+        assert pending is not None  # launched before there was a token
+        # Not kept: the result leads to this node and the node to the flight, a circle that nobody would ever free.
+        return pending.wait()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
