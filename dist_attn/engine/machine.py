@@ -30,6 +30,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("triton",), "kernels for NVIDIA GPUs"),
     "arrow": (("pyarrow",), "encodings as Arrow"),
     "redis": (("redis",), "states shared by several controllers"),
+    "hf": (("transformers",), "models in Hugging Face's Auto classes"),
     "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),
 }
 
