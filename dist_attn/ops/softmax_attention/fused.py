@@ -46,8 +46,10 @@ def softmax_attention(
     if not q_BHLK.shape[2]:
         return q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BGSV.shape[3]))
     heads, groups, size, values = q_BHLK.shape[1], k_BGSK.shape[1], q_BHLK.shape[3], v_BGSV.shape[3]
-    # Where keys and values differ in size torch takes a form that holds all scores; zeros make them equal.
-    q, k, v = (F.pad(t, (0, max(size, values) - t.shape[3])) for t in (q_BHLK, k_BGSK, v_BGSV))
+    # Where keys and values differ in size torch takes a form that holds all scores; zeros make them equal. What is as
+    # wide already is not padded, because that copies it.
+    missing = (max(size, values) - t.shape[3] for t in (q_BHLK, k_BGSK, v_BGSV))
+    q, k, v = (F.pad(t, (0, n)) if n else t for t, n in zip((q_BHLK, k_BGSK, v_BGSV), missing, strict=True))
     scale = size**-0.5 if scale is None else scale
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != groups)
     return out[..., :values]
