@@ -205,9 +205,13 @@ def generate(
 @app.command()
 def evaluate(
     file: Annotated[Path, typer.Argument(help="The text to score.")],
+    context: Annotated[
+        int | None,
+        typer.Option(help="Read in windows of so many tokens, half overlapping; without it the state is carried on."),
+    ] = None,
     model: Model = None,
 ) -> None:
-    """Bits per byte of a text under a model, read as one stream.
+    """Bits per byte of a text under a model, read as one stream or in windows.
 
     Example: dist-attn evaluate book.txt
     """
@@ -215,7 +219,7 @@ def evaluate(
         return
     from dist_attn.training.evaluation import evaluate_file
 
-    print(json.dumps(evaluate_file(file, _read(file), model)))
+    print(json.dumps(evaluate_file(file, _read(file), model, context)))
 
 
 @app.command()

@@ -189,6 +189,10 @@ def test_an_evaluation_is_one_line_of_json(run):
     report = json.loads(out)
     assert {"bits_per_byte", "tokens", "bytes", "seconds"} <= report.keys()
     assert report["bytes"] == 3 * len(PROSE.encode())
+    assert report["context"] is None
+    windows = json.loads(run("evaluate", "book.txt", "--context", "32", "--model", "tiny")[1])
+    assert windows["context"] == 32
+    assert windows["bits_per_byte"] != report["bits_per_byte"]
 
 
 def test_a_killed_training_goes_on(place, run):
@@ -237,6 +241,7 @@ BAD = {
     "average over itself": (["average", "tiny", "--out", "tiny"], "tiny is there already"),
     "seed in words": (["generate", "--prompt", "a", "--seed", "x"], "Invalid value for '--seed'"),
     "nothing to score": (["evaluate", "/dev/null", "--model", "tiny"], "/dev/null is empty"),
+    "too short a context": (["evaluate", "book.txt", "--context", "1", "--model", "tiny"], "a context of 1 tokens"),
     "no text to score": (["evaluate", "nope.txt"], "nope.txt cannot be read"),
     "no config": (["train", "nope.toml"], "nope.toml cannot be read"),
     "config is a folder": (["train", "tiny"], "tiny cannot be read: Is a directory"),

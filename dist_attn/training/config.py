@@ -34,6 +34,9 @@ class DataConfig(_Config):
     tokeniser: Path
     batch: int = Field(default=8, ge=1)
     segment: int = Field(default=512, ge=1)
+    # False: every segment begins with the empty state, in training and in the validation score. For mixers whose state
+    # grows with every token (softmax), or that are to learn nothing beyond a segment.
+    stateful: bool = True
 
     @property
     def train_files(self) -> tuple[Path, ...]:

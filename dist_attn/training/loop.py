@@ -121,8 +121,9 @@ class _Run:
         self._check_finite("norm of the gradients", norm.item())
         for optimiser in self.optimisers:
             optimiser.step()
-        # RFA's stateful training: the state goes on into the next segment, the gradient does not.
-        self.state = after.detach()
+        if self.config.data.stateful:
+            # RFA's stateful training: the state goes on into the next segment, the gradient does not.
+            self.state = after.detach()
         return value
 
     def _loss(self, h_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
@@ -149,7 +150,9 @@ class _Run:
         if self.validation is None:
             return None
         self.model.eval()
-        score = score_tokens(self.model, self.tokeniser.encode(self.validation), len(self.validation))
+        data = self.config.data
+        context = None if data.stateful else data.segment
+        score = score_tokens(self.model, self.tokeniser.encode(self.validation), len(self.validation), context)
         self.model.train()
         return score
 

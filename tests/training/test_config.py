@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from dist_attn.errors import ConfigError
+from dist_attn.models import build_model
 from dist_attn.training.config import read_config
 from tests.support.training import small_run, write_toml
 
-SHIPPED_RECIPE = Path(__file__).parents[2] / "examples" / "train-books.toml"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHIPPED_RECIPE = EXAMPLES / "train-books.toml"
 
 
 @pytest.fixture
@@ -24,6 +26,16 @@ def test_a_file_gives_the_configuration(file, tmp_path):
 def test_the_shipped_recipe_is_accepted():
     """The example that reproduces the shipped model is a valid configuration."""
     assert read_config(SHIPPED_RECIPE).model.vocab_size == 4096
+
+
+def test_the_softmax_twin_differs_only_in_its_mixer():
+    """The twin of the shipped recipe has as many parameters to 0.1 %, the same texts, batches, steps and optimiser."""
+    ours, twin = read_config(SHIPPED_RECIPE), read_config(EXAMPLES / "train-books-softmax.toml")
+    sizes = [sum(p.numel() for p in build_model(config.model).parameters()) for config in (ours, twin)]
+    assert abs(sizes[1] - sizes[0]) < 1e-3 * sizes[0]
+    assert twin.optimiser == ours.optimiser
+    assert twin.data == ours.data.model_copy(update={"stateful": False})
+    assert twin.run == ours.run.model_copy(update={"folder": twin.run.folder})
 
 
 def test_overrides_replace_single_keys(file):

@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from dist_attn.checkpoints import load_model, load_model_and_tokeniser
 from dist_attn.conversion import Conversion, convert_folder
 from dist_attn.errors import ConfigError, EngineError
+from dist_attn.models import LanguageModel
 from dist_attn.training import TrainingConfig, checkpointing, loop, train
 from dist_attn.training.config import read_config
 from tests.support.hugging_face import write_foreign_folder
-from tests.support.models import write_small_folder
+from tests.support.models import small_config, write_small_folder
 from tests.support.training import small_run
 
 
@@ -129,6 +130,33 @@ def test_the_state_is_carried_from_segment_to_segment(tmp_path):
     carried = load_file(tmp_path / "run" / "checkpoints" / "step-000006" / "carried_state.safetensors")
     positions = carried[str(len(carried) - 1)]
     assert positions.tolist() == [6 * 24, 6 * 24]
+
+
+def test_segments_stand_alone_where_the_run_is_not_stateful(tmp_path, monkeypatch):
+    """With stateful = false every step begins with the empty state, and validation sees no more than a segment."""
+    config, before, contexts = small_run(tmp_path), [], []
+    config = config.model_copy(
+        update={
+            "data": config.data.model_copy(update={"stateful": False}),
+            "model": small_config(kind="softmax"),
+        }
+    )
+    hidden, score = LanguageModel.hidden, loop.score_tokens
+
+    def seen(self, tokens_BL, ops=None, state=None):
+        if self.training:
+            before.append(state.position_B.tolist())
+        return hidden(self, tokens_BL, ops, state)
+
+    def scored(model, tokens, num_bytes, context):
+        contexts.append(context)
+        return score(model, tokens, num_bytes, context)
+
+    monkeypatch.setattr(LanguageModel, "hidden", seen)
+    monkeypatch.setattr(loop, "score_tokens", scored)
+    train(config)
+    assert before == [[0, 0]] * config.run.steps
+    assert contexts == [24, 24]
 
 
 def test_folders_of_other_runs_are_left_alone(tmp_path):
