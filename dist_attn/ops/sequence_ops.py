@@ -12,13 +12,13 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.diagonal import diagonal_scan
+from dist_attn.ops.diagonal import diagonal_scan, packed_diagonal_scan
 from dist_attn.ops.documents import document_starts
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.linear_attention import linear_attention
 from dist_attn.ops.linear_attention.prefix import check_prefix
-from dist_attn.ops.long_convolution import long_convolve
+from dist_attn.ops.long_convolution import long_convolve, packed_long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,
     packed_relative_attention,
@@ -248,8 +248,11 @@ class LocalSequenceOps:
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `dist_attn.ops.long_convolve`; one unbroken sequence only."""
-        self._refuse_documents("long_convolve")
+        """See `dist_attn.ops.long_convolve`."""
+        if self.documents:
+            return packed_long_convolve(
+                x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD, documents=self.documents
+            )
         return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
     def diagonal_scan(
@@ -261,8 +264,9 @@ class LocalSequenceOps:
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `dist_attn.ops.diagonal_scan`; one unbroken sequence only."""
-        self._refuse_documents("diagonal_scan")
+        """See `dist_attn.ops.diagonal_scan`."""
+        if self.documents:
+            return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
         return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
 
     def mix_tokens(

@@ -8,7 +8,8 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.fourier import FourierNorm, by_documents, document_lengths
+from dist_attn.ops.documents import by_documents
+from dist_attn.ops.fourier import FourierNorm, document_lengths
 from dist_attn.sharded.reshuffle import columns_to_tokens, tokens_to_columns
 
 __all__ = ["sharded_fourier_mix"]

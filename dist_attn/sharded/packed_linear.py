@@ -18,7 +18,7 @@ from dist_attn.sharded.carry_scan import for_two_uses
 from dist_attn.sharded.document_exchange import Heard, hear_from_start
 from dist_attn.sharded.prefix_scan.element import pack, unpack
 
-__all__ = ["sharded_packed_linear_attention"]
+__all__ = ["ranks_heard", "sharded_packed_linear_attention"]
 
 
 def sharded_packed_linear_attention(
@@ -54,7 +54,7 @@ def sharded_packed_linear_attention(
     if not causal:
         first = part.absorb(0, part.first) if part.starts else tail
         message = torch.cat([message, pack(first)], dim=-1)
-    running = hear_from_start(comm, _sources(layout, causal, state is not None), message, label="carry")
+    running = hear_from_start(comm, ranks_heard(layout, causal=causal, final=state is not None), message, label="carry")
     rest = [] if not part.starts else part.attend_rest(causal)
     elements = _Elements(layout, running(), tail, first, comm.rank)
     before = elements.before(state)
@@ -68,8 +68,8 @@ def sharded_packed_linear_attention(
     return out, before.combine(tail) if state is None else elements.final(state)
 
 
-def _sources(layout: SequenceLayout, causal: bool, final: bool) -> list[tuple[int, ...]]:
-    """Which ranks each rank hears from."""
+def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tuple[int, ...]]:
+    """Which ranks each rank hears from: of its first document, of its last one unless `causal`, of the `final` one."""
     last = layout.ranks_of_last_document() if final else ()
     heard = (
         {*layout.ranks_before(rank), *(() if causal else layout.ranks_after(rank)), *last} - {rank}

@@ -5,16 +5,19 @@ runs as over any other; documents that lie whole on a rank are the local operati
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.fourier import FourierNorm, packed_fourier_mix
+from dist_attn.ops.long_convolution import packed_long_convolve
 from dist_attn.ops.softmax_attention import packed_softmax_attention
 from dist_attn.sharded.fourier import sharded_fourier_mix
+from dist_attn.sharded.long_convolution import sharded_long_convolve
 
-__all__ = ["sharded_packed_fourier_mix", "sharded_packed_softmax_attention"]
+__all__ = ["sharded_packed_fourier_mix", "sharded_packed_long_convolve", "sharded_packed_softmax_attention"]
 
 
 def sharded_packed_softmax_attention(
@@ -58,12 +61,52 @@ def sharded_packed_fourier_mix(
     Cost: that of `sharded_fourier_mix` for the tokens of documents that lie on several ranks; nothing where there are
         none.
     """
+    return _apart(
+        comm,
+        layout,
+        x_BLD,
+        inside=partial(packed_fourier_mix, norm=norm),
+        across=partial(sharded_fourier_mix, norm=norm),
+    )
+
+
+def sharded_packed_long_convolve(
+    comm: Communicator,
+    layout: SequenceLayout,
+    x_BLD: torch.Tensor,
+    kernel_LD: torch.Tensor,
+    *,
+    backward_kernel_LD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`ops.long_convolve` of every document by itself on this rank's slice.
+
+    Cost: that of `sharded_long_convolve` for the tokens of documents that lie on several ranks; nothing where there
+        are none.
+    """
+    return _apart(
+        comm,
+        layout,
+        x_BLD,
+        inside=partial(packed_long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
+        across=partial(sharded_long_convolve, kernel_LD=kernel_LD, backward_kernel_LD=backward_kernel_LD),
+    )
+
+
+def _apart(
+    comm: Communicator,
+    layout: SequenceLayout,
+    x_BLD: torch.Tensor,
+    *,
+    inside: Callable[..., torch.Tensor],
+    across: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """`inside` for the tokens of documents that lie whole on this rank, `across` ranks for the others."""
     if not layout.crosses_cuts:
-        return packed_fourier_mix(x_BLD, documents=layout.documents_on(comm.rank), norm=norm)
+        return inside(x_BLD, documents=layout.documents_on(comm.rank))
     parts = layout.pieces(comm.rank)
     x0, x1, x2 = x_BLD.split(parts, dim=1)
-    across_BLD = sharded_fourier_mix(comm, layout.across_cuts, torch.cat([x0, x2], dim=1), norm=norm)
-    inside_BLD = packed_fourier_mix(x1, documents=_inside(layout, comm.rank), norm=norm)
+    across_BLD = across(comm, layout.across_cuts, torch.cat([x0, x2], dim=1))
+    inside_BLD = inside(x1, documents=_inside(layout, comm.rank))
     first, last = across_BLD.split((parts[0], parts[2]), dim=1)
     return torch.cat([first, inside_BLD, last], dim=1)
 

@@ -13,7 +13,7 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, softmax_attention_streaming
 from dist_attn.ops.fourier import FourierNorm
-from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
+from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.call_agreement import Setting, agree_on_call
@@ -24,16 +24,22 @@ from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.in_order import attention_in_order, check_grid
 from dist_attn.sharded.long_convolution import sharded_long_convolve
+from dist_attn.sharded.packed_diagonal import sharded_packed_diagonal_scan
 from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
 from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
-from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_softmax_attention
+from dist_attn.sharded.packed_whole import (
+    sharded_packed_fourier_mix,
+    sharded_packed_long_convolve,
+    sharded_packed_softmax_attention,
+)
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
 from dist_attn.sharded.prefix_softmax import sharded_prefix_softmax
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
 from dist_attn.sharded.token_mixing import sharded_mix_tokens
+from dist_attn.sharded.two_layouts import over_two_layouts
 
 __all__ = ["CacheKept", "ShardedSequenceOps", "SoftmaxExchange"]
 
@@ -123,12 +129,11 @@ class ShardedSequenceOps:
     ) -> tuple[torch.Tensor, LinearState]:
         """See `sharded.carry_scan.sharded_linear_attention`; keys lie on `memory_layout` where one is given.
 
-        A `prefix` counts global tokens and takes a second exchange of states.
+        A `prefix` counts global tokens and takes a second exchange of states. Causal attention over keys on a layout of
+        their own brings queries to them, see `sharded.two_layouts`.
         """
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BHSK.shape[2], self._memory)
-        if causal and self._memory != self._layout:
-            raise ShapeError("causal attention needs queries and keys on the same layout; use causal=False for memory")
         check_prefix(prefix, causal=causal, documents=self._packed)
         self._agree(
             "linear_attention",
@@ -140,10 +145,13 @@ class ShardedSequenceOps:
             feature_map=feature_map,
             state=None if state is None else state.s_BHMV,
         )
-        attend = partial(self._linear_attention(), feature_map=feature_map, denominator=denominator)
+        attend: Attend = partial(self._linear_attention(), feature_map=feature_map, denominator=denominator)
+        if causal and self._memory != self._layout:
+            self._refuse_deterministic("causal attention over keys on a layout of their own")
+            attend = over_two_layouts(self._comm, self._layout, self._memory, attend, prefix=prefix)
         if prefix:
             self._refuse_deterministic("a prefix that attends to itself in full")
-            here = max(0, prefix - self._layout.range(self._comm.rank)[0])
+            here, there = (max(0, prefix - part.range(self._comm.rank)[0]) for part in (self._layout, self._memory))
             return prefix_then_causal(
                 attend,
                 q_BHLK,
@@ -153,7 +161,7 @@ class ShardedSequenceOps:
                 key_scale_BHS=key_scale_BHS,
                 state=state,
                 queries=here,
-                keys=here,
+                keys=there,
             )
         return attend(
             q_BHLK,
@@ -318,12 +326,12 @@ class ShardedSequenceOps:
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `sharded.long_convolution.sharded_long_convolve`; one unbroken sequence only."""
-        self._refuse_documents("long_convolve")
+        """See `sharded.long_convolution.sharded_long_convolve`."""
         self._refuse_deterministic("long convolutions")
         self._check("tokens", x_BLD.shape[1], self._layout)
         self._agree("long_convolve", {"x": x_BLD}, 1, kernel=kernel_LD, backward_kernel=backward_kernel_LD)
-        return sharded_long_convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+        convolve = sharded_packed_long_convolve if self._packed else sharded_long_convolve
+        return convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
     def diagonal_scan(
         self,
@@ -334,12 +342,12 @@ class ShardedSequenceOps:
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.diagonal.sharded_diagonal_scan`; one unbroken sequence only."""
-        self._refuse_documents("diagonal_scan")
+        """See `sharded.diagonal.sharded_diagonal_scan`."""
         self._refuse_deterministic("the diagonal scan")
         self._check("tokens", u_BLD.shape[1], self._layout)
         self._agree("diagonal_scan", {"u": u_BLD}, 1, a=a_DN, b=b_DN, c=c_DN, state=state)
-        return sharded_diagonal_scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
+        scan = sharded_packed_diagonal_scan if self._packed else sharded_diagonal_scan
+        return scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
 
     def mix_tokens(
         self,

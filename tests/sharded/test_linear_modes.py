@@ -58,14 +58,30 @@ def test_prefix_for_any_cut(lengths, prefix, gate):
     _check(tuple(lengths), tuple(lengths), causal=True, gate=gate, state=False, prefix=prefix)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("gate", "state"), [(False, False), (True, True)])
 @pytest.mark.parametrize(
     ("queries", "keys"),
     [((4, 5), (13, 1)), ((0, 3, 2), (0, 0, 30)), ((7, 0), (0, 2)), ((1, 2, 3), (0, 0, 0)), ((6,), (9,))],
 )
-def test_a_memory_of_its_own(queries, keys, gate, state):
-    """Cross attention over a memory that is cut elsewhere, also where ranks hold none of it, with all gradients."""
-    _check(queries, keys, causal=False, gate=gate, state=state)
+def test_a_memory_of_its_own(queries, keys, gate, state, causal):
+    """Attention over a memory that is cut elsewhere, also where ranks hold none of it, with all gradients."""
+    _check(queries, keys, causal=causal, gate=gate, state=state)
+
+
+@st.composite
+def two_cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Queries and keys over the same 1 to 5 ranks, each cut in any way."""
+    size = draw(st.integers(1, 5))
+    queries, keys = (draw(st.lists(st.integers(0, 30), min_size=size, max_size=size)) for _ in range(2))
+    return tuple(queries), tuple(keys)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=two_cuts(), prefix=st.integers(0, 60), gate=st.booleans())
+def test_causal_over_any_two_cuts(cuts, prefix, gate):
+    """Query i sees the keys up to i wherever both lie, more or fewer queries than keys, with a prefix or without."""
+    _check(*cuts, causal=True, gate=gate, state=True, prefix=prefix)
 
 
 @pytest.mark.parametrize("exchange", ["reshuffle", "ring"])

@@ -2,5 +2,6 @@
 
 from dist_attn.ops.long_convolution.fft import long_convolve
 from dist_attn.ops.long_convolution.naive import long_convolve_naive
+from dist_attn.ops.long_convolution.packed import packed_long_convolve
 
-__all__ = ["long_convolve", "long_convolve_naive"]
+__all__ = ["long_convolve", "long_convolve_naive", "packed_long_convolve"]
