@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks import longest_softmax
+from benchmarks import longest_softmax, perplexity_by_position
 
 __all__ = ["STUDIES", "Finding", "Study"]
 
@@ -36,4 +36,8 @@ class Study:
     measure: Callable[[bool], Finding]
 
 
-STUDIES = {study.name: study for study in (Study("longest-softmax", longest_softmax.TESTS, longest_softmax.measure),)}
+_ALL = (
+    Study("longest-softmax", longest_softmax.TESTS, longest_softmax.measure),
+    Study("perplexity-by-position", perplexity_by_position.TESTS, perplexity_by_position.measure),
+)
+STUDIES = {study.name: study for study in _ALL}
