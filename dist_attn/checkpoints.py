@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -118,15 +119,19 @@ def save_model(
     tokeniser: Tokeniser | None = None,
     half: bool = False,
     facts: dict[str, Any] | None = None,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a model folder beside its final place and rename it there, so that a half-written one is never seen.
 
-    `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are.
+    `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are. `weights`
+    stand for the model's own, where those are sharded.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
     retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
-        _write_folder(temporary, model, tokeniser, half, facts or {})
+        _write_folder(
+            temporary, model, model.state_dict() if weights is None else weights, tokeniser, half, facts or {}
+        )
         if folder.exists():
             folder.rename(retired)
         temporary.rename(folder)
@@ -138,16 +143,23 @@ def save_model(
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _write_folder(folder: Path, model: Model, tokeniser: Tokeniser | None, half: bool, facts: dict[str, Any]) -> None:
+def _write_folder(
+    folder: Path,
+    model: Model,
+    weights: Mapping[str, torch.Tensor],
+    tokeniser: Tokeniser | None,
+    half: bool,
+    facts: dict[str, Any],
+) -> None:
     folder.mkdir(parents=True)
     names = NAMES_FOR_OTHERS if isinstance(model, LanguageModel) else {}
     config = names | model.config.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    weights = {
+    stored = {
         name: (t.half() if half and t.dim() >= 2 and t.is_floating_point() else t).contiguous()
-        for name, t in model.state_dict().items()
+        for name, t in weights.items()
     }
-    save_file(weights, folder / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
     # safetensors makes files that only their owner may read; a model folder is as public as its other files.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
     if tokeniser is not None:

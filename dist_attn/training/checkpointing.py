@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dist_attn.errors import ConfigError
-from dist_attn.models import ModelState
 
 __all__ = ["latest_checkpoint", "restore", "save"]
 
@@ -23,7 +22,7 @@ def save(
     step: int,
     model: nn.Module,
     optimisers: Sequence[torch.optim.Optimizer],
-    state: ModelState,
+    carried: Mapping[str, torch.Tensor],
     keep: int,
 ) -> None:
     """Write `folder/step-NNNNNN`; the newest `keep` checkpoints stay."""
@@ -33,8 +32,7 @@ def save(
     temporary.mkdir(parents=True)
     save_file({n: t.contiguous() for n, t in model.state_dict().items()}, temporary / "model.safetensors")
     save_file(dict(_optimiser_tensors(optimisers)), temporary / "optimiser.safetensors")
-    carried = {str(i): t.contiguous() for i, t in enumerate(_state_tensors(state))}
-    save_file(carried, temporary / "carried_state.safetensors")
+    save_file({n: t.contiguous() for n, t in carried.items()}, temporary / "carried_state.safetensors")
     (temporary / "progress.json").write_text(json.dumps({"step": step}))
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
@@ -48,9 +46,9 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def restore(
-    checkpoint: Path, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer], state: ModelState
-) -> tuple[int, ModelState]:
-    """Load a checkpoint into model and optimisers; `state` gives the structure of the carried one.
+    checkpoint: Path, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Load a checkpoint into model and optimisers; its step, and what the task carries.
 
     Raises: ConfigError when the checkpoint belongs to another model or optimiser.
     """
@@ -67,9 +65,7 @@ def restore(
         raise ConfigError(f"checkpoint {checkpoint} is of another model: {line}") from None
     for index, optimiser in enumerate(optimisers):
         _restore_optimiser(optimiser, index, tensors, checkpoint)
-    flat = iter(carried[str(i)] for i in range(len(carried)))
-    layers = tuple(s.replace(tuple(next(flat) for _ in s.tensors())) for s in state.layers)
-    return _step(checkpoint), ModelState(layers, next(flat))
+    return _step(checkpoint), carried
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -78,10 +74,6 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _state_tensors(state: ModelState) -> list[torch.Tensor]:
-    return [*(t for s in state.layers for t in s.tensors()), state.position_B]
 
 
 def _parameters(optimiser: torch.optim.Optimizer) -> list[nn.Parameter]:

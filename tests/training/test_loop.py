@@ -12,8 +12,10 @@ from dist_attn.checkpoints import load_model, load_model_and_tokeniser
 from dist_attn.conversion import Conversion, convert_folder
 from dist_attn.errors import ConfigError, EngineError
 from dist_attn.models import LanguageModel
-from dist_attn.training import TrainingConfig, checkpointing, loop, train
+from dist_attn.training import TrainingConfig, checkpointing, language_task, train
 from dist_attn.training.config import read_config
+from dist_attn.training.data import SegmentStream
+from dist_attn.training.language_task import LanguageTask, first_model
 from tests.support.hugging_face import write_foreign_folder
 from tests.support.models import small_config, write_small_folder
 from tests.support.training import small_run
@@ -36,14 +38,14 @@ def _last_tensors(config: TrainingConfig) -> dict[str, torch.Tensor]:
 
 
 def _kill_before_step(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    whole = loop.SegmentStream.__call__
+    whole = SegmentStream.__call__
 
-    def stream(self: loop.SegmentStream, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def stream(self: SegmentStream, at: int) -> tuple[torch.Tensor, torch.Tensor]:
         if at == step:
             raise Killed
         return whole(self, at)
 
-    monkeypatch.setattr(loop.SegmentStream, "__call__", stream)
+    monkeypatch.setattr(SegmentStream, "__call__", stream)
 
 
 def test_a_run_learns_and_leaves_a_model(tmp_path):
@@ -141,7 +143,7 @@ def test_segments_stand_alone_where_the_run_is_not_stateful(tmp_path, monkeypatc
             "model": small_config(kind="softmax"),
         }
     )
-    hidden, score = LanguageModel.hidden, loop.score_tokens
+    hidden, score = LanguageModel.hidden, language_task.score_tokens
 
     def seen(self, tokens_BL, ops=None, state=None):
         if self.training:
@@ -153,7 +155,7 @@ def test_segments_stand_alone_where_the_run_is_not_stateful(tmp_path, monkeypatc
         return score(model, tokens, num_bytes, context)
 
     monkeypatch.setattr(LanguageModel, "hidden", seen)
-    monkeypatch.setattr(loop, "score_tokens", scored)
+    monkeypatch.setattr(language_task, "score_tokens", scored)
     train(config)
     assert before == [[0, 0]] * config.run.steps
     assert contexts == [24, 24]
@@ -217,16 +219,17 @@ def test_a_run_folder_that_cannot_be_used_is_named(tmp_path):
 @pytest.mark.parametrize("where", ["loss", "gradients"])
 def test_a_run_that_blows_up_stops_at_that_step(tmp_path, monkeypatch, where):
     """A loss or gradient that is not finite stops the run with the step, and the last checkpoint is sound."""
-    whole = loop._Run._loss
+    whole = LanguageTask.loss
 
-    def loss(self: loop._Run, h_ND: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
-        if self.step == 4 and where == "loss":
-            return whole(self, h_ND, targets_N) * float("nan")
-        if self.step == 4:
-            h_ND.register_hook(lambda grad: grad * float("inf"))
-        return whole(self, h_ND, targets_N)
+    def loss(self: LanguageTask, step: int, rows: slice) -> torch.Tensor:
+        value = whole(self, step, rows)
+        if step == 4 and where == "loss":
+            return value * float("nan")
+        if step == 4:
+            value.register_hook(lambda grad: grad * float("inf"))
+        return value
 
-    monkeypatch.setattr(loop._Run, "_loss", loss)
+    monkeypatch.setattr(LanguageTask, "loss", loss)
     with pytest.raises(EngineError, match=rf"the .*{where} is (nan|inf) at step 4; all parameters are finite"):
         train(small_run(tmp_path, checkpoint_every=1))
     checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
@@ -279,7 +282,7 @@ def test_a_run_begins_with_the_weights_it_was_given(tmp_path):
     write_small_folder(tmp_path / "first", seed=3)
     config = small_run(tmp_path, begin_from=tmp_path / "first")
     want = load_model(tmp_path / "first").state_dict()
-    got = loop._first_model(config).state_dict()
+    got = first_model(config).state_dict()
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
     write_small_folder(tmp_path / "second", kind="softmax")
     with pytest.raises(ConfigError, match=r"is not the one of \[model\]; leave that section out"):

@@ -1,0 +1,157 @@
+"""Language modelling: segments of contiguous streams, with the state carried from each to the next."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dist_attn.checkpoints import load_model, save_model
+from dist_attn.errors import ConfigError
+from dist_attn.models import LanguageModel, ModelState, build_model
+from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.training.config import TrainingConfig
+from dist_attn.training.data import SegmentStream, tokenise_files
+from dist_attn.training.evaluation import score_tokens
+from dist_attn.training.task import Criterion, Share, Task
+
+__all__ = ["LanguageTask", "first_model"]
+
+# Tokens whose logits exist at the same time.
+LOSS_PIECE = 512
+
+
+class LanguageTask(Task):
+    """The mean cross entropy of the next token; validated in bits per byte of one text that is read as a stream.
+
+    Reference: Random Feature Attention, Sec. 4.1: the state goes on into the next segment, the gradient does not.
+    """
+
+    model: LanguageModel
+
+    def __init__(self, config: TrainingConfig, share: Share) -> None:
+        data = config.data
+        self._config, self._share = config, share
+        self._tokeniser: Tokeniser = load_tokeniser(data.tokeniser)
+        if self._tokeniser.vocab_size != config.model.vocab_size:
+            raise ConfigError(
+                f"the tokeniser in {data.tokeniser} has {self._tokeniser.vocab_size} tokens, "
+                f"model.vocab_size is {config.model.vocab_size}; they must be equal"
+            )
+        tokens = tokenise_files(data.train_files, self._tokeniser, config.run.folder / "cache")
+        self._stream = SegmentStream(tokens, data.batch, data.segment)
+        self._validation = _validation_text(config)
+        super().__init__(first_model(config).to(share.device), data.batch)
+        self.criterion = None if self._validation is None else Criterion("bits_per_byte", "lower")
+        own = share.rows(data.batch)
+        # Made while the parameters are whole: a mixer takes the types and devices of its state from them.
+        self._initial = self.model.initial_state(own.stop - own.start)
+        self._state = self._initial
+        self._after: list[ModelState] = []
+
+    def prepare(self, step: int) -> None:
+        if self.model.redraw(step):
+            # Sums of other random features mean nothing to these: with a pool, segments stand alone.
+            self._state = self._initial
+        self._after = []
+
+    def loss(self, step: int, rows: slice) -> Tensor:
+        data = self._config.data
+        inputs_BT, targets_BT = self._stream(step)
+        tokens = self._share.tokens(data.segment)
+        inputs_BL, targets_BL = (t[rows, tokens].to(self._share.device) for t in (inputs_BT, targets_BT))
+        with self._autocast():
+            h_BLD, after = self.model.hidden(inputs_BL, self._share.ops(data.segment), self._state_of(rows))
+        if data.stateful:
+            self._keep(after.detach(), rows)
+        return self._cross_entropy(h_BLD.flatten(0, 1), targets_BL.flatten()) / targets_BT.numel()
+
+    def carried(self) -> dict[str, Tensor]:
+        return {str(i): t for i, t in enumerate(_tensors(self._state))}
+
+    def carry(self, tensors: Mapping[str, Tensor]) -> None:
+        if len(tensors) != len(_tensors(self._initial)):
+            raise ConfigError("the state in the checkpoint is of another model; start a new run folder")
+        flat = iter(tensors[str(i)].to(self._share.device) for i in range(len(tensors)))
+        layers = tuple(s.replace(tuple(next(flat) for _ in s.tensors())) for s in self._initial.layers)
+        self._state = ModelState(layers, next(flat))
+
+    def validate(self) -> dict[str, float | int]:
+        if self._validation is None:
+            return {}
+        tokens, data = self._tokeniser.encode(self._validation), self._config.data
+        score = score_tokens(self.model, tokens, len(self._validation), None if data.stateful else data.segment)
+        return {"bits_per_byte": score.bits_per_byte, "bytes": score.num_bytes}
+
+    def seen(self, steps: int) -> int:
+        return steps * self._config.data.batch * self._config.data.segment
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        facts = {"trained_on": [path.name for path in self._config.data.train], **facts}
+        save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._share.device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16)
+
+    def _state_of(self, rows: slice) -> ModelState:
+        """The state of a micro-batch's rows."""
+        own = self._share.rows(self.batch)
+        if rows == own:
+            return self._state
+        return self._state.select(slice(rows.start - own.start, rows.stop - own.start))
+
+    def _keep(self, after: ModelState, rows: slice) -> None:
+        """Put a micro-batch's state beside those before it; with the last one they are the state of the next step."""
+        self._after.append(after)
+        if rows.stop == self._share.rows(self.batch).stop:
+            self._state = self._after[0] if len(self._after) == 1 else ModelState.stack(self._after)
+
+    def _cross_entropy(self, h_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """The sum of cross entropies in pieces that are recomputed backward: whole logits leave the cache: 2 x slower.
+
+        Half-precision logits go through the softmax in float32.
+        """
+
+        def piece(h_PD: Tensor, targets_P: Tensor) -> Tensor:
+            with self._autocast():
+                logits_PV = self.model.readout(h_PD)
+            wide = torch.promote_types(logits_PV.dtype, torch.float32)
+            return F.cross_entropy(logits_PV.to(wide), targets_P, reduction="sum")
+
+        pieces = zip(h_ND.split(LOSS_PIECE), targets_N.split(LOSS_PIECE), strict=True)
+        losses = [checkpoint(piece, h, targets, use_reentrant=False) for h, targets in pieces]
+        return torch.stack(losses).sum()
+
+
+def first_model(config: TrainingConfig) -> LanguageModel:
+    """Fresh, or the one that the run begins from; raises ConfigError where that is not the model of [model]."""
+    begin_from = config.run.begin_from
+    if begin_from is None:
+        return build_model(config.model)
+    model = load_model(begin_from)
+    if model.config != config.model:
+        raise ConfigError(
+            f"the model in {begin_from} is not the one of [model]; leave that section out to have the folder's"
+        )
+    return model.train()
+
+
+def _tensors(state: ModelState) -> list[Tensor]:
+    return [*(t for s in state.layers for t in s.tensors()), state.position_B]
+
+
+def _validation_text(config: TrainingConfig) -> bytes | None:
+    path = config.data.validation_file
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            text = file.read(config.data.validation_bytes)
+    except OSError as error:
+        raise ConfigError(f"validation text {path} cannot be read: {error.strerror}") from None
+    if not text:
+        raise ConfigError(f"validation text {path} is empty; give a text, or no data.validation")
+    return text

@@ -1,0 +1,57 @@
+"""The folder of a run: whose it is, and what stands in it when a run begins or goes on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dist_attn.errors import ConfigError
+from dist_attn.training.config import TrainingConfig
+
+__all__ = ["check_folder", "claim_folder"]
+
+
+def check_folder(config: TrainingConfig, resume: bool) -> None:
+    """Raises ConfigError for a folder that holds another run, or this one without `resume`."""
+    folder, written = config.run.folder, config.model_dump(mode="json")
+    path = folder / "config.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        before = _filled_in(json.loads(path.read_bytes())) if path.exists() else None
+    except OSError as error:
+        raise ConfigError(f"run.folder {folder} cannot be used: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError(f"{path} is not the configuration of a run; give another run.folder") from None
+    if before is not None and not resume:
+        raise ConfigError(f"{folder} holds a run already; give --resume to go on with it, or another run.folder")
+    if before is not None:
+        differing = [key for key in written if not isinstance(before, dict) or before.get(key) != written[key]]
+        if differing:
+            raise ConfigError(f"{folder} was started with another [{differing[0]}] section; resume needs the same one")
+
+
+def claim_folder(config: TrainingConfig, step: int) -> None:
+    """Make the folder this run's own, and forget the metrics of steps after `step`, which are about to come again."""
+    path = config.run.folder / "metrics.jsonl"
+    if path.exists():
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+        _write_whole(path, "".join(kept))
+    written = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
+    _write_whole(config.run.folder / "config.json", written)
+
+
+def _filled_in(values: Any) -> Any:
+    """A written configuration with the keys that versions since then have by default; as it is where it is none."""
+    try:
+        return TrainingConfig.model_validate(values).model_dump(mode="json")
+    except ValidationError:
+        return values
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Put `text` in the place of the file at once: whoever is killed meanwhile leaves the one that was there."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text)
+    beside.replace(path)

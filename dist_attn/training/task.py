@@ -1,0 +1,145 @@
+"""What a run trains, for a loop that knows nothing about it: batches by number, a loss that ranks share, a validation.
+
+A task never asks for its rank. It is given a `Share`, which says which rows of a batch and which tokens of a sequence
+are worked on here, and the operations along that slice.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, final
+
+import torch
+from torch import Tensor, nn
+
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+
+__all__ = ["Criterion", "Share", "Task", "Whole"]
+
+
+class Share(Protocol):
+    """The part of every batch that is worked on here; on all ranks together it is the whole batch, once."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model and its batches lie."""
+        ...
+
+    @property
+    def replica_weight(self) -> float:
+        """What a value counts that all ranks of these rows compute alike, such as the loss of a pooled vector.
+
+        One over the number of ranks that a sequence is cut over, so that their sum counts it once.
+        """
+        ...
+
+    def rows(self, total: int) -> slice:
+        """The rows of a batch of `total` that are worked on here; there may be none."""
+        ...
+
+    def tokens(self, total: int) -> slice:
+        """The tokens of sequences of `total` tokens that are worked on here; there may be none."""
+        ...
+
+    def ops(self, total: int, memory: int | None = None) -> SequenceOps:
+        """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to."""
+        ...
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """The sum over all ranks of a few numbers, such as a loss and what it counts; every rank calls it."""
+        ...
+
+    def lengthwise(self) -> "Share":
+        """All ranks along the sequence and every row on each: for one long text, such as a validation's."""
+        ...
+
+
+@final
+class Whole:
+    """The share of a process that works alone: everything."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.replica_weight = 1.0
+
+    def rows(self, total: int) -> slice:
+        """All rows."""
+        return slice(0, total)
+
+    def tokens(self, total: int) -> slice:
+        """All tokens."""
+        return slice(0, total)
+
+    def ops(self, total: int, memory: int | None = None) -> SequenceOps:
+        """Operations on whole sequences."""
+        return LocalSequenceOps()
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        """The values themselves."""
+        return values_N
+
+    def lengthwise(self) -> Share:
+        """The same share."""
+        return self
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """The validation metric that decides which checkpoint is best, and which way is better."""
+
+    metric: str
+    better: Literal["lower", "higher"]
+
+
+class Task(ABC):
+    """A model, its batches and its loss; everything about a step is a function of the step's number and of `carried`.
+
+    The loop may shard the parameters of `model`: then they hold their values only inside `loss` and `validate`.
+    """
+
+    unit = "tokens"  # what the speed of the run is counted in
+
+    def __init__(self, model: nn.Module, batch: int) -> None:
+        self.model = model
+        self.batch = batch  # rows of one step over all ranks and micro-batches
+        self.criterion: Criterion | None = None
+
+    def prepare(self, step: int) -> None:
+        """Called before the first micro-batch of a step."""
+        return
+
+    @abstractmethod
+    def loss(self, step: int, rows: slice) -> Tensor:
+        """This share's part of the loss of a step, over some of the rows of `Share.rows`, as a scalar with gradient.
+
+        The sum over all micro-batches and all ranks is the loss of the whole batch, so it is divided by what the whole
+        batch counts (`batch` x `segment` tokens, say) and not by what is counted here.
+        """
+
+    def carried(self) -> dict[str, Tensor]:
+        """What the next step depends on beside weights, with this share's rows in dimension 0; for the checkpoint."""
+        return {}
+
+    def carry(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take back what `carried` gave, as it stood in a checkpoint.
+
+        Raises: ConfigError for tensors of another task.
+        """
+        return
+
+    @abstractmethod
+    def validate(self) -> dict[str, float | int]:
+        """Metrics on held-out data, the same on every rank; empty without such data. The model is in
+        evaluation mode, and no gradient is kept.
+
+        `criterion` names the one that decides.
+        """
+
+    @abstractmethod
+    def seen(self, steps: int) -> int:
+        """How many units (tokens) so many steps read, over all ranks."""
+
+    @abstractmethod
+    def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        """Write a model folder with these weights, those of the whole model; one rank does so."""
