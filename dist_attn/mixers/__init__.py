@@ -13,21 +13,33 @@ from dist_attn.mixers.config import (
     SoftmaxConfig,
 )
 from dist_attn.mixers.cross import CrossAttention, MemoryState
+from dist_attn.mixers.input_independent_config import (
+    ConvolutionConfig,
+    FourierConfig,
+    S4DConfig,
+    SgConvConfig,
+    TokenMlpConfig,
+)
 from dist_attn.mixers.random_feature import RandomFeatureAttention
 
 __all__ = [
     "BidirectionalConfig",
+    "ConvolutionConfig",
     "CrossAttention",
     "CrossConfig",
     "DenominatorConfig",
+    "FourierConfig",
     "MemoryState",
     "MixerConfig",
     "MixerState",
     "RandomFeatureAttention",
     "RandomFeatureConfig",
     "RotaryConfig",
+    "S4DConfig",
     "ScaleformerConfig",
+    "SgConvConfig",
     "SoftmaxConfig",
     "TokenMixer",
+    "TokenMlpConfig",
     "build_mixer",
 ]

@@ -3,19 +3,42 @@
 from dist_attn.mixers.base import TokenMixer
 from dist_attn.mixers.bidirectional import BidirectionalAttention
 from dist_attn.mixers.config import BidirectionalConfig, MixerConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.mixers.convolution import CausalConvolution, CentredConvolution
+from dist_attn.mixers.fourier import FourierMixing
+from dist_attn.mixers.input_independent_config import (
+    ConvolutionConfig,
+    FourierConfig,
+    S4DConfig,
+    SgConvConfig,
+    TokenMlpConfig,
+)
 from dist_attn.mixers.random_feature import RandomFeatureAttention
+from dist_attn.mixers.s4d import S4DConvolution, S4DScan
 from dist_attn.mixers.scaleformer import ScaleformerAttention
+from dist_attn.mixers.sgconv import StructuredConvolution
 from dist_attn.mixers.softmax import SoftmaxAttention
+from dist_attn.mixers.token_mlp import TokenMlp
 
 __all__ = ["build_mixer"]
 
 
 def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
     """The mixer that `config.kind` names, with fresh parameters."""
-    if isinstance(config, SoftmaxConfig):
-        return SoftmaxAttention(config)
-    if isinstance(config, ScaleformerConfig):
-        return ScaleformerAttention(config)
-    if isinstance(config, BidirectionalConfig):
-        return BidirectionalAttention(config)
+    match config:
+        case SoftmaxConfig():
+            return SoftmaxAttention(config)
+        case ScaleformerConfig():
+            return ScaleformerAttention(config)
+        case BidirectionalConfig():
+            return BidirectionalAttention(config)
+        case ConvolutionConfig():
+            return CentredConvolution(config) if config.centred else CausalConvolution(config)
+        case FourierConfig():
+            return FourierMixing(config)
+        case TokenMlpConfig():
+            return TokenMlp(config)
+        case SgConvConfig():
+            return StructuredConvolution(config)
+        case S4DConfig():
+            return S4DScan(config) if config.form == "scan" else S4DConvolution(config)
     return RandomFeatureAttention(config)

@@ -4,6 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dist_attn.mixers.input_independent_config import (
+    ConvolutionConfig,
+    FourierConfig,
+    S4DConfig,
+    SgConvConfig,
+    TokenMlpConfig,
+)
+
 __all__ = [
     "BidirectionalConfig",
     "CrossConfig",
@@ -49,6 +57,16 @@ class _HeadSizes(_Config):
     @property
     def head_size(self) -> int:
         return self.hidden_size // self.num_heads
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return self.causal
 
 
 class _HeadsConfig(_HeadSizes):
@@ -121,6 +139,11 @@ class _AttentionConfig(_HeadSizes):
         """Numbers in a head's values."""
         return self.head_size if self.value_rank is None else self.value_rank
 
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return False
+
 
 class BidirectionalConfig(_AttentionConfig):
     """Self-attention in which every token sees every other: for encoders and classifiers."""
@@ -134,4 +157,14 @@ class CrossConfig(_AttentionConfig):
     kind: Literal["cross"] = "cross"
 
 
-MixerConfig = Annotated[RandomFeatureConfig | SoftmaxConfig | ScaleformerConfig, Field(discriminator="kind")]
+MixerConfig = Annotated[
+    RandomFeatureConfig
+    | SoftmaxConfig
+    | ScaleformerConfig
+    | ConvolutionConfig
+    | FourierConfig
+    | TokenMlpConfig
+    | SgConvConfig
+    | S4DConfig,
+    Field(discriminator="kind"),
+]

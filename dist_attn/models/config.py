@@ -82,4 +82,9 @@ class LanguageModelConfig(_Config):
             raise ValueError(
                 f"the mixer's hidden_size {self.mixer.hidden_size} must equal the model's {self.hidden_size}"
             )
+        if not self.mixer.streams:
+            raise ValueError(
+                f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a language model needs one "
+                "that goes on from a state, as rfa_gate, scaleformer, convolution or s4d as a scan do"
+            )
         return self

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dist_attn.mixers import BidirectionalConfig, CrossConfig, RandomFeatureConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.mixers import BidirectionalConfig, CrossConfig, MixerConfig
 from dist_attn.models.config import BlockConfig
 
 __all__ = [
@@ -28,7 +28,7 @@ class EncoderConfig(_Config):
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1)
     mlp_size: int = Field(ge=1)
-    mixer: RandomFeatureConfig | SoftmaxConfig | ScaleformerConfig | BidirectionalConfig = Field(discriminator="kind")
+    mixer: MixerConfig | BidirectionalConfig = Field(discriminator="kind")
     block: BlockConfig = BlockConfig()
     positions: Literal["none", "sinusoidal", "learned", "concatenated"] = "sinusoidal"
     # How many positions have a learned vector; needed with learned positions, of no use without.
@@ -45,7 +45,7 @@ class EncoderConfig(_Config):
     @property
     def causal(self) -> bool:
         """Whether no token sees a later one."""
-        return not isinstance(self.mixer, BidirectionalConfig)
+        return self.mixer.causal
 
 
 class TextClassifierConfig(_Config):
@@ -106,15 +106,20 @@ class DecoderConfig(_Config):
 
     num_layers: int = Field(ge=1)
     mlp_size: int = Field(ge=1)
-    mixer: RandomFeatureConfig | SoftmaxConfig | ScaleformerConfig = Field(discriminator="kind")
+    mixer: MixerConfig
     cross: CrossConfig
     block: BlockConfig = BlockConfig()
     positions: Literal["none", "sinusoidal"] = "sinusoidal"
 
     @model_validator(mode="after")
-    def _one_after_the_other(self) -> "DecoderConfig":
+    def _fits(self) -> "DecoderConfig":
         if self.block.residual != "sequential":
             raise ValueError("a decoder's attention, cross attention and MLP follow each other: residual = sequential")
+        if not self.mixer.streams:
+            raise ValueError(
+                f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a decoder needs one that goes "
+                "on from a state"
+            )
         return self
 
 

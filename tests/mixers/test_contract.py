@@ -8,8 +8,10 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
+    ConvolutionConfig,
     RandomFeatureConfig,
     RotaryConfig,
+    S4DConfig,
     ScaleformerConfig,
     SoftmaxConfig,
     TokenMixer,
@@ -39,6 +41,11 @@ CONFIGS = {
     ),
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
     "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),
+    "convolution": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=7),
+    "convolution-wider-than-a-slice": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=50),
+    "convolution-pointwise": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=1),
+    "s4d": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=8),
+    "s4d-bilinear": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=6, spectrum="legs", rule="bilinear"),
 }
 
 

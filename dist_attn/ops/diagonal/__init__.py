@@ -3,7 +3,7 @@
 from dist_attn.ops.diagonal.chunked import absorb_inputs, diagonal_scan, state_types
 from dist_attn.ops.diagonal.naive import diagonal_scan_naive
 from dist_attn.ops.diagonal.packed import packed_diagonal_scan
-from dist_attn.ops.diagonal.powers import power
+from dist_attn.ops.diagonal.powers import power, powers
 
 __all__ = [
     "absorb_inputs",
@@ -11,5 +11,6 @@ __all__ = [
     "diagonal_scan_naive",
     "packed_diagonal_scan",
     "power",
+    "powers",
     "state_types",
 ]

@@ -1,0 +1,86 @@
+"""A depthwise convolution as a token mixer, causal or around each token."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.input_independent_config import ConvolutionConfig
+from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.ops import SequenceOps
+
+__all__ = ["CausalConvolution", "CentredConvolution", "ConvolutionState"]
+
+
+@dataclass(frozen=True)
+class ConvolutionState:
+    """The last K - 1 tokens."""
+
+    tail_BKD: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return (self.tail_BKD,)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "ConvolutionState":
+        """The same kind of state over other tensors."""
+        return ConvolutionState(*tensors)
+
+
+class CausalConvolution(TokenMixer):
+    """y_t = out(sum_j w_j x_{t-j}), one filter for each feature.
+
+    Reference: A Unified View of Long-Sequence Models, Eq. 3.
+    """
+
+    def __init__(self, config: ConvolutionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight_KD = _filters(config)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, ConvolutionState]:
+        before = self._own(state, x_BLD.shape[0])
+        y_BLD, tail_BKD = ops.convolve_streaming(x_BLD, self.weight_KD, before.tail_BKD)
+        return self.out(y_BLD), ConvolutionState(tail_BKD)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, ConvolutionState]:
+        before = self._own(state, x_BD.shape[0])
+        window_BKD = torch.cat([before.tail_BKD, x_BD[:, None]], dim=1)
+        y_BD = (window_BKD * self.weight_KD.flip(0)).sum(dim=1)
+        return self.out(y_BD), ConvolutionState(window_BKD[:, 1:])
+
+    def initial_state(self, batch: int) -> ConvolutionState:
+        taps, size = self.weight_KD.shape
+        return ConvolutionState(self.weight_KD.new_zeros((batch, taps - 1, size), requires_grad=False))
+
+    def _own(self, state: MixerState | None, batch: int) -> ConvolutionState:
+        if state is None:
+            return self.initial_state(batch)
+        if not isinstance(state, ConvolutionState):
+            raise InputError(f"a {type(state).__name__} was given to a convolution; it needs its own state")
+        return state
+
+
+class CentredConvolution(WholeSequenceMixer):
+    """The same over as many tokens after each token as before it."""
+
+    name = "a centred convolution"
+
+    def __init__(self, config: ConvolutionConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight_KD = _filters(config)
+        self.out = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        mixed: torch.Tensor = self.out(ops.convolve(x_BLD, self.weight_KD, centred=True))
+        return mixed
+
+
+def _filters(config: ConvolutionConfig) -> nn.Parameter:
+    return nn.Parameter(torch.randn(config.taps, config.hidden_size) / config.taps**0.5)

@@ -1,0 +1,113 @@
+"""What mixers are made of whose pattern does not depend on the tokens: convolutions, transforms, state spaces."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["ConvolutionConfig", "FourierConfig", "S4DConfig", "SgConvConfig", "TokenMlpConfig"]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    hidden_size: int = Field(ge=1)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return False
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return False
+
+
+class ConvolutionConfig(_Config):
+    """A depthwise convolution over the last `taps` tokens, or over as many around each token."""
+
+    kind: Literal["convolution"]
+    taps: int = Field(default=16, ge=1, le=65_536)
+    centred: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return not self.centred
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return not self.centred
+
+
+class FourierConfig(_Config):
+    """The real part of the Fourier transform over tokens and features; nothing is learned."""
+
+    kind: Literal["fnet"]
+    norm: Literal["ortho"] | None = None  # None: sums as they are, as in FNet's own code
+
+
+class TokenMlpConfig(_Config):
+    """An MLP over the tokens, the same for each feature; it takes sequences of one length."""
+
+    kind: Literal["mlp_mixer"]
+    length: int = Field(ge=1)
+    token_mlp_size: int = Field(ge=1)
+
+
+class SgConvConfig(_Config):
+    """A convolution as long as the sequence whose kernel is made of pieces at doubling scales."""
+
+    kind: Literal["sgconv"]
+    # Taps of one piece before it is stretched; the whole kernel has the first such length of at least `length`.
+    piece: int = Field(default=64, ge=1)
+    length: int = Field(ge=1)
+    # Each coarser piece is smaller by 1 / decay; a range gives every channel its own.
+    decay: float | tuple[float, float] = 2.0
+    interpolation: Literal["linear", "nearest"] = "linear"
+    bidirectional: bool = False
+
+    @model_validator(mode="after")
+    def _decays_are_positive(self) -> "SgConvConfig":
+        if min(self.decay if isinstance(self.decay, tuple) else (self.decay,)) <= 0:
+            raise ValueError(f"decay {self.decay} must be above 0")
+        return self
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return not self.bidirectional
+
+
+class S4DConfig(_Config):
+    """A diagonal state space for every channel."""
+
+    kind: Literal["s4d"]
+    state_size: int = Field(default=64, ge=2, multiple_of=2)  # real numbers; half as many conjugate pairs
+    spectrum: Literal["lin", "inv", "real", "legs"] = "lin"
+    rule: Literal["zoh", "bilinear"] = "zoh"
+    # Steps of the channels are drawn between these, evenly on a logarithmic scale.
+    dt_min: float = Field(default=1e-3, gt=0)
+    dt_max: float = Field(default=1e-1, gt=0)
+    # The state goes along the sequence, or the whole response is taken as one convolution, which can look both ways.
+    form: Literal["scan", "convolution"] = "scan"
+    bidirectional: bool = False
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "S4DConfig":
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min {self.dt_min} is above dt_max {self.dt_max}")
+        if self.bidirectional and self.form != "convolution":
+            raise ValueError("a bidirectional state space was asked for as a scan; give form = convolution")
+        return self
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return not self.bidirectional
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return self.form == "scan"

@@ -1,0 +1,18 @@
+"""Linear state spaces x' = A x + B u, y = C x: their matrices, their steps in discrete time, and their kernels."""
+
+from dist_attn.ops.state_space.discretise import Rule, discretise
+from dist_attn.ops.state_space.hippo import legs, legs_eigenvalues
+from dist_attn.ops.state_space.initial import Spectrum, initial_eigenvalues
+from dist_attn.ops.state_space.naive import diagonal_kernel_naive
+from dist_attn.ops.state_space.vandermonde import diagonal_kernel
+
+__all__ = [
+    "Rule",
+    "Spectrum",
+    "diagonal_kernel",
+    "diagonal_kernel_naive",
+    "discretise",
+    "initial_eigenvalues",
+    "legs",
+    "legs_eigenvalues",
+]

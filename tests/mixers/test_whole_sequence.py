@@ -1,0 +1,165 @@
+"""Mixers that take a sequence whole: over ranks as on one, golden vectors, and no step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import TypeAdapter, ValidationError
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import MixerConfig, build_mixer
+from dist_attn.mixers.sgconv import stretched_kernel
+from dist_attn.models import LanguageModelConfig
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.closeness import assert_close
+from tests.support.golden import golden
+
+SIZE, LENGTH = 6, 40
+ADAPTER: TypeAdapter = TypeAdapter(MixerConfig)
+MIXERS = {
+    "convolution, centred": {"kind": "convolution", "taps": 9, "centred": True},
+    "fnet": {"kind": "fnet"},
+    "fnet, unitary": {"kind": "fnet", "norm": "ortho"},
+    "mlp_mixer": {"kind": "mlp_mixer", "length": LENGTH, "token_mlp_size": 5},
+    "sgconv": {"kind": "sgconv", "piece": 4, "length": 30},
+    "sgconv, both ways": {
+        "kind": "sgconv", "piece": 3, "length": 50, "decay": [1.0, 3.0], "bidirectional": True,
+        "interpolation": "nearest",
+    },
+    "s4d, convolution": {"kind": "s4d", "state_size": 8, "form": "convolution"},
+    "s4d, both ways": {
+        "kind": "s4d", "state_size": 6, "form": "convolution", "bidirectional": True, "spectrum": "legs",
+        "rule": "bilinear",
+    },
+}  # fmt: skip
+
+
+def _mixer(name: str):
+    torch.manual_seed(0)
+    return build_mixer(ADAPTER.validate_python({"hidden_size": SIZE, **MIXERS[name]})).double()
+
+
+@pytest.mark.parametrize("lengths", [(17, 23), (0, 11, 2, 27), (40, 0)])
+@pytest.mark.parametrize("name", MIXERS)
+def test_ranks_change_nothing(name, lengths):
+    """Over several ranks outputs and the gradients of inputs and parameters are those of one rank."""
+    layout = SequenceLayout.from_lengths(lengths)
+    g = torch.Generator().manual_seed(1)
+    x, weights = (torch.randn(2, LENGTH, SIZE, generator=g, dtype=torch.float64) for _ in range(2))
+    initial = _mixer(name).state_dict()
+
+    def run(ops, start: int, stop: int):
+        mixer = build_mixer(ADAPTER.validate_python({"hidden_size": SIZE, **MIXERS[name]})).double()
+        mixer.load_state_dict(initial)
+        mine = x[:, start:stop].clone().requires_grad_()
+        y, _ = mixer(mine, ops)
+        (y * weights[:, start:stop]).sum().backward()
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in mixer.named_parameters()}
+        return y.detach(), mine.grad, gradients
+
+    def body(comm: Communicator):
+        return run(ShardedSequenceOps(comm, layout), *layout.range(comm.rank))
+
+    want = run(LocalSequenceOps(), 0, LENGTH)
+    ranks = run_simulated(body, len(lengths))
+    assert_close(torch.cat([r[0] for r in ranks], 1), want[0])
+    assert_close(torch.cat([r[1] for r in ranks], 1), want[1], kind="gradient")
+    for parameter, gradient in want[2].items():
+        assert_close(torch.stack([r[2][parameter] for r in ranks]).sum(0), gradient, kind="gradient", what=parameter)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_there_is_no_step(name):
+    """Asked for a step, or given a state, each says so in words; nor can a language model have it."""
+    mixer = _mixer(name)
+    state = mixer.initial_state(1)
+    with pytest.raises(InputError, match="has no step; take a causal mixer"):
+        mixer.step(torch.zeros(1, SIZE, dtype=torch.float64), state)
+    foreign = build_mixer(ADAPTER.validate_python({"kind": "s4d", "hidden_size": SIZE})).initial_state(1)
+    with pytest.raises(InputError, match="takes no state"):
+        mixer(torch.zeros(1, LENGTH, SIZE, dtype=torch.float64), LocalSequenceOps(), foreign)
+    sizes = {"vocab_size": 9, "hidden_size": SIZE, "num_layers": 1, "mlp_size": 8}
+    with pytest.raises(ValidationError, match="takes a sequence whole"):
+        LanguageModelConfig.model_validate({**sizes, "mixer": {"hidden_size": SIZE, **MIXERS[name]}})
+
+
+def test_token_mixing_names_its_length_on_every_rank():
+    """A sequence of another length is refused on every rank, with both numbers."""
+    layout = SequenceLayout.from_lengths([20, 0, 19])
+
+    def body(comm: Communicator) -> None:
+        ops = ShardedSequenceOps(comm, layout)
+        with pytest.raises(InputError, match="39 tokens; token mixing has weights for exactly 40"):
+            _mixer("mlp_mixer")(torch.zeros(1, layout.lengths[comm.rank], SIZE, dtype=torch.float64), ops)
+
+    assert run_simulated(body, 3) == [None] * 3
+
+
+def test_golden_token_mixing():
+    """MLP-Mixer's token MLP between its norms gives the golden block's tokens."""
+    g = golden("mixer")
+    mixer = build_mixer(
+        ADAPTER.validate_python({"kind": "mlp_mixer", "hidden_size": 5, "length": 6, "token_mlp_size": 4})
+    ).double()
+    with torch.no_grad():
+        for parameter, name in ((mixer.token_in_LS, "W1"), (mixer.bias_in_S, "c1"), (mixer.token_out_SL, "W2"),
+                                (mixer.bias_out_L, "c2")):  # fmt: skip
+            parameter.copy_(g[name])
+    normed = F.layer_norm(g["X"], (5,), g["g1"], g["b1"], eps=1e-6)
+    y, _ = mixer(normed[None], LocalSequenceOps())
+    assert_close(g["X"] + y[0], g["tokens"], kind="golden")
+
+
+@pytest.mark.parametrize("decay", ["d2", "dvar"])
+@pytest.mark.parametrize("interpolation", ["linear", "nearest"])
+def test_golden_sgconv(interpolation, decay):
+    """Stretched kernels, their norms, and convolutions shorter and longer than the kernel are the golden ones."""
+    g, name = golden("sgconv"), f"{interpolation}_{decay}"
+    kernel_LD = stretched_kernel(g["w"], g[f"{decay}_decay"], interpolation)
+    assert_close(kernel_LD.norm(dim=0), g[f"{name}_Z"], kind="golden")
+    kernel_LD = kernel_LD / kernel_LD.norm(dim=0)
+    assert_close(kernel_LD.T, g[f"{name}_K"], kind="golden")
+    for length in (20, 32, 40):
+        u_LD = g[f"u{length}"].T
+        y = LocalSequenceOps().long_convolve(u_LD[None], kernel_LD)[0] + g["D"] * u_LD
+        assert_close(y.T, g[f"{name}_y{length}"], kind="golden")
+
+
+def test_golden_bidirectional_state_space():
+    """Two state spaces, one for the past and one for what follows, give the golden outputs."""
+    g = golden("s4d")
+    u_LD = g["u"].T
+    y = LocalSequenceOps().long_convolve(u_LD[None], g["lin_zoh_K"].T, backward_kernel_LD=g["inv_zoh_K"].T)[0]
+    assert_close((y + g["D"] * u_LD).T, g["bidir_y"], kind="golden")
+
+
+def test_the_scan_is_the_convolution():
+    """With the same parameters, walking the state along and convolving with its response are the same mixer."""
+    scan, whole = (
+        build_mixer(
+            ADAPTER.validate_python({"kind": "s4d", "hidden_size": SIZE, "state_size": 8, "form": form})
+        ).double()
+        for form in ("scan", "convolution")
+    )
+    whole.load_state_dict(scan.state_dict())
+    x = torch.randn(2, 130, SIZE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert_close(whole(x, LocalSequenceOps())[0], scan(x, LocalSequenceOps())[0])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"kind": "s4d", "state_size": 7},
+        {"kind": "s4d", "bidirectional": True},
+        {"kind": "s4d", "dt_min": 0.2, "dt_max": 0.1},
+        {"kind": "sgconv", "length": 8, "decay": 0.0},
+        {"kind": "fnet", "norm": "forward"},
+        {"kind": "convolution", "taps": 0},
+    ],
+)
+def test_bad_configurations_are_refused(values):
+    """Odd states, scans that look ahead, steps in the wrong order, no decay, no taps, unknown norms are refused."""
+    with pytest.raises(ValidationError):
+        ADAPTER.validate_python({"hidden_size": SIZE, **values})
