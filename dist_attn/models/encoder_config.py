@@ -117,8 +117,8 @@ class DecoderConfig(_Config):
             raise ValueError("a decoder's attention, cross attention and MLP follow each other: residual = sequential")
         if not self.mixer.streams:
             raise ValueError(
-                f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a decoder needs one that goes "
-                "on from a state"
+                f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a decoder needs one "
+                "that goes on from a state"
             )
         return self
 

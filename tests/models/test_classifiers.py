@@ -44,13 +44,12 @@ MIXERS: dict[str, dict[str, Any]] = {
     "causal scaleformer": {"kind": "scaleformer", "reach": 3},
     "fnet": {"kind": "fnet"},
     "s4d both ways": {"kind": "s4d", "state_size": 4, "form": "convolution", "bidirectional": True},
-    "sgconv": {"kind": "sgconv", "piece": 4, "length": 13},
 }
 CUTS = [(7, 6), (0, 5, 1, 7), (13, 0)]
 
 
 def _encoder(mixer: str, **changes: Any) -> dict[str, Any]:
-    heads = {} if MIXERS[mixer]["kind"] in ("fnet", "s4d", "sgconv") else {"num_heads": 2}
+    heads = {} if MIXERS[mixer]["kind"] in ("fnet", "s4d") else {"num_heads": 2}
     own = {"hidden_size": SIZE, **heads, **MIXERS[mixer]}
     return {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12, "mixer": own, **changes}
 
