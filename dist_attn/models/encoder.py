@@ -38,6 +38,8 @@ class Encoder(nn.Module):
     def forward(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
         """Hidden states after the final norm, [B, L, D] -> [B, L, D], of this process's slice.
 
+        Documents packed into the sequence are each as if alone: positions begin anew in every one.
+
         Raises: InputError for a sequence longer than there are learned positions, on every rank.
         """
         x_BLD = self._with_positions(x_BLD, ops)
@@ -49,9 +51,10 @@ class Encoder(nn.Module):
     def _with_positions(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
         if self.config.positions == "none":
             return x_BLD
-        positions_L = ops.positions(x_BLD.shape[1]).to(x_BLD.device)
+        places = ops.document_places(x_BLD.shape[1])
+        positions_L = places.position_L.to(x_BLD.device)
         if self.position_embedding is not None:
-            total = ops.total_length(x_BLD.shape[1])
+            total = max(places.lengths_N, default=0)
             if total > self.position_embedding.num_embeddings:
                 raise InputError(
                     f"the sequence has {total} tokens; this model has learned positions for "

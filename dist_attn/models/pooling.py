@@ -12,6 +12,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.ops import SequenceOps
+from dist_attn.ops.documents import DocumentPlaces
 
 __all__ = ["Pooling"]
 
@@ -43,24 +44,39 @@ class Pooling(nn.Module):
         """The embedded slice of a sequence with room, with the class token in its place, wherever that lies."""
         if self.class_token_D is None:
             return x_BLD
-        return torch.where(self._place(x_BLD, ops)[:, None], self.class_token_D.to(x_BLD.dtype), x_BLD)
+        places = ops.document_places(x_BLD.shape[1])
+        return torch.where(self._place(places, x_BLD)[:, None], self.class_token_D.to(x_BLD.dtype), x_BLD)
 
     def forward(self, h_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
         """[B, L, D] of this process's slice -> [B, D] of the whole sequence.
 
         Cost: across ranks one all-reduce of B D elements.
-        Raises: InputError for a sequence without tokens, on every rank.
+        Raises: InputError for a sequence without tokens, or of several documents, on every rank.
         """
-        total = ops.total_length(h_BLD.shape[1])
-        if total <= self.room:
-            raise InputError("the sequence has no tokens; give at least one")
-        if self.class_token_D is None:
-            return ops.sum_over_sequence(h_BLD) / total
-        # Masked, not picked: ranks without the place take part in the exchange, forward and backward.
-        return ops.sum_over_sequence(h_BLD * self._place(h_BLD, ops)[:, None])
+        vectors_BND = self.of_documents(h_BLD, ops)
+        if vectors_BND.shape[1] != 1:
+            raise InputError(
+                f"{vectors_BND.shape[1]} packed documents were given to be one vector; there is one for each of them"
+            )
+        return vectors_BND[:, 0]
 
-    def _place(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
-        """Which of the L tokens here is the class token, [L]."""
-        length = x_BLD.shape[1]
-        place = ops.total_length(length) - 1 if self.causal else 0
-        return (ops.positions(length) == place).to(x_BLD.device)
+    def of_documents(self, h_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        """[B, L, D] of this process's slice -> [B, N, D], a vector of each document packed into the sequence.
+
+        Cost: across ranks one all-reduce of B N D elements.
+        Raises: InputError for a document without tokens, on every rank.
+        """
+        places = ops.document_places(h_BLD.shape[1])
+        if min(places.lengths_N, default=0) <= self.room:
+            raise InputError("the sequence has no tokens; give at least one")
+        if self.class_token_D is not None:
+            # Masked, not picked: ranks without the place take part in the exchange, forward and backward.
+            return ops.sum_over_documents(h_BLD * self._place(places, h_BLD)[:, None])
+        lengths_N = torch.tensor(places.lengths_N, dtype=h_BLD.dtype, device=h_BLD.device)
+        return ops.sum_over_documents(h_BLD) / lengths_N[:, None]
+
+    def _place(self, places: DocumentPlaces, x_BLD: torch.Tensor) -> torch.Tensor:
+        """Which of the L tokens here are class tokens, [L]."""
+        lengths_N = torch.tensor(places.lengths_N)
+        wanted_L = lengths_N[places.number_L] - 1 if self.causal else torch.zeros_like(places.position_L)
+        return (places.position_L == wanted_L).to(x_BLD.device)

@@ -5,6 +5,7 @@ Starts are rising positions. Tokens before the first start continue the document
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from operator import index
@@ -14,10 +15,12 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 
 __all__ = [
+    "DocumentPlaces",
     "by_documents",
     "check_documents",
     "document_groups",
     "document_numbers",
+    "document_places",
     "document_ranges",
     "document_runs",
     "document_starts",
@@ -25,7 +28,34 @@ __all__ = [
     "same_document",
     "split_tokens",
     "start_flags",
+    "sums_of_documents",
 ]
+
+
+@dataclass(frozen=True)
+class DocumentPlaces:
+    """Where the tokens held here stand: in which document, and how far from its first token.
+
+    `lengths_N` counts the tokens of each document, those on other ranks among them.
+    """
+
+    number_L: torch.Tensor
+    position_L: torch.Tensor
+    lengths_N: tuple[int, ...]
+
+
+def document_places(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> DocumentPlaces:
+    """The places of the global tokens [start, stop), of documents that lie at `ranges`."""
+    starts_N = torch.tensor([first for first, _ in ranges], dtype=torch.int64)
+    tokens_L = torch.arange(start, stop)
+    number_L = torch.bucketize(tokens_L, starts_N, right=True) - 1
+    return DocumentPlaces(number_L, tokens_L - starts_N[number_L], tuple(last - first for first, last in ranges))
+
+
+def sums_of_documents(x_BLD: torch.Tensor, places: DocumentPlaces) -> torch.Tensor:
+    """For each document the sum over its tokens that are held here, [B, L, D] -> [B, N, D]; 0 where none is."""
+    sums_BND = x_BLD.new_zeros((x_BLD.shape[0], len(places.lengths_N), x_BLD.shape[2]))
+    return sums_BND.index_add(1, places.number_L.to(x_BLD.device), x_BLD)
 
 
 def document_starts(starts: Iterable[int]) -> tuple[int, ...]:

@@ -13,7 +13,14 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.diagonal import diagonal_scan, packed_diagonal_scan
-from dist_attn.ops.documents import document_starts
+from dist_attn.ops.documents import (
+    DocumentPlaces,
+    check_documents,
+    document_places,
+    document_ranges,
+    document_starts,
+    sums_of_documents,
+)
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.linear_attention import linear_attention
@@ -123,6 +130,10 @@ class SequenceOps(Protocol):
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
+
+    def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
+
+    def document_places(self, length: int) -> DocumentPlaces: ...
 
     def positions(self, length: int | None = None) -> torch.Tensor: ...
 
@@ -292,6 +303,18 @@ class LocalSequenceOps:
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
         """The sum over all tokens, [B, L, D] -> [B, D]."""
         return x_BLD.sum(dim=1)
+
+    def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sums over the tokens of each document, [B, L, D] -> [B, N, D]."""
+        return sums_of_documents(x_BLD, self.document_places(x_BLD.shape[1]))
+
+    def document_places(self, length: int) -> DocumentPlaces:
+        """Where the `length` tokens held here stand in their documents; an unbroken sequence is one.
+
+        Raises: ShapeError for a document that starts behind the sequence.
+        """
+        check_documents(self.documents or (), length)
+        return document_places(document_ranges(self.documents or (), length), 0, length)
 
     def positions(self, length: int | None = None) -> torch.Tensor:
         """Global index of each of the `length` tokens held here, [L], counted from the start of this call's sequence.

@@ -12,6 +12,7 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, softmax_attention_streaming
+from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
@@ -411,6 +412,22 @@ class ShardedSequenceOps:
         self._check("tokens", x_BLD.shape[1], self._layout)
         self._agree("sum_over_sequence", {"x": x_BLD}, 1)
         return collectives.all_reduce_sum(self._comm, x_BLD.sum(dim=1), label="sum over sequence")
+
+    def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sums over the tokens of each document on all ranks, [B, L, D] -> [B, N, D], on every rank.
+
+        Cost: one all-reduce of B N D elements.
+        """
+        self._refuse_deterministic("sums over documents")
+        places = self.document_places(x_BLD.shape[1])
+        self._agree("sum_over_documents", {"x": x_BLD}, 1)
+        sums_BND = sums_of_documents(x_BLD, places)
+        return collectives.all_reduce_sum(self._comm, sums_BND, label="sum over documents")
+
+    def document_places(self, length: int) -> DocumentPlaces:
+        """Where the `length` tokens held here stand in their documents; an unbroken sequence is one."""
+        self._check("tokens", length, self._layout)
+        return document_places(self._layout.document_ranges(), *self._layout.range(self._comm.rank))
 
     def positions(self, length: int | None = None) -> torch.Tensor:
         """Global index of each token held here, [L], counted from the start of this call's sequence."""

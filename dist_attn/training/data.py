@@ -1,59 +1,60 @@
 """Text as training segments: contiguous streams, so that each segment continues where the last one stopped."""
 
-import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dist_attn.errors import ConfigError
 from dist_attn.text import Tokeniser
+from dist_attn.training.datasets.text_sources import documents, expand
+from dist_attn.training.datasets.token_cache import (
+    Progress,
+    cached_texts,
+    digest_of,
+    nothing_shown,
+    reading,
+    tokens_of,
+)
 
 __all__ = ["SegmentStream", "tokenise_files"]
 
-_PIECE_BYTES = 1 << 20
 
+def tokenise_files(
+    paths: tuple[Path, ...],
+    tokeniser: Tokeniser,
+    cache_folder: Path,
+    *,
+    text_field: str = "text",
+    progress: Progress = nothing_shown,
+) -> NDArray[np.int32]:
+    """The tokens of all documents in order, an end token after each, memory-mapped from a cache keyed by content.
 
-def tokenise_files(paths: tuple[Path, ...], tokeniser: Tokeniser, cache_folder: Path) -> np.ndarray:
-    """The tokens of all files in order, an end token after each, memory-mapped from a cache keyed by content.
+    A path is a text, a folder of *.txt, or `.jsonl` with a document in the `text_field` of every line.
 
-    Raises: ConfigError naming a file that is missing or empty.
+    Raises: ConfigError naming a file that is missing, empty or damaged, with the line where there is one.
     """
-    digest = hashlib.sha256(tokeniser.digest.encode())
-    for path in paths:
-        try:
-            with path.open("rb") as file:
-                digest.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as error:
-            raise ConfigError(f"training text {path} cannot be read: {error.strerror}") from None
-    cache = cache_folder / f"tokens-{digest.hexdigest()[:16]}.npy"
-    if not cache.is_file():
-        parts = []
-        for path in paths:
-            parts.append(_tokenise(path, tokeniser))
-            if tokeniser.end_token is not None:
-                parts.append(np.array([tokeniser.end_token], dtype=np.int32))
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        temporary = cache.with_suffix(".writing.npy")
-        np.save(temporary, np.concatenate(parts))
-        temporary.rename(cache)
-    tokens: np.ndarray = np.load(cache, mmap_mode="r", allow_pickle=False)
-    return tokens
+    files = expand(paths)
+    end = np.array([] if tokeniser.end_token is None else [tokeniser.end_token], dtype=np.int32)
 
+    def texts() -> Iterator[NDArray[np.int32]]:
+        told = reading(files, progress)
+        for path in files:
+            num_tokens = 0
+            for document in documents(path, text_field, told(path)):
+                before = num_tokens
+                for tokens in tokens_of(tokeniser, document):
+                    num_tokens += len(tokens)
+                    yield tokens
+                if num_tokens > before:
+                    yield end
+            if not num_tokens:
+                raise ConfigError(f"training text {path} is empty; it needs at least one byte")
 
-def _tokenise(path: Path, tokeniser: Tokeniser) -> np.ndarray:
-    tail, parts = b"", []
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE_BYTES):
-            tail += piece
-            tokens, consumed = tokeniser.encode_piece(tail, final=False)
-            parts.append(tokens)
-            tail = tail[consumed:]
-    parts.append(tokeniser.encode_piece(tail, final=True)[0])
-    tokens = np.concatenate(parts)
-    if not len(tokens):
-        raise ConfigError(f"training text {path} is empty; it needs at least one byte")
-    return tokens
+    key = digest_of(files, tokeniser.digest, text_field)
+    return cached_texts(cache_folder, f"text-{key}", texts).tokens
 
 
 class SegmentStream:

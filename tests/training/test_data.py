@@ -1,5 +1,8 @@
 """Training segments: contiguous streams that depend on the step alone, and a token cache keyed by content."""
 
+import gzip
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser
 from dist_attn.training import data
 from dist_attn.training.data import SegmentStream, tokenise_files
+from dist_attn.training.datasets import text_sources, token_cache
 
 
 def test_streams_are_contiguous_and_targets_are_the_next_tokens():
@@ -51,7 +55,7 @@ def test_a_corpus_shorter_than_a_batch_is_refused():
 
 def test_files_become_one_stream_with_an_end_token_after_each(tmp_path, monkeypatch):
     """Tokens of all files in order, each file ended, the same however small the pieces that are read."""
-    monkeypatch.setattr(data, "_PIECE_BYTES", 3)
+    monkeypatch.setattr(text_sources, "PIECE_BYTES", 3)
     tokeniser = ByteTokeniser()
     (tmp_path / "a").write_text("héllo")
     (tmp_path / "b").write_text("world")
@@ -67,7 +71,7 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path, monkeypatch):
     path.write_text("one")
     first = tokenise_files((path,), ByteTokeniser(), tmp_path / "cache")
     with monkeypatch.context() as patched:
-        patched.setattr(data, "_tokenise", lambda *_: pytest.fail("the cache was not used"))
+        patched.setattr(data, "documents", lambda *_: pytest.fail("the cache was not used"))
         assert np.array_equal(tokenise_files((path,), ByteTokeniser(), tmp_path / "cache"), first)
     path.write_text("two")
     assert not np.array_equal(tokenise_files((path,), ByteTokeniser(), tmp_path / "cache"), first)
@@ -83,3 +87,47 @@ def test_missing_and_empty_texts_are_named(tmp_path, contents, words):
     with pytest.raises(ConfigError, match=f"text.txt {words}"):
         tokenise_files((path,), ByteTokeniser(), tmp_path / "cache")
     assert not list(tmp_path.glob("cache/*"))
+
+
+def test_folders_stand_for_their_texts(tmp_path):
+    """A folder is all *.txt in it and below, in the order of their paths, whatever else lies there."""
+    (tmp_path / "books" / "b").mkdir(parents=True)
+    for name, text in [("z.txt", "last"), ("a.txt", "first"), ("b/c.txt", "middle"), ("notes.md", "no")]:
+        (tmp_path / "books" / name).write_text(text)
+    files = tuple(tmp_path / "books" / name for name in ("a.txt", "b/c.txt", "z.txt"))
+    got = tokenise_files((tmp_path / "books",), ByteTokeniser(), tmp_path / "cache")
+    assert got.tolist() == tokenise_files(files, ByteTokeniser(), tmp_path / "other").tolist()
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"none has no \*\.txt"):
+        tokenise_files((tmp_path / "none",), ByteTokeniser(), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_every_line_of_a_jsonl_file_is_a_document(tmp_path, name):
+    """The texts of all lines come in order, an end token after each, from the field that was named."""
+    lines = "".join(json.dumps({"words": words, "id": i}) + "\n" for i, words in enumerate(["héllo", "", "world"]))
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(lines.encode()) if name.endswith("gz") else lines.encode())
+    tokeniser = ByteTokeniser()
+    got = tokenise_files((path,), tokeniser, tmp_path / "cache", text_field="words")
+    end = [tokeniser.end_token]
+    assert got.tolist() == [*"héllo".encode(), *end, *b"world", *end]
+    with pytest.raises(ConfigError, match=rf"{name}, line 1 has no field 'text', only 'words', 'id'"):
+        tokenise_files((path,), tokeniser, tmp_path / "cache")
+    path.rename(tmp_path / "b.txt.gz" if name.endswith("gz") else tmp_path / "b.txt")
+    other = tokenise_files(tuple(tmp_path.glob("b.*")), tokeniser, tmp_path / "cache", text_field="words")
+    assert other.tolist() == [*lines.encode(), *end]
+
+
+def test_progress_is_told_while_text_is_read(tmp_path, monkeypatch):
+    """What is told never falls and ends at the size of all files; a text from the cache says nothing."""
+    monkeypatch.setattr(token_cache, "_TELL_EVERY_S", 0.0)
+    (tmp_path / "a.txt").write_text("héllo\n" * 100)
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    told = []
+    paths = (tmp_path / "a.txt", tmp_path / "b.jsonl")
+    for _ in range(2):
+        tokenise_files(paths, ByteTokeniser(), tmp_path / "cache", progress=lambda *values: told.append(values))
+        assert told[-1] == ("tokenising", 732, 732)
+        assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert len(told) == 3

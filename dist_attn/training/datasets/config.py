@@ -1,0 +1,163 @@
+"""The section [data] of a training file: one frozen value for each kind of data, unknown keys refused."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "DataConfig",
+    "ImageDataConfig",
+    "LabelledTextConfig",
+    "ListOpsConfig",
+    "ParallelTextConfig",
+    "TextDataConfig",
+]
+
+
+class _Config(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Files(_Config):
+    # Where relative paths begin.
+    folder: Path = Path()
+    batch: int = Field(default=8, ge=1)
+
+    def _found(self, path: Path) -> Path:
+        return self.folder / path
+
+
+class TextDataConfig(_Files):
+    """Texts for a language model (relative to `folder`), cut into `batch` streams of segments with carried state."""
+
+    kind: Literal["text"] = "text"
+    # Files, folders of *.txt, and .jsonl; each file also gzipped.
+    train: tuple[Path, ...] = Field(min_length=1)
+    validation: Path | None = None
+    # Bytes of the validation file that are scored during training; the whole file is for `evaluate`.
+    validation_bytes: int = Field(default=300_000, ge=1)
+    text_field: str = "text"
+    tokeniser: Path
+    segment: int = Field(default=512, ge=1)
+
+    @property
+    def train_files(self) -> tuple[Path, ...]:
+        """The training texts, found from `folder`."""
+        return tuple(self._found(path) for path in self.train)
+
+    @property
+    def validation_file(self) -> Path | None:
+        """The validation text, found from `folder`."""
+        return None if self.validation is None else self._found(self.validation)
+
+
+class LabelledTextConfig(_Files):
+    """Texts with a class each: `.jsonl` files (relative to `folder`) with a field for either."""
+
+    kind: Literal["labelled_text"] = "labelled_text"
+    train: tuple[Path, ...] = Field(min_length=1)
+    validation: tuple[Path, ...] = ()
+    text_field: str = "text"
+    label_field: str = "label"
+    tokeniser: Path
+    # Longer texts are cut; shorter ones stay as they are.
+    max_length: int = Field(default=1024, ge=1)
+
+    @property
+    def train_files(self) -> tuple[Path, ...]:
+        """The training texts, found from `folder`."""
+        return tuple(self._found(path) for path in self.train)
+
+    @property
+    def validation_files(self) -> tuple[Path, ...]:
+        """The validation texts, found from `folder`."""
+        return tuple(self._found(path) for path in self.validation)
+
+
+class ListOpsConfig(_Config):
+    """Expressions made up as Long Range Arena does (`datasets.listops`): `examples` of them, and others to validate."""
+
+    kind: Literal["listops"] = "listops"
+    seed: int = 0
+    min_length: int = Field(default=500, ge=1)
+    max_length: int = Field(default=2000, ge=4)
+    max_depth: int = Field(default=10, ge=2, le=100)
+    max_args: int = Field(default=10, ge=2)
+    examples: int = Field(default=96_000, ge=1)
+    validation_examples: int = Field(default=2000, ge=0)
+    batch: int = Field(default=32, ge=1)
+
+    @model_validator(mode="after")
+    def _range_fits(self) -> "ListOpsConfig":
+        if self.min_length > self.max_length:
+            raise ValueError(f"min_length {self.min_length} is above max_length {self.max_length}")
+        return self
+
+
+class ParallelTextConfig(_Files):
+    """Sources and targets in two files each (relative to `folder`), plain or gzipped, line by line."""
+
+    kind: Literal["parallel_text"] = "parallel_text"
+    train_source: Path
+    train_target: Path
+    validation_source: Path | None = None
+    validation_target: Path | None = None
+    tokeniser: Path
+    # Of the targets, where they have a vocabulary of their own; `tokeniser` is then that of the sources.
+    target_tokeniser: Path | None = None
+    batch: int = Field(default=64, ge=1)
+    # Pairs with a longer side are left out.
+    max_length: int = Field(default=128, ge=1)
+
+    @model_validator(mode="after")
+    def _both_sides(self) -> "ParallelTextConfig":
+        if (self.validation_source is None) != (self.validation_target is None):
+            raise ValueError("validation needs a source and a target; give both or neither")
+        return self
+
+    @property
+    def train_files(self) -> tuple[Path, Path]:
+        """Source and target, found from `folder`."""
+        return self._found(self.train_source), self._found(self.train_target)
+
+    @property
+    def validation_files(self) -> tuple[Path, Path] | None:
+        """Source and target, found from `folder`."""
+        if self.validation_source is None or self.validation_target is None:
+            return None
+        return self._found(self.validation_source), self._found(self.validation_target)
+
+
+class ImageDataConfig(_Files):
+    """Images in `.npz` or `.npy` files (relative to `folder`), [N, H, W] or [N, H, W, C], and for a classifier labels.
+
+    Labels are the array `labels_key` of the `.npz` file, or a `.npy` file of their own.
+    """
+
+    kind: Literal["images"] = "images"
+    train: Path
+    train_labels: Path | None = None
+    validation: Path | None = None
+    validation_labels: Path | None = None
+    images_key: str = "images"
+    labels_key: str = "labels"
+    batch: int = Field(default=64, ge=1)
+
+    @property
+    def train_files(self) -> tuple[Path, Path]:
+        """Images and labels, found from `folder`."""
+        return self._found(self.train), self._found(self.train_labels or self.train)
+
+    @property
+    def validation_files(self) -> tuple[Path, Path] | None:
+        """Images and labels, found from `folder`."""
+        if self.validation is None:
+            return None
+        return self._found(self.validation), self._found(self.validation_labels or self.validation)
+
+
+DataConfig = Annotated[
+    TextDataConfig | LabelledTextConfig | ListOpsConfig | ParallelTextConfig | ImageDataConfig,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,111 @@
+"""Images as arrays: `.npy` or `.npz`, [N, H, W] or [N, H, W, C], with labels or without."""
+
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dist_attn.errors import ConfigError
+from dist_attn.models import ImageConfig
+from dist_attn.training.datasets.labels import Label, LabelNames
+
+__all__ = ["Images", "PixelScale", "class_numbers", "read_images", "read_labels"]
+
+_STATISTICS_IMAGES = 10_000
+
+
+@dataclass(frozen=True)
+class PixelScale:
+    """The mean and the deviation of each channel, in the arrays' own units: a model sees (pixel - mean) / deviation."""
+
+    mean_C: tuple[float, ...]
+    deviation_C: tuple[float, ...]
+
+    @classmethod
+    def of(cls, images: "Images") -> "PixelScale":
+        """Those of (the first 10,000) images, in float64; 1 in place of a deviation of 0."""
+        pixels_NC = images.array_NHWC[:_STATISTICS_IMAGES].reshape(-1, images.array_NHWC.shape[3]).astype(np.float64)
+        deviation_C = pixels_NC.std(axis=0)
+        return cls(tuple(pixels_NC.mean(axis=0).tolist()), tuple(np.where(deviation_C > 0, deviation_C, 1).tolist()))
+
+    def __call__(self, images_BHWC: NDArray[np.generic]) -> torch.Tensor:
+        """What a model takes, [B, C, H, W] float32."""
+        scaled = (images_BHWC.astype(np.float64) - self.mean_C) / self.deviation_C
+        return torch.from_numpy(np.ascontiguousarray(scaled.transpose(0, 3, 1, 2), dtype=np.float32))
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images of one size."""
+
+    array_NHWC: NDArray[np.generic]
+
+    def __len__(self) -> int:
+        return len(self.array_NHWC)
+
+
+def read_images(path: Path, key: str, config: ImageConfig) -> Images:
+    """The images of a file, which a `.npy` file is mapped to memory for.
+
+    Raises: ConfigError for a file that is none, or that holds images of another size, or none, or no finite numbers.
+    """
+    array = _array(path, key)
+    if array.dtype.kind not in "uif":
+        raise ConfigError(f"{path} holds {array.dtype}; images are whole numbers (uint8) or floats")
+    array = array[..., None] if array.ndim == 3 else array
+    wanted = (config.height, config.width, config.channels)
+    if array.ndim != 4 or array.shape[1:] != wanted:
+        raise ConfigError(
+            f"{path} holds an array {list(array.shape)}; model.image needs [N, {config.height}, {config.width}"
+            + (f", {config.channels}]" if config.channels > 1 else "] or [N, H, W, 1]")
+        )
+    if not len(array):
+        raise ConfigError(f"{path} holds no images; give at least one")
+    if array.dtype.kind == "f":
+        for start in range(0, len(array), 1024):
+            bad = ~np.isfinite(array[start : start + 1024]).all(axis=(1, 2, 3))
+            if bad.any():
+                raise ConfigError(f"{path}: image {start + int(bad.argmax())} has NaN or infinite pixels; take it out")
+    return Images(array)
+
+
+def read_labels(path: Path, key: str, count: int) -> tuple[Label, ...]:
+    """The label of each of `count` images: whole numbers or words.
+
+    Raises: ConfigError for a file that is none, or another number of labels.
+    """
+    array = _array(path, key)
+    if array.dtype.kind not in "uiU" or array.ndim != 1:
+        raise ConfigError(f"{path}: labels {list(array.shape)} of {array.dtype}; needed is a whole number or word each")
+    if len(array) != count:
+        raise ConfigError(f"{path} has {len(array)} labels for {count} images; there must be one for each")
+    return tuple(array.tolist())
+
+
+def class_numbers(labels: tuple[Label, ...], names: LabelNames, path: Path) -> NDArray[np.int64]:
+    """The class of each image.
+
+    Raises: ConfigError for a label that is not among the names.
+    """
+    return np.array([names.number(label, f"{path}, image {i}") for i, label in enumerate(labels)], dtype=np.int64)
+
+
+def _array(path: Path, key: str) -> NDArray[np.generic]:
+    array: NDArray[np.generic]
+    try:
+        if path.suffix != ".npz":
+            array = np.lib.format.open_memmap(path, mode="r")
+            return array
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+            if key not in arrays.files:
+                raise ConfigError(f"{path} has no array {key!r}, only {', '.join(arrays.files)}; name it in [data]")
+            array = arrays[key]
+            return array
+    except ConfigError:
+        raise
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path} cannot be read as .npy or .npz: {reason}") from None

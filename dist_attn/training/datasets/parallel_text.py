@@ -1,0 +1,159 @@
+"""Parallel text: line n of one file says what line n of the other says in another language."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dist_attn.errors import ConfigError
+from dist_attn.text import Tokeniser
+from dist_attn.training.datasets.order import permutation
+from dist_attn.training.datasets.text_sources import lines
+from dist_attn.training.datasets.token_cache import Progress, TokenTable, cached_texts, digest_of, reading
+
+__all__ = ["NO_TOKEN", "PairBatch", "PairBatches", "ParallelTexts", "read_parallel_texts"]
+
+NO_TOKEN = -100
+"""Stands in `next_BL` where a target has ended: no token is to be foretold there (torch's `ignore_index`)."""
+
+
+@dataclass(frozen=True)
+class ParallelTexts:
+    """Sources and targets as tokens, without begin or end, pair by pair, and which pairs are used."""
+
+    sources: TokenTable
+    targets: TokenTable
+    kept: NDArray[np.int64]
+
+    @property
+    def left_out(self) -> int:
+        """Pairs that are too long to be used."""
+        return len(self.sources) - len(self.kept)
+
+
+def read_parallel_texts(
+    paths: tuple[Path, Path],
+    tokenisers: tuple[Tokeniser, Tokeniser],
+    cache_folder: Path,
+    *,
+    max_length: int,
+    progress: Progress,
+) -> ParallelTexts:
+    """The pairs of two files, plain or gzipped, source first; a pair with a side above `max_length` tokens is left out.
+
+    Raises: ConfigError naming file and line for an empty side, and for files of different numbers of lines.
+    """
+    sides = [_side(path, tokeniser, cache_folder, progress) for path, tokeniser in zip(paths, tokenisers, strict=True)]
+    sources, targets = sides
+    if len(sources) != len(targets):
+        raise ConfigError(
+            f"{paths[0]} has {len(sources)} lines and {paths[1]} has {len(targets)}; line n of one must be line n of "
+            "the other in another language"
+        )
+    if not len(sources):
+        raise ConfigError(f"{paths[0]} is empty; give at least one pair of lines")
+    fits = (sources.lengths <= max_length) & (targets.lengths <= max_length)
+    if not fits.any():
+        raise ConfigError(f"no pair of {paths[0]} and {paths[1]} fits in data.max_length = {max_length}; raise it")
+    return ParallelTexts(sources, targets, np.flatnonzero(fits))
+
+
+def _side(path: Path, tokeniser: Tokeniser, cache_folder: Path, progress: Progress) -> TokenTable:
+    def texts() -> Iterator[NDArray[np.int32]]:
+        for number, line in lines(path, reading([path], progress)(path)):
+            if not line.strip():
+                raise ConfigError(f"{path}, line {number} is empty; take the pair out of both files")
+            yield tokeniser.encode(line)
+
+    return cached_texts(cache_folder, f"lines-{digest_of([path], tokeniser.digest)}", texts)
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """Sources of one length, and targets that end where they end.
+
+    source_BS ends with the source's end token. target_BL begins with the target's end token, as if after an earlier
+    text; next_BL is what comes after each of its tokens, the end token last, and NO_TOKEN behind that: in a row that
+    only fills the batch up, everywhere.
+    """
+
+    source_BS: torch.Tensor
+    target_BL: torch.Tensor
+    next_BL: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> "PairBatch":
+        """Some rows of the batch."""
+        return PairBatch(self.source_BS[start:stop], self.target_BL[start:stop], self.next_BL[start:stop])
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens to foretell, end tokens among them."""
+        return int((self.next_BL != NO_TOKEN).sum())
+
+
+class PairBatches:
+    """Batches of pairs whose sources have one length each, shuffled anew every epoch: a function of the step.
+
+    So no source is padded, in whose place an encoder would see something. Targets are, behind their end, where no
+    earlier token of a causal decoder looks. Pairs of one length that do not fill a batch make a smaller one, filled up
+    with rows that count for nothing: all batches have `batch` rows, however these are shared out.
+
+    Raises: ConfigError for fewer pairs than a batch.
+    """
+
+    def __init__(self, pairs: ParallelTexts, batch: int, seed: int, ends: tuple[int, int]) -> None:
+        if len(pairs.kept) < batch:
+            raise ConfigError(
+                f"the parallel text has {len(pairs.kept)} pairs (and {pairs.left_out} that are too long); a batch "
+                f"needs {batch}. Give more text, or a smaller data.batch"
+            )
+        self._pairs, self._batch, self._seed, self._ends = pairs, batch, seed, ends
+        self._source_lengths = pairs.sources.lengths[pairs.kept]
+        self._target_lengths = pairs.targets.lengths[pairs.kept]
+        self._plan = lru_cache(maxsize=2)(self._plan_epoch)
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches of an epoch, the same in each."""
+        _, counts = np.unique(self._source_lengths, return_counts=True)
+        return int((-(-counts // self._batch)).sum())
+
+    def __call__(self, step: int) -> PairBatch:
+        """The batch of a step."""
+        epoch, place = divmod(step, self.per_epoch)
+        return self._collate(self._pairs.kept[self._plan(epoch)[place]])
+
+    def pair_numbers(self, step: int) -> NDArray[np.int64]:
+        """Which lines of the files a step reads, counted from 0."""
+        epoch, place = divmod(step, self.per_epoch)
+        return self._pairs.kept[self._plan(epoch)[place]]
+
+    def _plan_epoch(self, epoch: int) -> list[NDArray[np.int64]]:
+        """The epoch's batches: like lengths together, the rest and the order of the batches by chance."""
+        order = permutation(self._seed, 2 * epoch, len(self._source_lengths))
+        order = order[np.lexsort((self._target_lengths[order], self._source_lengths[order]))]  # stable
+        _, starts = np.unique(self._source_lengths[order], return_index=True)
+        batches = [
+            group[at : at + self._batch]
+            for group in np.split(order, starts[1:])
+            for at in range(0, len(group), self._batch)
+        ]
+        return [batches[place] for place in permutation(self._seed, 2 * epoch + 1, len(batches))]
+
+    def _collate(self, numbers: NDArray[np.int64]) -> PairBatch:
+        pairs, (source_end, target_end) = self._pairs, self._ends
+        rows = [*numbers, *[numbers[0]] * (self._batch - len(numbers))]
+        source_BS = np.stack([np.append(pairs.sources[row], source_end) for row in rows])
+        targets = [pairs.targets[row] for row in rows]
+        longest = max(len(target) for target in targets) + 1
+        target_BL = np.full((len(rows), longest), target_end)
+        next_BL = np.full((len(rows), longest), NO_TOKEN)
+        for row, target in enumerate(targets):
+            target_BL[row, 1 : len(target) + 1] = target
+            if row < len(numbers):
+                next_BL[row, : len(target)], next_BL[row, len(target)] = target, target_end
+        return PairBatch(*(torch.from_numpy(array.astype(np.int64)) for array in (source_BS, target_BL, next_BL)))

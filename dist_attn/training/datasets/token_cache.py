@@ -1,0 +1,138 @@
+"""Tokens on disk, memory-mapped: texts one after the other, made once and kept under a name that says of what."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_attn.errors import ConfigError
+from dist_attn.text import Tokeniser
+from dist_attn.training.datasets.text_sources import OnRead
+
+__all__ = [
+    "Progress",
+    "TokenTable",
+    "cached_texts",
+    "digest_of",
+    "nothing_shown",
+    "put_in_place",
+    "reading",
+    "tokens_of",
+]
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being made ready, how much of it is done, and how much there is."""
+
+_TELL_EVERY_S = 0.2
+
+
+def nothing_shown(what: str, done: int, total: int) -> None:
+    """The `Progress` of whoever does not look."""
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Texts as tokens: text i is tokens[offsets[i] : offsets[i + 1]]."""
+
+    tokens: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> NDArray[np.int32]:
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens in each text."""
+        return np.diff(self.offsets)
+
+
+def digest_of(paths: Sequence[Path], *settings: str) -> str:
+    """A name for what is made of these files under these settings: it changes when a byte of either does.
+
+    Raises: ConfigError for a file that cannot be read.
+    """
+    digest = hashlib.sha256("\0".join(settings).encode())
+    for path in paths:
+        try:
+            digest.update("".join(path.suffixes[-2:]).encode())  # how a file is read
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            raise ConfigError(f"training text {path} cannot be read: {error.strerror}") from None
+    return digest.hexdigest()[:16]
+
+
+def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[np.int32]]]) -> TokenTable:
+    """The texts that `name` stands for, from the cache or else from `texts()`, whose tokens go to disk as they come.
+
+    Files appear whole or not at all; processes that make the same ones at once put the same bytes in the same place.
+    """
+    tokens, offsets = folder / f"{name}.tokens", folder / f"{name}.offsets.npy"
+    if not offsets.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        writing = folder / f".{name}.{os.getpid()}.writing"
+        try:
+            ends = [0]
+            with writing.open("wb") as file:
+                for text in texts():
+                    file.write(text.astype("<i4", copy=False).tobytes())
+                    ends.append(ends[-1] + len(text))
+            writing.replace(tokens)
+        finally:
+            writing.unlink(missing_ok=True)
+        contents = BytesIO()
+        np.save(contents, np.array(ends, dtype=np.int64))
+        put_in_place(offsets, contents.getvalue())
+    ends_N: NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+    if not ends_N[-1]:  # an empty file cannot be mapped
+        return TokenTable(np.empty(0, dtype=np.int32), ends_N)
+    return TokenTable(np.memmap(tokens, dtype="<i4", mode="r"), ends_N)
+
+
+def put_in_place(path: Path, contents: bytes) -> None:
+    """Write a file that others see whole or not at all."""
+    writing = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        writing.write_bytes(contents)
+        writing.replace(path)
+    finally:
+        writing.unlink(missing_ok=True)
+
+
+def tokens_of(tokeniser: Tokeniser, pieces: Iterable[bytes]) -> Iterator[NDArray[np.int32]]:
+    """The tokens of a document that comes in pieces; where it is cut changes none of them."""
+    tail = b""
+    for piece in pieces:
+        tail += piece
+        tokens, consumed = tokeniser.encode_piece(tail, final=False)
+        yield tokens
+        tail = tail[consumed:]
+    yield tokeniser.encode_piece(tail, final=True)[0]
+
+
+def reading(paths: Sequence[Path], progress: Progress, what: str = "tokenising") -> Callable[[Path], OnRead]:
+    """For each file the function that is told how far it is read; `progress` hears of all together, at times."""
+    sizes = [path.stat().st_size for path in paths]
+    before = {path: sum(sizes[:index]) for index, path in enumerate(paths)}
+    total, last = sum(sizes), time.monotonic()
+
+    def of(path: Path) -> OnRead:
+        def told(done: int) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= _TELL_EVERY_S or before[path] + done == total:
+                last = now
+                progress(what, before[path] + done, total)
+
+        return told
+
+    return of

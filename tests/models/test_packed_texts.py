@@ -1,0 +1,87 @@
+"""Texts of different lengths, packed into one sequence: each is classified as if alone, on one rank and over ranks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dist_attn.comm import Communicator
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import TextClassifier, TextClassifierConfig
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.support.closeness import assert_close
+from tests.support.over_ranks import assert_ranks_change_nothing, randomised
+
+SIZE, VOCAB, CLASSES = 8, 11, 3
+LENGTHS = (4, 1, 7, 2)
+MIXERS: dict[str, dict[str, Any]] = {
+    "rfa": {"kind": "bidirectional", "attention": "rfa", "num_random": 6},
+    "elu": {"kind": "bidirectional", "attention": "elu"},
+    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
+    "softmax": {"kind": "bidirectional", "attention": "softmax"},
+    "causal rfa": {"kind": "rfa_gate", "num_random": 6},
+    "causal softmax": {"kind": "softmax"},
+}
+
+
+def _model(mixer: str, pooling: str, positions: str = "sinusoidal") -> TextClassifier:
+    encoder = {
+        "hidden_size": SIZE,
+        "num_layers": 2,
+        "mlp_size": 12,
+        "mixer": {"hidden_size": SIZE, "num_heads": 2, **MIXERS[mixer]},
+        "positions": positions,
+        "max_length": 8 if positions == "learned" else None,
+    }
+    values = {"vocab_size": VOCAB, "num_classes": CLASSES, "pooling": pooling, "encoder": encoder}
+    return randomised(TextClassifier(TextClassifierConfig.model_validate(values)))
+
+
+def _texts() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "class_token"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_each_text_is_classified_as_if_alone(mixer: str, pooling: str) -> None:
+    """Logits of packed texts are those of each text by itself, for positions of every kind."""
+    for positions in ("none", "sinusoidal", "learned", "concatenated"):
+        model = _model(mixer, pooling, positions)
+        tokens, starts = model.pack(_texts())
+        want = torch.cat([model.classify(text[None]) for text in _texts()])
+        assert_close(model.classify_packed(tokens, LocalSequenceOps(starts)), want)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_ranks_change_nothing(mixer: str) -> None:
+    """Loss and gradients of every parameter are those of one process, wherever texts are cut, empty slices too."""
+    for pooling, lengths in (("mean", (6, 0, 5, 3)), ("class_token", (0, 3, 13, 2))):
+
+        def share(model: TextClassifier, comm: Communicator | None, lengths: tuple[int, ...] = lengths) -> Tensor:
+            tokens, starts = model.pack(_texts())
+            classes = torch.tensor([0, 2, 1, 1])
+            if comm is None:
+                return F.cross_entropy(model.classify_packed(tokens, LocalSequenceOps(starts)), classes)
+            layout = SequenceLayout.from_lengths(lengths, starts)
+            own = tokens[:, slice(*layout.range(comm.rank))]
+            return F.cross_entropy(model.classify_packed(own, ShardedSequenceOps(comm, layout)), classes) / comm.size
+
+        assert_ranks_change_nothing(lambda pooling=pooling: _model(mixer, pooling), share, len(lengths))
+
+
+def test_unusable_texts_are_refused() -> None:
+    """More rows than one, texts that are longer than learned positions, and packed texts as one are named in words."""
+    model = _model("rfa", "mean", "learned")
+    tokens, starts = model.pack([*_texts(), torch.zeros(9, dtype=torch.int64)])
+    with pytest.raises(InputError, match="9 tokens; this model has learned positions for 8"):
+        model.classify_packed(tokens, LocalSequenceOps(starts))
+    with pytest.raises(ShapeError, match="2 rows of packed texts"):
+        model.classify_packed(tokens.expand(2, -1), LocalSequenceOps(starts))
+    tokens, starts = model.pack(_texts())
+    with pytest.raises(InputError, match="4 packed documents were given to be one vector"):
+        model(tokens, LocalSequenceOps(starts))

@@ -1,0 +1,114 @@
+"""Labelled texts from .jsonl: tokens and labels of every line, from a cache, and what is wrong named by its line."""
+
+import gzip
+import json
+
+import pytest
+
+from dist_attn.errors import ConfigError
+from dist_attn.text import ByteTokeniser
+from dist_attn.training.datasets import labelled_text
+from dist_attn.training.datasets.labelled_text import read_labelled_texts
+from dist_attn.training.datasets.labels import LabelNames
+from dist_attn.training.datasets.token_cache import nothing_shown
+from tests.support.tokenisers import small_bpe
+
+EXAMPLES = [("good", "wonderful — what a film"), ("bad", "no"), ("good", "yes"), ("mixed", "well…")]
+
+
+def _write(path, examples, text="text", label="label"):
+    lines = "".join(json.dumps({text: t, label: name, "more": 1}) + "\n" for name, t in examples)
+    path.write_bytes(gzip.compress(lines.encode()) if path.suffix == ".gz" else lines.encode())
+    return path
+
+
+def _read(paths, cache, tokeniser=None, max_length=1000, **fields):
+    names = {"text_field": "text", "label_field": "label", **fields}
+    return read_labelled_texts(
+        paths, tokeniser or ByteTokeniser(), cache, **names, max_length=max_length, progress=nothing_shown
+    )
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_every_line_is_an_example(tmp_path, name):
+    """Texts come back from their tokens, cut to the length asked for, and labels are numbered by the alphabet."""
+    path = _write(tmp_path / name, EXAMPLES, text="words", label="verdict")
+    for tokeniser in (ByteTokeniser(), small_bpe()):
+        got = _read([path], tmp_path / "c", tokeniser, text_field="words", label_field="verdict")
+        assert [tokeniser.decode(got.texts[i]).decode() for i in range(4)] == [text for _, text in EXAMPLES]
+    names = LabelNames.of(got.labels)
+    assert names.names == ("bad", "good", "mixed")
+    assert got.classes(names).tolist() == [1, 0, 1, 2]
+    short = _read([path], tmp_path / "c", max_length=5, text_field="words", label_field="verdict")
+    assert short.texts.lengths.tolist() == [5, 2, 3, 5]
+
+
+def test_labels_may_be_numbers(tmp_path):
+    """Whole numbers are ordered by size, whichever come first, and need not begin at 0."""
+    got = _read([_write(tmp_path / "a.jsonl", [(10, "x"), (9, "y"), (10, "z")])], tmp_path / "c")
+    names = LabelNames.of(got.labels)
+    assert names.names == (9, 10)
+    assert got.classes(names).tolist() == [1, 0, 1]
+    with pytest.raises(ConfigError, match=r"have 2 labels, 9, 10; model\.num_classes is 3"):
+        names.check(3)
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path, monkeypatch):
+    """A second reading tokenises nothing; another text, field or length is read anew."""
+    path = _write(tmp_path / "a.jsonl", EXAMPLES)
+    first = _read([path], tmp_path / "c")
+    with monkeypatch.context() as patched:
+        patched.setattr(labelled_text, "records", lambda *_: pytest.fail("the cache was not used"))
+        again = _read([path], tmp_path / "c")
+        assert again.labels == first.labels
+        assert again.texts.tokens.tolist() == first.texts.tokens.tolist()
+    assert _read([path], tmp_path / "c", label_field="text").labels != first.labels
+    _write(path, EXAMPLES[:2])
+    assert len(_read([path], tmp_path / "c")) == 2
+    assert not list((tmp_path / "c").glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 3 is not JSON"),
+        ("[1]", "line 3 is list; needed is one JSON object per line"),
+        ('{"label": "bad"}', "line 3 has no field 'text', only 'label'; name the field"),
+        ('{"text": 3, "label": "bad"}', "line 3: 'text' is int; needed is str"),
+        ('{"text": "a", "label": true}', "line 3: 'label' is bool; needed is str or int"),
+        ('{"text": "", "label": "bad"}', "line 3: the text is empty"),
+        ('{"text": "\\xff", "label": "bad"}', "line 3 is not JSON"),
+    ],
+)
+def test_lines_that_are_no_examples_are_named(tmp_path, line, words):
+    """What is not an example is refused with file and line, blank ones counted, and leaves no cache."""
+    path = _write(tmp_path / "a.jsonl", EXAMPLES[:1])
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(ConfigError, match=rf"a\.jsonl, {words}") as caught:
+        _read([path], tmp_path / "c")
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "c").iterdir())
+
+
+def test_files_that_hold_no_examples_are_named(tmp_path):
+    """A file that is missing, empty, damaged or of another kind is refused with its name."""
+    (tmp_path / "empty.jsonl").write_bytes(b"\n")
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}" * 999)[:20])
+    (tmp_path / "no.jsonl.gz").write_bytes(b"{}")
+    for name, words in [
+        ("missing.jsonl", "cannot be read: No such file"),
+        ("empty.jsonl", "has no examples"),
+        ("cut.jsonl.gz", "cannot be read: Compressed file ended"),
+        ("no.jsonl.gz", "cannot be read: Not a gzipped file"),
+        ("text.txt", "is not .jsonl"),
+    ]:
+        with pytest.raises(ConfigError, match=rf"{name} {words}"):
+            _read([tmp_path / name], tmp_path / "c")
+
+
+def test_labels_of_the_validation_set_are_those_of_the_training_set(tmp_path):
+    """A label that no training example has is refused with the example that has it."""
+    train = _read([_write(tmp_path / "a.jsonl", EXAMPLES)], tmp_path / "c")
+    held_out = _read([_write(tmp_path / "b.jsonl", [("good", "a"), ("odd", "b")])], tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"b\.jsonl, example 2: label 'odd' is not one of .*'bad', 'good', 'mixed'"):
+        held_out.classes(LabelNames.of(train.labels))
