@@ -44,6 +44,10 @@ app.add_typer(configuration)
 Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
 Model = Annotated[str | None, typer.Option(help="A model folder or the name of a shipped model.")]
 Ranks = Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)]
+StateExchange = Annotated[
+    Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"],
+    typer.Option(help="How states travel between ranks."),
+]
 Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)]
 DataDir = Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")]
@@ -121,10 +125,7 @@ def encode(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bytes for any number of ranks; slower.")
     ] = False,
-    exchange: Annotated[
-        Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"],
-        typer.Option(help="How states travel between ranks."),
-    ] = "auto",
+    exchange: StateExchange = "auto",
     model: Model = None,
 ) -> None:
     """Encode a file into vectors; alone, or split over all ranks of torchrun or mpiexec.
@@ -331,7 +332,11 @@ def plan(
     ranks: Ranks = 1,
     model: Model = None,
     gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks read here for some seconds.")] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Let that many ranks encode here for some seconds.")
+    ] = False,
+    backend: Annotated[Literal["gloo", "mpi"], typer.Option(help="What carries the bytes between ranks.")] = "gloo",
+    exchange: StateExchange = "auto",
     as_json: AsJson = False,
 ) -> None:
     """What a document will cost: memory, bytes between ranks, time, output.
@@ -340,7 +345,16 @@ def plan(
     """
     from dist_attn.engine.plan import plan as print_plan
 
-    print_plan(tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json, measure=measure)
+    print_plan(
+        tokens,
+        ranks=ranks,
+        model=model,
+        gflops=gflops,
+        as_json=as_json,
+        measure=measure,
+        backend=backend,
+        exchange=exchange,
+    )
 
 
 @app.command()

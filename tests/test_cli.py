@@ -32,6 +32,10 @@ REPORT_FIELDS = [
     "backend",
     "peak_rss_mib",
     "carry_bytes_per_rank",
+    "compute_seconds",
+    "exchange_seconds",
+    "text_seconds",
+    "handing_seconds",
     "model",
 ]
 

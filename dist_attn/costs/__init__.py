@@ -20,10 +20,12 @@ from dist_attn.costs.operations import (
     halo_bytes,
     realignment_bytes,
     relative_attention_bytes,
+    relative_state_numbers,
     reshuffle_back_bytes,
     reshuffle_bytes,
 )
 from dist_attn.costs.output import output_bytes
+from dist_attn.costs.relative_attention import RelativeAttention
 from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
 __all__ = [
@@ -35,6 +37,7 @@ __all__ = [
     "MemoryPerRank",
     "MixerCosts",
     "Rates",
+    "RelativeAttention",
     "ScanCost",
     "ScanMessage",
     "ScanTime",
@@ -57,6 +60,7 @@ __all__ = [
     "realignment_bytes",
     "reduce_scatter_bytes",
     "relative_attention_bytes",
+    "relative_state_numbers",
     "scan_cost",
     "scan_seconds",
     "reshuffle_back_bytes",

@@ -2,28 +2,39 @@
 
 from dataclasses import dataclass, field
 
+from dist_attn.costs.calibration import default_exchange
 from dist_attn.costs.exchanges import Link, all_gather_bytes, all_gather_seconds
+from dist_attn.costs.handing import handing_seconds
+from dist_attn.costs.mixers import FLOAT_BYTES
 from dist_attn.costs.models import LanguageModelCosts
 from dist_attn.costs.output import FORMATS, output_bytes
-from dist_attn.errors import InputError
+from dist_attn.costs.scans import ScanMessage, scan_cost, scan_seconds
+from dist_attn.errors import ConfigError, InputError
 
 __all__ = ["GRAIN", "Estimate", "MemoryPerRank", "Rates", "busiest_rank_tokens", "estimate"]
 
 GRAIN = 512  # tokens; ranks are cut on this grid
 PROCESS_BYTES = 300 << 20  # Python, torch and the libraries beside it, on a CPU
+STEP_MESSAGES = 9  # that an exchange in steps holds, with any number of ranks
 
 
 @dataclass(frozen=True)
 class Rates:
     """How fast one rank is taken to be: cautious figures for one CPU core and for ranks on one machine.
 
-    `prefill_efficiency` is the share of the matmul rate that a whole model reaches in prefill.
+    `prefill_efficiency` is the share of the matmul rate that a whole model reaches in prefill; `text_tokens_per_s` is
+    how fast rank 0 reads and tokenises. `exposed_s` is for how long the exchanges of one layer and block hold up a
+    rank, its wait for slower ranks among it; `handing_s` is how long the tokens of a block take to the ranks and its
+    rows back. None: from the link, as if all ranks were equally fast and computed nothing meanwhile.
     """
 
     matmul_flops_per_s: float = 30e9
     memory_bytes_per_s: float = 10e9
     prefill_efficiency: float = 0.6
     link: Link = field(default_factory=lambda: Link(latency_s=100e-6, bytes_per_s=1e9))
+    text_tokens_per_s: float = 1e6
+    exposed_s: float | None = None
+    handing_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +60,10 @@ class MemoryPerRank:
 class Estimate:
     """What one document of `tokens` costs on `ranks` ranks.
 
-    Units: bytes and seconds; "sent" is what one rank sends in all; `output` holds bytes by rows and by format.
+    Units: bytes and seconds; "sent" is the most that one rank sends in all; `output` holds bytes by rows and by format.
+    The four times follow each other on rank 0 and are those of `EncodeReport`: `compute` in the model, `exchange` held
+    up by exchanges inside it, `text` reading and tokenising (the other ranks wait), `handing` tokens to the ranks and
+    rows back. `exchange` names how states travel; empty where none do.
     """
 
     tokens: int
@@ -59,6 +73,7 @@ class Estimate:
     parameters: int
     flops_per_token: float
     memory: MemoryPerRank
+    exchange: str
     carry_message_bytes: int
     halo_message_bytes: int
     carry_bytes_sent: int
@@ -66,6 +81,8 @@ class Estimate:
     key_bytes_sent: int
     compute_seconds: float
     exchange_seconds: float
+    text_seconds: float
+    handing_seconds: float
     decode_tokens_per_second: float
     output: dict[str, dict[str, int]]
     rates: Rates
@@ -73,7 +90,7 @@ class Estimate:
     @property
     def prefill_seconds(self) -> float:
         """Reading the whole document."""
-        return self.compute_seconds + self.exchange_seconds
+        return self.compute_seconds + self.exchange_seconds + self.text_seconds + self.handing_seconds
 
 
 def estimate(
@@ -84,21 +101,25 @@ def estimate(
     block_tokens: int = 4 * GRAIN,
     window: int = 512,
     rates: Rates | None = None,
+    exchange: str | None = None,
 ) -> Estimate:
-    """What a document of `tokens` costs, read in blocks of `block_tokens` per rank.
+    """What a document of `tokens` costs, read in blocks of `block_tokens` per rank, with a row per `window`.
 
-    Raises: InputError for counts below 1.
+    `exchange` is how states travel between ranks, by default what is chosen where nothing was measured.
+
+    Raises: InputError for counts below 1, ConfigError for an exchange that is unknown or not for so many ranks.
     """
     for name, value in (("tokens", tokens), ("ranks", ranks), ("block_tokens", block_tokens), ("window", window)):
         if value < 1:
             raise InputError(f"{name} is {value}; it must be 1 or more")
     rates = Rates() if rates is None else rates
-    carry, halo = model.mixer.carry_bytes(), model.mixer.halo_bytes()
+    states = _StateExchange.of(model, ranks, exchange)
     blocks = -(-tokens // (ranks * block_tokens))
     exchanges = blocks * model.num_layers
     flops = model.prefill_flops(tokens, ranks).total
     operations = busiest_rank_tokens(tokens, ranks, block_tokens) * flops
     keys = model.num_layers * model.mixer.key_bytes_sent(tokens, ranks, block_tokens)
+    halo = model.mixer.halo_bytes()
     return Estimate(
         tokens=tokens,
         ranks=ranks,
@@ -106,15 +127,17 @@ def estimate(
         blocks=blocks,
         parameters=model.parameters,
         flops_per_token=flops,
-        memory=_memory(model, tokens, ranks, block_tokens),
-        carry_message_bytes=carry,
+        memory=_memory(model, tokens, ranks, block_tokens, states),
+        exchange=states.algorithm,
+        carry_message_bytes=model.mixer.carry_bytes(),
         halo_message_bytes=halo,
-        carry_bytes_sent=exchanges * all_gather_bytes(carry, ranks),
+        carry_bytes_sent=exchanges * states.bytes_sent(),
         halo_bytes_sent=exchanges * all_gather_bytes(halo, ranks),
         key_bytes_sent=keys,
         compute_seconds=operations / (rates.matmul_flops_per_s * rates.prefill_efficiency),
-        exchange_seconds=exchanges * sum(all_gather_seconds(m, ranks, rates.link) for m in (carry, halo) if m)
-        + (2 * exchanges * (ranks - 1) * rates.link.latency_s + keys / rates.link.bytes_per_s if keys else 0.0),
+        exchange_seconds=_exchange_seconds(states, halo, keys, exchanges, rates),
+        text_seconds=tokens / rates.text_tokens_per_s,
+        handing_seconds=_handing_seconds(model, tokens, ranks, block_tokens, window, rates),
         decode_tokens_per_second=1 / _decode_seconds(model, tokens, rates),
         output={
             rows: {kind: output_bytes(count, model.hidden_size, kind) for kind in FORMATS}
@@ -122,6 +145,72 @@ def estimate(
         },
         rates=rates,
     )
+
+
+@dataclass(frozen=True)
+class _StateExchange:
+    """How the states of one layer travel in one block; `algorithm` is empty where none do."""
+
+    algorithm: str
+    message: ScanMessage | None
+    gathered_bytes: int
+    ranks: int
+
+    @staticmethod
+    def of(model: LanguageModelCosts, ranks: int, exchange: str | None) -> "_StateExchange":
+        message, carry = model.mixer.scan_message(), model.mixer.carry_bytes()
+        if ranks == 1 or not carry:
+            return _StateExchange("", None, 0, ranks)
+        if message is None:  # all-gathered, whatever is chosen for states that are scanned
+            return _StateExchange("gather", None, carry, ranks)
+        if exchange == "pair" and ranks != 2:
+            raise ConfigError(f"the exchange pair is for 2 ranks, not {ranks}; leave it open, or take gather")
+        return _StateExchange(exchange or default_exchange(ranks), message, 0, ranks)
+
+    def bytes_sent(self) -> int:
+        """Of the rank that sends most."""
+        if self.message is None:
+            return all_gather_bytes(self.gathered_bytes, self.ranks)
+        costs = (scan_cost(self.algorithm, self.message, self.ranks, r, hosts=self._hosts) for r in range(self.ranks))
+        return max(cost.bytes_sent for cost in costs)
+
+    def seconds(self, link: Link) -> float:
+        if self.message is None:
+            return all_gather_seconds(self.gathered_bytes, self.ranks, link) if self.gathered_bytes else 0.0
+        return scan_seconds(self.algorithm, self.message, self.ranks, link, hosts=self._hosts)
+
+    def messages_held(self) -> int:
+        """How many messages of state a rank holds at once, in whole ones."""
+        # Folding P states holds the P gathered ones, P + 1 prefixes, and a copy of these from which a rank picks its
+        # own; in steps, what is sent and received, the sums before and of all, and the states they are cut from.
+        held = 3 * self.ranks + 3
+        return held if self.algorithm in ("gather", "two_level") else min(held, STEP_MESSAGES)
+
+    @property
+    def _hosts(self) -> tuple[tuple[int, ...], ...]:
+        """A plan is for one host."""
+        return (tuple(range(self.ranks)),)
+
+
+def _exchange_seconds(states: _StateExchange, halo: int, key_bytes: int, exchanges: int, rates: Rates) -> float:
+    if states.ranks == 1:
+        return 0.0
+    if rates.exposed_s is not None:
+        return exchanges * rates.exposed_s
+    ranks, link = states.ranks, rates.link
+    each = states.seconds(link) + (all_gather_seconds(halo, ranks, link) if halo else 0.0)
+    keys = 2 * exchanges * (ranks - 1) * link.latency_s + key_bytes / link.bytes_per_s if key_bytes else 0.0
+    return exchanges * each + keys
+
+
+def _handing_seconds(
+    model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int, window: int, rates: Rates
+) -> float:
+    blocks = -(-tokens // (ranks * block_tokens))
+    if rates.handing_s is not None:
+        return blocks * rates.handing_s
+    row_bytes = FLOAT_BYTES * model.hidden_size * -(-block_tokens // min(window, GRAIN))
+    return blocks * handing_seconds(ranks, block_tokens, row_bytes, rates.link)
 
 
 def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int, grain: int = GRAIN) -> int:
@@ -132,16 +221,17 @@ def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int, grain: int =
     return blocks * block_tokens + min(rest, share)
 
 
-def _memory(model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int) -> MemoryPerRank:
-    # Folding P states holds the P gathered ones, P + 1 prefixes, and a copy of these from which a rank picks its own.
-    messages = 0 if ranks == 1 else 3 * ranks + 3
+def _memory(
+    model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int, states: _StateExchange
+) -> MemoryPerRank:
+    edges = 0 if ranks == 1 else (3 * ranks + 3) * model.mixer.halo_bytes()
+    carries = states.messages_held() * model.mixer.carry_bytes() if states.algorithm else 0
     return MemoryPerRank(
         process=PROCESS_BYTES,
         weights=model.weights_bytes,
         state=model.state_bytes(model.mixer.kept_tokens(tokens, ranks)),
         activations=model.activation_bytes(busiest_rank_tokens(min(tokens, ranks * block_tokens), ranks, block_tokens)),
-        exchange=messages * (model.mixer.carry_bytes() + model.mixer.halo_bytes())
-        + model.mixer.key_exchange_bytes(ranks, min(block_tokens, -(-tokens // ranks))),
+        exchange=carries + edges + model.mixer.key_exchange_bytes(ranks, min(block_tokens, -(-tokens // ranks))),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.scans import ScanMessage
 
 __all__ = ["CHUNK_TOKENS", "FLOAT_BYTES", "KernelAttention", "MixerCosts", "SoftmaxAttention"]
 
@@ -35,6 +36,10 @@ class MixerCosts(Protocol):
 
     def kept_tokens(self, position: int, ranks: int) -> int:
         """Of how many tokens a rank keeps its state after `position` of an encoding."""
+        ...
+
+    def scan_message(self, batch: int = 1) -> ScanMessage | None:
+        """The state that the ranks scan by the exchange that is chosen; None where none travels, or by all-gather."""
         ...
 
     def carry_bytes(self, batch: int = 1) -> int:
@@ -128,6 +133,10 @@ class KernelAttention:
         """None."""
         return 0
 
+    def scan_message(self, batch: int = 1) -> ScanMessage | None:
+        """S, z and the mass of each head, and its log decay."""
+        return ScanMessage(batch * self.num_heads, self._state_numbers - 1, FLOAT_BYTES)
+
     def carry_bytes(self, batch: int = 1) -> int:
         """4 B H (M (V + 1) + 2)."""
         return FLOAT_BYTES * batch * self.num_heads * self._state_numbers
@@ -202,6 +211,10 @@ class SoftmaxAttention:
     def kept_tokens(self, position: int, ranks: int) -> int:
         """Its share of every block."""
         return -(-position // ranks)
+
+    def scan_message(self, batch: int = 1) -> ScanMessage | None:
+        """None: there is no state to carry."""
+        return None
 
     def carry_bytes(self, batch: int = 1) -> int:
         """There is no state to carry."""

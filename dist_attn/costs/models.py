@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import FLOAT_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
+from dist_attn.costs.relative_attention import RelativeAttention
 from dist_attn.errors import ConfigError
 
 __all__ = ["LanguageModelCosts", "read_model_costs"]
@@ -95,6 +96,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     projection_bias: bool = False
     rotary: dict[str, float] | None = None
     shared_gate: bool = False
+    reach: Annotated[int, Meta(ge=0)] = 16
 
 
 class _NormConfig(msgspec.Struct, frozen=True):
@@ -175,7 +177,9 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
             )
         case "softmax", _:
             return SoftmaxAttention(hidden_size, mixer.num_heads, mixer.short_convolution, mixer.projection_bias)
+        case "scaleformer", _:
+            return RelativeAttention(hidden_size, mixer.num_heads, mixer.reach)
     raise ConfigError(
         f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; the costs of rfa and rfa_gate (gaussian, "
-        "arc_cosine) and of softmax are known"
+        "arc_cosine), of softmax and of scaleformer are known"
     )

@@ -13,6 +13,7 @@ __all__ = [
     "halo_bytes",
     "realignment_bytes",
     "relative_attention_bytes",
+    "relative_state_numbers",
     "reshuffle_back_bytes",
     "reshuffle_bytes",
 ]
@@ -54,7 +55,14 @@ def relative_attention_bytes(
     n is the number of windows: 1 when causal, else 2, and 3 where keys lie `behind` the last query.
     """
     windows = 1 if causal else 2 + behind
-    return all_gather_bytes(real_bytes * groups * (features + windows * max(reach, 1)) * (values + 1), ranks)
+    return all_gather_bytes(
+        real_bytes * groups * relative_state_numbers(features, values, reach, windows=windows), ranks
+    )
+
+
+def relative_state_numbers(features: int, values: int, reach: int, *, windows: int = 1) -> int:
+    """(M + n max(k, 1)) (V + 1): the kernel sum and n windows of one batch element and head."""
+    return (features + windows * max(reach, 1)) * (values + 1)
 
 
 def realignment_bytes(source: Sequence[int], target: Sequence[int], token_bytes: int, rank: int) -> int:

@@ -17,12 +17,11 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
-from dist_attn.engine.row_pieces import reduce_to_pieces
+from dist_attn.engine.encode_blocks import Seconds, encode_blocks
 from dist_attn.errors import InputError
-from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel
 from dist_attn.ops.row_blocks import RowBlocks
-from dist_attn.sharded import Algorithm, ShardedSequenceOps
+from dist_attn.sharded import Algorithm
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowPieces, RowSpec
 
@@ -40,7 +39,8 @@ _READ_TURN_S = 0.5
 class EncodeReport:
     """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block.
 
-    Of the ring exchanges it is all that rank 0 passes on in a block.
+    Of the ring exchanges it is all that rank 0 passes on in a block. Where the time of rank 0 went is told as `plan`
+    tells it beforehand (see `engine.encode_blocks.Seconds`); opening and writing files is what lacks to `seconds`.
     """
 
     tokens: int
@@ -51,6 +51,10 @@ class EncodeReport:
     backend: str
     peak_rss_mib: list[float]
     carry_bytes_per_rank: int
+    compute_seconds: float
+    exchange_seconds: float
+    text_seconds: float
+    handing_seconds: float
 
 
 @torch.inference_mode()
@@ -78,50 +82,36 @@ def encode_file(
     """
     started = time.perf_counter()
     dim = model.config.hidden_size
-    state, position, carry_bytes = model.initial_state(1), 0, 0
+    tokens, carry_bytes, spent = 0, 0, Seconds()
     with contextlib.ExitStack() as stack:
         if deterministic:
             stack.enter_context(RowBlocks())
         blocks, writer = _open_together(comm, stack, tokeniser, source, target, dim, spec, on_progress)
-        while len(tokens := _next_block(comm, blocks)):
-            layout = SequenceLayout.even(len(tokens), comm.size, GRAIN)
-            start, stop = layout.range(comm.rank)
-            comm.traffic.clear()
-            ops = ShardedSequenceOps(comm, layout, exchange=exchange, deterministic=deterministic)
-            h_BLD, state = model.hidden(tokens[None, start:stop], ops, state)
-            carry_bytes = _carry_bytes(comm, exchange, deterministic)
-            pieces = reduce_to_pieces(h_BLD[0], position + start, 0, spec)
-            for part in _collect(comm, pieces, dim):
-                if writer is not None:
-                    writer.add(part)
-            position += len(tokens)
+        for block in encode_blocks(comm, model, blocks, spec, deterministic=deterministic, exchange=exchange):
+            if writer is not None:
+                for pieces in block.pieces:
+                    writer.add(pieces)
+            tokens, carry_bytes, spent = tokens + block.tokens, block.carry_bytes, spent + block.seconds
         if writer is not None:
-            writer.finish(position)
+            writer.finish(tokens)
     seconds = time.perf_counter() - started
     peaks = comm.all_gather(torch.tensor([_peak_rss_mib()], dtype=torch.float64))[:, 0].tolist()
     if writer is None:
         return None
     return EncodeReport(
-        tokens=position,
+        tokens=tokens,
         rows=writer.rows,
         seconds=round(seconds, 3),
-        tokens_per_second=round(position / seconds, 1),
+        tokens_per_second=round(tokens / seconds, 1),
         ranks=comm.size,
         backend=comm.backend,
         peak_rss_mib=[round(peak, 1) for peak in peaks],
         carry_bytes_per_rank=carry_bytes,
+        compute_seconds=round(spent.compute, 3),
+        exchange_seconds=round(spent.exchange, 3),
+        text_seconds=round(spent.text, 3),
+        handing_seconds=round(spent.handing, 3),
     )
-
-
-def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
-    """What this rank sent of its own states since the traffic was cleared; of rings, all that it passed on."""
-    carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
-    if exchange.endswith("ring") and not deterministic:
-        return sum(e.bytes_sent for e in carries)
-    # A layer's state is sent first in what is launched, all gathered or, deterministic, passed on; later steps of an
-    # exchange send what was made of it.
-    first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
-    return sum(e.bytes_sent // e.messages for e in first)
 
 
 def _open_together(
@@ -191,36 +181,6 @@ def _token_blocks(
             on_progress(read)
         if not piece:
             return
-
-
-def _next_block(comm: Communicator, blocks: Iterator[np.ndarray] | None) -> torch.Tensor:
-    """The next block on every rank; empty at the end."""
-    block = next(blocks, np.empty(0, dtype=np.int32)) if blocks is not None else np.empty(0, dtype=np.int32)
-    count = int(comm.broadcast(torch.tensor([len(block)]), 0))
-    if not count:
-        return torch.empty(0, dtype=torch.int64)
-    mine = torch.from_numpy(block) if blocks is not None else torch.empty(count, dtype=torch.int32)
-    return comm.broadcast(mine, 0).to(torch.int64)
-
-
-def _collect(comm: Communicator, pieces: RowPieces, dim: int) -> list[RowPieces]:
-    """All ranks' pieces, in order of rank, on rank 0; nothing elsewhere."""
-    if comm.size == 1:
-        return [pieces]
-    count = len(pieces.starts)
-    counts = comm.all_gather(torch.tensor([count]))[:, 0].tolist()
-    ranges = torch.tensor([pieces.starts, pieces.stops], dtype=torch.int64).T.reshape(count, 2)
-    vectors = torch.frombuffer(bytearray(pieces.vectors), dtype=torch.float32) if count else torch.empty(0)
-    send = [count] + [0] * (comm.size - 1)
-    receive = counts if comm.rank == 0 else [0] * comm.size
-    all_ranges = comm.all_to_all(ranges, send, receive)
-    all_vectors = comm.all_to_all(vectors.reshape(count, dim), send, receive)
-    if comm.rank != 0:
-        return []
-    return [
-        RowPieces(0, r[:, 0].tolist(), r[:, 1].tolist(), v.numpy().tobytes())
-        for r, v in zip(all_ranges.split(counts), all_vectors.split(counts), strict=True)
-    ]
 
 
 @contextlib.contextmanager

@@ -1,11 +1,21 @@
 """What a document will cost before anything is started: the figures of `costs`, as a table or as JSON."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from typing import Any
 
 from dist_attn.control.rows import GRAIN
-from dist_attn.costs import Estimate, Rates, estimate, parse_count, read_model_costs
+from dist_attn.costs import (
+    Estimate,
+    LanguageModelCosts,
+    Rates,
+    calibration_file,
+    estimate,
+    parse_count,
+    read_calibration,
+    read_model_costs,
+)
 from dist_attn.engine.rehearsal import measured_rates
 from dist_attn.engine.tables import Table, byte_size, duration, print_tables
 from dist_attn.errors import InputError
@@ -17,14 +27,23 @@ BLOCK_TOKENS = 4 * GRAIN  # per rank, as `encode` and the controller cut
 
 
 def plan(
-    tokens: str, *, ranks: int, model: str | None, gflops: float | None, as_json: bool, measure: bool = False
+    tokens: str,
+    *,
+    ranks: int,
+    model: str | None,
+    gflops: float | None,
+    as_json: bool,
+    measure: bool = False,
+    backend: str = "gloo",
+    exchange: str = "auto",
 ) -> None:
-    """Print what reading `tokens` (like 2M) costs on `ranks` ranks.
+    """Print what reading `tokens` (like 2M) costs on `ranks` ranks of one machine.
 
-    `gflops` is one rank's matmul rate; with `measure`, that many ranks read for a few seconds to find all rates.
+    `gflops` is one rank's matmul rate; with `measure`, that many ranks encode for a few seconds to find all rates.
+    `backend` and `exchange` are those of the run that is planned: auto is what such a run would choose here.
 
-    Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError when
-        measuring fails.
+    Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError or
+        MissingExtraError when measuring fails.
     """
     count = parse_count(tokens)
     folder = resolve_model_folder(model)
@@ -33,17 +52,27 @@ def plan(
     if measure:
         if gflops is not None:
             raise InputError("--measure and --gflops were given; needed is one of them, or none")
-        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS)
+        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=backend, exchange=exchange)
     elif gflops is not None:
         if not 0 < gflops < float("inf"):
             raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
         rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
-    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates)
+    chosen = _chosen(costs, ranks, backend) if exchange == "auto" else exchange
+    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=chosen)
     name = folder.resolve().name
     if as_json:
         print(json.dumps(_as_object(name, result)))
     else:
         _print(name, result, "Measured" if measure else "Assumed")
+
+
+def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:
+    """The exchange that ranks choose on this machine: the one measured fastest, if any was; None without a choice."""
+    message = costs.mixer.scan_message()
+    if message is None or ranks < 2:
+        return None
+    known = read_calibration(calibration_file(os.environ))
+    return known.choose(backend, ranks, message.bytes, (tuple(range(ranks)),))
 
 
 def _as_object(model: str, result: Estimate) -> dict[str, Any]:
@@ -82,8 +111,9 @@ def _memory(result: Estimate) -> Table:
 
 
 def _exchange(result: Estimate) -> Table:
+    states = f"states, by {result.exchange}" if result.exchange else "states"
     rows = [
-        ("states", byte_size(result.carry_message_bytes), byte_size(result.carry_bytes_sent)),
+        (states, byte_size(result.carry_message_bytes), byte_size(result.carry_bytes_sent)),
         ("edge tokens", byte_size(result.halo_message_bytes), byte_size(result.halo_bytes_sent)),
     ]
     if result.key_bytes_sent:
@@ -94,8 +124,10 @@ def _exchange(result: Estimate) -> Table:
 def _time(result: Estimate) -> Table:
     rows = [
         ("computing", duration(result.compute_seconds)),
-        ("exchanging", duration(result.exchange_seconds)),
-        ("reading the document", duration(result.prefill_seconds)),
+        ("held up by exchanges", duration(result.exchange_seconds)),
+        ("reading and tokenising", duration(result.text_seconds)),
+        ("handing tokens out and rows back", duration(result.handing_seconds)),
+        ("the document in all", duration(result.prefill_seconds)),
         ("tokens read per second", f"{result.tokens / result.prefill_seconds:,.0f}"),
         ("tokens written per second", f"{result.decode_tokens_per_second:,.0f}"),
     ]
@@ -115,6 +147,8 @@ def _notes(result: Estimate, source: str) -> list[str]:
         f"reaches {rates.prefill_efficiency:.0%}; {rates.memory_bytes_per_s / 1e9:.3g} GB/s of memory, which bounds "
         f"writing; {rates.link.latency_s * 1e6:.3g} us and {rates.link.bytes_per_s / 1e9:.3g} GB/s between ranks.",
     ]
+    if rates.exposed_s:
+        told.append(f"{source}: the exchanges of a layer and block hold a rank up for {duration(rates.exposed_s)}.")
     if source == "Assumed":
         told.append("With --measure the ranks read for a few seconds and find the rates of this machine.")
     return told

@@ -11,9 +11,9 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.control import rows as control_rows
 from dist_attn.costs import Link, Rates, estimate, output_bytes, read_model_costs
 from dist_attn.costs.estimate import GRAIN, busiest_rank_tokens
-from dist_attn.errors import InputError
+from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import Algorithm, Exchange, ShardedSequenceOps
 from dist_attn.wire.messages import Rows
 from service.rows import format_rows
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
@@ -40,6 +40,41 @@ def test_bytes_between_ranks(case: str, ranks: int, tmp_path: Path) -> None:
     result = estimate(read_model_costs(write_config(case, tmp_path)), tokens, ranks=ranks, block_tokens=block)
     assert sent == [{"carry": result.carry_bytes_sent, "halo": result.halo_bytes_sent}] * ranks
     assert result.blocks == 3
+
+
+@pytest.mark.parametrize("exchange", ["gather", "log_step", "pipelined_ring", "two_level"])
+def test_bytes_of_a_chosen_exchange(exchange: Algorithm, tmp_path: Path) -> None:
+    """The estimate of an exchange that was chosen is what the busiest rank sends, block by block."""
+    model, block, ranks, tokens = small_model("gated"), 4, 3, 20
+    hosts = ((0, 1, 2),) if exchange == "two_level" else ()
+
+    def read(comm: Communicator) -> int:
+        state = None
+        for piece in torch.zeros(1, tokens, dtype=torch.int64).split(ranks * block, dim=1):
+            layout = SequenceLayout.even(piece.shape[1], ranks)
+            ops = ShardedSequenceOps(comm, layout, exchange=Exchange(exchange, hosts=hosts))
+            _, state = model.hidden(piece[:, slice(*layout.range(comm.rank))], ops, state)
+        return sum(e.bytes_sent for e in comm.traffic.events if e.label == "carry")
+
+    with torch.inference_mode():
+        sent = run_simulated(read, ranks)
+    costs = read_model_costs(write_config("gated", tmp_path))
+    result = estimate(costs, tokens, ranks=ranks, block_tokens=block, exchange=exchange)
+    assert max(sent) == result.carry_bytes_sent
+    assert result.exchange == exchange
+
+
+def test_the_exchange_that_is_estimated(tmp_path: Path) -> None:
+    """Without a choice it is the rule's for so many ranks; states that are always gathered have no choice."""
+    kernel = read_model_costs(write_config("gated", tmp_path / "kernel"))
+    relative = read_model_costs(write_config("relative positions", tmp_path / "relative"))
+    exact = read_model_costs(write_config("softmax", tmp_path / "exact"))
+    assert [estimate(kernel, 1000, ranks=p).exchange for p in (1, 2, 8, 9)] == ["", "pair", "gather", "log_step"]
+    assert estimate(relative, 1000, ranks=9, exchange="log_step").exchange == "gather"
+    assert estimate(exact, 1000, ranks=9, exchange="log_step").exchange == ""
+    # What a rank holds of the others' states grows with them only where it gathers them.
+    held = [estimate(kernel, 10**6, ranks=p, exchange="log_step").memory.exchange for p in (16, 64)]
+    assert held[1] - held[0] == 3 * (64 - 16) * kernel.mixer.halo_bytes()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -90,17 +125,47 @@ def test_the_grid_is_the_controllers() -> None:
 
 
 def test_time(tmp_path: Path) -> None:
-    """Time is operations over the rate that is reached, plus the exchanges of every block and layer."""
+    """Four parts follow each other: computing, exchanges of every block and layer, the text, tokens and rows."""
     model = read_model_costs(write_config("gated", tmp_path))
-    rates = Rates(1e9, 1e8, 0.5, Link(1e-3, 1e6))
+    rates = Rates(1e9, 1e8, 0.5, Link(1e-3, 1e6), text_tokens_per_s=1e5)
     one = estimate(model, 10_000, rates=rates)
-    assert one.prefill_seconds == pytest.approx(10_000 * model.prefill_flops(1).total / 0.5e9)
+    assert one.compute_seconds == pytest.approx(10_000 * model.prefill_flops(1).total / 0.5e9)
+    assert (one.exchange_seconds, one.text_seconds, one.handing_seconds) == (0, pytest.approx(0.1), 0)
     four = estimate(model, 4 * 2048 * 3, ranks=4, rates=rates)
     assert four.compute_seconds == pytest.approx(3 * 2048 * model.prefill_flops(1, ranks=4).total / 0.5e9)
     message = four.carry_message_bytes + four.halo_message_bytes
     assert four.exchange_seconds == pytest.approx(3 * 2 * 3 * (2 * 1e-3 + message / 1e6))
+    # Two steps of two broadcasts; three messages from each of three ranks, with four rows of 64 numbers.
+    handed = 2 * (2e-3 + 4 * 4 * 2048 / 1e6) + 3 * (3e-3 + 4 * 4 * 64 / 1e6)
+    assert four.handing_seconds == pytest.approx(3 * handed)
+    parts = (four.compute_seconds, four.exchange_seconds, four.text_seconds, four.handing_seconds)
+    assert four.prefill_seconds == pytest.approx(sum(parts))
     moved = model.weights_bytes + 2 * model.state_bytes()
     assert one.decode_tokens_per_second == pytest.approx(1e8 / moved)
+
+
+def test_time_of_a_chosen_exchange(tmp_path: Path) -> None:
+    """A pair swaps once where a gather of two does as well; log steps of eight ranks take three messages, not seven."""
+    model = read_model_costs(write_config("gated", tmp_path))
+    rates = Rates(link=Link(1e-3, 1e6))
+    steps, gather = (
+        estimate(model, 8 * 2048, ranks=8, rates=rates, exchange=name).exchange_seconds
+        for name in ("log_step", "gather")
+    )
+    message_s = 1e-3 + model.mixer.carry_bytes() / 1e6
+    assert gather - steps == pytest.approx(model.num_layers * (7 - 3) * message_s)
+    pair = estimate(model, 2 * 2048, ranks=2, rates=rates).exchange_seconds
+    assert pair == pytest.approx(model.num_layers * (message_s + 1e-3 + model.mixer.halo_bytes() / 1e6))
+
+
+def test_measured_times_take_the_place_of_the_links(tmp_path: Path) -> None:
+    """What ranks measured counts for each layer and block, and for each block, whatever the link; one rank has none."""
+    model = read_model_costs(write_config("gated", tmp_path))
+    rates = Rates(link=Link(1.0, 1.0), exposed_s=0.25, handing_s=0.5)
+    result = estimate(model, 2 * 2048 * 3 + 1, ranks=2, rates=rates)
+    assert result.exchange_seconds == 4 * model.num_layers * 0.25
+    assert result.handing_seconds == 4 * 0.5
+    assert estimate(model, 2048, rates=rates).exchange_seconds == 0
 
 
 def test_memory_does_not_grow_with_the_document(tmp_path: Path) -> None:
@@ -135,3 +200,11 @@ def test_refuses_counts_below_one(wrong: dict[str, int], tmp_path: Path) -> None
     model = read_model_costs(write_config("gated", tmp_path))
     with pytest.raises(InputError, match=next(iter(wrong))):
         estimate(model, **{"tokens": 10, **wrong})
+
+
+@pytest.mark.parametrize(("exchange", "says"), [("pair", "for 2 ranks, not 3"), ("pigeons", "no formula")])
+def test_refuses_exchanges(exchange: str, says: str, tmp_path: Path) -> None:
+    """An exchange that is unknown, or not for so many ranks, is refused."""
+    model = read_model_costs(write_config("gated", tmp_path))
+    with pytest.raises(ConfigError, match=says):
+        estimate(model, 10, ranks=3, exchange=exchange)

@@ -1,15 +1,17 @@
 """The formulas of models against the models themselves: numbers held, state, operations, memory."""
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_attn.costs import KernelAttention, LanguageModelCosts, read_model_costs
+from dist_attn.costs import KernelAttention, LanguageModelCosts, RelativeAttention, read_model_costs
 from dist_attn.costs import mixers as formulas
 from dist_attn.errors import ConfigError
+from dist_attn.mixers import MixerConfig
 from dist_attn.models import LanguageModel
 from dist_attn.ops.linear_attention import streaming
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
@@ -95,12 +97,22 @@ def test_constants_are_those_of_the_kernel() -> None:
     assert formulas.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
 
 
+def test_every_causal_mixer_has_formulas() -> None:
+    """Every kind of mixer that a language model can have is among the cases, so none is refused."""
+    kinds = {kind for config in get_args(get_args(MixerConfig)[0]) for kind in get_args(config.__annotations__["kind"])}
+    assert kinds == {case["mixer"]["kind"] for case in MODEL_CASES.values()}
+
+
 def test_second_pass_of_several_ranks() -> None:
     """With several ranks a token's keys are read twice: once more through the feature map, once more into a state."""
     mixer = KernelAttention("rfa", 64, 4, 16, "gaussian", 4)
     one, several = mixer.prefill_flops(1, ranks=1), mixer.prefill_flops(1, ranks=5)
     assert (several.features, several.state) == (1.5 * one.features, 1.5 * one.state)
     assert (several.projections, several.scores) == (one.projections, one.scores)
+    relative = RelativeAttention(64, 4, 5)
+    one, several = relative.prefill_flops(1, ranks=1), relative.prefill_flops(1, ranks=5)
+    assert several.state - one.state == 2 * 4 * 16 * 17
+    assert (several.projections, several.features, several.scores) == (one.projections, one.features, one.scores)
 
 
 @pytest.mark.parametrize(

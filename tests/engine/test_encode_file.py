@@ -105,6 +105,15 @@ def test_the_carry_does_not_grow_with_the_text(tmp_path):
     assert _encode(1, tmp_path / "long", tmp_path / "x.npy", RowSpec()).carry_bytes_per_rank == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_report_says_where_the_time_went(source, tmp_path, ranks):
+    """The four parts of rank 0's time are not negative, follow each other, and so come to no more than all of it."""
+    report = _encode(ranks, source, tmp_path / "rows.npy", RowSpec())
+    parts = (report.compute_seconds, report.exchange_seconds, report.text_seconds, report.handing_seconds)
+    assert min(parts) >= 0
+    assert sum(parts) <= report.seconds + 5 * 0.0005  # each is rounded to a millisecond
+
+
 def test_deterministic_files_do_not_depend_on_the_ranks(source, tmp_path, hidden_LD):
     """Deterministic, the file has the same bytes from 1, 2, 3 and 4 ranks, and its rows are the usual ones."""
     spec = RowSpec("window", 700)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.control.settings import ControlSettings
-from dist_attn.costs import estimate, read_model_costs
+from dist_attn.costs import Calibration, ScanTime, calibration_file, default_exchange, estimate, read_model_costs
 from dist_attn.engine import encode_file
 from dist_attn.engine.plan import BLOCK_TOKENS, plan
 from dist_attn.engine.tables import byte_size, duration
@@ -17,8 +17,9 @@ from tests.support.model_cases import write_config
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> str:
-    """A folder with a configuration and no weights: nothing more is needed."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with a configuration and no weights: nothing more is needed. No exchange was measured here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return str(write_config("gated", tmp_path / "small"))
 
 
@@ -35,7 +36,27 @@ def test_json_holds_the_estimate(folder: str, capsys: pytest.CaptureFixture[str]
     assert found["output"]["window"]["npy"] == want.output["window"]["npy"]
     assert found["assumed_rates_per_rank"]["matmul_flops_per_s"] == 50e9
     assert found["compute_seconds"] == pytest.approx(want.compute_seconds * 30 / 50)
-    assert found["prefill_seconds"] == found["compute_seconds"] + found["exchange_seconds"]
+    assert found["exchange"] == "gather"
+    parts = ("compute_seconds", "exchange_seconds", "text_seconds", "handing_seconds")
+    assert found["prefill_seconds"] == pytest.approx(sum(found[part] for part in parts))
+
+
+def test_the_exchange_is_the_one_that_ranks_would_choose(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan counts the bytes of the exchange measured fastest here, else of the rule's, else of the one named."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    message = read_model_costs(Path(folder)).mixer.carry_bytes()
+    times = [ScanTime("gloo", 3, "log_step", message, 1e-3), ScanTime("gloo", 3, "gather", message, 2e-3)]
+    Calibration(tuple(times)).write(calibration_file({"XDG_CACHE_HOME": str(tmp_path)}))
+
+    def planned(ranks: int, **options: str) -> str:
+        plan("2M", ranks=ranks, model=folder, gflops=None, as_json=True, **options)
+        return str(json.loads(capsys.readouterr().out)["exchange"])
+
+    assert [planned(ranks) for ranks in (1, 2, 3, 9)] == ["", "pair", "log_step", "log_step"]
+    assert planned(3, backend="mpi") == default_exchange(3)
+    assert planned(3, exchange="pipelined_ring") == "pipelined_ring"
 
 
 def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +66,8 @@ def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFi
     assert out.isascii()
     assert "\x1b" not in out
     assert out.startswith("2,000,000 tokens on 2 ranks with small (")
-    for title in ("Memory per rank", "Exchange per rank", "Time", "Output", "peak", "ndjson"):
+    parts = ("computing", "held up by exchanges", "reading and tokenising", "handing tokens out and rows back")
+    for title in ("Memory per rank", "Exchange per rank", "states, by pair", *parts, "Output", "peak", "ndjson"):
         assert title in out
     assert "Assumed for each rank: 30 GFLOP/s" in out
 
@@ -58,6 +80,7 @@ def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFi
         ({"gflops": float("nan")}, InputError, "--gflops nan"),
         ({"gflops": 50.0, "measure": True}, InputError, "one of them"),
         ({"ranks": 0}, InputError, "ranks is 0"),
+        ({"ranks": 3, "exchange": "pair"}, ConfigError, "for 2 ranks"),
         ({"model": "no such model"}, ModelFolderError, "no such model"),
     ],
 )

@@ -20,6 +20,8 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "one gate, orthogonal, a pool": {
         "mixer": {"kind": "rfa_gate", "num_heads": 4, "shared_gate": True, "orthogonal": True, "pool": 20}
     },
+    "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
+    "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
     "learned positions and biases": {
         "positions": {"kind": "learned", "length": 16, "beyond": "repeat"},

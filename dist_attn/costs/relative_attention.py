@@ -1,0 +1,94 @@
+"""What causal kernel attention with relative positions (Scaleformer) costs: the same figures as every other mixer's.
+
+Letters are the glossary's: D model size, H heads, K head size (M = K features, V = K values), k reach of the positions.
+"""
+
+from dataclasses import dataclass
+
+from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.mixers import BLOCK_GROUP_TOKENS, CHUNK_TOKENS, FLOAT_BYTES
+from dist_attn.costs.operations import relative_state_numbers
+from dist_attn.costs.scans import ScanMessage
+
+__all__ = ["RelativeAttention"]
+
+
+@dataclass(frozen=True)
+class RelativeAttention:
+    """`scaleformer`: per head a kernel state of K (K + 1) numbers and a window of max(k, 1) (K + 1), at any length."""
+
+    hidden_size: int
+    num_heads: int
+    reach: int
+
+    @property
+    def head_size(self) -> int:
+        """K."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def parameters(self) -> int:
+        """Projections 4 D^2 and k + 1 rows of positions."""
+        return 4 * self.hidden_size**2 + (self.reach + 1) * self.hidden_size
+
+    @property
+    def buffers(self) -> int:
+        """None."""
+        return 0
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """4 B H (K + max(k, 1)) (K + 1): all of it is also what ranks send each other."""
+        return self.carry_bytes(batch)
+
+    def kept_tokens(self, position: int, ranks: int) -> int:
+        """All: every rank holds the one state."""
+        return position
+
+    def scan_message(self, batch: int = 1) -> ScanMessage | None:
+        """None: these states travel by an all-gather, whatever the exchange."""
+        return None
+
+    def carry_bytes(self, batch: int = 1) -> int:
+        """4 B H (K + max(k, 1)) (K + 1)."""
+        return FLOAT_BYTES * batch * self.num_heads * relative_state_numbers(self.head_size, self.head_size, self.reach)
+
+    def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
+        """Nothing: states travel instead."""
+        return 0
+
+    def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
+        """None."""
+        return 0
+
+    def halo_bytes(self, batch: int = 1) -> int:
+        """None: there is no short convolution."""
+        return 0
+
+    def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
+        """The windowed form; with several ranks each reads its keys a second time, for the state it sends."""
+        size, width = self.head_size, self.head_size + 1
+        passes = 2 if ranks == 1 else 3
+        return TokenFlops(
+            projections=8.0 * self.hidden_size**2,
+            features=2.0 * self.num_heads * size * (self.reach + 1),
+            scores=1.0 * self.num_heads * CHUNK_TOKENS * (size + width),
+            state=2.0 * self.num_heads * width * (passes * size + max(0, self.reach - 1)),
+        )
+
+    def decode_flops(self, position: int = 0) -> TokenFlops:
+        """One update and one read-out of the state, and the scores of all positions: the same for every token."""
+        size, width = self.head_size, self.head_size + 1
+        return TokenFlops(
+            projections=8.0 * self.hidden_size**2,
+            features=2.0 * self.num_heads * size * (2 * self.reach + 1),
+            state=2.0 * self.num_heads * width * (2 * size + max(1, self.reach)),
+        )
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """About twelve tensors of [B, L, D] around the attention; scores, windows and sums of one block."""
+        groups = batch * self.num_heads
+        chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
+        width = self.head_size + 1
+        scores = 4 * (CHUNK_TOKENS + self.reach) * CHUNK_TOKENS
+        block = (self.reach + 1 + 2 * width) * min(tokens, chunks * CHUNK_TOKENS)
+        return FLOAT_BYTES * (12 * batch * tokens * self.hidden_size + groups * (scores + block + 2 * width**2))
