@@ -271,12 +271,13 @@ def convert(
     folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json.")],
     out: Annotated[Path, typer.Option(help="Where the model folder goes; it must not exist yet.")],
     to: Annotated[
-        Literal["softmax", "rfa"], typer.Option(help="Exact, or the same weights with kernel attention, to be trained.")
+        Literal["softmax", "rfa", "elu"],
+        typer.Option(help="Exact, or the same weights with kernel attention (elu: encoders only), to be trained."),
     ] = "softmax",
     num_random: Annotated[int, typer.Option(help="Random vectors per head of rfa.", min=1, max=1 << 16)] = 64,
     seed: Annotated[int, typer.Option(help="What decides the random vectors of rfa.", min=0, max=1 << 53)] = 0,
 ) -> None:
-    """Make a GPT-2, Llama or GPT-NeoX (Pythia) model into a model folder for all other commands.
+    """Make a GPT-2, Llama, GPT-NeoX (Pythia) or BERT-shaped (MiniLM) model into a model folder for other commands.
 
     Example: dist-attn convert downloads/pythia-70m --out models/pythia
     """

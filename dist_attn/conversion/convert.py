@@ -1,4 +1,4 @@
-"""From a Hugging Face causal language model to a model folder of ours, exact as softmax or with kernel attention."""
+"""From a Hugging Face language model or sentence encoder to a folder of ours, exact or with kernel attention."""
 
 import json
 from collections.abc import Callable
@@ -8,15 +8,18 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
+from torch import nn
 
 from dist_attn.checkpoints import save_model
+from dist_attn.conversion.bert import bert_config, bert_weights
 from dist_attn.conversion.gpt2 import gpt2_config, gpt2_weights
 from dist_attn.conversion.gpt_neox import gpt_neox_config, gpt_neox_weights
 from dist_attn.conversion.llama import llama_config, llama_weights
+from dist_attn.conversion.sentence_encoder import read_sentence_encoder, transformer_folder
 from dist_attn.conversion.source import SourceConfig, SourceWeights, read_source_config, read_source_weights
 from dist_attn.errors import InputError, ModelFolderError
-from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
-from dist_attn.text import read_byte_level
+from dist_attn.models import LanguageModelConfig, TextEncoderConfig, build_model
+from dist_attn.text import ForeignTokeniser, WordPieceTokeniser, read_foreign
 
 __all__ = ["Conversion", "convert_folder"]
 
@@ -24,6 +27,7 @@ ReadConfig = Callable[[SourceConfig], dict[str, Any]]
 ReadWeights = Callable[[SourceConfig, SourceWeights], dict[str, torch.Tensor]]
 
 ARCHITECTURES: dict[str, tuple[ReadConfig, ReadWeights]] = {
+    "bert": (bert_config, bert_weights),
     "gpt2": (gpt2_config, gpt2_weights),
     "gpt_neox": (gpt_neox_config, gpt_neox_weights),
     "llama": (llama_config, llama_weights),
@@ -37,10 +41,11 @@ FRESH = (".sigma_H1K", ".w_HDK")
 class Conversion:
     """What a model becomes: `softmax` computes what it did; `rfa` has its weights with random feature attention.
 
-    Kernel attention needs training to be of use; `seed` decides its `num_random` random vectors per head.
+    Encoders may have `elu` (elu + 1) as well. Kernel attention needs training to be of use; `seed` decides the
+    `num_random` random vectors per head of `rfa`.
     """
 
-    to: Literal["softmax", "rfa"] = "softmax"
+    to: Literal["softmax", "rfa", "elu"] = "softmax"
     num_random: int = 64
     seed: int = 0
 
@@ -48,7 +53,8 @@ class Conversion:
 def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None) -> dict[str, Any]:
     """Write the model in `folder` as a model folder of ours to `out`; what was done, as plain values.
 
-    Reads config.json, safetensors and tokenizer.json. Weights are written in float32.
+    Reads config.json, safetensors and tokenizer.json, and of sentence encoders what says how they pool. Weights are
+    written in float32.
 
     Raises: ModelFolderError for files that are missing or of another kind and for options that are not supported, each
         naming what is; InputError where `out` holds something.
@@ -56,20 +62,22 @@ def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None
     conversion = Conversion() if conversion is None else conversion
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out} exists; give a folder that does not, or an empty one")
-    source = read_source_config(folder)
+    inner = transformer_folder(folder)
+    source = read_source_config(inner)
     architecture = source.values.get("model_type")
     if architecture not in ARCHITECTURES:
         raise ModelFolderError(
             f"{source.path}: model_type is {architecture!r}; supported are {', '.join(ARCHITECTURES)}"
         )
     read_config, read_weights = ARCHITECTURES[architecture]
-    config = _config(source, read_config(source), conversion)
-    tokeniser = read_byte_level(folder)
-    end = source.values.get("eos_token_id")
-    if tokeniser.end_token is None and isinstance(end, int):
-        tokeniser = tokeniser.ending_with(end)
+    values, tokeniser = read_config(source), read_foreign(inner)
+    if architecture == "bert":
+        values |= {"kind": "text_encoder", **read_sentence_encoder(folder, source), **_frame(inner, tokeniser)}
+    else:
+        tokeniser = _with_end(inner, tokeniser, source.values.get("eos_token_id"))
+    config = _config(source, values, conversion)
     tokeniser = tokeniser.padded(config.vocab_size)
-    weights = read_source_weights(folder)
+    weights = read_source_weights(inner)
     own = read_weights(source, weights)
     weights.require_empty()
     model = build_model(config).eval()
@@ -80,19 +88,40 @@ def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None
     return {**about, "parameters": sum(p.numel() for p in model.parameters()), "out": str(out)}
 
 
-def _config(source: SourceConfig, values: dict[str, Any], conversion: Conversion) -> LanguageModelConfig:
-    if conversion.to == "rfa":
-        more = {"kind": "rfa", "num_random": conversion.num_random, "seed": conversion.seed}
-        values = values | {"mixer": values["mixer"] | more}
+def _with_end(folder: Path, tokeniser: ForeignTokeniser, end: object) -> ForeignTokeniser:
+    """With the end token of config.json, where the tokeniser's own files name none."""
+    if isinstance(tokeniser, WordPieceTokeniser):
+        raise ModelFolderError(f"{folder}: WordPiece cannot give a text's bytes back, which a language model needs")
+    return tokeniser.ending_with(end) if tokeniser.end_token is None and isinstance(end, int) else tokeniser
+
+
+def _frame(folder: Path, tokeniser: ForeignTokeniser) -> dict[str, Any]:
+    if not isinstance(tokeniser, WordPieceTokeniser):
+        raise ModelFolderError(f"{folder}: supported for a sentence encoder is WordPiece, as BERT has it")
+    prefix, suffix = tokeniser.frame()
+    return {"prefix": prefix, "suffix": suffix}
+
+
+def _config(
+    source: SourceConfig, values: dict[str, Any], conversion: Conversion
+) -> LanguageModelConfig | TextEncoderConfig:
+    random = {"num_random": conversion.num_random, "seed": conversion.seed} if conversion.to == "rfa" else {}
     try:
-        return LanguageModelConfig.model_validate(values)
+        if values.get("kind") == "text_encoder":
+            encoder = values["encoder"]
+            mixer = encoder["mixer"] | {"attention": conversion.to} | random
+            return TextEncoderConfig.model_validate(values | {"encoder": encoder | {"mixer": mixer}})
+        if conversion.to == "elu":
+            raise ModelFolderError(f"{source.path}: elu is for encoders; supported here are softmax and rfa")
+        mixer = values["mixer"] | ({"kind": "rfa"} | random if random else {})
+        return LanguageModelConfig.model_validate(values | {"mixer": mixer})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ModelFolderError(f"{source.path} does not make a model: {where}: {first['msg']}") from None
 
 
-def _fill(model: LanguageModel, own: dict[str, torch.Tensor], folder: Path) -> None:
+def _fill(model: nn.Module, own: dict[str, torch.Tensor], folder: Path) -> None:
     """Raises: ModelFolderError for a tensor of another shape than the configuration says."""
     state = model.state_dict()
     for name, tensor in state.items():

@@ -40,8 +40,8 @@ class BidirectionalAttention(TokenMixer):
         self.config = config
         size, values = config.hidden_size, config.num_heads * config.value_size
         self.sizes = (size, size, values)
-        self.qkv = nn.Linear(size, sum(self.sizes), bias=False)
-        self.out = nn.Linear(values, size, bias=False)
+        self.qkv = nn.Linear(size, sum(self.sizes), bias=config.projection_bias)
+        self.out = nn.Linear(values, size, bias=config.projection_bias)
         self.attend = AllKeys(config)
 
     def forward(

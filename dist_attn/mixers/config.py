@@ -149,6 +149,7 @@ class BidirectionalConfig(_AttentionConfig):
     """Self-attention in which every token sees every other: for encoders and classifiers."""
 
     kind: Literal["bidirectional"] = "bidirectional"
+    projection_bias: bool = False  # of q, k, v and the output
 
 
 class CrossConfig(_AttentionConfig):

@@ -15,6 +15,8 @@ from dist_attn.models.encoder_config import (
 )
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel, ModelState
+from dist_attn.models.text_encoder import TextEncoder
+from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 
 __all__ = [
@@ -38,6 +40,8 @@ __all__ = [
     "NormConfig",
     "TextClassifier",
     "TextClassifierConfig",
+    "TextEncoder",
+    "TextEncoderConfig",
     "VisionClassifier",
     "VisionClassifierConfig",
     "build_model",

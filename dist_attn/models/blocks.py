@@ -1,4 +1,4 @@
-"""The pre-norm block: x + mixer(norm(x)), x + MLP(norm(x)), norms over the features of each token.
+"""The block: x + mixer(norm(x)), x + MLP(norm(x)), or norm(x + mixer(x)), norm(x + MLP(x)); norms of each token.
 
 Turner's printed normalisation runs over the sequence instead, which would leak the future into a causal model.
 """
@@ -27,7 +27,7 @@ def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
 class Block(nn.Module):
     """One layer of a model over any mixer.
 
-    Reference: Introduction to Transformers, Sec. 3 (with per-token LayerNorm).
+    Reference: Introduction to Transformers, Sec. 3 (with per-token LayerNorm); Vaswani et al. 2017 (norms after).
     """
 
     def __init__(
@@ -46,22 +46,30 @@ class Block(nn.Module):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, MixerState]:
         """The tokens after this layer and the mixer's state after the last global one."""
-        mixed_BLD, after = self.mixer(self.mixer_norm(x_BLD), ops, state)
+        mixed_BLD, after = self.mixer(self._before(self.mixer_norm, x_BLD), ops, state)
         return self._after_mixing(x_BLD, mixed_BLD), after
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, MixerState]:
         """`forward` for one token."""
-        mixed_BD, after = self.mixer.step(self.mixer_norm(x_BD), state)
+        mixed_BD, after = self.mixer.step(self._before(self.mixer_norm, x_BD), state)
         return self._after_mixing(x_BD, mixed_BD), after
 
     def _after_mixing(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         if self.config.residual == "parallel":
             return x + mixed + self._mlp(self.mlp_norm(x))
-        return self.feed_forward(x + mixed)
+        return self.feed_forward(self._after(self.mixer_norm, x + mixed))
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x + MLP(norm(x))."""
-        return x + self._mlp(self.mlp_norm(x))
+        """x + MLP(norm(x)), or norm(x + MLP(x))."""
+        return self._after(self.mlp_norm, x + self._mlp(self._before(self.mlp_norm, x)))
+
+    def _before(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = norm(x) if self.config.norm_placement == "pre" else x
+        return normed
+
+    def _after(self, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        normed: torch.Tensor = norm(x) if self.config.norm_placement == "post" else x
+        return normed
 
     def _mlp(self, x: torch.Tensor) -> torch.Tensor:
         inner = self.mlp_in(x)

@@ -14,13 +14,16 @@ from dist_attn.models.encoder_config import (
 )
 from dist_attn.models.encoder_decoder import EncoderDecoder
 from dist_attn.models.language_model import LanguageModel
+from dist_attn.models.text_encoder import TextEncoder
+from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 
 __all__ = ["Model", "ModelConfig", "build_model"]
 
-Model = LanguageModel | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder
+Model = LanguageModel | TextEncoder | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder
 ModelConfig = Annotated[
     LanguageModelConfig
+    | TextEncoderConfig
     | TextClassifierConfig
     | VisionClassifierConfig
     | MaskedAutoencoderConfig
@@ -34,12 +37,18 @@ def build_model(config: LanguageModelConfig) -> LanguageModel: ...
 
 
 @overload
+def build_model(config: TextEncoderConfig) -> TextEncoder: ...
+
+
+@overload
 def build_model(config: ModelConfig) -> Model: ...
 
 
 def build_model(config: ModelConfig) -> Model:
     """The model that `config.kind` names, with fresh parameters."""
     match config:
+        case TextEncoderConfig():
+            return TextEncoder(config)
         case TextClassifierConfig():
             return TextClassifier(config)
         case VisionClassifierConfig():

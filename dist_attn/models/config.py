@@ -39,11 +39,21 @@ class MlpConfig(_Config):
 
 
 class BlockConfig(_Config):
-    """What surrounds the mixer in a layer; `parallel`: the MLP reads the layer's input, not the mixer's output."""
+    """What surrounds the mixer in a layer; `parallel`: the MLP reads the layer's input, not the mixer's output.
+
+    `norm_placement`: norms before the mixer and the MLP (`pre`), or after each has been added to its input (`post`).
+    """
 
     norm: NormConfig = NormConfig()
+    norm_placement: Literal["pre", "post"] = "pre"
     mlp: MlpConfig = MlpConfig()
     residual: Literal["sequential", "parallel"] = "sequential"
+
+    @model_validator(mode="after")
+    def _norms_have_a_place(self) -> "BlockConfig":
+        if self.norm_placement == "post" and self.residual == "parallel":
+            raise ValueError("norms after mixer and MLP need these one after the other: residual = sequential")
+        return self
 
 
 class LearnedPositions(_Config):

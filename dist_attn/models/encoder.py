@@ -1,4 +1,4 @@
-"""A stack of blocks over vectors that are there already: positions, blocks, final norm; any mixer, any ranks."""
+"""A stack of blocks over vectors that are there already: positions, blocks, norms; any mixer, any ranks."""
 
 import math
 from typing import cast
@@ -10,7 +10,7 @@ from dist_attn.errors import InputError
 from dist_attn.models.blocks import Block, build_norm, with_layer_seed
 from dist_attn.models.encoder_config import EncoderConfig
 from dist_attn.models.positions import sinusoidal
-from dist_attn.ops import SequenceOps
+from dist_attn.ops import SequenceOps, current_watch
 
 __all__ = ["Encoder", "initialise"]
 
@@ -33,20 +33,26 @@ class Encoder(nn.Module):
             Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
             for layer in range(config.num_layers)
         )
-        self.norm = build_norm(config.block.norm, size)
+        self.embedding_norm = build_norm(config.block.norm, size) if config.embedding_norm else None
+        # Blocks that end with a norm leave nothing for a final one to do.
+        self.norm = build_norm(config.block.norm, size) if config.block.norm_placement == "pre" else None
 
     def forward(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
-        """Hidden states after the final norm, [B, L, D] -> [B, L, D], of this process's slice.
+        """Hidden states after the last norm, [B, L, D] -> [B, L, D], of this process's slice.
 
         Documents packed into the sequence are each as if alone: positions begin anew in every one.
 
         Raises: InputError for a sequence longer than there are learned positions, on every rank.
         """
+        watch = current_watch()
         x_BLD = self._with_positions(x_BLD, ops)
-        for block in cast(list[Block], list(self.blocks)):
+        if self.embedding_norm is not None:
+            x_BLD = self.embedding_norm(x_BLD)
+        for layer, block in enumerate(cast(list[Block], list(self.blocks))):
+            if watch is not None:
+                watch.layer = layer
             x_BLD, _ = block(x_BLD, ops)
-        h_BLD: torch.Tensor = self.norm(x_BLD)
-        return h_BLD
+        return x_BLD if self.norm is None else cast(torch.Tensor, self.norm(x_BLD))
 
     def _with_positions(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
         if self.config.positions == "none":

@@ -23,7 +23,7 @@ class _Config(BaseModel):
 
 
 class EncoderConfig(_Config):
-    """A stack of pre-norm blocks with positions, over any mixer, causal or bidirectional."""
+    """A stack of blocks with positions, over any mixer, causal or bidirectional."""
 
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1)
@@ -33,6 +33,8 @@ class EncoderConfig(_Config):
     positions: Literal["none", "sinusoidal", "learned", "concatenated"] = "sinusoidal"
     # How many positions have a learned vector; needed with learned positions, of no use without.
     max_length: int | None = Field(default=None, ge=1)
+    # A norm over the tokens with their positions, before the first block.
+    embedding_norm: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> "EncoderConfig":
@@ -120,6 +122,8 @@ class DecoderConfig(_Config):
                 f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a decoder needs one "
                 "that goes on from a state"
             )
+        if self.block.norm_placement != "pre":
+            raise ValueError("a decoder's norms stand before attention, cross attention and MLP: norm_placement = pre")
         return self
 
 

@@ -9,13 +9,18 @@ from numpy.typing import NDArray
 
 from dist_attn.errors import TokenError
 
-__all__ = ["TAIL_BYTES", "Bytes", "Tokeniser", "Tokens", "check_bytes"]
+__all__ = ["TAIL_BYTES", "WORD_TAIL_BYTES", "Bytes", "Tokeniser", "Tokens", "check_bytes"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer]
 
 TAIL_BYTES = 64
-"""Bytes that `encode_piece` may leave unconsumed, at most; no cut between tokens looks further ahead than this."""
+"""Bytes that `encode_piece` may leave unconsumed, at most; no cut between tokens looks further ahead than this.
+
+Tokenisers that cannot give the bytes back (WordPiece) look at whole words, up to WORD_TAIL_BYTES.
+"""
+
+WORD_TAIL_BYTES = 1024
 
 
 def check_bytes(data: Bytes) -> None:
@@ -47,8 +52,15 @@ class Tokeniser(Protocol):
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of the next piece of a stream, and how many of its bytes they cover.
 
-        The caller keeps `data[consumed:]`, at most TAIL_BYTES, and puts it in front of the next piece. The
-        function keeps nothing between calls. With `final` every byte is consumed.
+        The caller keeps `data[consumed:]`, at most TAIL_BYTES (of words WORD_TAIL_BYTES), and puts it in front of the
+        next piece. The function keeps nothing between calls. With `final` every byte is consumed.
+        """
+        ...
+
+    def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+        """`encode_piece`, and where in `data` each of the tokens ends.
+
+        Bytes that no token stands for, such as blanks between words, lie before the end of the next one.
         """
         ...
 

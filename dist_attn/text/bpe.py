@@ -77,6 +77,11 @@ class BpeTokeniser:
             consumed = part.stop
         return np.frombuffer(out, dtype=np.int32), consumed
 
+    def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+        """`encode_piece`, and where in `data` each of the tokens ends."""
+        tokens, consumed = self.encode_piece(data, final=final)
+        return tokens, np.cumsum(self.byte_lengths(tokens)), consumed
+
     def encode(self, data: Bytes) -> NDArray[np.int32]:
         """The tokens of a whole text.
 

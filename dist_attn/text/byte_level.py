@@ -6,25 +6,18 @@ are those of the `tokenizers` library wherever no piece of its own is longer. A 
 since any bytes have to come back as they were; nor is text ever read as one of the added tokens.
 """
 
-import hashlib
-import json
 import re
-from pathlib import Path
 from typing import Any
 from typing import final as final_class
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from dist_attn.errors import ModelFolderError
-from dist_attn.text.base import TAIL_BYTES, Bytes, Tokens, check_bytes
+from dist_attn.text.base import TAIL_BYTES, Bytes, check_bytes
+from dist_attn.text.foreign import ForeignTokeniser, ids_of
 from dist_attn.text.hugging_face import FILE_NAME, printable, raw
-from dist_attn.text.vocabulary import Vocabulary
 
-__all__ = ["CONFIG_NAME", "MAX_PIECE_BYTES", "ByteLevelTokeniser", "read_byte_level"]
-
-CONFIG_NAME = "tokenizer_config.json"
+__all__ = ["MAX_PIECE_BYTES", "ByteLevelTokeniser"]
 
 MAX_PIECE_BYTES = TAIL_BYTES - 8
 """A character that is cut at the end of the bytes looked at, and one that a pattern looks ahead to, fit behind it."""
@@ -36,39 +29,14 @@ _SPANS = re.compile("[^\udc80-\udcff]+|[\udc80-\udcff]")
 
 
 @final_class
-class ByteLevelTokeniser:
-    """The tokens of a foreign tokenizer.json; its special tokens, the end token among them, stand for no bytes.
+class ByteLevelTokeniser(ForeignTokeniser):
+    """Byte-level BPE with the cut of its own file."""
 
-    One value may serve any number of threads.
-
-    Raises: ModelFolderError for contents of another kind, saying which is supported.
-    """
+    supported = "byte-level BPE as of GPT-2, Llama 3 and Pythia"
 
     def __init__(self, contents: dict[str, Any], end_text: str | None, name: str = FILE_NAME) -> None:
-        try:
-            _check(contents)
-            self._tokenizer = Tokenizer.from_str(json.dumps(contents))
-            self._vocabulary = Vocabulary(_table(contents), ends=False)
-        except Exception as error:  # the library raises no narrower type
-            detail = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise ModelFolderError(
-                f"{name}: {detail}; supported is byte-level BPE as of GPT-2, Llama 3 and Pythia"
-            ) from None
-        self._contents, self._end_text = contents, end_text
-        ids = {token["content"]: int(token["id"]) for token in contents["added_tokens"]} | contents["model"]["vocab"]
-        self._end_token: int | None = None if end_text is None else ids.get(end_text)
+        super().__init__(contents, end_text, name)
         self._cached: dict[str, bytes] = {}
-        self.digest = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
-
-    @property
-    def vocab_size(self) -> int:
-        """How many ids there are, special and unused ones included."""
-        return self._vocabulary.size
-
-    @property
-    def end_token(self) -> int | None:
-        """The id that ends a document, if the folder names one."""
-        return self._end_token
 
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of the next piece of a stream, and how many of its bytes they cover.
@@ -85,59 +53,6 @@ class ByteLevelTokeniser:
             stop = self._encode_block(bytes(data[start:end]), final and end == size, out)
             start += stop
         return np.frombuffer(bytes(out), dtype=np.int32), start
-
-    def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text.
-
-        Raises: TokenError if `data` is not bytes.
-        """
-        return self.encode_piece(data, final=True)[0]
-
-    def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
-        """How many bytes each token stands for; 0 for special tokens.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        return self._vocabulary.byte_lengths(tokens)
-
-    def decode(self, tokens: Tokens) -> bytes:
-        """The bytes that the tokens stand for.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        return self._vocabulary.decode(tokens)
-
-    def padded(self, vocab_size: int) -> "ByteLevelTokeniser":
-        """With unused ids up to `vocab_size`: models are often padded to a round number of tokens.
-
-        Raises: ModelFolderError where there are more ids already.
-        """
-        if vocab_size < self.vocab_size:
-            raise ModelFolderError(
-                f"{FILE_NAME} has {self.vocab_size} tokens and config.json says vocab_size {vocab_size}; needed are "
-                "at least as many as tokens"
-            )
-        flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        more = [{"id": n, "content": f"<|unused-{n}|>"} | flags for n in range(self.vocab_size, vocab_size)]
-        contents = self._contents | {"added_tokens": [*self._contents["added_tokens"], *more]}
-        return ByteLevelTokeniser(contents, self._end_text)
-
-    def ending_with(self, token: int) -> "ByteLevelTokeniser":
-        """With this special token as the end of a document.
-
-        Raises: ModelFolderError where there is no such special token.
-        """
-        for added in self._contents["added_tokens"]:
-            if added["id"] == token and added["special"]:
-                return ByteLevelTokeniser(self._contents, added["content"])
-        raise ModelFolderError(f"{FILE_NAME} has no special token {token}, which config.json names as eos_token_id")
-
-    def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and, with the end token's name, `tokenizer_config.json`."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE_NAME).write_text(json.dumps(self._contents, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end_text}
-        (folder / CONFIG_NAME).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
 
     def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
         """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
@@ -182,53 +97,38 @@ class ByteLevelTokeniser:
             self._cached[piece] = ids
         return ids
 
+    @staticmethod
+    def _check(contents: dict[str, Any]) -> None:
+        """Raises: ValueError or KeyError for anything that would give other tokens than ours."""
+        model, cut, normaliser = contents["model"], contents["pre_tokenizer"], contents.get("normalizer")
+        if model["type"] != "BPE" or model.get("byte_fallback"):
+            raise ValueError(
+                f"its model is {model['type']}{' with byte fallback' if model.get('byte_fallback') else ''}"
+            )
+        if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+            raise ValueError("its merges have dropout, a prefix or a suffix")
+        if normaliser is not None and normaliser["type"] != "NFC":
+            raise ValueError(f"its normalizer is {normaliser['type']}")
+        steps = (cut or {}).get("pretokenizers", [cut])
+        kinds = [step["type"] for step in steps if step is not None]
+        if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]) or steps[-1]["add_prefix_space"]:
+            raise ValueError(
+                f"its pre_tokenizer is {' and '.join(kinds) or 'missing'}, or puts a blank before the text"
+            )
+        if steps[-1].get("use_regex", True) == (kinds[0] == "Split"):
+            raise ValueError("its pre_tokenizer cuts by two patterns or by none")
 
-def read_byte_level(folder: Path) -> ByteLevelTokeniser:
-    """The tokeniser in a folder of Hugging Face's.
-
-    Raises: ModelFolderError for files that are missing, unreadable or of another kind.
-    """
-    path, about = folder / FILE_NAME, {}
-    try:
-        contents = json.loads(path.read_bytes())
-        if (folder / CONFIG_NAME).is_file():
-            about = json.loads((folder / CONFIG_NAME).read_bytes())
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelFolderError(f"{path} or {CONFIG_NAME} is not JSON: {error}") from None
-    end = about.get("eos_token") if isinstance(about, dict) else None
-    end = end.get("content") if isinstance(end, dict) else end
-    return ByteLevelTokeniser(contents, end if isinstance(end, str) else None, str(path))
-
-
-def _check(contents: dict[str, Any]) -> None:
-    """Raises: ValueError or KeyError for anything that would give other tokens than ours."""
-    model, cut, normaliser = contents["model"], contents["pre_tokenizer"], contents.get("normalizer")
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        raise ValueError(f"its model is {model['type']}{' with byte fallback' if model.get('byte_fallback') else ''}")
-    if model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise ValueError("its merges have dropout, a prefix or a suffix")
-    if normaliser is not None and normaliser["type"] != "NFC":
-        raise ValueError(f"its normalizer is {normaliser['type']}")
-    steps = (cut or {}).get("pretokenizers", [cut])
-    kinds = [step["type"] for step in steps if step is not None]
-    if kinds not in (["ByteLevel"], ["Split", "ByteLevel"]) or steps[-1]["add_prefix_space"]:
-        raise ValueError(f"its pre_tokenizer is {' and '.join(kinds) or 'missing'}, or puts a blank before the text")
-    if steps[-1].get("use_regex", True) == (kinds[0] == "Split"):
-        raise ValueError("its pre_tokenizer cuts by two patterns or by none")
-
-
-def _table(contents: dict[str, Any]) -> tuple[bytes, ...]:
-    """The bytes of every id; none for special tokens and for numbers that no token has."""
-    added = {int(token["id"]): token for token in contents["added_tokens"]}
-    vocab = {int(number): text for text, number in contents["model"]["vocab"].items()}
-    pieces = [b""] * (max([*added, *vocab]) + 1)
-    for number, text in vocab.items():
-        if number not in added:
-            pieces[number] = raw(text)
-    for number, token in added.items():
-        pieces[number] = b"" if token["special"] else token["content"].encode()
-    if missing := {bytes([value]) for value in range(256)} - set(pieces):
-        raise ValueError(f"{len(missing)} of the 256 bytes have no token")
-    return tuple(pieces)
+    @staticmethod
+    def _table(contents: dict[str, Any]) -> tuple[bytes, ...]:
+        """The bytes of every id; none for special tokens and for numbers that no token has."""
+        added = {int(token["id"]): token for token in contents["added_tokens"]}
+        vocab = {number: text for text, number in ids_of(contents).items()}
+        pieces = [b""] * (max([*added, *vocab]) + 1)
+        for number, text in vocab.items():
+            if number not in added:
+                pieces[number] = raw(text)
+        for number, token in added.items():
+            pieces[number] = b"" if token["special"] else token["content"].encode()
+        if missing := {bytes([value]) for value in range(256)} - set(pieces):
+            raise ValueError(f"{len(missing)} of the 256 bytes have no token")
+        return tuple(pieces)

@@ -42,6 +42,11 @@ class ByteTokeniser:
         tokens = self.encode(data)
         return tokens, len(tokens)
 
+    def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+        """`encode_piece`, and where in `data` each of the tokens ends."""
+        tokens, consumed = self.encode_piece(data, final=final)
+        return tokens, np.cumsum(self.byte_lengths(tokens)), consumed
+
     def encode(self, data: Bytes) -> NDArray[np.int32]:
         """The bytes as ids.
 

@@ -1,17 +1,20 @@
 """The tokeniser of a model folder."""
 
+import json
 from pathlib import Path
 
 from dist_attn.errors import ModelFolderError, TokenError
 from dist_attn.text.base import Tokeniser
 from dist_attn.text.bpe import BpeTokeniser
-from dist_attn.text.byte_level import CONFIG_NAME, read_byte_level
+from dist_attn.text.byte_level import ByteLevelTokeniser
 from dist_attn.text.bytes import BYTE_PIECES, ByteTokeniser
+from dist_attn.text.foreign import CONFIG_NAME, ForeignTokeniser
 from dist_attn.text.hugging_face import FILE_NAME, read_tokenizer_json
 from dist_attn.text.pieces import TEXT_PATTERN
 from dist_attn.text.vocabulary import Vocabulary
+from dist_attn.text.word_piece import WordPieceTokeniser
 
-__all__ = ["load_tokeniser"]
+__all__ = ["load_tokeniser", "read_foreign"]
 
 
 def load_tokeniser(folder: Path) -> Tokeniser:
@@ -23,7 +26,7 @@ def load_tokeniser(folder: Path) -> Tokeniser:
     """
     path = Path(folder) / FILE_NAME
     if (Path(folder) / CONFIG_NAME).is_file():
-        return read_byte_level(Path(folder))
+        return read_foreign(Path(folder))
     contents = read_tokenizer_json(path)
     if not contents.merges and contents.pieces == BYTE_PIECES:
         return ByteTokeniser()
@@ -39,3 +42,31 @@ def load_tokeniser(folder: Path) -> Tokeniser:
     if Vocabulary(contents.pieces) != tokeniser.vocabulary:
         raise ModelFolderError(f"{path} is damaged: its ids are not those that its merges give")
     return tokeniser
+
+
+def read_foreign(folder: Path) -> ForeignTokeniser:
+    """The tokeniser in a folder of Hugging Face's.
+
+    Raises: ModelFolderError for files that are missing, unreadable or of a kind that is not supported.
+    """
+    path, about = folder / FILE_NAME, {}
+    try:
+        contents = json.loads(path.read_bytes())
+        if (folder / CONFIG_NAME).is_file():
+            about = json.loads((folder / CONFIG_NAME).read_bytes())
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ModelFolderError(f"{path} or {CONFIG_NAME} is not JSON: {error}") from None
+    end = about.get("eos_token") if isinstance(about, dict) else None
+    end = end.get("content") if isinstance(end, dict) else end
+    model = contents.get("model") if isinstance(contents, dict) else None
+    if not isinstance(model, dict):
+        raise ModelFolderError(f"{path} has no model; needed is a file of the tokenizers library")
+    return _kind(model)(contents, end if isinstance(end, str) else None, str(path))
+
+
+def _kind(model: dict[str, object]) -> type[ForeignTokeniser]:
+    if model.get("type") == "WordPiece":
+        return WordPieceTokeniser
+    return ByteLevelTokeniser

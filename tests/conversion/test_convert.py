@@ -119,7 +119,7 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("shape", "changes", "message"),
     [
-        ("gpt2", {"model_type": "mamba"}, "model_type is 'mamba'; supported are gpt2, gpt_neox, llama"),
+        ("gpt2", {"model_type": "mamba"}, "model_type is 'mamba'; supported are bert, gpt2, gpt_neox, llama"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "layer_idx is True; supported is false"),
         ("gpt2", {"activation_function": "tanh"}, "activation_function is 'tanh'; supported is \"gelu_new\" or"),
         ("gpt2", {"n_embd": "many"}, "n_embd is 'many'; needed is a whole number"),

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.text import load_tokeniser, read_byte_level
+from dist_attn.text import load_tokeniser, read_foreign
 from dist_attn.text.byte_level import MAX_PIECE_BYTES
 from tests.support.tokenisers import LLAMA_PATTERN, PROSE, foreign_bpe, foreign_contents
 
@@ -60,4 +60,4 @@ def test_other_kinds_are_refused(change: dict[str, object], message: str, tmp_pa
     contents = json.loads(foreign_contents()) | change
     (tmp_path / "tokenizer.json").write_text(json.dumps(contents))
     with pytest.raises(ModelFolderError, match=message):
-        read_byte_level(tmp_path)
+        read_foreign(tmp_path)

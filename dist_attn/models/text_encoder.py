@@ -1,0 +1,92 @@
+"""The text encoder: one vector for a text, the mean of its hidden states or that of its first token."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.models.encoder import Encoder, initialise
+from dist_attn.models.text_encoder_config import TextEncoderConfig
+from dist_attn.models.tokens import check_tokens
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+
+__all__ = ["TextEncoder"]
+
+
+class TextEncoder(nn.Module):
+    """Vectors of texts; with blocks that have their norms behind them this is BERT as sentence-transformers uses it.
+
+    A sequence is the text between `prefix` and `suffix`, which `frame` puts there before it is cut over ranks. All
+    texts of a batch have one length: a padding token would be a token like any other.
+
+    Reference: Devlin et al. 2019 (the encoder); Reimers and Gurevych 2019 (pooling).
+    """
+
+    def __init__(self, config: TextEncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        size = config.encoder.hidden_size
+        self.embedding = nn.Embedding(config.vocab_size, size)
+        # Sentences of a pair have a type each; a text alone is of the first.
+        self.type_embedding = nn.Embedding(config.token_types, size) if config.token_types else None
+        self.encoder = Encoder(config.encoder)
+        initialise(self, config.encoder.num_layers)
+
+    def frame(self, text_BT: torch.Tensor) -> torch.Tensor:
+        """Whole texts as sequences: prefix, text, suffix."""
+        batch = text_BT.shape[0]
+        before_BN, after_BN = (
+            text_BT.new_tensor(part, dtype=text_BT.dtype).expand(batch, -1)
+            for part in (self.config.prefix, self.config.suffix)
+        )
+        return torch.cat([before_BN, text_BT, after_BN], dim=1)
+
+    def hidden(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
+        """Hidden states after the last layer, [B, L] -> [B, L, D], of this process's slice of framed sequences.
+
+        Raises: ShapeError, TokenError for tokens that are none; InputError, on every rank, for too many of them.
+        """
+        ops = LocalSequenceOps() if ops is None else ops
+        check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size)
+        total = ops.total_length(tokens_BL.shape[1])
+        if total > self.config.max_tokens:
+            raise InputError(
+                f"the sequence has {total} tokens; this model reads {self.config.max_tokens} at once: cut the text"
+            )
+        x_BLD = self.embedding(tokens_BL)
+        if self.type_embedding is not None:
+            x_BLD = x_BLD + self.type_embedding.weight[0]
+        h_BLD: torch.Tensor = self.encoder(x_BLD, ops)
+        return h_BLD
+
+    def pool(self, h_BLD: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
+        """[B, L, D] of this process's slice -> [B, D] of the whole sequences, equal on all ranks.
+
+        Cost: across ranks one all-reduce of B D elements.
+        Raises: InputError for sequences without tokens, on every rank.
+        """
+        ops = LocalSequenceOps() if ops is None else ops
+        length = h_BLD.shape[1]
+        total = ops.total_length(length)
+        if not total:
+            raise InputError("the sequence has no tokens; give at least one")
+        if self.config.pooling == "mean":
+            pooled_BD = ops.sum_over_sequence(h_BLD) / total
+        else:
+            # Masked, not picked: ranks without the first token take part in the exchange, forward and backward.
+            first_L = (ops.positions(length) == 0).to(h_BLD.device)
+            pooled_BD = ops.sum_over_sequence(h_BLD * first_L[:, None])
+        return F.normalize(pooled_BD, dim=-1) if self.config.normalise else pooled_BD
+
+    def forward(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
+        """Vectors [B, D], equal on all ranks, from this process's slice of framed sequences.
+
+        Every rank has the whole loss: it counts once when each divides it by the number of ranks.
+
+        Raises: as `hidden`; InputError for sequences without tokens.
+        """
+        return self.pool(self.hidden(tokens_BL, ops), ops)
+
+    def encode(self, text_BT: torch.Tensor) -> torch.Tensor:
+        """Vectors [B, D] of whole texts, [B, T]."""
+        return self.forward(self.frame(text_BT))
