@@ -15,6 +15,7 @@ FLOAT_BYTES = 4
 POSITION_BYTES = 8
 CHUNK_TOKENS = 64  # of the blocked form of kernel attention
 BLOCK_GROUP_TOKENS = 8 * 512  # tokens times heads times batch that it works on at once
+TILE_QUERIES, TILE_KEYS, TILE_ELEMENTS = 256, 1024, 1 << 19  # of exact attention with relative positions
 
 
 class MixerCosts(Protocol):
@@ -192,12 +193,18 @@ class SoftmaxAttention:
     num_heads: int
     taps: int
     projection_bias: bool = False
+    reach: int | None = None  # of relative positions; None: there are none
+    relative_values: bool = True  # they are for values too
+    relative_shared: bool = False  # and the same for all heads
 
     @property
     def parameters(self) -> int:
-        """Projections 4 D^2 and their biases 4 D if any, and taps K D."""
+        """Projections 4 D^2 and their biases 4 D if any, taps K D, and a row per distance back for keys and values."""
         bias = 4 * self.hidden_size if self.projection_bias else 0
-        return 4 * self.hidden_size**2 + bias + self.taps * self.hidden_size
+        rows = 0 if self.reach is None else self._tables * (self.reach + 1) * self.hidden_size
+        if self.relative_shared:
+            rows //= self.num_heads
+        return 4 * self.hidden_size**2 + bias + self.taps * self.hidden_size + rows
 
     @property
     def buffers(self) -> int:
@@ -243,13 +250,35 @@ class SoftmaxAttention:
         return FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Every token looks at half of the others."""
-        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=2.0 * self.hidden_size * tokens)
+        """Every token looks at half of the others, and at the rows of relative positions."""
+        scores = 2.0 * self.hidden_size * tokens + self._row_flops
+        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=scores)
 
     def decode_flops(self, position: int) -> TokenFlops:
         """One query over all keys and values so far."""
-        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=4.0 * self.hidden_size * position)
+        scores = 4.0 * self.hidden_size * position + self._row_flops
+        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=scores)
+
+    @property
+    def _tables(self) -> int:
+        return 2 if self.relative_values else 1
+
+    @property
+    def _row_flops(self) -> float:
+        """A query by each of 2 k + 1 rows of keys, and the weights of each distance by as many rows of values."""
+        return 0.0 if self.reach is None else 2.0 * self._tables * (2 * self.reach + 1) * self.hidden_size
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About nine tensors of [B, L, D]; the fused kernel never holds the scores."""
-        return FLOAT_BYTES * 9 * batch * tokens * self.hidden_size
+        """About nine tensors of [B, L, D]; the fused kernel never holds the scores.
+
+        With relative positions a tile: its scores two and a half times, its rows of 8 bytes three times, and what each
+        query has for each row twice.
+        """
+        around = FLOAT_BYTES * 9 * batch * tokens * self.hidden_size
+        if self.reach is None:
+            return around
+        rows = min(tokens, TILE_QUERIES)
+        pairs = rows * min(tokens, TILE_KEYS)
+        heads = min(batch * self.num_heads, max(1, TILE_ELEMENTS // max(1, pairs)))
+        tile = heads * (5 * pairs // 2 + 2 * rows * (2 * self.reach + 1))
+        return around + FLOAT_BYTES * tile + 3 * POSITION_BYTES * pairs

@@ -87,6 +87,12 @@ class LanguageModelCosts:
         return self.hidden_size * (self._mlp_inner + self.mlp_size)
 
 
+class _RelativeConfig(msgspec.Struct, frozen=True):
+    reach: Annotated[int, Meta(ge=0)] = 16
+    values: bool = True
+    shared: bool = False
+
+
 class _MixerConfig(msgspec.Struct, frozen=True):
     kind: str
     num_heads: Count
@@ -97,6 +103,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     rotary: dict[str, float] | None = None
     shared_gate: bool = False
     reach: Annotated[int, Meta(ge=0)] = 16
+    relative: _RelativeConfig | None = None
 
 
 class _NormConfig(msgspec.Struct, frozen=True):
@@ -176,7 +183,16 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 shared_gate=mixer.shared_gate,
             )
         case "softmax", _:
-            return SoftmaxAttention(hidden_size, mixer.num_heads, mixer.short_convolution, mixer.projection_bias)
+            near = mixer.relative or _RelativeConfig()
+            return SoftmaxAttention(
+                hidden_size,
+                mixer.num_heads,
+                mixer.short_convolution,
+                mixer.projection_bias,
+                reach=None if mixer.relative is None else near.reach,
+                relative_values=near.values,
+                relative_shared=near.shared,
+            )
         case "scaleformer", _:
             return RelativeAttention(hidden_size, mixer.num_heads, mixer.reach)
     raise ConfigError(

@@ -18,6 +18,7 @@ __all__ = [
     "DenominatorConfig",
     "MixerConfig",
     "RandomFeatureConfig",
+    "RelativeConfig",
     "RotaryConfig",
     "ScaleformerConfig",
     "SoftmaxConfig",
@@ -42,6 +43,15 @@ class RotaryConfig(_Config):
     # Leading numbers of each head that turn; the others stay as they are.
     size: int = Field(ge=2, multiple_of=2)
     base: float = Field(default=10_000.0, gt=1, allow_inf_nan=False)
+
+
+class RelativeConfig(_Config):
+    """Learned vectors for the distance of a key from its query, added to keys and values (Shaw et al. 2018)."""
+
+    # Distance from which on all are alike.
+    reach: int = Field(default=16, ge=0, le=1024)
+    values: bool = True  # vectors for the values too, not for the keys alone
+    shared: bool = False  # the same vectors for all heads
 
 
 class _HeadSizes(_Config):
@@ -112,6 +122,7 @@ class SoftmaxConfig(_HeadsConfig):
     """Exact softmax attention."""
 
     kind: Literal["softmax"]
+    relative: RelativeConfig | None = None
 
 
 class ScaleformerConfig(_HeadSizes):
@@ -131,8 +142,18 @@ class _AttentionConfig(_HeadSizes):
     # Of rfa and elu. None: the default floor for rfa; exact division for elu, whose weights are positive.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
+    relative: RelativeConfig | None = None  # of softmax
     # Rank of each head's map from a token to its contribution. None: hidden_size / num_heads; hidden_size: full rank.
     value_rank: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "_AttentionConfig":
+        if self.relative is not None and self.attention != "softmax":
+            raise ValueError(
+                f"relative positions in the manner of Shaw were given to attention {self.attention!r}; take 'softmax', "
+                "or 'scaleformer', which has its own"
+            )
+        return self
 
     @property
     def value_size(self) -> int:

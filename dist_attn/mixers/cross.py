@@ -10,7 +10,8 @@ from dist_attn.feature_maps import elu_plus_one
 from dist_attn.mixers.config import CrossConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.kernels import AllKeys
-from dist_attn.ops import LinearState, LocalSequenceOps, SequenceOps
+from dist_attn.ops import LinearState, LocalSequenceOps, RelativePositions, SequenceOps, softmax_attention
+from dist_attn.ops.softmax_attention import Placement
 
 __all__ = ["CrossAttention", "MemoryState"]
 
@@ -87,14 +88,37 @@ class CrossAttention(nn.Module):
                 f"{self.config.attention} cross attention reads every key of the memory, which is spread over ranks; "
                 "decode on one rank, or take 'rfa' or 'elu', whose memory is a state"
             )
-        elif self.config.attention == "softmax":
-            out_BHLV, _ = self.attend(q_BHLK, *state.kept, LocalSequenceOps())
+        elif self.config.attention == "scaleformer":
+            out_BHLV = self._read_scaleformer(q_BHLK, *state.kept, positions_BL)
+        elif self.attend.relative is not None:
+            out_BHLV = self._read_relative(q_BHLK, *state.kept, positions_BL, self.attend.relative())
         else:
-            out_BHLV = self._read_relative(q_BHLK, *state.kept, positions_BL)
+            out_BHLV, _ = self.attend(q_BHLK, *state.kept, LocalSequenceOps())
         out_BLD: torch.Tensor = self.out(merge_heads(out_BHLV))
         return out_BLD
 
     def _read_relative(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        positions_BL: torch.Tensor,
+        relative: RelativePositions,
+    ) -> torch.Tensor:
+        """Softmax with relative positions, a sequence at a time: each may stand elsewhere."""
+        keys_S = torch.arange(k_BHSK.shape[2])
+        outs = [
+            softmax_attention(
+                *(t[row : row + 1] for t in (q_BHLK, k_BHSK, v_BHSV)),
+                causal=False,
+                placement=Placement(positions_L.cpu(), keys_S),
+                relative=relative,
+            )
+            for row, positions_L in enumerate(positions_BL)
+        ]
+        return torch.cat(outs) if outs else q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BHSV.shape[3]))
+
+    def _read_scaleformer(
         self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, positions_BL: torch.Tensor
     ) -> torch.Tensor:
         """Scaleformer's weights by definition, for queries that may stand anywhere."""

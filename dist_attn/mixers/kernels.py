@@ -5,6 +5,7 @@ from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, elu_plus_one
 from dist_attn.mixers.config import BidirectionalConfig, CrossConfig, DenominatorConfig
+from dist_attn.mixers.relative import RelativeRows
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps
 
 __all__ = ["AllKeys"]
@@ -14,7 +15,7 @@ class AllKeys(nn.Module):
     """Attention of queries over all keys, by the kernel that the configuration names.
 
     Reference: Random Feature Attention, Eq. 5 and Algorithm 2 (`rfa`, with sigma of Eq. 8); Katharopoulos et al. 2020
-    (`elu`); Scaleformer, Eq. 9 (`scaleformer`).
+    (`elu`); Scaleformer, Eq. 9 (`scaleformer`); Shaw et al. 2018 (`softmax` with relative positions).
     """
 
     w_HDK: torch.Tensor
@@ -33,6 +34,9 @@ class AllKeys(nn.Module):
             self.register_buffer("w_HDK", torch.randn(heads, config.num_random, head_size, generator=generator))
         if config.attention == "scaleformer":
             self.positions_HRK = nn.Parameter(0.02 * torch.randn(heads, 2 * config.reach + 1, head_size))
+        self.relative: RelativeRows | None = None
+        if config.relative is not None:
+            self.relative = RelativeRows(config.relative, heads, head_size, config.value_size, causal=False)
 
     def feature_map(self) -> FeatureMap:
         """phi of `rfa`, with the learned sigma multiplied in, or of `elu`."""
@@ -47,7 +51,8 @@ class AllKeys(nn.Module):
         """The outputs [B, H, L, V] and, for `rfa` and `elu`, the state that all keys of all ranks leave behind."""
         match self.config.attention:
             case "softmax":
-                return ops.softmax_attention(q_BHLK, k_BHSK, v_BHSV, causal=False), None
+                relative = None if self.relative is None else self.relative()
+                return ops.softmax_attention(q_BHLK, k_BHSK, v_BHSV, causal=False, relative=relative), None
             case "scaleformer":
                 phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.positions_HRK))
                 return ops.relative_attention(phi_q, phi_k, v_BHSV, phi_rp, causal=False), None

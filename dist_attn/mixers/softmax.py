@@ -9,8 +9,10 @@ from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
+from dist_attn.mixers.relative import RelativeRows
 from dist_attn.mixers.rotary import rotate
-from dist_attn.ops import KeyValueCache, LocalSequenceOps, SequenceOps
+from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, softmax_attention
+from dist_attn.ops.softmax_attention import Placement
 
 __all__ = ["SoftmaxAttention", "SoftmaxState"]
 
@@ -48,6 +50,10 @@ class SoftmaxAttention(TokenMixer):
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
         self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
         self.out = nn.Linear(size, size, bias=config.projection_bias)
+        self.relative: RelativeRows | None = None
+        if config.relative is not None:
+            sizes = (config.num_heads, config.head_size, config.head_size)
+            self.relative = RelativeRows(config.relative, *sizes, causal=True)
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -59,7 +65,7 @@ class SoftmaxAttention(TokenMixer):
         q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
         positions_1L = ops.positions(x_BLD.shape[1])[None] + before.cache.tokens
         q, k = (rotate(t, positions_1L, self.config.rotary) for t in (q, k))
-        out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache)
+        out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache, relative=self._rows())
         return self.out(merge_heads(out_BHLV)), SoftmaxState(cache, tail_BKD)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, SoftmaxState]:
@@ -71,7 +77,12 @@ class SoftmaxAttention(TokenMixer):
         before.cache.require_whole()
         q, k = (rotate(t, torch.tensor([[before.cache.tokens]]), self.config.rotary) for t in (q, k))
         cache = before.cache.appended(k, v)
-        out_BH1V = LocalSequenceOps().softmax_attention(q, cache.k_BGSK, cache.v_BGSV, causal=False)
+        relative, placement = self._rows(), None
+        if relative is not None:
+            placement = Placement(torch.tensor([before.cache.tokens]), torch.arange(cache.tokens))
+        out_BH1V = softmax_attention(
+            q, cache.k_BGSK, cache.v_BGSV, causal=False, placement=placement, relative=relative
+        )
         return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD)
 
     def initial_state(self, batch: int) -> SoftmaxState:
@@ -81,6 +92,9 @@ class SoftmaxAttention(TokenMixer):
         if self.convolution is None:
             return SoftmaxState(cache, weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False))
         return SoftmaxState(cache, self.convolution.initial_tail(batch))
+
+    def _rows(self) -> RelativePositions | None:
+        return None if self.relative is None else self.relative()
 
     def _own(self, state: MixerState | None, batch: int) -> SoftmaxState:
         if state is None:

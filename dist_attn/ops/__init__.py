@@ -14,7 +14,12 @@ from dist_attn.ops.relative_attention import (
     relative_attention_streaming,
 )
 from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
-from dist_attn.ops.softmax_attention import KeyValueCache, softmax_attention, softmax_attention_streaming
+from dist_attn.ops.softmax_attention import (
+    KeyValueCache,
+    RelativePositions,
+    softmax_attention,
+    softmax_attention_streaming,
+)
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import mix_tokens
 from dist_attn.ops.watch import FiniteCheck, Watch, current_watch, watching
@@ -26,6 +31,7 @@ __all__ = [
     "KeyValueCache",
     "LinearState",
     "LocalSequenceOps",
+    "RelativePositions",
     "RelativeState",
     "SequenceOps",
     "Watch",

@@ -34,6 +34,7 @@ from dist_attn.ops.relative_attention import (
 )
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
+    RelativePositions,
     packed_softmax_attention,
     softmax_attention,
     softmax_attention_streaming,
@@ -90,10 +91,17 @@ class SequenceOps(Protocol):
         causal: bool,
         scale: float | None = None,
         prefix: int = 0,
+        relative: RelativePositions | None = None,
     ) -> torch.Tensor: ...
 
     def softmax_attention_streaming(
-        self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGLK: torch.Tensor,
+        v_BGLV: torch.Tensor,
+        cache: KeyValueCache,
+        *,
+        relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]: ...
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor: ...
@@ -227,20 +235,29 @@ class LocalSequenceOps:
         causal: bool,
         scale: float | None = None,
         prefix: int = 0,
+        relative: RelativePositions | None = None,
     ) -> torch.Tensor:
         """See `dist_attn.ops.softmax_attention`."""
         if self.documents:
             check_prefix(prefix, causal=causal, documents=True)
             return packed_softmax_attention(
-                q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents
+                q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents, relative=relative
             )
-        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix)
+        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative)
 
     def softmax_attention_streaming(
-        self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGLK: torch.Tensor,
+        v_BGLV: torch.Tensor,
+        cache: KeyValueCache,
+        *,
+        relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]:
         """See `dist_attn.ops.softmax_attention_streaming`."""
-        return softmax_attention_streaming(q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or ())
+        return softmax_attention_streaming(
+            q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or (), relative=relative
+        )
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
         """See `dist_attn.ops.convolve`."""

@@ -12,7 +12,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement, softmax_attention
+from dist_attn.ops.softmax_attention import Placement, RelativePositions, softmax_attention
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.head_parts import HeadPart, head_parts
@@ -33,10 +33,12 @@ def sharded_softmax_attention(
     causal: bool,
     scale: float | None = None,
     memory_layout: SequenceLayout | None = None,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
 
-    Documents of the layouts attend to themselves; that of a memory attends to the document of the same number.
+    Documents of the layouts attend to themselves; that of a memory attends to the document of the same number. Relative
+    positions are equal on all ranks; each takes the rows of the heads that it attends with, and has their gradients.
     Shapes: as `ops.softmax_attention`, L and S local.
     Cost: two all-to-alls, exactly `head_reshuffle_plans(…)`'s traffic; for G divisible by P and even slices, per rank
         and batch element (P - 1) / P of (L H K + S G K + S G V) elements there and of L H V back. Where a head is
@@ -59,15 +61,19 @@ def sharded_softmax_attention(
         label="heads",
     )
     parts = head_parts(groups, layout.total, memory.total, comm.size, causal=causal)[there.players.index(comm.rank)]
-    placements = [_placement(part, layout, memory, causal) for part in parts]
+    if relative is not None:
+        relative.check(heads, size, values)
+    placements = [_placement(part, layout, memory, causal, relative) for part in parts]
     shapes = ((batch, repeats, size), (batch, 1, size), (batch, 1, values))
     blocks = [
         [block.unflatten(2, shape) for block in block_views(table, comm.rank, x)]
         for table, x, shape in zip(there.targets, (q_EN, k_EN, v_EN), shapes, strict=True)
     ]
     # Also with no head of its own a rank joins the way back, forward and backward: with no rows, but of its graph.
-    rows_EN = [q_EN.flatten()[:0].clone().view(0, batch * repeats * values)]
-    rows_EN += _attend(parts, placements, *blocks, causal=causal, scale=size**-0.5 if scale is None else scale)
+    nothing = q_EN.flatten()[:0].clone().view(0, batch * repeats * values)
+    rows_EN = [nothing if relative is None else nothing + relative.keys_HRK.flatten()[:0].sum()]
+    scale = size**-0.5 if scale is None else scale
+    rows_EN += _attend(parts, placements, *blocks, causal=causal, scale=scale, relative=relative)
     # What came is not needed any more: what goes back must not lie beside it.
     del q_EN, k_EN, v_EN, blocks
     attended_EN = torch.cat(rows_EN)
@@ -107,9 +113,11 @@ def head_reshuffle_plans(
     return there, back
 
 
-def _placement(part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, causal: bool) -> Placement | None:
+def _placement(
+    part: HeadPart, layout: SequenceLayout, memory: SequenceLayout, causal: bool, relative: RelativePositions | None
+) -> Placement | None:
     """Where the queries and keys of a part stand; None where the kernels for whole sequences do."""
-    if not layout.documents and not memory.documents and (part.whole or not causal):
+    if not layout.documents and not memory.documents and (part.whole or not (causal or relative)):
         return None
     return placement_of(part.queries, [part.keys], layout, memory)
 
@@ -123,15 +131,18 @@ def _attend(
     *,
     causal: bool,
     scale: float,
+    relative: RelativePositions | None,
 ) -> Iterator[torch.Tensor]:
     """The outputs [L, B R V] of all heads of all parts, one after the other, in the order of the blocks of queries.
 
     Blocks are [heads, tokens, B, R, size], with R = 1 for keys and values.
     """
     fragments = iter(q_blocks)
+    repeats = q_blocks[0].shape[3] if q_blocks else 1
     for part, placement, k_ASB1K, v_ASB1V in zip(parts, placements, k_blocks, v_blocks, strict=True):
         own = [next(fragments) for _ in part.queries]
         for head in range(part.heads[1] - part.heads[0]):
+            group = part.heads[0] + head
             q_LBRK = own[0][head] if len(own) == 1 else torch.cat([fragment[head] for fragment in own])
             out_BRLV = softmax_attention(
                 q_LBRK.permute(1, 2, 0, 3),
@@ -140,6 +151,7 @@ def _attend(
                 causal=causal,
                 scale=scale,
                 placement=placement,
+                relative=None if relative is None else relative.of_heads(group * repeats, (group + 1) * repeats),
             )
             # A part of several fragments is a share of one head, so heads and fragments come in the order of blocks.
             yield out_BRLV.permute(2, 0, 1, 3).flatten(1)

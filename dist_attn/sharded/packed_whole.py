@@ -13,7 +13,7 @@ from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.fourier import FourierNorm, packed_fourier_mix
 from dist_attn.ops.long_convolution import packed_long_convolve
-from dist_attn.ops.softmax_attention import packed_softmax_attention
+from dist_attn.ops.softmax_attention import RelativePositions, packed_softmax_attention
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.long_convolution import sharded_long_convolve
 
@@ -30,6 +30,7 @@ def sharded_packed_softmax_attention(
     attention: Callable[..., torch.Tensor],
     causal: bool,
     scale: float | None = None,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """`ops.softmax_attention` with documents on this rank's slice; queries and keys lie on the same layout.
 
@@ -38,7 +39,9 @@ def sharded_packed_softmax_attention(
     """
     if not layout.crosses_cuts:
         documents = layout.documents_on(comm.rank)
-        return packed_softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=causal, scale=scale, documents=documents)
+        return packed_softmax_attention(
+            q_BHLK, k_BGLK, v_BGLV, causal=causal, scale=scale, documents=documents, relative=relative
+        )
     parts = layout.pieces(comm.rank)
     (q0, q1, q2), (k0, k1, k2), (v0, v1, v2) = (t.split(parts, dim=2) for t in (q_BHLK, k_BGLK, v_BGLV))
     across_BHLV = attention(
@@ -47,8 +50,11 @@ def sharded_packed_softmax_attention(
         *(torch.cat(pair, dim=2) for pair in ((q0, q2), (k0, k2), (v0, v2))),
         causal=causal,
         scale=scale,
+        relative=relative,
     )
-    inside_BHLV = packed_softmax_attention(q1, k1, v1, causal=causal, scale=scale, documents=_inside(layout, comm.rank))
+    inside_BHLV = packed_softmax_attention(
+        q1, k1, v1, causal=causal, scale=scale, documents=_inside(layout, comm.rank), relative=relative
+    )
     first, last = across_BHLV.split((parts[0], parts[2]), dim=2)
     return torch.cat([first, inside_BHLV, last], dim=2)
 

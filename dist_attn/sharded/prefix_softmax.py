@@ -6,6 +6,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops import RelativePositions
 
 __all__ = ["SoftmaxAcrossRanks", "sharded_prefix_softmax"]
 
@@ -24,6 +25,7 @@ class SoftmaxAcrossRanks(Protocol):
         causal: bool,
         scale: float | None,
         memory_layout: SequenceLayout | None,
+        relative: RelativePositions | None,
     ) -> torch.Tensor: ...
 
 
@@ -38,6 +40,7 @@ def sharded_prefix_softmax(
     *,
     scale: float | None,
     prefix: int,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """`ops.softmax_attention` with a prefix of global tokens, on this rank's slice.
 
@@ -55,6 +58,9 @@ def sharded_prefix_softmax(
         causal=False,
         scale=scale,
         memory_layout=keys,
+        relative=relative,
     )
-    rest = attention(comm, layout, q_BHLK, k_BGSK, v_BGSV, causal=True, scale=scale, memory_layout=memory)
+    rest = attention(
+        comm, layout, q_BHLK, k_BGSK, v_BGSV, causal=True, scale=scale, memory_layout=memory, relative=relative
+    )
     return torch.cat([first, rest[:, :, here:]], dim=2)

@@ -16,7 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement
+from dist_attn.ops.softmax_attention import Placement, RelativePositions
+from dist_attn.ops.softmax_attention.relative import Tables, tables_of
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
 from dist_attn.ops.softmax_attention.tiled import fold_in_place, tile_gradients, tile_outputs
 from dist_attn.sharded.placements import placement_of
@@ -34,10 +35,12 @@ def ring_attention(
     causal: bool,
     scale: float | None = None,
     memory_layout: SequenceLayout | None = None,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """`ops.softmax_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
 
-    Documents of the layouts attend to themselves; that of a memory attends to the document of the same number.
+    Documents of the layouts attend to themselves; that of a memory attends to the document of the same number. Relative
+    positions are equal on all ranks, and each has the gradients of its own queries.
     Shapes: as `ops.softmax_attention`, L and S local. Once differentiable.
     Cost: P - 1 rounds of one message, the B G S (K + V) elements of a slice of S keys; backward the same rounds again,
         and P rounds of as many gradients, in float32 or wider.
@@ -47,8 +50,9 @@ def ring_attention(
     memory = layout if memory_layout is None else memory_layout
     batch, groups, _, size = k_BGSK.shape
     ring = _Ring(comm, layout, memory, causal, (batch, groups), size, v_BGSV.shape[3])
+    tables = tables_of(relative, q_BHLK.shape[1], size, v_BGSV.shape[3])
     out = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        q_BHLK, k_BGSK, v_BGSV, ring, size**-0.5 if scale is None else scale
+        q_BHLK, k_BGSK, v_BGSV, *tables, ring, size**-0.5 if scale is None else scale
     )
     return cast(torch.Tensor, out)
 
@@ -96,36 +100,53 @@ class _Ring:
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Ring, scale: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        near_keys: torch.Tensor | None,
+        near_values: torch.Tensor | None,
+        ring: _Ring,
+        scale: float,
+    ) -> torch.Tensor:
         # Whether a gradient will flow back is something that all ranks must agree on.
         label = "ring with gradient" if any(ctx.needs_input_grad) else "ring"
-        out, lse = tile_outputs(q, k, v, ring.placement(0), ring.causal, scale)
+        tables = Tables(near_keys, near_values)
+        out, lse = tile_outputs(q, k, v, ring.placement(0), ring.causal, scale, tables)
         message = ring.join(k, v)
         for number in range(1, ring.comm.size):
             message = ring.pass_on(message, number - 1, label)
-            part = tile_outputs(q, *ring.split(message, number), ring.placement(number), ring.causal, scale)
+            part = tile_outputs(q, *ring.split(message, number), ring.placement(number), ring.causal, scale, tables)
             lse = fold_in_place(out, lse, *part)
             del part
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, near_keys, near_values, out, lse)
         ctx.ring, ctx.scale = ring, scale
         return out.to(v.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, *near, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
+        tables = Tables(*near)
+        d_near = Tables(*(None if t is None else torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in near))
         drop = (d_out * out).sum(dim=-1)
         message, dq = ring.join(k, v), torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
         d_message = torch.zeros(message.shape, dtype=lse.dtype, device=q.device)
         for number in range(ring.comm.size):
             keys, values = ring.split(message, number)
-            shares = tile_gradients(q, keys, values, lse, d_out, drop, ring.placement(number), ring.causal, ctx.scale)
-            dq += shares[0]
-            d_message += ring.join(*shares[1:])
+            d_q, d_keys, d_values, d_tables = tile_gradients(
+                q, keys, values, lse, d_out, drop, ring.placement(number), ring.causal, ctx.scale, tables
+            )
+            dq += d_q
+            d_message += ring.join(d_keys, d_values)
+            for total, share in zip(d_near, d_tables, strict=True):
+                if total is not None and share is not None:
+                    total += share
             # The gradients make one round more than the keys: the last one takes them home.
             if number + 1 < ring.comm.size:
                 message = ring.pass_on(message, number, "ring again")
             d_message = ring.pass_on(d_message, number, "ring backward")
         dk, dv = ring.split(d_message, 0)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *d_near.like(tables), None, None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
 
 import torch
 
@@ -11,7 +10,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, softmax_attention_streaming
+from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_then_causal
@@ -22,7 +21,6 @@ from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
-from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.in_order import attention_in_order, check_grid
 from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.packed_diagonal import sharded_packed_diagonal_scan
@@ -32,20 +30,14 @@ from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.packed_whole import (
     sharded_packed_fourier_mix,
     sharded_packed_long_convolve,
-    sharded_packed_softmax_attention,
 )
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
-from dist_attn.sharded.prefix_softmax import sharded_prefix_softmax
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
-from dist_attn.sharded.ring_attention import ring_attention
-from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
+from dist_attn.sharded.softmax import CacheKept, ShardedSoftmax, SoftmaxExchange, relative_settings
 from dist_attn.sharded.token_mixing import sharded_mix_tokens
 from dist_attn.sharded.two_layouts import over_two_layouts
 
 __all__ = ["CacheKept", "ShardedSequenceOps", "SoftmaxExchange"]
-
-SoftmaxExchange = Literal["reshuffle", "ring"]
-CacheKept = Literal["spread", "whole"]
 
 
 class ShardedSequenceOps:
@@ -253,67 +245,42 @@ class ShardedSequenceOps:
         causal: bool,
         scale: float | None = None,
         prefix: int = 0,
+        relative: RelativePositions | None = None,
     ) -> torch.Tensor:
         """See `sharded.head_reshuffle` and `sharded.ring_attention`; keys lie on `memory_layout` where one is given."""
         self._refuse_deterministic("softmax attention")
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGSK.shape[2], self._memory)
         check_prefix(prefix, causal=causal, documents=self._packed)
+        if relative is not None and self._packed:
+            self._refuse_memory("softmax_attention with relative positions")
         along = {"q": q_BHLK, "k": k_BGSK, "v": v_BGSV}
-        self._agree("softmax_attention", along, 2, causal=causal, scale=scale, prefix=prefix)
-        attention = ring_attention if self._softmax == "ring" else sharded_softmax_attention
-        if prefix:
-            return sharded_prefix_softmax(
-                attention,
-                self._comm,
-                self._layout,
-                self._memory,
-                q_BHLK,
-                k_BGSK,
-                v_BGSV,
-                scale=scale,
-                prefix=prefix,
-            )
-        if self._packed and self._memory == self._layout:
-            return sharded_packed_softmax_attention(
-                self._comm,
-                self._layout,
-                q_BHLK,
-                k_BGSK,
-                v_BGSV,
-                attention=attention,
-                causal=causal,
-                scale=scale,
-            )
-        return attention(
-            self._comm,
-            self._layout,
-            q_BHLK,
-            k_BGSK,
-            v_BGSV,
-            causal=causal,
-            scale=scale,
-            memory_layout=self._memory,
+        near = relative_settings(relative)
+        self._agree("softmax_attention", along, 2, causal=causal, scale=scale, prefix=prefix, **near)
+        return self._softmax_form.attend(
+            q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative
         )
 
     def softmax_attention_streaming(
-        self, q_BHLK: torch.Tensor, k_BGLK: torch.Tensor, v_BGLV: torch.Tensor, cache: KeyValueCache
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGLK: torch.Tensor,
+        v_BGLV: torch.Tensor,
+        cache: KeyValueCache,
+        *,
+        relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]:
         """See `sharded.softmax_streaming`; the first block of a stream goes the way that `softmax` says."""
         self._refuse_deterministic("softmax attention")
         self._check("queries", q_BHLK.shape[2], self._layout)
         self._check("keys", k_BGLK.shape[2], self._layout)
-        self._agree("softmax_attention_streaming", {"q": q_BHLK, "k": k_BGLK, "v": v_BGLV}, 2)
-        if self._comm.size == 1:
-            starts = self._layout.documents or ()
-            return softmax_attention_streaming(q_BHLK, k_BGLK, v_BGLV, cache, documents=starts)
-        if self._cache == "whole":
-            return attend_over_whole_cache(self._comm, self._layout, q_BHLK, k_BGLK, v_BGLV, cache)
-        if cache.tokens:
-            return attend_over_spread_cache(self._comm, self._layout, q_BHLK, k_BGLK, v_BGLV, cache)
-        out_BHLV = self.softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True)
-        after = cache.appended(k_BGLK, v_BGLV, (self._layout.lengths,))
-        return out_BHLV, last_document(after, self._layout, self._comm.rank)
+        along = {"q": q_BHLK, "k": k_BGLK, "v": v_BGLV}
+        self._agree("softmax_attention_streaming", along, 2, **relative_settings(relative))
+        return self._softmax_form.attend_stream(q_BHLK, k_BGLK, v_BGLV, cache, relative=relative)
+
+    @property
+    def _softmax_form(self) -> ShardedSoftmax:
+        return ShardedSoftmax(self._comm, self._layout, self._memory, self._softmax, self._cache)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
         """See `sharded.fourier.sharded_fourier_mix`."""

@@ -16,6 +16,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     Placement,
+    RelativePositions,
     merge_partials,
     softmax_attention,
     softmax_attention_partial,
@@ -35,6 +36,8 @@ def attend_over_spread_cache(
     k_BGLK: torch.Tensor,
     v_BGLV: torch.Tensor,
     cache: KeyValueCache,
+    *,
+    relative: RelativePositions | None = None,
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block, over a cache with tokens in it.
 
@@ -58,7 +61,9 @@ def attend_over_spread_cache(
     after = cache.appended(k_BGLK, v_BGLV, (*cache.blocks, layout.lengths))
     placement = _of_own_keys(streaming_placement(past, total, layout.documents or ()), _positions(after, comm.rank))
     q_BHTK = _to_every_rank(comm, layout, q_BHLK, "queries")
-    out_BHTV, lse_BHT = softmax_attention_partial(q_BHTK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement)
+    out_BHTV, lse_BHT = softmax_attention_partial(
+        q_BHTK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement, relative=relative
+    )
     part_TBHN = torch.cat([out_BHTV, lse_BHT[..., None]], dim=3).permute(2, 0, 1, 3)
     part_TN = part_TBHN.reshape(total, batch * heads * (values + 1))
     mine_PLN = _to_the_owners(comm, layout, part_TN).view(comm.size, length, batch, heads, values + 1)
@@ -74,6 +79,8 @@ def attend_over_whole_cache(
     k_BGLK: torch.Tensor,
     v_BGLV: torch.Tensor,
     cache: KeyValueCache,
+    *,
+    relative: RelativePositions | None = None,
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """`ops.softmax_attention_streaming` on this rank's slice of a block; all ranks then hold all keys.
 
@@ -94,7 +101,9 @@ def attend_over_whole_cache(
         None if documents_T is None else documents_T[own],
         block.key_documents_S,
     )
-    out_BHLV = softmax_attention(q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement)
+    out_BHLV = softmax_attention(
+        q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement, relative=relative
+    )
     return out_BHLV, last_document(after, layout, comm.rank)
 
 

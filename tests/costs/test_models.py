@@ -14,6 +14,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.mixers import MixerConfig
 from dist_attn.models import LanguageModel
 from dist_attn.ops.linear_attention import streaming
+from dist_attn.ops.softmax_attention import tiled
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
 
 KERNEL_CASES = [name for name, case in MODEL_CASES.items() if case["mixer"]["kind"] != "softmax"]
@@ -92,9 +93,11 @@ def test_peak_of_activations(case: str, tokens: int, tmp_path: Path) -> None:
 
 
 def test_constants_are_those_of_the_kernel() -> None:
-    """Chunk and block sizes in the formulas are those that the blocked form uses."""
+    """Chunk, block and tile sizes in the formulas are those that the blocked and the tiled forms use."""
     assert formulas.CHUNK_TOKENS == streaming.CHUNK_TOKENS
     assert formulas.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
+    tiles = (formulas.TILE_QUERIES, formulas.TILE_KEYS, formulas.TILE_ELEMENTS)
+    assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)
 
 
 def test_every_causal_mixer_has_formulas() -> None:

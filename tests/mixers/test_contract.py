@@ -10,6 +10,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
     ConvolutionConfig,
     RandomFeatureConfig,
+    RelativeConfig,
     RotaryConfig,
     S4DConfig,
     ScaleformerConfig,
@@ -32,6 +33,16 @@ CONFIGS = {
     "softmax-no-convolution": SoftmaxConfig(kind="softmax", hidden_size=SIZE, num_heads=HEADS, short_convolution=0),
     "softmax-rotary": SoftmaxConfig(
         kind="softmax", hidden_size=SIZE, num_heads=HEADS, rotary=RotaryConfig(size=4), projection_bias=True
+    ),
+    "softmax-relative": SoftmaxConfig(
+        kind="softmax", hidden_size=SIZE, num_heads=HEADS, relative=RelativeConfig(reach=4)
+    ),
+    "softmax-relative-shared": SoftmaxConfig(
+        kind="softmax",
+        hidden_size=SIZE,
+        num_heads=HEADS,
+        short_convolution=0,
+        relative=RelativeConfig(reach=0, values=False, shared=True),
     ),
     "rfa-rotary": RandomFeatureConfig(
         kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8, rotary=RotaryConfig(size=2), projection_bias=True

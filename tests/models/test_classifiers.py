@@ -37,6 +37,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "elu": {"kind": "bidirectional", "attention": "elu"},
     "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
+    "softmax, relative": {"kind": "bidirectional", "attention": "softmax", "value_rank": 3, "relative": {"reach": 2}},
     "full rank": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "value_rank": SIZE},
     "softmax, rank 1": {"kind": "bidirectional", "attention": "softmax", "value_rank": 1},
     "scaleformer, rank 3": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3, "value_rank": 3},

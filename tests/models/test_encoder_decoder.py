@@ -32,6 +32,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"attention": "scaleformer", "reach": 2, "value_rank": 8},
     ),
     "softmax": ({"attention": "softmax"}, {"kind": "softmax"}, {"attention": "softmax"}),
+    "relative": (
+        {"attention": "softmax", "relative": {"reach": 2}},
+        {"kind": "softmax", "relative": {"reach": 3, "values": False}},
+        {"attention": "softmax", "relative": {"reach": 2, "shared": True}, "value_rank": 3},
+    ),
 }
 CONSTANT_STATE = ("rfa", "elu")
 
@@ -46,14 +51,14 @@ def _config(kind: str, **decoder: Any) -> dict[str, Any]:
             "num_layers": 2,
             "mlp_size": 12,
             "mixer": {"kind": "bidirectional", **heads, **encoder},
-            "positions": "none" if kind == "scaleformer" else "sinusoidal",
+            "positions": "none" if kind in ("scaleformer", "relative") else "sinusoidal",
         },
         "decoder": {
             "num_layers": 2,
             "mlp_size": 12,
             "mixer": {**heads, **mixer},
             "cross": {**heads, **cross},
-            "positions": "none" if kind == "scaleformer" else "sinusoidal",
+            "positions": "none" if kind in ("scaleformer", "relative") else "sinusoidal",
             **decoder,
         },
     }

@@ -23,6 +23,10 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
+    "softmax, relative": {"mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 5}}},
+    "softmax, relative keys, shared": {
+        "mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 0, "values": False, "shared": True}}
+    },
     "learned positions and biases": {
         "positions": {"kind": "learned", "length": 16, "beyond": "repeat"},
         "mixer": {"kind": "softmax", "num_heads": 2, "short_convolution": 0, "projection_bias": True},

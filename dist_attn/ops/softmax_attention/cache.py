@@ -10,6 +10,7 @@ from dist_attn.ops.documents import check_documents, document_numbers
 from dist_attn.ops.softmax_attention.fused import softmax_attention
 from dist_attn.ops.softmax_attention.packed import packed_softmax_attention
 from dist_attn.ops.softmax_attention.placement import Placement
+from dist_attn.ops.softmax_attention.relative import RelativePositions
 
 __all__ = ["KeyValueCache", "softmax_attention_streaming", "streaming_placement"]
 
@@ -74,6 +75,7 @@ def softmax_attention_streaming(
     cache: KeyValueCache,
     *,
     documents: tuple[int, ...] = (),
+    relative: RelativePositions | None = None,
 ) -> tuple[torch.Tensor, KeyValueCache]:
     """Causal `softmax_attention` of the L tokens after a cache over all tokens so far, and the cache after them.
 
@@ -87,11 +89,13 @@ def softmax_attention_streaming(
     after = cache.appended(k_BGLK, v_BGLV)
     if past:
         placement = streaming_placement(past, length, documents)
-        out_BHLV = softmax_attention(q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement)
+        out_BHLV = softmax_attention(
+            q_BHLK, after.k_BGSK, after.v_BGSV, causal=True, placement=placement, relative=relative
+        )
     elif documents:
-        out_BHLV = packed_softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True, documents=documents)
+        out_BHLV = packed_softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True, documents=documents, relative=relative)
     else:
-        out_BHLV = softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True)
+        out_BHLV = softmax_attention(q_BHLK, k_BGLK, v_BGLV, causal=True, relative=relative)
     return out_BHLV, after.since(past + documents[-1]) if documents else after
 
 

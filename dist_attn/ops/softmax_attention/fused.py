@@ -5,6 +5,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops.linear_attention.prefix import check_prefix
 from dist_attn.ops.softmax_attention.placement import Placement
+from dist_attn.ops.softmax_attention.relative import RelativePositions
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
 from dist_attn.ops.softmax_attention.tiled import softmax_attention_partial
 
@@ -20,28 +21,32 @@ def softmax_attention(
     scale: float | None = None,
     placement: Placement | None = None,
     prefix: int = 0,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v, exact; scale defaults to K^-1/2. G key heads serve H query heads (G divides H).
 
     Causal is aligned at the top left: query t sees keys <= t, also when L != S. With a placement, positions and
     documents decide instead; queries that see no key give zeros. With a `prefix` the first so many tokens see each
-    other fully and the rest is causal (prefix-LM).
+    other fully and the rest is causal (prefix-LM). With `relative` positions keys and values depend on how far they
+    stand from the query (Shaw); that is computed by tiles, of which one is held at a time, and once differentiable.
     Shapes: q [B, H, L, K], k [B, G, S, K], v [B, G, S, V] -> [B, H, L, V].
     Memory: linear in L and S; where K and V differ, copies of the smaller as wide as the larger.
     Raises: ShapeError when shapes do not fit together; InputError for a prefix where attention is not causal, or with a
         placement.
-    Reference: Random Feature Attention, Eq. 1.
+    Reference: Random Feature Attention, Eq. 1; Shaw et al. 2018, Eq. 3 and 4 (relative positions).
     """
     check_softmax_shapes(q_BHLK, k_BGSK, v_BGSV)
     check_prefix(prefix, causal=causal, documents=placement is not None)
     if prefix:
         parts = (t[:, :, :prefix] for t in (q_BHLK, k_BGSK, v_BGSV))
-        first = softmax_attention(*parts, causal=False, scale=scale)
+        first = softmax_attention(*parts, causal=False, scale=scale, relative=relative)
         # Rows of the prefix are computed in vain; cutting them off before would take the fused kernel's alignment away.
-        rest = softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=True, scale=scale)[:, :, prefix:]
+        rest = softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=True, scale=scale, relative=relative)[:, :, prefix:]
         return torch.cat([first, rest], dim=2)
-    if placement is not None:
-        out_BHLV, _ = softmax_attention_partial(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, placement=placement)
+    if placement is not None or relative is not None:
+        out_BHLV, _ = softmax_attention_partial(
+            q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, placement=placement, relative=relative
+        )
         return out_BHLV.to(v_BGSV.dtype)
     if not q_BHLK.shape[2]:
         return q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BGSV.shape[3]))

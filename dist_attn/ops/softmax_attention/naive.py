@@ -5,6 +5,7 @@ import math
 import torch
 
 from dist_attn.ops.softmax_attention.placement import Placement
+from dist_attn.ops.softmax_attention.relative import RelativePositions
 
 __all__ = ["softmax_attention_naive"]
 
@@ -18,19 +19,35 @@ def softmax_attention_naive(
     scale: float | None = None,
     placement: Placement | None = None,
     prefix: int = 0,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """softmax(scale q k^T) v with the score matrix in memory; see `softmax_attention`."""
     repeats = q_BHLK.shape[1] // k_BGSK.shape[1]
     k_BHSK, v_BHSV = k_BGSK.repeat_interleave(repeats, 1), v_BGSV.repeat_interleave(repeats, 1)
     scores_BHLS = q_BHLK @ k_BHSK.transpose(-1, -2) * (1 / math.sqrt(q_BHLK.shape[3]) if scale is None else scale)
+    if relative is not None:
+        where = Placement.in_order(q_BHLK.shape[2], k_BGSK.shape[2]) if placement is None else placement
+        row_LS = (where.keys_S - where.queries_L[:, None]).clamp(-relative.reach, relative.reach) + relative.reach
+        near_BHLS = (q_BHLK[:, :, :, None] * relative.keys_HRK[:, row_LS]).sum(-1)
+        scores_BHLS = scores_BHLS + near_BHLS * (1 / math.sqrt(q_BHLK.shape[3]) if scale is None else scale)
     if placement is not None:
         hidden_LS = placement.hidden(causal=causal).to(q_BHLK.device)
         # Queries that see nothing: any finite scores do, since their weights are set to zero.
         blind_L1 = hidden_LS.all(dim=-1, keepdim=True)
         scores_BHLS = scores_BHLS.masked_fill(hidden_LS & ~blind_L1, float("-inf"))
-        return scores_BHLS.softmax(dim=-1).masked_fill(blind_L1, 0.0) @ v_BHSV
+        weights_BHLS = scores_BHLS.softmax(dim=-1).masked_fill(blind_L1, 0.0)
+    else:
+        weights_BHLS = _visible(scores_BHLS, prefix, causal=causal).softmax(dim=-1)
+    out_BHLV = weights_BHLS @ v_BHSV
+    if relative is not None and relative.values_HRV is not None:
+        out_BHLV = out_BHLV + (weights_BHLS[..., None] * relative.values_HRV[:, row_LS]).sum(dim=3)
+    return out_BHLV
+
+
+def _visible(scores_BHLS: torch.Tensor, prefix: int, *, causal: bool) -> torch.Tensor:
+    """-inf in the place of scores of keys that a query does not see."""
     if causal:
-        future_LS = torch.ones(scores_BHLS.shape[-2:], dtype=torch.bool, device=q_BHLK.device).triu(1)
+        future_LS = torch.ones(scores_BHLS.shape[-2:], dtype=torch.bool, device=scores_BHLS.device).triu(1)
         future_LS[:prefix, :prefix] = False
         scores_BHLS = scores_BHLS.masked_fill(future_LS, float("-inf"))
-    return scores_BHLS.softmax(dim=-1) @ v_BHSV
+    return scores_BHLS

@@ -3,8 +3,17 @@
 import torch
 import torch.nn.functional as F
 
-from dist_attn.ops.documents import check_documents, document_groups, same_document, split_tokens, start_flags
+from dist_attn.ops.documents import (
+    check_documents,
+    document_groups,
+    document_numbers,
+    same_document,
+    split_tokens,
+    start_flags,
+)
 from dist_attn.ops.softmax_attention.fused import softmax_attention
+from dist_attn.ops.softmax_attention.placement import Placement
+from dist_attn.ops.softmax_attention.relative import RelativePositions
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
 
 __all__ = ["packed_softmax_attention"]
@@ -21,16 +30,24 @@ def packed_softmax_attention(
     causal: bool,
     documents: tuple[int, ...],
     scale: float | None = None,
+    relative: RelativePositions | None = None,
 ) -> torch.Tensor:
     """`softmax_attention` in which every document attends to itself alone.
 
     Shapes: q [B, H, L, K], k [B, G, L, K], v [B, G, L, V] -> [B, H, L, V].
-    Cost: one call of a fused kernel per 256 tokens of short documents and per long document.
+    Cost: one call of a fused kernel per 256 tokens of short documents and per long document; with relative positions
+        the tiles that touch a document.
     Raises: ShapeError when shapes do not fit together.
     """
     check_softmax_shapes(q_BHLK, k_BGLK, v_BGLV)
     heads, length = q_BHLK.shape[1:3]
     check_documents(documents, length, k_BGLK.shape[2])
+    if relative is not None:
+        tokens_L, number_L = torch.arange(length), document_numbers(documents, length)
+        placement = Placement(tokens_L, tokens_L, number_L, number_L)
+        return softmax_attention(
+            q_BHLK, k_BGLK, v_BGLV, causal=causal, scale=scale, placement=placement, relative=relative
+        )
     flags_L = start_flags(documents, length, q_BHLK.device)
     starts = frozenset(documents)
     outs = []

@@ -51,6 +51,21 @@ class Placement:
             hidden_LS |= self.query_documents_L[rows, None] != self.key_documents_S[columns]
         return hidden_LS
 
+    def relative_rows(
+        self, reach: int, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> "torch.Tensor | int":
+        """Row clip(key - query, -reach, reach) + reach of a table of relative positions, for each pair [rows, columns].
+
+        One number where it is the same for all pairs, as it is of tokens further apart than the reach.
+        """
+        queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
+        if len(queries_L) and len(keys_S):
+            if int(keys_S.max()) - int(queries_L.min()) <= -reach:
+                return 0
+            if int(keys_S.min()) - int(queries_L.max()) >= reach:
+                return 2 * reach
+        return (keys_S - queries_L[:, None]).clamp(-reach, reach) + reach
+
 
 @dataclass(frozen=True)
 class Tile:
