@@ -12,6 +12,7 @@ from torch import nn
 
 from dist_attn.mixers import BidirectionalConfig, MixerConfig, MixerState, build_mixer
 from dist_attn.models.config import BlockConfig, NormConfig
+from dist_attn.models.recomputation import Recomputable
 from dist_attn.ops import SequenceOps
 
 __all__ = ["Block", "build_norm", "with_layer_seed"]
@@ -24,7 +25,7 @@ def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
     return nn.LayerNorm(size, config.eps) if config.kind == "layer" else nn.RMSNorm(size, config.eps)
 
 
-class Block(nn.Module):
+class Block(Recomputable):
     """One layer of a model over any mixer.
 
     Reference: Introduction to Transformers, Sec. 3 (with per-token LayerNorm); Vaswani et al. 2017 (norms after).
@@ -46,6 +47,11 @@ class Block(nn.Module):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, MixerState]:
         """The tokens after this layer and the mixer's state after the last global one."""
+        return self._run(self._forward, x_BLD, ops, state)
+
+    def _forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None
+    ) -> tuple[torch.Tensor, MixerState]:
         mixed_BLD, after = self.mixer(self._before(self.mixer_norm, x_BLD), ops, state)
         return self._after_mixing(x_BLD, mixed_BLD), after
 

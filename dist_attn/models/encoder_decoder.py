@@ -13,6 +13,7 @@ from dist_attn.models.blocks import Block, build_norm, with_layer_seed
 from dist_attn.models.encoder import Encoder, initialise
 from dist_attn.models.encoder_config import DecoderConfig, EncoderDecoderConfig
 from dist_attn.models.positions import sinusoidal
+from dist_attn.models.recomputation import Recomputable
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
@@ -33,7 +34,7 @@ class DecoderState:
         return DecoderState(layers, tuple(m.select(index) for m in self.memories), self.position_B[index])
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(Recomputable):
     """x + self-attention, x + attention over the memory, x + MLP, each over normed tokens."""
 
     def __init__(self, config: DecoderConfig, layer: int) -> None:
@@ -46,6 +47,11 @@ class DecoderBlock(nn.Module):
         self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps, cross_ops: SequenceOps
     ) -> tuple[torch.Tensor, MixerState, MemoryState]:
         """The tokens after this layer, the mixer's state after the last one, and the absorbed memory."""
+        return self._run(self._forward, x_BLD, memory_BSD, ops, cross_ops)
+
+    def _forward(
+        self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps, cross_ops: SequenceOps
+    ) -> tuple[torch.Tensor, MixerState, MemoryState]:
         mixed_BLD, after = self.block.mixer(self.block.mixer_norm(x_BLD), ops)
         x_BLD = x_BLD + mixed_BLD
         seen_BLD, memory = self.cross(self.cross_norm(x_BLD), memory_BSD, cross_ops)
