@@ -74,6 +74,8 @@ class RunConfig(_Config):
     seed: int = 0
     bf16: bool = True
     threads: int = Field(default=1, ge=1)
+    # Layers keep their inputs only and compute the rest again in the backward pass: less memory, a third more time.
+    activation_checkpointing: bool = False
     log_every: int = Field(default=20, ge=1)
     evaluate_every: int = Field(default=500, ge=1)
     checkpoint_every: int = Field(default=250, ge=1)

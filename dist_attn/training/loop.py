@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dist_attn.models.recomputation import recompute_layers
 from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, restore, save
 from dist_attn.training.config import TrainingConfig
@@ -42,6 +43,7 @@ class _Run:
         self.share: Share = Whole()
         self.task = build_task(config, self.share)
         self.model = self.task.model
+        recompute_layers(self.model, config.run.activation_checkpointing)
         self.optimisers = build_optimisers(self.model, config.optimiser)
         self.step = 0
         # Only now that everything fits: a start that failed leaves the folder free.

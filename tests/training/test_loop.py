@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dist_attn.checkpoints import load_model, load_model_and_tokeniser
 from dist_attn.conversion import Conversion, convert_folder
@@ -194,6 +195,22 @@ def test_a_start_that_fails_leaves_the_folder_free(tmp_path, section, changes, w
     with pytest.raises(ValueError, match=words):
         train(bad)
     train(config)
+
+
+def test_recomputed_activations_change_no_bit_of_a_run(tmp_path):
+    """With run.activation_checkpointing every layer runs twice per step, and the last checkpoint is bitwise the same."""
+    small_run(tmp_path)  # writes the text
+    runs = [small_run(tmp_path, folder=tmp_path / str(on), activation_checkpointing=on) for on in (False, True)]
+    calls = []
+    with register_module_forward_pre_hook(lambda module, _: calls.append(1)):
+        counts = []
+        for run in runs:
+            calls.clear()
+            train(run.model_copy(update={"data": run.data.model_copy(update={"validation": None})}))
+            counts.append(len(calls))
+    want, got = (_last_tensors(run) for run in runs)
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
+    assert counts[1] > 1.5 * counts[0]
 
 
 def test_muon_under_a_torch_without_it_is_refused(tmp_path, monkeypatch):
