@@ -198,7 +198,7 @@ def test_a_start_that_fails_leaves_the_folder_free(tmp_path, section, changes, w
 
 
 def test_recomputed_activations_change_no_bit_of_a_run(tmp_path):
-    """With run.activation_checkpointing every layer runs twice per step, and the last checkpoint is bitwise the same."""
+    """With activation_checkpointing every layer runs twice per step, and the last checkpoint is bitwise the same."""
     small_run(tmp_path)  # writes the text
     runs = [small_run(tmp_path, folder=tmp_path / str(on), activation_checkpointing=on) for on in (False, True)]
     calls = []
