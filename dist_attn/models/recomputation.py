@@ -1,7 +1,7 @@
 """Activation checkpointing: a layer keeps its inputs only, and its backward pass computes the rest again."""
 
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar, TypeVarTuple
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from dist_attn.ops import watching
 
 __all__ = ["Recomputable", "recompute_layers"]
 
-Given = ParamSpec("Given")
+Given = TypeVarTuple("Given")
 Result = TypeVar("Result")
 
 
@@ -20,23 +20,23 @@ class Recomputable(nn.Module):
 
     recomputes = False
 
-    def _run(self, compute: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs) -> Result:
+    def _run(self, compute: Callable[[*Given], Result], *args: *Given) -> Result:
         """What `compute` returns; where this layer recomputes, its backward pass calls it once more."""
         if not (self.recomputes and torch.is_grad_enabled()):
-            return compute(*args, **kwargs)
+            return compute(*args)
         again = False
 
-        def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        def run(*args: *Given) -> Result:
             nonlocal again
             if not again:
                 again = True
-                return compute(*args, **kwargs)
+                return compute(*args)
             with watching(None):  # it was watched the first time
-                return compute(*args, **kwargs)
+                return compute(*args)
 
         # No layer draws random numbers, so there is no generator to wind back. `checkpoint` stops once it has the last
         # tensor that it needs: one of the MLP's, which lies behind every exchange of the layer, on every rank.
-        result: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        result: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
         return result
 
 
