@@ -12,7 +12,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from types import TracebackType
 from typing import Self, final
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.agreement import differences
+from dist_attn.comm.call import Call, Pending
 from dist_attn.comm.host_name import host_name
 from dist_attn.comm.traffic import Event, Phase, Traffic
 from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
@@ -37,41 +37,6 @@ AGREED_VALUES_KEPT = 1024
 
 _numbers = itertools.count()
 _by_number: "WeakValueDictionary[int, Communicator]" = WeakValueDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What all ranks of one exchange must agree on; -1 in the shape stands for a size that may differ."""
-
-    name: str
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    label: str = ""
-
-    def __str__(self) -> str:
-        sizes = ", ".join("any" if size < 0 else str(size) for size in self.shape)
-        label = f" for {self.label}" if self.label else ""
-        return f"{self.name}({self.dtype}[{sizes}]){label}" if self.dtype else f"{self.name}(){label}"
-
-
-@final
-class Pending:
-    """An exchange that is under way; `wait` may be called more than once and gives the same tensor."""
-
-    def __init__(self, finish: Callable[[], Tensor]) -> None:
-        self._finish: Callable[[], Tensor] | None = finish
-        self._value: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """The result, once every rank has launched the exchange.
-
-        Raises: CommError if that does not happen within the group's deadline.
-        """
-        if self._value is None:
-            assert self._finish is not None
-            self._value = self._finish()
-            self._finish = None
-        return self._value
 
 
 class Communicator(ABC):
@@ -91,6 +56,7 @@ class Communicator(ABC):
         self.size = size
         self.backend = backend
         self.timeout_s = timeout_s
+        self._is_part = False
         self.traffic = Traffic()
         self.agreements = Traffic()
         self._agreed = ("", "")
@@ -135,6 +101,10 @@ class Communicator(ABC):
     @abstractmethod
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         """The bytes [n] of rank `source`."""
+
+    @abstractmethod
+    def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> "Communicator":
+        """The one of `groups` that this rank is in; every rank makes the call, with the same groups."""
 
     @abstractmethod
     def close(self) -> None:
@@ -268,6 +238,23 @@ class Communicator(ABC):
             self._gather(call, torch.zeros(1, dtype=torch.uint8)).wait()
 
     @final
+    def split(self, colour: int) -> "Communicator":
+        """The ranks that give the same `colour`, as a group of their own in which they keep their order.
+
+        Every rank makes the call. The group has this one's deadline and a log of traffic of its own; close it first.
+
+        Cost: 8 bytes to each other rank, and what the back end needs to make groups.
+        Raises: InputError for a group that was split off itself.
+        """
+        if self._is_part:
+            raise InputError("only the group of all ranks can be split; split that one again, by other colours")
+        colours = self.all_gather(torch.tensor(colour), label="split").tolist()
+        groups = [tuple(r for r, c in enumerate(colours) if c == one) for one in sorted(set(colours))]
+        part = self._subgroup(groups)
+        part._is_part = True
+        return part
+
+    @final
     def require_equal(self, what: str, value: str) -> None:
         """Make sure that all ranks hold the same value (a layout's description, a model's name) before they rely on it.
 
@@ -283,10 +270,11 @@ class Communicator(ABC):
         if different:
             raise MismatchError(
                 f"the {what} of rank 0 and of rank {', '.join(map(str, different))} differ: "
-                f"{differences(self._gather_text(value, label))}; give every rank the same {what}"
+                f"{differences(self.all_gather_text(value, label=label))}; give every rank the same {what}"
             )
 
-    def _gather_text(self, text: str, label: str) -> list[str]:
+    @final
+    def all_gather_text(self, text: str, *, label: str = "") -> list[str]:
         """Every rank's text, in order of rank."""
         own = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor(own.numel()), label=label).tolist()

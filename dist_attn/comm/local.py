@@ -1,6 +1,6 @@
 """A group of one rank: every exchange is a copy."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import final
 
 from torch import Tensor
@@ -35,6 +35,9 @@ class LocalCommunicator(Communicator):
 
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         return sent.clone()
+
+    def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        return LocalCommunicator()
 
     def close(self) -> None:
         """Nothing to leave."""

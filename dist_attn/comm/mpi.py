@@ -8,7 +8,7 @@ A message's tag holds its place and its call, so ranks that call different thing
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, final
 
@@ -86,6 +86,17 @@ class MpiCommunicator(Communicator):
         received = self._buffer(sent.numel(), sent.device)
         sends = dict.fromkeys(range(self.size), self._on_host(sent)) if self.rank == source else {}
         return self._post(call, sends, {source: received}, received, sent).wait()
+
+    def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        colour = next(index for index, ranks in enumerate(groups) if self.rank in ranks)
+        try:
+            # These wait inside the library, but not for long: all ranks have just told each other their colours.
+            data, farewells = (world.Split(colour, self.rank) for world in (self._data, self._farewells))
+        except self._mpi.Exception as error:
+            raise CommError(f"{self._who()} could not split its group: {first_line(error)}") from error
+        for part in (data, farewells):
+            part.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return MpiCommunicator(self._mpi, data, farewells, self.timeout_s, poison=self._poison)
 
     def close(self) -> None:
         """Leave the group in step with the others; after a failure they are told, and not waited for for long."""

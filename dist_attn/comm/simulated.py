@@ -2,7 +2,7 @@
 
 import contextvars
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Condition, Thread
 from typing import TypeVar, final
@@ -49,11 +49,20 @@ class _Group:
         self._changed = Condition()
         self._meetings: dict[int, _Meeting] = {}
         self._left: dict[int, int] = {}
+        self._arrivals = [0] * size
+        # Groups that were split off, by the exchange after which they were and their ranks; they fail with this one.
+        self._parts: dict[tuple[int, tuple[int, ...]], _Group] = {}
+
+    def part(self, step: int, ranks: tuple[int, ...]) -> "_Group":
+        """The group of some of the ranks that was split off before exchange number `step`, made by who comes first."""
+        with self._changed:
+            return self._parts.setdefault((step, ranks), _Group(len(ranks), self.timeout_s))
 
     def arrive(self, rank: int, step: int, call: Call, parcel: _Parcel) -> None:
         """Bring a parcel to exchange number `step`; every rank must come with the same call."""
         with self._changed:
             self._check(rank, call)
+            self._arrivals[rank] += 1
             meeting = self._meetings.setdefault(step, _Meeting())
             meeting.calls[rank] = call
             meeting.parcels[rank] = parcel
@@ -93,11 +102,15 @@ class _Group:
                 del self._meetings[step]
             return [meeting.parcels[other] for other in wanted]
 
-    def leave(self, rank: int, steps: int) -> None:
-        """The rank makes no more calls."""
+    def leave(self, rank: int) -> None:
+        """The rank makes no more calls, here and in what was split off."""
         with self._changed:
-            self._left.setdefault(rank, steps)
+            self._left.setdefault(rank, self._arrivals[rank])
             self._changed.notify_all()
+            parts = list(self._parts.items())
+        for (_, ranks), part in parts:
+            if rank in ranks:
+                part.leave(ranks.index(rank))
 
     def fail(self, error: BaseException) -> None:
         """End every wait; only the first failure counts."""
@@ -105,6 +118,9 @@ class _Group:
             if self.failure is None:
                 self.failure = error
             self._changed.notify_all()
+            parts = list(self._parts.values())
+        for part in parts:
+            part.fail(error)
 
     def _check_counts(self, rank: int, step: int, call: Call, meeting: _Meeting) -> None:
         """What each rank sends to another is what that one expects of it."""
@@ -196,10 +212,14 @@ class SimulatedCommunicator(Communicator):
         step = self._bring(call, _Parcel(sent.clone()))
         return self._group.collect(self.rank, step, call)[source].data.to(sent.device, copy=True)
 
+    def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        ranks = next(ranks for ranks in groups if self.rank in ranks)
+        return SimulatedCommunicator(self._group.part(self._steps, ranks), ranks.index(self.rank))
+
     def close(self) -> None:
         """Leave the group: who waits for this rank from now on is told so."""
         self._closed = True
-        self._group.leave(self.rank, self._steps)
+        self._group.leave(self.rank)
 
     def _bring(self, call: Call, parcel: _Parcel) -> int:
         if self._closed:

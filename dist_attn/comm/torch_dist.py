@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar, final
 
@@ -138,10 +138,26 @@ class TorchDistCommunicator(Communicator):
             self._settle(call)
         return copy.to(sent.device)
 
+    def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:  # torch wants every rank to make every group
+            try:
+                made = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend)
+            except (RuntimeError, ValueError) as error:
+                raise CommError(
+                    f"rank {self.rank} of {self.size} could not join the group of ranks {', '.join(map(str, ranks))}: "
+                    f"{_first_line(error)}"
+                ) from error
+            if self.rank in ranks:
+                own = made
+        assert own is not None  # every rank is in one of the groups
+        return TorchDistCommunicator(own, self._device, self.timeout_s, owned=True, poison=self._poison)
+
     def close(self) -> None:
-        """Leave the group and, if `connect` made it, take it down."""
+        """Leave the group and, if it was made here, take it down."""
         if self._group is not None and self._owned and dist.is_initialized():
-            dist.destroy_process_group()
+            # Without a name all groups go, also those that were split off and not closed.
+            dist.destroy_process_group(None if self._group is dist.group.WORLD else self._group)
         self._group = None
 
     def _buffer(self, size: int) -> Tensor:

@@ -383,6 +383,27 @@ def stays_out_of_graphs_without_gradients(comm: Communicator) -> None:
     assert_close(plain, everyone(comm, 2), kind="exact")
 
 
+def splits_into_groups(comm: Communicator) -> None:
+    """Ranks of one colour become a group in their order, with gradients; the whole group goes on beside it."""
+    for colours in ([rank % 2 for rank in range(comm.size)], [7] * comm.size, list(range(comm.size))):
+        with comm.split(colours[comm.rank]) as part:
+            members = [rank for rank in range(comm.size) if colours[rank] == colours[comm.rank]]
+            assert (part.size, part.rank) == (len(members), members.index(comm.rank))
+            own = part.all_gather(torch.tensor(comm.rank))
+            assert own.tolist() == members
+            assert comm.all_gather(torch.tensor(comm.rank)).tolist() == list(range(comm.size))
+            x = brought(comm.rank, 3).requires_grad_(True)
+            differentiable.all_reduce_sum(part, x).sum().backward()
+            assert x.grad is not None
+            assert_close(x.grad, torch.full_like(x, float(part.size)))
+            assert part.traffic.calls == 3
+            with pytest.raises(InputError, match="only the group of all ranks can be split"):
+                part.split(0)
+        if comm.backend != "local":
+            with pytest.raises(CommError, match="after it closed"):
+                part.barrier()
+
+
 def warns_of_nothing(comm: Communicator) -> None:
     """No exchange uses what its library wants to be rid of."""
     x = brought(comm.rank, comm.size, 2)
@@ -424,6 +445,7 @@ CASES: dict[str, Case] = {
         differentiates_on_empty_ranks,
         differentiates_in_any_precision,
         stays_out_of_graphs_without_gradients,
+        splits_into_groups,
         warns_of_nothing,
     )
 }

@@ -1,0 +1,178 @@
+"""A mesh of ranks: rows of the batch are divided along its data axis, tokens of every sequence along its sequence axis.
+
+Rank r stands at data index r // S and sequence index r % S, where S ranks share a sequence.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from dist_attn.comm import Communicator
+from dist_attn.errors import ConfigError, DistAttnError, EngineError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.training.task import Share
+
+__all__ = ["Mesh", "mesh_shape"]
+
+Result = TypeVar("Result")
+
+
+def mesh_shape(size: int, data_ranks: int | None, sequence_ranks: int | None) -> tuple[int, int]:
+    """How many ranks stand along the data and the sequence axis; what is not given follows from the number of ranks.
+
+    With neither given all ranks divide rows: that exchanges gradients alone.
+
+    Raises: ConfigError where the product is not the number of ranks that were started.
+    """
+    data = data_ranks or size // (sequence_ranks or 1)
+    sequence = sequence_ranks or (size // data if data_ranks else 1)
+    if data * sequence != size:
+        given = [f"run.data_ranks = {data_ranks}"] if data_ranks else []
+        given += [f"run.sequence_ranks = {sequence_ranks}"] if sequence_ranks else []
+        raise ConfigError(
+            f"{' and '.join(given)} do not make a mesh of the {size} process{'es' if size > 1 else ''} that "
+            f"{'were' if size > 1 else 'was'} started; start as many as their product, or leave one of them out"
+        )
+    return data, sequence
+
+
+@final
+class Mesh:
+    """All ranks of a run, and this one's place among them; a context that closes the groups it has made.
+
+    Making one is a call of all ranks.
+    """
+
+    def __init__(
+        self,
+        world: Communicator,
+        data_ranks: int | None = None,
+        sequence_ranks: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.world = world
+        self.device = torch.device(device)
+        self.data_ranks, self.sequence_ranks = mesh_shape(world.size, data_ranks, sequence_ranks)
+        self.data_index, self.sequence_index = divmod(world.rank, self.sequence_ranks)
+        self._groups = ExitStack()
+        # Where an axis is all there is, the whole group is that axis.
+        self._data = self._sequence = world
+        if self.data_ranks > 1 and self.sequence_ranks > 1:
+            self._data = self._groups.enter_context(world.split(self.sequence_index))
+            self._sequence = self._groups.enter_context(world.split(self.data_index))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the files and speaks for all."""
+        return self.world.rank == 0
+
+    def share(self) -> Share:
+        """What this rank works on."""
+        axis = self._sequence if self.sequence_ranks > 1 else None
+        return _MeshShare(self, (self.data_index, self.data_ranks), axis)
+
+    def lengthwise(self) -> Share:
+        """A share of every row, all ranks along the sequence."""
+        return _MeshShare(self, (0, 1), self.world if self.world.size > 1 else None)
+
+    def micro_batches(self, batch: int, count: int) -> list[slice]:
+        """The rows of this rank in `count` parts, none of them empty, as every rank has them.
+
+        Raises: ConfigError where there are not enough rows.
+        """
+        if batch < self.data_ranks * count:
+            raise ConfigError(
+                f"data.batch is {batch}; {self.data_ranks} data ranks with {count} micro-batches each need at least "
+                f"{self.data_ranks * count} rows"
+            )
+        rows = self.share().rows(batch)
+        cuts = SequenceLayout.even(rows.stop - rows.start, count).cuts
+        return [slice(rows.start + a, rows.start + b) for a, b in zip(cuts, cuts[1:], strict=False)]
+
+    def gather_rows(self, own: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
+        """Tensors of all rows of a batch, from those of each data rank's rows in dimension 0; every rank calls it."""
+        if self.data_ranks == 1:
+            return dict(own)
+        lengths = SequenceLayout.even(batch, self.data_ranks).lengths
+        whole = {}
+        for name, tensor in own.items():
+            padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+            padded[: tensor.shape[0]] = tensor
+            gathered = self._data.all_gather(padded, label="carried state")
+            whole[name] = torch.cat([rows[:n] for rows, n in zip(gathered, lengths, strict=True)])
+        return whole
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns here; where it fails on any rank it fails on all of them, with words about the first.
+
+        `work` exchanges nothing.
+
+        Raises: on rank 0 its own error; EngineError for another rank's.
+        """
+        if self.world.size == 1:
+            return work()
+        try:
+            result, failure = work(), None
+        except (DistAttnError, OSError) as error:
+            failure = error
+        said = self.world.all_gather_text("" if failure is None else f"{failure} ", label="together")
+        if failure is not None and self.is_first:
+            raise failure
+        failed = next((rank for rank, words in enumerate(said) if words.strip()), None)
+        if failed is not None:
+            raise EngineError(f"rank {failed} of {self.world.size}: {said[failed].strip()}") from failure
+        return result
+
+    def broadcast_weights(self, model: torch.nn.Module) -> None:
+        """Give every rank the weights and buffers of rank 0."""
+        if self.world.size > 1:
+            with torch.no_grad():
+                for name, tensor in model.state_dict().items():
+                    tensor.copy_(self.world.broadcast(tensor, 0, label=name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._groups.__exit__(kind, error, trace)
+
+
+@final
+class _MeshShare:
+    """One rank's rows and tokens."""
+
+    def __init__(self, mesh: Mesh, data: tuple[int, int], sequence: Communicator | None) -> None:
+        self.device = mesh.device
+        self._mesh, self._data, self._sequence = mesh, data, sequence
+        self.replica_weight = 1.0 / (1 if sequence is None else sequence.size)
+
+    def rows(self, total: int) -> slice:
+        index, ranks = self._data
+        return slice(*SequenceLayout.even(total, ranks).range(index))
+
+    def tokens(self, total: int) -> slice:
+        return slice(*self._layout(total).range(self._sequence.rank)) if self._sequence else slice(0, total)
+
+    def ops(self, total: int, memory: int | None = None, *, carried: bool = False) -> SequenceOps:
+        if self._sequence is None:
+            return LocalSequenceOps()
+        memory_layout = None if memory is None else self._layout(memory)
+        cache = "whole" if carried else "spread"
+        return ShardedSequenceOps(self._sequence, self._layout(total), memory_layout, cache=cache)  # type: ignore[arg-type]
+
+    def sum(self, values_N: Tensor) -> Tensor:
+        return self._mesh.world.all_reduce_sum(values_N.detach(), label="sums of shares")
+
+    def lengthwise(self) -> Share:
+        return self._mesh.lengthwise()
+
+    def _layout(self, total: int) -> SequenceLayout:
+        return SequenceLayout.even(total, 1 if self._sequence is None else self._sequence.size)
