@@ -231,23 +231,20 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the run folder.")] = False,
 ) -> None:
-    """Train a model; the run folder gets checkpoints, metrics.jsonl and the model.
+    """Train a model, alone or over all ranks of torchrun or mpiexec; the run folder gets checkpoints, metrics and it.
 
     Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
     """
-    launch = read_launch(os.environ)
-    if launch is not None and launch.size != 1:
-        started = launch.size or "several"
-        raise InputError(
-            f"{started} processes were started to train; training runs in one so far: leave out {launch.launcher}"
-        )
+    from dist_attn.comm import open_communicator
     from dist_attn.engine.progress import training_progress
     from dist_attn.training import train as run_training
     from dist_attn.training.config import read_config
 
     settings = read_config(config, set_ or ())
-    with training_progress(settings.run.steps) as report:
-        run_training(settings, resume=resume, report=report)
+    with _ended_in_order(), open_communicator(timeout_s=settings.run.wait_seconds) as comm:
+        progress = training_progress(settings.run.steps) if comm.rank == 0 else contextlib.nullcontext(lambda _: None)
+        with progress as report:
+            run_training(settings, resume=resume, report=report, comm=comm)
 
 
 @app.command()

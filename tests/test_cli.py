@@ -322,13 +322,13 @@ def test_help_names_every_command(run):
         assert f"dist-attn {command}" in own
 
 
-MPIEXEC = (("PMI_SIZE", "2"), ("PMI_RANK", "1"), "mpiexec")
-TORCHRUN = (("WORLD_SIZE", "2"), ("RANK", "1"), "torchrun")
+MPIEXEC = (("PMI_SIZE", "2"), ("PMI_RANK", "1"))
+TORCHRUN = (("WORLD_SIZE", "2"), ("RANK", "1"))
 
 
-@pytest.mark.parametrize(("size", "rank", "launcher"), [TORCHRUN, MPIEXEC])
-def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys, size, rank, launcher):
-    """Under a launcher only rank 0 generates and scores, and training by several processes is refused in words."""
+@pytest.mark.parametrize(("size", "rank"), [TORCHRUN, MPIEXEC])
+def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys, size, rank):
+    """Under a launcher only rank 0 generates and scores."""
     monkeypatch.setenv(*size)
     monkeypatch.setenv(*rank)
     for arguments in (["generate", "--prompt", "x"], ["evaluate", "nowhere.txt"]):
@@ -337,14 +337,6 @@ def test_work_that_is_not_shared_is_done_once(monkeypatch, capsys, size, rank, l
             cli.main()
         assert done.value.code == 0
         assert capsys.readouterr() == ("", "")
-    monkeypatch.setenv(rank[0], "0")
-    monkeypatch.setattr("sys.argv", ["dist-attn", "train", "any.toml"])
-    with pytest.raises(SystemExit) as done:
-        cli.main()
-    assert done.value.code == 2
-    said = capsys.readouterr().err
-    assert "2 processes were started to train" in said
-    assert f"leave out {launcher}" in said
 
 
 def test_a_lost_rank_is_reported_by_whoever_is_left(run, monkeypatch):

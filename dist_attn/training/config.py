@@ -12,7 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModelConfig
 from dist_attn.models.presets import expand_preset
 
-__all__ = ["DataConfig", "OptimiserConfig", "RunConfig", "TrainingConfig", "read_config"]
+__all__ = ["EXECUTION", "DataConfig", "OptimiserConfig", "RunConfig", "TrainingConfig", "read_config"]
 
 
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -37,6 +37,9 @@ class DataConfig(_Config):
     # False: every segment begins with the empty state, in training and in the validation score. For mixers whose state
     # grows with every token (softmax), or that are to learn nothing beyond a segment.
     stateful: bool = True
+
+    # The rows of a step are worked on in so many parts, one after the other: less memory, the same result.
+    micro_batches: int = Field(default=1, ge=1)
 
     @property
     def train_files(self) -> tuple[Path, ...]:
@@ -76,11 +79,21 @@ class RunConfig(_Config):
     threads: int = Field(default=1, ge=1)
     # Layers keep their inputs only and compute the rest again in the backward pass: less memory, a third more time.
     activation_checkpointing: bool = False
+    # The mesh of the processes that were started: the ranks that divide the rows of a batch, times the ranks that share
+    # each sequence. What is left out follows from the number of processes; with neither, all divide rows.
+    data_ranks: int | None = Field(default=None, ge=1)
+    sequence_ranks: int | None = Field(default=None, ge=1)
+    # How long a rank waits for the others before it gives up, in seconds; rank 0 tokenises and saves meanwhile.
+    wait_seconds: float = Field(default=600.0, gt=0, allow_inf_nan=False)
     log_every: int = Field(default=20, ge=1)
     evaluate_every: int = Field(default=500, ge=1)
     checkpoint_every: int = Field(default=250, ge=1)
     # So many of the newest checkpoints stay; an average of the last ones needs them.
     keep_checkpoints: int = Field(default=2, ge=1)
+
+
+# What may change when a run goes on: where and by how many it is worked on, not what it computes.
+EXECUTION = frozenset({"activation_checkpointing", "threads", "data_ranks", "sequence_ranks", "wait_seconds"})
 
 
 class TrainingConfig(_Config):

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel
+from dist_attn.training.task import Share, Whole
 
 __all__ = ["Score", "evaluate_file", "score_tokens"]
 
@@ -33,13 +35,17 @@ class Score:
 
 
 @torch.inference_mode()
-def score_tokens(model: LanguageModel, tokens: np.ndarray, num_bytes: int, context: int | None = None) -> Score:
+def score_tokens(
+    model: LanguageModel, tokens: np.ndarray, num_bytes: int, context: int | None = None, share: Share | None = None
+) -> Score:
     """Score `tokens`, which spell `num_bytes` bytes, each given all the tokens before it, or those of one window.
 
     With a `context` of N, windows of N tokens that begin with the empty state are read every N/2 tokens. The first
     scores all its tokens, every other one those that no window before it has scored: each token is scored once, given
     N/2 to N tokens (fewer where the text begins). So models whose state carries far and models that see a window are
     compared at equal sight, and softmax stays at the positions that it was trained on.
+
+    The ranks of a `share` read every block and every window together, a slice each; all of them call this.
 
     Cost: one pass over the text; two with a context.
     Raises: InputError for an empty text, or a context of less than 2 tokens.
@@ -49,44 +55,56 @@ def score_tokens(model: LanguageModel, tokens: np.ndarray, num_bytes: int, conte
     if context is not None and context < 2:
         raise InputError(f"a context of {context} tokens was given; windows that overlap by half need at least 2")
     stream = torch.from_numpy(tokens.astype(np.int64))
-    nats = math.log(model.config.vocab_size)  # the first token
-    nats += _carried_nats(model, stream) if context is None else _windowed_nats(model, stream, context)
-    return Score(bits=nats / math.log(2), num_tokens=len(tokens), num_bytes=num_bytes)
+    share = (Whole() if share is None else share).lengthwise()
+    nats = _carried_nats(model, stream, share) if context is None else _windowed_nats(model, stream, context, share)
+    total = float(share.sum(torch.tensor(nats, dtype=torch.float64)))
+    total += math.log(model.config.vocab_size)  # the first token
+    return Score(bits=total / math.log(2), num_tokens=len(tokens), num_bytes=num_bytes)
 
 
-def _carried_nats(model: LanguageModel, stream: torch.Tensor) -> float:
-    """What all tokens but the first cost in one pass, the state carried from block to block."""
+def _carried_nats(model: LanguageModel, stream: torch.Tensor, share: Share) -> float:
+    """What this share of all tokens but the first costs in one pass, the state carried from block to block."""
     nats, state = 0.0, model.initial_state(1)
     for start in range(0, len(stream) - 1, _BLOCK_TOKENS):
         inputs = stream[None, start : min(start + _BLOCK_TOKENS, len(stream) - 1)]
-        h_BLD, state = model.hidden(inputs, state=state)
-        nats += _nats(model, h_BLD[0], stream[start + 1 : start + 1 + inputs.shape[1]])
+        own = share.tokens(inputs.shape[1])
+        ops = share.ops(inputs.shape[1])
+        h_BLD, state = model.hidden(inputs[:, own].to(share.device), ops, state)
+        nats += _nats(model, h_BLD[0], stream[start + 1 : start + 1 + inputs.shape[1]][own])
     return nats
 
 
-def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int) -> float:
-    """What all tokens but the first cost, given the window of `context` inputs that scores them."""
+def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int, share: Share) -> float:
+    """What this share of all tokens but the first costs, given the window of `context` inputs that scores them."""
     total, stride = len(stream) - 1, context // 2
     first = min(context, total)
     if not first:
         return 0.0
-    nats = _nats(model, model.encode(stream[None, :first])[0], stream[1 : first + 1])
-    # The input at position t predicts the token after it; a window that ends before `stop` owes the last `stride`.
+
+    def windows_end_at(stops: Sequence[int], length: int, owed: int) -> float:
+        """What the last `owed` tokens of windows of one length cost."""
+        own = share.tokens(length)
+        inputs_BL = torch.stack([stream[stop - length : stop] for stop in stops])[:, own]
+        h_BLD, _ = model.hidden(inputs_BL.to(share.device), share.ops(length))
+        scored = slice(max(0, length - owed - own.start), None)
+        # The input at position t predicts the token after it.
+        targets_BL = torch.stack([stream[stop - length + 1 : stop + 1] for stop in stops])[:, own]
+        return _nats(model, h_BLD[:, scored].flatten(0, 1), targets_BL[:, scored].flatten())
+
+    nats = windows_end_at([first], first, first)
+    # A window that ends before `stop` owes the last `stride`.
     stops = range(context + stride, total + 1, stride)
     at_once = max(1, _BLOCK_TOKENS // context)
     for begin in range(0, len(stops), at_once):
-        some = stops[begin : begin + at_once]
-        h_BLD = model.encode(torch.stack([stream[stop - context : stop] for stop in some]))
-        targets_BL = torch.stack([stream[stop - stride + 1 : stop + 1] for stop in some])
-        nats += _nats(model, h_BLD[:, -stride:].flatten(0, 1), targets_BL.flatten())
+        nats += windows_end_at(stops[begin : begin + at_once], context, stride)
     done = stops[-1] if stops else first
     if done < total:
-        h_LD = model.encode(stream[None, total - context : total])[0]
-        nats += _nats(model, h_LD[done - total :], stream[done + 1 :])
+        nats += windows_end_at([total], context, total - done)
     return nats
 
 
 def _nats(model: LanguageModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
+    targets_L = targets_L.to(h_LD.device)
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
     return sum(float(F.cross_entropy(model.readout(h).float(), t, reduction="sum")) for h, t in pieces)
 

@@ -63,8 +63,9 @@ class LanguageTask(Task):
         inputs_BT, targets_BT = self._stream(step)
         tokens = self._share.tokens(data.segment)
         inputs_BL, targets_BL = (t[rows, tokens].to(self._share.device) for t in (inputs_BT, targets_BT))
+        ops = self._share.ops(data.segment, carried=data.stateful)
         with self._autocast():
-            h_BLD, after = self.model.hidden(inputs_BL, self._share.ops(data.segment), self._state_of(rows))
+            h_BLD, after = self.model.hidden(inputs_BL, ops, self._state_of(rows))
         if data.stateful:
             self._keep(after.detach(), rows)
         return self._cross_entropy(h_BLD.flatten(0, 1), targets_BL.flatten()) / targets_BT.numel()
@@ -83,7 +84,8 @@ class LanguageTask(Task):
         if self._validation is None:
             return {}
         tokens, data = self._tokeniser.encode(self._validation), self._config.data
-        score = score_tokens(self.model, tokens, len(self._validation), None if data.stateful else data.segment)
+        context = None if data.stateful else data.segment
+        score = score_tokens(self.model, tokens, len(self._validation), context, self._share)
         return {"bits_per_byte": score.bits_per_byte, "bytes": score.num_bytes}
 
     def seen(self, steps: int) -> int:

@@ -1,63 +1,100 @@
 """The training loop: it steps, logs, validates and saves; what it trains is a `Task`, resumable at every checkpoint."""
 
+import hashlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
 
+from dist_attn.comm import Communicator
+from dist_attn.comm.local import LocalCommunicator
+from dist_attn.errors import CommError, InputError
 from dist_attn.models.recomputation import recompute_layers
 from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, restore, save
-from dist_attn.training.config import TrainingConfig
+from dist_attn.training.config import EXECUTION, TrainingConfig
 from dist_attn.training.finite import check_finite
+from dist_attn.training.gradients import sum_gradients
+from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers, schedule
 from dist_attn.training.run_folder import check_folder, claim_folder
-from dist_attn.training.run_log import CallbackSink, JsonLines, Metrics, RunLog
-from dist_attn.training.task import Share, Whole
+from dist_attn.training.run_log import CallbackSink, JsonLines, Metrics, RunLog, Sink
+from dist_attn.training.task import Task
 
 __all__ = ["train"]
 
 Report = Callable[[Metrics], None]
 
 
-def train(config: TrainingConfig, *, resume: bool = False, report: Report = lambda _: None) -> Metrics:
-    """Train as `config` says; returns the last metrics. The run folder holds config.json, metrics.jsonl,
-    checkpoints/ and, at the end, model/ (a model folder for `load_model`).
+def train(
+    config: TrainingConfig,
+    *,
+    resume: bool = False,
+    report: Report = lambda _: None,
+    comm: Communicator | None = None,
+) -> Metrics:
+    """Train as `config` says, over all ranks of `comm`; returns the last metrics. The run folder holds config.json,
+    metrics.jsonl, checkpoints/ and, at the end, model/ (a model folder for `load_model`); rank 0 writes it.
 
-    Raises: ConfigError for a folder in use or a resume that does not fit; EngineError when the loss is not finite.
+    Raises: ConfigError for a folder in use or a resume that does not fit; EngineError when the loss is not finite, or
+        for what went wrong on another rank; CommError when a rank is lost.
     """
-    run = _Run(config, resume)
-    return run.to_the_end(report)
+    world = LocalCommunicator() if comm is None else comm
+    with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh:
+        run = _Run(config, resume, mesh)
+        try:
+            return run.to_the_end(report)
+        except (InputError, OSError) as error:
+            if mesh.is_first:
+                raise
+            # Only the first rank speaks of what all of them meet alike; this one met something by itself.
+            raise CommError(f"rank {world.rank} of {world.size} failed: {error}") from error
 
 
 class _Run:
-    def __init__(self, config: TrainingConfig, resume: bool) -> None:
-        self.config = config
+    def __init__(self, config: TrainingConfig, resume: bool, mesh: Mesh) -> None:
+        self.config, self.mesh = config, mesh
         torch.set_num_threads(config.run.threads)
-        torch.manual_seed(config.run.seed)
         self.folder = config.run.folder
-        check_folder(config, resume)
-        self.share: Share = Whole()
-        self.task = build_task(config, self.share)
+        self.share = mesh.share()
+        self.task = self._first_on_rank_0(lambda: self._prepare(resume))
         self.model = self.task.model
         recompute_layers(self.model, config.run.activation_checkpointing)
+        self.micro_batches = mesh.together(lambda: mesh.micro_batches(self.task.batch, config.data.micro_batches))
+        mesh.broadcast_weights(self.model)
         self.optimisers = build_optimisers(self.model, config.optimiser)
         self.step = 0
         # Only now that everything fits: a start that failed leaves the folder free.
         newest = latest_checkpoint(self.folder / "checkpoints")
         if resume and newest is not None:
-            self.step, carried = restore(newest, self.model, self.optimisers)
-            self.task.carry(carried)
-        claim_folder(config, self.step)
+            self.step, carried = mesh.together(lambda: restore(newest, self.model, self.optimisers))
+            rows = self.share.rows(self.task.batch)
+            mesh.together(lambda: self.task.carry({name: tensor[rows] for name, tensor in carried.items()}))
+        mesh.together(lambda: claim_folder(config, self.step) if mesh.is_first else None)
+
+    def _prepare(self, resume: bool) -> Task:
+        torch.manual_seed(self.config.run.seed)
+        if self.mesh.is_first:
+            check_folder(self.config, resume)
+        return build_task(self.config, self.share)
+
+    def _first_on_rank_0(self, work: Callable[[], Task]) -> Task:
+        """What rank 0 has written into the folder (the tokens of the texts) the others find there."""
+        first = self.mesh.together(lambda: work() if self.mesh.is_first else None)
+        others = self.mesh.together(lambda: None if self.mesh.is_first else work())
+        return cast(Task, first or others)
 
     def to_the_end(self, report: Report) -> Metrics:
         run, unit = self.config.run, self.task.unit
         last: Metrics = {"step": self.step}
         started, begun, losses = time.perf_counter(), self.step, []
-        with RunLog([JsonLines(self.folder / "metrics.jsonl"), CallbackSink(report)]) as log:
+        sinks: list[Sink] = []
+        if self.mesh.is_first:
+            sinks = [JsonLines(self.folder / "metrics.jsonl"), CallbackSink(report)]
+        with RunLog(sinks) as log:
             while self.step < run.steps:
                 losses.append(self._train_step())
                 self.step += 1
@@ -91,11 +128,17 @@ class _Run:
             optimiser.zero_grad(set_to_none=True)
             for group in optimiser.param_groups:
                 group["lr"] = group["peak_lr"] * factor
+        # Whatever is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
+        torch.manual_seed(_step_seed(self.config.run.seed, self.step, self.mesh.world.rank))
         self.task.prepare(self.step)
-        loss = self.task.loss(self.step, self.share.rows(self.task.batch))
-        value = loss.item()
+        total = torch.zeros((), dtype=torch.float64)
+        for rows in self.micro_batches:
+            loss = self.task.loss(self.step, rows)
+            loss.backward()
+            total += loss.detach().cpu().double()
+        value = self.share.sum(total).item()
         check_finite("loss", value, self.step, self.model)
-        loss.backward()
+        sum_gradients(self.mesh.world, list(self.model.parameters()))
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip_norm)
         check_finite("norm of the gradients", norm.item(), self.step, self.model)
         for optimiser in self.optimisers:
@@ -111,7 +154,10 @@ class _Run:
 
     def _save(self) -> None:
         checkpoints, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
-        save(checkpoints, self.step, self.model, self.optimisers, self.task.carried(), keep)
+        carried = self.mesh.gather_rows(self.task.carried(), self.task.batch)
+        if self.mesh.is_first:
+            save(checkpoints, self.step, self.model, self.optimisers, carried, keep)
+        self.mesh.world.barrier(label="checkpoint")
 
     def _export(self, last: Metrics) -> None:
         facts: dict[str, Any] = {
@@ -119,8 +165,13 @@ class _Run:
             "steps": self.step,
             # Where the run lived on its machine is nobody else's business.
             "training": self.config.model_dump(
-                mode="json", include={"optimiser", "run"}, exclude={"run": {"folder", "begin_from"}}
+                mode="json", include={"optimiser", "run"}, exclude={"run": {"folder", "begin_from", *EXECUTION}}
             ),
             "last": last,
         }
-        self.task.export(self.folder / "model", self.model.state_dict(), facts)
+        if self.mesh.is_first:
+            self.task.export(self.folder / "model", self.model.state_dict(), facts)
+
+
+def _step_seed(*numbers: int) -> int:
+    return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8], "big")

@@ -5,6 +5,7 @@ Rank r stands at data index r // S and sequence index r % S, where S ranks share
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from itertools import pairwise
 from types import TracebackType
 from typing import Self, TypeVar, final
 
@@ -93,7 +94,7 @@ class Mesh:
             )
         rows = self.share().rows(batch)
         cuts = SequenceLayout.even(rows.stop - rows.start, count).cuts
-        return [slice(rows.start + a, rows.start + b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [slice(rows.start + a, rows.start + b) for a, b in pairwise(cuts)]
 
     def gather_rows(self, own: Mapping[str, Tensor], batch: int) -> dict[str, Tensor]:
         """Tensors of all rows of a batch, from those of each data rank's rows in dimension 0; every rank calls it."""
@@ -113,7 +114,7 @@ class Mesh:
 
         `work` exchanges nothing.
 
-        Raises: on rank 0 its own error; EngineError for another rank's.
+        Raises: where rank 0 fails too, which speaks for all, each rank's own error; else EngineError naming the rank.
         """
         if self.world.size == 1:
             return work()
@@ -122,7 +123,7 @@ class Mesh:
         except (DistAttnError, OSError) as error:
             failure = error
         said = self.world.all_gather_text("" if failure is None else f"{failure} ", label="together")
-        if failure is not None and self.is_first:
+        if failure is not None and said[0].strip():
             raise failure
         failed = next((rank for rank, words in enumerate(said) if words.strip()), None)
         if failed is not None:

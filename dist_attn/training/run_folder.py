@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dist_attn.errors import ConfigError
-from dist_attn.training.config import TrainingConfig
+from dist_attn.training.config import EXECUTION, TrainingConfig
 
 __all__ = ["check_folder", "claim_folder"]
 
@@ -26,7 +26,7 @@ def check_folder(config: TrainingConfig, resume: bool) -> None:
     if before is not None and not resume:
         raise ConfigError(f"{folder} holds a run already; give --resume to go on with it, or another run.folder")
     if before is not None:
-        differing = [key for key in written if not isinstance(before, dict) or before.get(key) != written[key]]
+        differing = _differing_sections(before, written)
         if differing:
             raise ConfigError(f"{folder} was started with another [{differing[0]}] section; resume needs the same one")
 
@@ -40,6 +40,16 @@ def claim_folder(config: TrainingConfig, step: int) -> None:
         _write_whole(path, "".join(kept))
     written = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
     _write_whole(config.run.folder / "config.json", written)
+
+
+def _differing_sections(before: Any, written: dict[str, Any]) -> list[str]:
+    if not isinstance(before, dict):
+        return list(written)
+    run = {key: value for key, value in written["run"].items() if key not in EXECUTION}
+    run_before = before.get("run")
+    if isinstance(run_before, dict):
+        before = {**before, "run": {key: value for key, value in run_before.items() if key not in EXECUTION}}
+    return [key for key, value in {**written, "run": run}.items() if before.get(key) != value]
 
 
 def _filled_in(values: Any) -> Any:

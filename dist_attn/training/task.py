@@ -42,8 +42,12 @@ class Share(Protocol):
         """The tokens of sequences of `total` tokens that are worked on here; there may be none."""
         ...
 
-    def ops(self, total: int, memory: int | None = None) -> SequenceOps:
-        """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to."""
+    def ops(self, total: int, memory: int | None = None, *, carried: bool = False) -> SequenceOps:
+        """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to.
+
+        With `carried` the state after the tokens is whole on every rank, key-value caches too, so that it can go into
+        a checkpoint.
+        """
         ...
 
     def sum(self, values_N: Tensor) -> Tensor:
@@ -71,7 +75,7 @@ class Whole:
         """All tokens."""
         return slice(0, total)
 
-    def ops(self, total: int, memory: int | None = None) -> SequenceOps:
+    def ops(self, total: int, memory: int | None = None, *, carried: bool = False) -> SequenceOps:
         """Operations on whole sequences."""
         return LocalSequenceOps()
 

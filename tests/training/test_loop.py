@@ -151,9 +151,9 @@ def test_segments_stand_alone_where_the_run_is_not_stateful(tmp_path, monkeypatc
             before.append(state.position_B.tolist())
         return hidden(self, tokens_BL, ops, state)
 
-    def scored(model, tokens, num_bytes, context):
+    def scored(model, tokens, num_bytes, context, share):
         contexts.append(context)
-        return score(model, tokens, num_bytes, context)
+        return score(model, tokens, num_bytes, context, share)
 
     monkeypatch.setattr(LanguageModel, "hidden", seen)
     monkeypatch.setattr(language_task, "score_tokens", scored)
