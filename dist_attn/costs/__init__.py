@@ -13,6 +13,7 @@ from dist_attn.costs.exchanges import (
     reduce_scatter_bytes,
 )
 from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
 from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
 from dist_attn.costs.operations import (
@@ -30,6 +31,8 @@ from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
 __all__ = [
     "Calibration",
+    "CausalConvolution",
+    "DiagonalStateSpace",
     "Estimate",
     "KernelAttention",
     "LanguageModelCosts",

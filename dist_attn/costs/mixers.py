@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.scans import ScanMessage
 
-__all__ = ["CHUNK_TOKENS", "FLOAT_BYTES", "KernelAttention", "MixerCosts", "SoftmaxAttention"]
+__all__ = ["CHUNK_TOKENS", "FLOAT_BYTES", "POSITION_BYTES", "KernelAttention", "MixerCosts", "SoftmaxAttention"]
 
 FLOAT_BYTES = 4
 POSITION_BYTES = 8

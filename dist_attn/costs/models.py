@@ -8,7 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from dist_attn.costs.flops import TokenFlops
-from dist_attn.costs.mixers import FLOAT_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
+from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
+from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.relative_attention import RelativeAttention
 from dist_attn.errors import ConfigError
 
@@ -64,10 +65,11 @@ class LanguageModelCosts:
         """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
 
         The larger of the MLP's (four tensors of the model's width, two of its own, three if gated) and the mixer's;
-        plus the state after the block, which is made beside the one before it.
+        plus the tokens' positions, and the state after the block, which is made beside the one before it.
         """
         mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
-        return max(mlp, self.mixer.activation_bytes(tokens, batch)) + self.state_bytes(tokens, batch)
+        layer = max(mlp, self.mixer.activation_bytes(tokens, batch))
+        return layer + 2 * POSITION_BYTES * batch * tokens + self.state_bytes(tokens, batch)
 
     def _all_layers(self, mixer: TokenFlops) -> TokenFlops:
         return TokenFlops(
@@ -95,7 +97,7 @@ class _RelativeConfig(msgspec.Struct, frozen=True):
 
 class _MixerConfig(msgspec.Struct, frozen=True):
     kind: str
-    num_heads: Count
+    num_heads: Count = 0  # that of a mixer without heads; where there are heads, it must be given
     short_convolution: Annotated[int, Meta(ge=0)] = 4
     num_random: Count = 64
     feature: str = "gaussian"
@@ -104,6 +106,10 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     shared_gate: bool = False
     reach: Annotated[int, Meta(ge=0)] = 16
     relative: _RelativeConfig | None = None
+    taps: Count = 16
+    centred: bool = False
+    state_size: Count = 64
+    form: str = "scan"
 
 
 class _NormConfig(msgspec.Struct, frozen=True):
@@ -165,16 +171,12 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
 
 
 def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCosts:
-    if hidden_size % mixer.num_heads:
-        raise ConfigError(
-            f"{path}: hidden_size {hidden_size} is not a multiple of num_heads {mixer.num_heads}; it must be"
-        )
     match mixer.kind, mixer.feature:
         case ("rfa" | "rfa_gate") as kind, ("gaussian" | "arc_cosine") as feature:
             return KernelAttention(
                 kind,
                 hidden_size,
-                mixer.num_heads,
+                _heads(path, mixer, hidden_size),
                 mixer.num_random,
                 feature,
                 mixer.short_convolution,
@@ -186,7 +188,7 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
             near = mixer.relative or _RelativeConfig()
             return SoftmaxAttention(
                 hidden_size,
-                mixer.num_heads,
+                _heads(path, mixer, hidden_size),
                 mixer.short_convolution,
                 mixer.projection_bias,
                 reach=None if mixer.relative is None else near.reach,
@@ -194,8 +196,20 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 relative_shared=near.shared,
             )
         case "scaleformer", _:
-            return RelativeAttention(hidden_size, mixer.num_heads, mixer.reach)
+            return RelativeAttention(hidden_size, _heads(path, mixer, hidden_size), mixer.reach)
+        case "convolution", _ if not mixer.centred:
+            return CausalConvolution(hidden_size, mixer.taps)
+        case "s4d", _ if mixer.form == "scan":
+            return DiagonalStateSpace(hidden_size, mixer.state_size // 2)
     raise ConfigError(
-        f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; the costs of rfa and rfa_gate (gaussian, "
-        "arc_cosine), of softmax and of scaleformer are known"
+        f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; mixers with a state have formulas: "
+        "rfa and rfa_gate (gaussian, arc_cosine), softmax, scaleformer, convolution, s4d as a scan"
     )
+
+
+def _heads(path: Path, mixer: _MixerConfig, hidden_size: int) -> int:
+    if not mixer.num_heads or hidden_size % mixer.num_heads:
+        raise ConfigError(
+            f"{path}: hidden_size {hidden_size} is not a multiple of num_heads {mixer.num_heads}; it must be"
+        )
+    return mixer.num_heads

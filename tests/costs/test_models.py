@@ -8,12 +8,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from dist_attn.costs import KernelAttention, LanguageModelCosts, RelativeAttention, read_model_costs
+from dist_attn.costs import KernelAttention, LanguageModelCosts, RelativeAttention, input_independent, read_model_costs
 from dist_attn.costs import mixers as formulas
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import MixerConfig
 from dist_attn.models import LanguageModel
+from dist_attn.ops.diagonal import chunked
 from dist_attn.ops.linear_attention import streaming
+from dist_attn.ops.relative_attention import windowed
 from dist_attn.ops.softmax_attention import tiled
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
 
@@ -98,11 +100,17 @@ def test_constants_are_those_of_the_kernel() -> None:
     assert formulas.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
     tiles = (formulas.TILE_QUERIES, formulas.TILE_KEYS, formulas.TILE_ELEMENTS)
     assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)
+    assert formulas.CHUNK_TOKENS == windowed.CHUNK_TOKENS == chunked.CHUNK_TOKENS
+    assert input_independent.STATE_BLOCK_CHUNKS == chunked.BLOCK_CHUNKS
 
 
-def test_every_causal_mixer_has_formulas() -> None:
-    """Every kind of mixer that a language model can have is among the cases, so none is refused."""
-    kinds = {kind for config in get_args(get_args(MixerConfig)[0]) for kind in get_args(config.__annotations__["kind"])}
+def test_every_mixer_with_a_state_has_formulas() -> None:
+    """Every kind of mixer that a language model can go on from is among the cases, so none is refused."""
+    kinds = set()
+    for config in get_args(get_args(MixerConfig)[0]):
+        for kind in get_args(config.model_fields["kind"].annotation):
+            needed = {name: 4 for name, field in config.model_fields.items() if field.is_required() and name != "kind"}
+            kinds |= {kind} if config(kind=kind, **needed).streams else set()
     assert kinds == {case["mixer"]["kind"] for case in MODEL_CASES.values()}
 
 
@@ -132,6 +140,10 @@ def test_second_pass_of_several_ranks() -> None:
          '"mixer": MIXER}', "multiple of num_heads"),
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
          '"mixer": {"kind": "abacus", "num_heads": 1}}', "'abacus'"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
+         '"mixer": {"kind": "rfa"}}', "multiple of num_heads 0"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
+         '"mixer": {"kind": "s4d", "form": "convolution"}}', "s4d as a scan"),
     ],
 )  # fmt: skip
 def test_refuses_what_it_has_no_formula_for(text: str, says: str, tmp_path: Path) -> None:

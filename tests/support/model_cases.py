@@ -22,6 +22,8 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     },
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
+    "convolution": {"mixer": {"kind": "convolution", "taps": 6}},
+    "state space": {"mixer": {"kind": "s4d", "state_size": 12}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
     "softmax, relative": {"mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 5}}},
     "softmax, relative keys, shared": {
