@@ -8,11 +8,15 @@ from dist_attn.mixers.fourier import FourierMixing
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
+    LsslConfig,
+    S4Config,
     S4DConfig,
     SgConvConfig,
     TokenMlpConfig,
 )
+from dist_attn.mixers.lssl import LinearStateSpace
 from dist_attn.mixers.random_feature import RandomFeatureAttention
+from dist_attn.mixers.s4 import S4Convolution, S4Scan
 from dist_attn.mixers.s4d import S4DConvolution, S4DScan
 from dist_attn.mixers.scaleformer import ScaleformerAttention
 from dist_attn.mixers.sgconv import StructuredConvolution
@@ -39,6 +43,10 @@ def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
             return TokenMlp(config)
         case SgConvConfig():
             return StructuredConvolution(config)
+        case LsslConfig():
+            return LinearStateSpace(config)
+        case S4Config():
+            return S4Scan(config) if config.form == "scan" else S4Convolution(config)
         case S4DConfig():
             return S4DScan(config) if config.form == "scan" else S4DConvolution(config)
     return RandomFeatureAttention(config)

@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
+    LsslConfig,
+    S4Config,
     S4DConfig,
     SgConvConfig,
     TokenMlpConfig,
@@ -187,6 +189,8 @@ MixerConfig = Annotated[
     | FourierConfig
     | TokenMlpConfig
     | SgConvConfig
-    | S4DConfig,
+    | S4DConfig
+    | S4Config
+    | LsslConfig,
     Field(discriminator="kind"),
 ]

@@ -1,10 +1,18 @@
 """What mixers are made of whose pattern does not depend on the tokens: convolutions, transforms, state spaces."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["ConvolutionConfig", "FourierConfig", "S4DConfig", "SgConvConfig", "TokenMlpConfig"]
+__all__ = [
+    "ConvolutionConfig",
+    "FourierConfig",
+    "LsslConfig",
+    "S4Config",
+    "S4DConfig",
+    "SgConvConfig",
+    "TokenMlpConfig",
+]
 
 
 class _Config(BaseModel):
@@ -80,24 +88,46 @@ class SgConvConfig(_Config):
         return not self.bidirectional
 
 
-class S4DConfig(_Config):
-    """A diagonal state space for every channel."""
-
-    kind: Literal["s4d"]
+class _StateSpaceConfig(_Config):
     state_size: int = Field(default=64, ge=2, multiple_of=2)  # real numbers; half as many conjugate pairs
-    spectrum: Literal["lin", "inv", "real", "legs"] = "lin"
-    rule: Literal["zoh", "bilinear"] = "zoh"
     # Steps of the channels are drawn between these, evenly on a logarithmic scale.
     dt_min: float = Field(default=1e-3, gt=0)
     dt_max: float = Field(default=1e-1, gt=0)
+
+    @model_validator(mode="after")
+    def _steps_are_in_order(self) -> Self:
+        if self.dt_min > self.dt_max:
+            raise ValueError(f"dt_min {self.dt_min} is above dt_max {self.dt_max}")
+        return self
+
+
+class LsslConfig(_StateSpaceConfig):
+    """A state space with one full matrix for all channels, and some outputs for each."""
+
+    kind: Literal["lssl"]
+    outputs: int = Field(default=1, ge=1)  # of every channel
+    # Of the generalised bilinear transform: 0 Euler, 1/2 trapezoidal, 1 backward.
+    alpha: float = Field(default=0.5, ge=0, le=1)
+    transition: Literal["fixed", "learned"] = "fixed"
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return True
+
+
+class _EitherFormConfig(_StateSpaceConfig):
     # The state goes along the sequence, or the whole response is taken as one convolution, which can look both ways.
     form: Literal["scan", "convolution"] = "scan"
     bidirectional: bool = False
 
     @model_validator(mode="after")
-    def _options_fit(self) -> "S4DConfig":
-        if self.dt_min > self.dt_max:
-            raise ValueError(f"dt_min {self.dt_min} is above dt_max {self.dt_max}")
+    def _options_fit(self) -> Self:
         if self.bidirectional and self.form != "convolution":
             raise ValueError("a bidirectional state space was asked for as a scan; give form = convolution")
         return self
@@ -111,3 +141,17 @@ class S4DConfig(_Config):
     def streams(self) -> bool:
         """Whether there is a state to go on from."""
         return self.form == "scan"
+
+
+class S4DConfig(_EitherFormConfig):
+    """A diagonal state space for every channel."""
+
+    kind: Literal["s4d"]
+    spectrum: Literal["lin", "inv", "real", "legs"] = "lin"
+    rule: Literal["zoh", "bilinear"] = "zoh"
+
+
+class S4Config(_EitherFormConfig):
+    """A diagonal plus low-rank state space for every channel."""
+
+    kind: Literal["s4"]

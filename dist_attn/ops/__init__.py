@@ -2,6 +2,7 @@
 
 from dist_attn.ops.convolution import convolve, convolve_streaming
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.dense_space import dense_scan
 from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import fourier_mix
@@ -39,6 +40,7 @@ __all__ = [
     "convolve",
     "convolve_streaming",
     "current_watch",
+    "dense_scan",
     "diagonal_scan",
     "fourier_mix",
     "linear_attention",

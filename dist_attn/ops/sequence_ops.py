@@ -12,6 +12,7 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.dense_space import dense_scan
 from dist_attn.ops.diagonal import diagonal_scan, packed_diagonal_scan
 from dist_attn.ops.documents import (
     DocumentPlaces,
@@ -120,6 +121,16 @@ class SequenceOps(Protocol):
         a_DN: torch.Tensor,
         b_DN: torch.Tensor,
         c_DN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def dense_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DNN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DMN: torch.Tensor,
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -296,6 +307,19 @@ class LocalSequenceOps:
         if self.documents:
             return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
         return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def dense_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DNN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DMN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
+        self._refuse_documents("dense_scan")
+        return dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=state)
 
     def mix_tokens(
         self,

@@ -18,6 +18,7 @@ from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.call_agreement import Setting, agree_on_call
 from dist_attn.sharded.carry_scan import sharded_linear_attention
+from dist_attn.sharded.dense_space import sharded_dense_scan
 from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
@@ -316,6 +317,22 @@ class ShardedSequenceOps:
         self._agree("diagonal_scan", {"u": u_BLD}, 1, a=a_DN, b=b_DN, c=c_DN, state=state)
         scan = sharded_packed_diagonal_scan if self._packed else sharded_diagonal_scan
         return scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def dense_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DNN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DMN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `sharded.dense_space.sharded_dense_scan`; one unbroken sequence only."""
+        self._refuse_documents("dense_scan")
+        self._refuse_deterministic("the scan of a state space")
+        self._check("tokens", u_BLD.shape[1], self._layout)
+        self._agree("dense_scan", {"u": u_BLD}, 1, a=a_DNN, b=b_DN, c=c_DMN, state=state)
+        return sharded_dense_scan(self._comm, self._layout, u_BLD, a_DNN, b_DN, c_DMN, state=state)
 
     def mix_tokens(
         self,

@@ -9,9 +9,11 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
     ConvolutionConfig,
+    LsslConfig,
     RandomFeatureConfig,
     RelativeConfig,
     RotaryConfig,
+    S4Config,
     S4DConfig,
     ScaleformerConfig,
     SoftmaxConfig,
@@ -56,6 +58,9 @@ CONFIGS = {
     "convolution-wider-than-a-slice": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=50),
     "convolution-pointwise": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=1),
     "s4d": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=8),
+    "s4": S4Config(kind="s4", hidden_size=SIZE, state_size=6),
+    "lssl": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=6, outputs=2),
+    "lssl-backward": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=4, alpha=1.0),
     "s4d-bilinear": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=6, spectrum="legs", rule="bilinear"),
 }
 

@@ -29,6 +29,8 @@ MIXERS = {
         "interpolation": "nearest",
     },
     "s4d, convolution": {"kind": "s4d", "state_size": 8, "form": "convolution"},
+    "s4, convolution": {"kind": "s4", "state_size": 6, "form": "convolution"},
+    "s4, both ways": {"kind": "s4", "state_size": 4, "form": "convolution", "bidirectional": True},
     "s4d, both ways": {
         "kind": "s4d", "state_size": 6, "form": "convolution", "bidirectional": True, "spectrum": "legs",
         "rule": "bilinear",
@@ -135,11 +137,12 @@ def test_golden_bidirectional_state_space():
     assert_close((y + g["D"] * u_LD).T, g["bidir_y"], kind="golden")
 
 
-def test_the_scan_is_the_convolution():
+@pytest.mark.parametrize("kind", ["s4", "s4d"])
+def test_the_scan_is_the_convolution(kind):
     """With the same parameters, walking the state along and convolving with its response are the same mixer."""
     scan, whole = (
         build_mixer(
-            ADAPTER.validate_python({"kind": "s4d", "hidden_size": SIZE, "state_size": 8, "form": form})
+            ADAPTER.validate_python({"kind": kind, "hidden_size": SIZE, "state_size": 8, "form": form})
         ).double()
         for form in ("scan", "convolution")
     )
@@ -148,11 +151,24 @@ def test_the_scan_is_the_convolution():
     assert_close(whole(x, LocalSequenceOps())[0], scan(x, LocalSequenceOps())[0])
 
 
+def test_a_learned_transition_learns():
+    """LSSL's matrix is a parameter that gets a gradient where it is learned, and a fixed one where it is not."""
+    x = torch.randn(1, 70, SIZE, generator=torch.Generator().manual_seed(0))
+    for transition in ("learned", "fixed"):
+        values = {"kind": "lssl", "hidden_size": SIZE, "state_size": 4, "transition": transition}
+        mixer = build_mixer(ADAPTER.validate_python(values))
+        mixer(x, LocalSequenceOps())[0].square().sum().backward()
+        learned = dict(mixer.named_parameters()).get("a_NN")
+        assert (learned is not None) == (transition == "learned")
+        assert learned is None or bool(learned.grad.abs().sum() > 0)
+
+
 @pytest.mark.parametrize(
     "values",
     [
         {"kind": "s4d", "state_size": 7},
         {"kind": "s4d", "bidirectional": True},
+        {"kind": "lssl", "alpha": 1.5},
         {"kind": "s4d", "dt_min": 0.2, "dt_max": 0.1},
         {"kind": "sgconv", "length": 8, "decay": 0.0},
         {"kind": "fnet", "norm": "forward"},

@@ -47,6 +47,24 @@ def test_diagonal_scan(lengths, given_state):
     )
 
 
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("lengths", [*LENGTHS, (0, 0, 200), (130, 0, 1, 64)])
+def test_dense_scan(lengths, given_state):
+    """The recurrence with a full matrix over ranks equals one rank's: outputs, every rank's state, all gradients."""
+
+    def call(ops, t):
+        u, a, b, c, x = t
+        y_BLDM, after = ops.dense_scan(u, 0.3 * a, b, c, state=x if given_state else None)
+        return y_BLDM.flatten(2), after
+
+    check_sharded(
+        call,
+        SequenceLayout.from_lengths(lengths),
+        [random_tensor(2, sum(lengths), 3, seed=0)],
+        whole=[random_tensor(*shape, seed=s) for s, shape in enumerate([(3, 4, 4), (3, 4), (3, 2, 4), (2, 3, 4)], 1)],
+    )
+
+
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("lengths", LENGTHS)

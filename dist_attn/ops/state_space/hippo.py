@@ -16,16 +16,17 @@ def legs(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return a_NN, b_N, (n + 0.5).sqrt()
 
 
-def legs_eigenvalues(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The eigenvalues of A + P P^T with positive imaginary part and B in their eigenvectors, [N / 2] complex128 each.
+def legs_eigenvalues(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The eigenvalues of A + P P^T above the real axis; B and P in their eigenvectors: [N / 2] complex128 each.
 
-    All real parts are -1/2. The other half are the conjugates.
+    All real parts are -1/2. The other half are the conjugates. N is even.
     """
     a_NN, b_N, p_N = legs(size)
     normal_NN = a_NN + p_N[:, None] * p_N
     skew_NN = (normal_NN - normal_NN.T) / 2
-    # i times a skew-symmetric matrix is Hermitian: its eigenvalues are real and its eigenvectors orthogonal.
+    # -i times a skew-symmetric matrix is Hermitian: its eigenvalues are real and its eigenvectors orthogonal.
     imaginary_N, vectors_NN = torch.linalg.eigh(-1j * skew_NN)
     upper = slice(size - size // 2, None)
     values = torch.complex(torch.full_like(imaginary_N, -0.5), imaginary_N)[upper]
-    return values, (vectors_NN.conj().T @ b_N.to(vectors_NN.dtype))[upper]
+    b_N, p_N = (vectors_NN.conj().T @ torch.stack([b_N, p_N], dim=1).to(vectors_NN.dtype)).unbind(1)
+    return values, b_N[upper], p_N[upper]

@@ -1,0 +1,102 @@
+"""S4: a diagonal plus low-rank state space for every feature, walked along the sequence or taken as one convolution."""
+
+import math
+
+import torch
+from torch import nn
+
+from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.input_independent_config import S4Config
+from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
+from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.ops import SequenceOps
+from dist_attn.ops.dense_space import matrix_power
+from dist_attn.ops.state_space import discretise_dense, dplr_kernel, legs_eigenvalues, real_form
+
+__all__ = ["LowRankSpace", "S4Convolution", "S4Scan"]
+
+Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class LowRankSpace(nn.Module):
+    """The parameters of A = Lambda - P P^*, B, C and a time step per feature; HiPPO-LegS at first.
+
+    Reference: A Unified View of Long-Sequence Models, Sec. 7; Gu et al. 2021 (S4), with Q = P as in its later versions.
+    """
+
+    def __init__(self, config: S4Config) -> None:
+        super().__init__()
+        size, pairs = config.hidden_size, config.state_size // 2
+        low, high = math.log(config.dt_min), math.log(config.dt_max)
+        lambda_N, b_N, p_N = legs_eigenvalues(config.state_size)
+        self.log_dt_D = nn.Parameter(low + (high - low) * torch.rand(size))
+        self.log_decay_DN = nn.Parameter((-lambda_N.real).log().float().expand(size, pairs).clone())
+        self.frequency_DN = nn.Parameter(lambda_N.imag.float().expand(size, pairs).clone())
+        self.p_DN2 = nn.Parameter(torch.view_as_real(p_N).float().expand(size, pairs, 2).clone())
+        self.b_DN2 = nn.Parameter(torch.view_as_real(b_N).float().expand(size, pairs, 2).clone())
+        self.c_DN2 = nn.Parameter(torch.randn(size, pairs, 2) * 0.5**0.5)
+
+    def discrete(self) -> Dense:
+        """A [D, N, N], b [D, N] and C [D, 1, N] of the trapezoidal system over real and imaginary parts."""
+        a_DNN, b_DN, c_D1N = real_form(*self._parts())
+        a, b = discretise_dense(a_DNN, b_DN, self.log_dt_D.exp(), 0.5)
+        return a, b, c_D1N
+
+    def kernel(self, length: int) -> torch.Tensor:
+        """The response to a unit input, [length, D]."""
+        a_DNN, _, _ = self.discrete()
+        left_over_DNN = torch.eye(a_DNN.shape[1], dtype=a_DNN.dtype, device=a_DNN.device) - matrix_power(a_DNN, length)
+        return dplr_kernel(*self._parts(), self.log_dt_D.exp(), left_over_DNN, length)
+
+    def _parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        lambda_DN = torch.complex(-self.log_decay_DN.exp(), self.frequency_DN)
+        p_DN, b_DN, c_DN = (torch.view_as_complex(t) for t in (self.p_DN2, self.b_DN2, self.c_DN2))
+        return lambda_DN, p_DN, b_DN, c_DN
+
+
+class S4Scan(TokenMixer):
+    """The recurrent form: causal, with a state of constant size."""
+
+    def __init__(self, config: S4Config) -> None:
+        super().__init__()
+        self.config = config
+        self.space = LowRankSpace(config)
+        self.readout = Readout(config.hidden_size)
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, StateSpaceState]:
+        before = own_state(self, state, x_BLD.shape[0])
+        y_BLDM, after = ops.dense_scan(x_BLD, *self.space.discrete(), state=before)
+        return self.readout(y_BLDM.squeeze(-1), x_BLD), StateSpaceState(after)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
+        before = own_state(self, state, x_BD.shape[0])
+        a_DNN, b_DN, c_D1N = self.space.discrete()
+        after = (a_DNN @ before[..., None])[..., 0] + b_DN * x_BD[..., None]
+        y_BD = (c_D1N @ after[..., None])[..., 0, 0]
+        return self.readout(y_BD.to(x_BD.dtype), x_BD), StateSpaceState(after)
+
+    def initial_state(self, batch: int) -> StateSpaceState:
+        size = (batch, self.config.hidden_size, self.config.state_size)
+        return StateSpaceState(self.space.c_DN2.new_zeros(size, requires_grad=False))
+
+
+class S4Convolution(WholeSequenceMixer):
+    """The convolution form, over a sequence that is there whole; with a second system for what comes after a token."""
+
+    name = "a state space as a convolution"
+
+    def __init__(self, config: S4Config) -> None:
+        super().__init__()
+        self.config = config
+        self.space = LowRankSpace(config)
+        self.space_ahead = LowRankSpace(config) if config.bidirectional else None
+        self.readout = Readout(config.hidden_size)
+
+    def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        length = ops.total_length(x_BLD.shape[1])
+        ahead = None if self.space_ahead is None else self.space_ahead.kernel(length)
+        y_BLD = ops.long_convolve(x_BLD, self.space.kernel(length), backward_kernel_LD=ahead)
+        mixed: torch.Tensor = self.readout(y_BLD, x_BLD)
+        return mixed
