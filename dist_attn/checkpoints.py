@@ -49,7 +49,7 @@ def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
 def load_any_model(path_or_name: str | Path | None = None) -> Model:
     """`load_model` for a model of any kind: classifiers, auto-encoders and encoder-decoders too."""
     folder = resolve_model_folder(path_or_name)
-    model = build_model(_read_config(folder, TypeAdapter[ModelConfig](ModelConfig)))
+    model = build_model(read_any_config(folder))
     load_weights(model, folder / "model.safetensors")
     check_manifest(folder)
     return model.eval()
@@ -76,6 +76,11 @@ def read_config(folder: Path) -> LanguageModelConfig:
     Raises: ModelFolderError when config.json is not a configuration of a model of ours.
     """
     return _read_config(folder, TypeAdapter(LanguageModelConfig))
+
+
+def read_any_config(folder: Path) -> ModelConfig:
+    """`read_config` for a model of any kind."""
+    return _read_config(folder, TypeAdapter[ModelConfig](ModelConfig))
 
 
 def _read_config(folder: Path, kind: TypeAdapter[Config]) -> Config:
@@ -120,18 +125,23 @@ def save_model(
     half: bool = False,
     facts: dict[str, Any] | None = None,
     weights: Mapping[str, torch.Tensor] | None = None,
+    source_tokeniser: Tokeniser | None = None,
 ) -> None:
     """Write a model folder beside its final place and rename it there, so that a half-written one is never seen.
 
     `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are. `weights`
-    stand for the model's own, where those are sharded.
+    stand for the model's own, where those are sharded. A `source_tokeniser`, of sources with a vocabulary of their own,
+    goes into the folder `source`.
     """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
     retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:
-        _write_folder(
-            temporary, model, model.state_dict() if weights is None else weights, tokeniser, half, facts or {}
-        )
+        temporary.mkdir(parents=True)
+        if tokeniser is not None:
+            tokeniser.save(temporary)
+        if source_tokeniser is not None:
+            source_tokeniser.save(temporary / "source")
+        _write_folder(temporary, model, model.state_dict() if weights is None else weights, half, facts or {})
         if folder.exists():
             folder.rename(retired)
         temporary.rename(folder)
@@ -147,11 +157,9 @@ def _write_folder(
     folder: Path,
     model: Model,
     weights: Mapping[str, torch.Tensor],
-    tokeniser: Tokeniser | None,
     half: bool,
     facts: dict[str, Any],
 ) -> None:
-    folder.mkdir(parents=True)
     names = NAMES_FOR_OTHERS if isinstance(model, LanguageModel) else {}
     config = names | model.config.model_dump(mode="json")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
@@ -162,13 +170,12 @@ def _write_folder(
     save_file(stored, folder / "model.safetensors")
     # safetensors makes files that only their owner may read; a model folder is as public as its other files.
     (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
-    if tokeniser is not None:
-        tokeniser.save(folder)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     manifest = {
         "format": "dist-attn model folder 1",
         "library_version": dist_attn.__version__,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "sha256": {path.name: sha256(path) for path in sorted(folder.iterdir())},
+        "sha256": {path.relative_to(folder).as_posix(): sha256(path) for path in files},
         **facts,
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")

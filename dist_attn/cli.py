@@ -241,10 +241,12 @@ def train(
     from dist_attn.training.config import read_config
 
     settings = read_config(config, set_ or ())
-    with _ended_in_order(), open_communicator(timeout_s=settings.run.wait_seconds) as comm:
-        progress = training_progress(settings.run.steps) if comm.rank == 0 else contextlib.nullcontext(lambda _: None)
-        with progress as report:
-            run_training(settings, resume=resume, report=report, comm=comm)
+    with (
+        _ended_in_order(),
+        open_communicator(timeout_s=settings.run.wait_seconds) as comm,
+        training_progress(settings.run.steps, wanted=comm.rank == 0) as shown,
+    ):
+        run_training(settings, resume=resume, report=shown.report, comm=comm, progress=shown.reading)
 
 
 @app.command()

@@ -3,12 +3,21 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
-__all__ = ["byte_progress", "training_progress"]
+__all__ = ["TrainingProgress", "byte_progress", "training_progress"]
 
 
 @contextlib.contextmanager
@@ -23,30 +32,54 @@ def byte_progress(title: str, total: int, *, wanted: bool = True) -> Iterator[Ca
         yield lambda done: progress.update(task, completed=done)
 
 
+@dataclass(frozen=True)
+class TrainingProgress:
+    """What a run tells while it works."""
+
+    report: Callable[[dict[str, Any]], None]
+    """Takes the run's metrics."""
+
+    reading: Callable[[str, int, int], None]
+    """Takes what is made ready before the first step, the bytes of it that are done, and all of them."""
+
+
 @contextlib.contextmanager
-def training_progress(steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A function that takes a run's metrics: a bar if stderr is a terminal, else one line on stdout for each report."""
-    if not sys.stderr.isatty():
-        yield lambda values: print(_line(values), flush=True)
+def training_progress(steps: int, *, wanted: bool = True) -> Iterator[TrainingProgress]:
+    """Bars if stderr is a terminal; else one line on stdout for each report, and nothing while text is read.
+
+    Nothing at all unless it is `wanted`.
+    """
+    if not wanted:
+        yield TrainingProgress(lambda _: None, lambda *_: None)
         return
-    rate = TextColumn("{task.completed}/{task.total} steps  loss {task.fields[loss]}  {task.fields[speed]} tokens/s")
-    columns = (TextColumn("training"), BarColumn(), rate, TimeRemainingColumn())
+    if not sys.stderr.isatty():
+        yield TrainingProgress(lambda values: print(_line(values), flush=True), lambda *_: None)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
-        task = progress.add_task("training", total=steps, loss="-", speed="-")
-        begun = False
+        run: TaskID | None = None
+        texts: dict[str, TaskID] = {}
 
         def show(values: dict[str, Any]) -> None:
-            nonlocal begun
+            nonlocal run
             # The time left counts from the first report: a resumed run did not do its earlier steps just now.
-            move = progress.update if begun else progress.reset
-            move(task, completed=values["step"])
-            begun = True
+            move = progress.reset if run is None else progress.update
+            run = progress.add_task("training", total=steps, said="") if run is None else run
+            move(run, completed=values["step"])
             if "loss" in values:
-                progress.update(task, loss=f"{values['loss']:.4f}", speed=f"{values['tokens_per_second']:,.0f}")
+                name = next(name for name in values if name.endswith("_per_second"))
+                speed = f"{values[name]:,.0f} {name.removesuffix('_per_second')}/s"
+                progress.update(run, said=f"{values['step']}/{steps} steps  loss {values['loss']:.4f}  {speed}")
             else:
                 progress.console.print(_line(values), markup=False, highlight=False)
 
-        yield show
+        def read(what: str, done: int, total: int) -> None:
+            if what not in texts:
+                texts[what] = progress.add_task(what, total=total, said="")
+            said = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+            progress.update(texts[what], completed=done, total=total, said=said)
+
+        yield TrainingProgress(show, read)
 
 
 def _line(values: dict[str, Any]) -> str:

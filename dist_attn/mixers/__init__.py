@@ -23,7 +23,7 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
-from dist_attn.mixers.random_feature import RandomFeatureAttention
+from dist_attn.mixers.random_feature import RandomFeatureAttention, redraw_pools
 
 __all__ = [
     "BidirectionalConfig",
@@ -48,4 +48,5 @@ __all__ = [
     "TokenMixer",
     "TokenMlpConfig",
     "build_mixer",
+    "redraw_pools",
 ]

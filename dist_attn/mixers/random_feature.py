@@ -15,7 +15,7 @@ from dist_attn.mixers.random_matrices import draw_from_pool, orthogonal_rows, po
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
 
-__all__ = ["RandomFeatureAttention", "RandomFeatureState"]
+__all__ = ["RandomFeatureAttention", "RandomFeatureState", "redraw_pools"]
 
 # Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
 GATE_BIAS_RANGE = (-1.0, 5.0)
@@ -169,6 +169,13 @@ class RandomFeatureAttention(TokenMixer):
         if not isinstance(state, RandomFeatureState):
             raise InputError(f"a {type(state).__name__} was given to random feature attention; it needs its own state")
         return state
+
+
+def redraw_pools(model: nn.Module, step: int) -> bool:
+    """New random matrices for a training step in every layer that has a pool; whether any has."""
+    mixers = [module for module in model.modules() if isinstance(module, RandomFeatureAttention)]
+    redrawn = [mixer.redraw(step) for mixer in mixers]  # all of them, not up to the first
+    return any(redrawn)
 
 
 def _matrices_at_test(config: RandomFeatureConfig) -> torch.Tensor:

@@ -128,10 +128,12 @@ class DecoderConfig(_Config):
 
 
 class EncoderDecoderConfig(_Config):
-    """From one sequence to another over one vocabulary, whose embedding both sides and the read-out share."""
+    """From one sequence to another; the target's embedding is the read-out's, and the source's where it has no own."""
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"
     vocab_size: int = Field(ge=1)
+    # None: sources and targets share the vocabulary and its embedding.
+    source_vocab_size: int | None = Field(default=None, ge=1)
     encoder: EncoderConfig
     decoder: DecoderConfig
 

@@ -68,7 +68,9 @@ class DecoderBlock(Recomputable):
 
 
 class EncoderDecoder(nn.Module):
-    """Encoder over the source, causal decoder over the target; one embedding for both and for the read-out.
+    """Encoder over the source, causal decoder over the target; one embedding for the target and for the read-out.
+
+    The source has the same one, or its own where it has a vocabulary of its own.
 
     Across ranks the source and the target each have a layout of their own. `source_ops` have the source's, `target_ops`
     the target's, and `cross_ops` both: the target's, with the source's as memory layout.
@@ -81,6 +83,9 @@ class EncoderDecoder(nn.Module):
         self.config = config
         size = config.encoder.hidden_size
         self.embedding = nn.Embedding(config.vocab_size, size)
+        self.source_embedding: nn.Embedding | None = None
+        if config.source_vocab_size is not None:
+            self.source_embedding = nn.Embedding(config.source_vocab_size, size)
         self.encoder = Encoder(config.encoder)
         self.blocks = nn.ModuleList(DecoderBlock(config.decoder, layer) for layer in range(config.decoder.num_layers))
         self.norm = build_norm(config.decoder.block.norm, size)
@@ -88,8 +93,9 @@ class EncoderDecoder(nn.Module):
 
     def encode(self, source_BS: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """The memory, [B, S] -> [B, S, D], of this process's slice of the source."""
-        check_tokens(source_BS, ("batch", "length"), self.config.vocab_size)
-        x_BSD = self.embedding(source_BS)
+        embedding = self.embedding if self.source_embedding is None else self.source_embedding
+        check_tokens(source_BS, ("batch", "length"), embedding.num_embeddings)
+        x_BSD = embedding(source_BS)
         memory_BSD: torch.Tensor = self.encoder(x_BSD, LocalSequenceOps() if ops is None else ops)
         return memory_BSD
 

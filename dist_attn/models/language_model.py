@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.mixers import MixerState, RandomFeatureAttention
+from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.models.blocks import Block, build_norm, with_layer_seed
 from dist_attn.models.config import LanguageModelConfig, LearnedPositions
 from dist_attn.models.positions import sinusoidal
@@ -134,9 +134,7 @@ class LanguageModel(nn.Module):
 
         A state from before is then one of other features: begin with the initial one.
         """
-        mixers = [module for module in self.modules() if isinstance(module, RandomFeatureAttention)]
-        redrawn = [mixer.redraw(step) for mixer in mixers]  # all of them, not up to the first
-        return any(redrawn)
+        return redraw_pools(self, step)
 
     def initial_state(self, batch: int) -> ModelState:
         """The state before any token."""

@@ -53,9 +53,13 @@ def document_places(ranges: Sequence[tuple[int, int]], start: int, stop: int) ->
 
 
 def sums_of_documents(x_BLD: torch.Tensor, places: DocumentPlaces) -> torch.Tensor:
-    """For each document the sum over its tokens that are held here, [B, L, D] -> [B, N, D]; 0 where none is."""
-    sums_BND = x_BLD.new_zeros((x_BLD.shape[0], len(places.lengths_N), x_BLD.shape[2]))
-    return sums_BND.index_add(1, places.number_L.to(x_BLD.device), x_BLD)
+    """For each document the sum over its tokens that are held here, [B, L, D] -> [B, N, D]; 0 where none is.
+
+    Half precision is added up in float32 and comes out as float32.
+    """
+    wide_BLD = x_BLD.to(torch.promote_types(x_BLD.dtype, torch.float32))
+    sums_BND = wide_BLD.new_zeros((x_BLD.shape[0], len(places.lengths_N), x_BLD.shape[2]))
+    return sums_BND.index_add(1, places.number_L.to(x_BLD.device), wide_BLD)
 
 
 def document_starts(starts: Iterable[int]) -> tuple[int, ...]:

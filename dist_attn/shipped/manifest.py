@@ -23,7 +23,8 @@ def check_manifest(folder: Path) -> None:
     except (OSError, ValueError, KeyError, AttributeError, TypeError):
         raise ModelFolderError(f"{path} is not a manifest: it needs an object 'sha256' of file names") from None
     for name, digest in pairs:
-        if Path(name).name != name or not (folder / name).is_file():
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts
+        if not inside or not (folder / name).is_file():
             raise ModelFolderError(f"{folder} lacks {name!r}, which its manifest lists")
         try:
             found = sha256(folder / name)

@@ -2,21 +2,26 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dist_attn.checkpoints import load_weights, read_config, save_model
+from dist_attn.checkpoints import load_weights, read_any_config, save_model
 from dist_attn.errors import ConfigError, InputError
-from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
+from dist_attn.models import Model, ModelConfig, build_model
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import TrainingConfig
+from dist_attn.training.datasets.config import LabelledTextConfig, ParallelTextConfig, TextDataConfig
 
 __all__ = ["average_folders", "average_models"]
 
+# What a manifest says about a model that its weights do not: names of classes, and how pixels are scaled.
+FACTS_KEPT = ("labels", "pixel_mean", "pixel_deviation")
 
-def average_models(models: Sequence[LanguageModel]) -> LanguageModel:
+
+def average_models(models: Sequence[Model]) -> Model:
     """A model whose every parameter is the mean of the models' ones, taken in float64; buffers must be equal.
 
     Raises: InputError for no model, models of different configurations, or buffers that differ.
@@ -46,7 +51,8 @@ def average_models(models: Sequence[LanguageModel]) -> LanguageModel:
 def average_folders(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """Average checkpoints of a run (`checkpoints/step-…`) or model folders into the model folder `out`.
 
-    The configuration and the tokeniser are those of the first.
+    Configuration, tokenisers, and names of classes are those of the first; a checkpoint has them from its run, and
+    names of classes from the model folder that the run leaves at its end.
 
     Raises: ConfigError for an `out` that exists or a folder that is neither; ModelFolderError for damaged weights;
         InputError as `average_models`.
@@ -55,26 +61,57 @@ def average_folders(folders: Sequence[Path], out: Path) -> dict[str, Any]:
         raise ConfigError(f"{out} is there already; give --out a folder that is not")
     found = [_read(folder) for folder in folders]
     models = []
-    for folder, (config, _) in zip(folders, found, strict=True):
-        models.append(build_model(config))
+    for folder, origin in zip(folders, found, strict=True):
+        models.append(build_model(origin.config))
         load_weights(models[-1], folder / "model.safetensors")
-    averaged = average_models(models)
+    averaged, first = average_models(models), found[0]
     facts = {"average_of": [folder.name for folder in folders]}
-    save_model(averaged, out, tokeniser=found[0][1], half=True, facts=facts)
+    save_model(
+        averaged,
+        out,
+        tokeniser=first.tokeniser,
+        source_tokeniser=first.source_tokeniser,
+        half=True,
+        facts={**first.facts, **facts},
+    )
     return {**facts, "model": str(out)}
 
 
-def _read(folder: Path) -> tuple[LanguageModelConfig, Tokeniser | None]:
+@dataclass(frozen=True)
+class _Origin:
     """What a model folder, or the run that a checkpoint is of, says about the model."""
+
+    config: ModelConfig
+    tokeniser: Tokeniser | None = None
+    source_tokeniser: Tokeniser | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def _read(folder: Path) -> _Origin:
     if (folder / "config.json").is_file():
-        tokeniser = load_tokeniser(folder) if (folder / "tokenizer.json").is_file() else None
-        return read_config(folder), tokeniser
-    run = folder.resolve().parent.parent / "config.json"
+        return _read_model_folder(folder)
+    run = folder.resolve().parent.parent
     try:
-        config = TrainingConfig.model_validate(json.loads(run.read_bytes()))
+        config = TrainingConfig.model_validate(json.loads((run / "config.json").read_bytes()))
     except (OSError, ValueError):
         raise ConfigError(
             f"{folder} is neither a model folder nor a checkpoint in the folder of its run: it has no config.json, "
-            f"and {run} is not that of a run"
+            f"and {run / 'config.json'} is not that of a run"
         ) from None
-    return config.model, load_tokeniser(config.data.tokeniser)
+    if (run / "model" / "config.json").is_file():
+        return _read_model_folder(run / "model")
+    match config.data:
+        case ParallelTextConfig(tokeniser=source, target_tokeniser=target) if target is not None:
+            return _Origin(config.model, load_tokeniser(target), load_tokeniser(source))
+        case TextDataConfig() | LabelledTextConfig() | ParallelTextConfig():
+            return _Origin(config.model, load_tokeniser(config.data.tokeniser))
+    return _Origin(config.model)
+
+
+def _read_model_folder(folder: Path) -> _Origin:
+    manifest = folder / "manifest.json"
+    facts = json.loads(manifest.read_bytes()) if manifest.is_file() else {}
+    places = [place if (place / "tokenizer.json").is_file() else None for place in (folder, folder / "source")]
+    tokeniser, source = (None if place is None else load_tokeniser(place) for place in places)
+    kept = {name: facts[name] for name in FACTS_KEPT if name in facts}
+    return _Origin(read_any_config(folder), tokeniser, source, kept)

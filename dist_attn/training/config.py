@@ -5,15 +5,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dist_attn.checkpoints import read_config as read_model_config
+from dist_attn.checkpoints import read_any_config
 from dist_attn.errors import ConfigError
-from dist_attn.models import LanguageModelConfig
+from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
+from dist_attn.training.datasets.config import DataConfig
 
-__all__ = ["EXECUTION", "DataConfig", "OptimiserConfig", "RunConfig", "TrainingConfig", "read_config"]
+__all__ = ["DATA_OF", "EXECUTION", "ObjectiveConfig", "OptimiserConfig", "RunConfig", "TrainingConfig", "read_config"]
 
+DATA_OF: dict[str, tuple[str, ...]] = {
+    "language_model": ("text",),
+    "text_classifier": ("labelled_text", "listops"),
+    "vision_classifier": ("images",),
+    "masked_autoencoder": ("images",),
+    "encoder_decoder": ("parallel_text",),
+}
+"""Which kinds of data a kind of model trains on."""
+
+_KINDS = {*DATA_OF, *(kind for kinds in DATA_OF.values() for kind in kinds)}
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -23,33 +34,13 @@ class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DataConfig(_Config):
-    """What is read: text files (relative to `folder`), cut into `batch` streams of segments with carried state."""
+class ObjectiveConfig(_Config):
+    """What is asked of the model beside its kind; an option of another kind is refused."""
 
-    folder: Path = Path()
-    train: tuple[Path, ...] = Field(min_length=1)
-    validation: Path | None = None
-    # Bytes of the validation file that are scored during training; the whole file is for `evaluate`.
-    validation_bytes: int = Field(default=300_000, ge=1)
-    tokeniser: Path
-    batch: int = Field(default=8, ge=1)
-    segment: int = Field(default=512, ge=1)
-    # False: every segment begins with the empty state, in training and in the validation score. For mixers whose state
-    # grows with every token (softmax), or that are to learn nothing beyond a segment.
-    stateful: bool = True
-
-    # The rows of a step are worked on in so many parts, one after the other: less memory, the same result.
-    micro_batches: int = Field(default=1, ge=1)
-
-    @property
-    def train_files(self) -> tuple[Path, ...]:
-        """The training texts, found from `folder`."""
-        return tuple(self.folder / path for path in self.train)
-
-    @property
-    def validation_file(self) -> Path | None:
-        """The validation text, found from `folder`."""
-        return None if self.validation is None else self.folder / self.validation
+    # Of classifiers and translation: so much of the probability is spread over all answers.
+    label_smoothing: Share = 0.0
+    # Of the masked auto-encoder: which share of the patches is hidden; None: 0.75.
+    hidden_share: float | None = Field(default=None, gt=0, le=1)
 
 
 class OptimiserConfig(_Config):
@@ -99,10 +90,36 @@ EXECUTION = frozenset({"activation_checkpointing", "threads", "data_ranks", "seq
 class TrainingConfig(_Config):
     """Everything a run depends on; it is written into the run folder and compared on resume."""
 
-    model: LanguageModelConfig
+    model: ModelConfig
     data: DataConfig
+    objective: ObjectiveConfig = ObjectiveConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
     run: RunConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _kinds(cls, values: Any) -> Any:
+        """Sections that do not name their kind are of a language model and of text."""
+        if not isinstance(values, dict):
+            return values
+        filled = dict(values)
+        for section, kind in (("model", "language_model"), ("data", "text")):
+            if isinstance(filled.get(section), dict):
+                filled[section] = {"kind": kind, **filled[section]}
+        return filled
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TrainingConfig":
+        model, data, objective = self.model.kind, self.data.kind, self.objective
+        if model not in DATA_OF:
+            raise ValueError(f"a {model} is not trained here; model.kind is one of {', '.join(DATA_OF)}")
+        if data not in DATA_OF[model]:
+            raise ValueError(f"model.kind {model} trains on data.kind {' or '.join(DATA_OF[model])}; given is {data}")
+        if objective.label_smoothing and model in ("language_model", "masked_autoencoder"):
+            raise ValueError(f"objective.label_smoothing has no meaning for a {model}; leave it out")
+        if objective.hidden_share is not None and model != "masked_autoencoder":
+            raise ValueError(f"objective.hidden_share has no meaning for a {model}; leave it out")
+        return self
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
@@ -120,15 +137,22 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     for override in overrides:
         _apply(values, override)
-    if isinstance(values.get("model"), dict):
+    if isinstance(values.get("model"), dict) and values["model"].get("kind", "language_model") == "language_model":
         values["model"] = expand_preset(values["model"])
     _take_model(values)
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {key}: {first['msg']}") from None
+        raise ConfigError(f"{path}: {_key(first['loc'])}{first['msg'].removeprefix('Value error, ')}") from None
+
+
+def _key(place: tuple[int | str, ...]) -> str:
+    """Where in the file an error stands; pydantic also names the kind of a section, which is not a part of the key."""
+    parts = [str(part) for part in place]
+    if parts[:1] in (["model"], ["data"]):
+        parts = [*parts[:1], *(part for part in parts[1:2] if part not in _KINDS), *parts[2:]]
+    return f"{'.'.join(parts)}: " if parts else ""
 
 
 def _take_model(values: dict[str, Any]) -> None:
@@ -136,7 +160,7 @@ def _take_model(values: dict[str, Any]) -> None:
     run = values.get("run")
     begin_from = run.get("begin_from") if isinstance(run, dict) else None
     if isinstance(begin_from, str) and "model" not in values:
-        values["model"] = read_model_config(Path(begin_from)).model_dump()
+        values["model"] = read_any_config(Path(begin_from)).model_dump()
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -2,23 +2,26 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dist_attn.checkpoints import load_model, save_model
+from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.models import LanguageModel, ModelState, build_model
+from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.data import SegmentStream, tokenise_files
+from dist_attn.training.datasets.config import TextDataConfig
+from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens
+from dist_attn.training.first_model import first_model
 from dist_attn.training.task import Criterion, Share, Task
 
-__all__ = ["LanguageTask", "first_model"]
+__all__ = ["LanguageTask"]
 
 # Tokens whose logits exist at the same time.
 LOSS_PIECE = 512
@@ -32,19 +35,25 @@ class LanguageTask(Task):
 
     model: LanguageModel
 
-    def __init__(self, config: TrainingConfig, share: Share) -> None:
-        data = config.data
-        self._config, self._share = config, share
+    def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
+        data, model = cast(TextDataConfig, config.data), cast(LanguageModelConfig, config.model)
+        self._config, self._data, self._share = config, data, share
         self._tokeniser: Tokeniser = load_tokeniser(data.tokeniser)
-        if self._tokeniser.vocab_size != config.model.vocab_size:
+        if self._tokeniser.vocab_size != model.vocab_size:
             raise ConfigError(
                 f"the tokeniser in {data.tokeniser} has {self._tokeniser.vocab_size} tokens, "
-                f"model.vocab_size is {config.model.vocab_size}; they must be equal"
+                f"model.vocab_size is {model.vocab_size}; they must be equal"
             )
-        tokens = tokenise_files(data.train_files, self._tokeniser, config.run.folder / "cache")
+        tokens = tokenise_files(
+            data.train_files,
+            self._tokeniser,
+            config.run.folder / "cache",
+            text_field=data.text_field,
+            progress=progress,
+        )
         self._stream = SegmentStream(tokens, data.batch, data.segment)
-        self._validation = _validation_text(config)
-        super().__init__(first_model(config).to(share.device), data.batch)
+        self._validation = _validation_text(data)
+        super().__init__(first_model(config.model, config.run.begin_from).to(share.device), data.batch)
         self.criterion = None if self._validation is None else Criterion("bits_per_byte", "lower")
         own = share.rows(data.batch)
         # Made while the parameters are whole: a mixer takes the types and devices of its state from them.
@@ -59,7 +68,7 @@ class LanguageTask(Task):
         self._after = []
 
     def loss(self, step: int, rows: slice) -> Tensor:
-        data = self._config.data
+        data = self._data
         inputs_BT, targets_BT = self._stream(step)
         tokens = self._share.tokens(data.segment)
         inputs_BL, targets_BL = (t[rows, tokens].to(self._share.device) for t in (inputs_BT, targets_BT))
@@ -83,16 +92,16 @@ class LanguageTask(Task):
     def validate(self) -> dict[str, float | int]:
         if self._validation is None:
             return {}
-        tokens, data = self._tokeniser.encode(self._validation), self._config.data
+        tokens, data = self._tokeniser.encode(self._validation), self._data
         context = None if data.stateful else data.segment
         score = score_tokens(self.model, tokens, len(self._validation), context, self._share)
         return {"bits_per_byte": score.bits_per_byte, "bytes": score.num_bytes}
 
     def seen(self, steps: int) -> int:
-        return steps * self._config.data.batch * self._config.data.segment
+        return steps * self._data.batch * self._data.segment
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        facts = {"trained_on": [path.name for path in self._config.data.train], **facts}
+        facts = {"trained_on": [path.name for path in self._data.train], **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
     def _autocast(self) -> torch.autocast:
@@ -128,30 +137,17 @@ class LanguageTask(Task):
         return torch.stack(losses).sum()
 
 
-def first_model(config: TrainingConfig) -> LanguageModel:
-    """Fresh, or the one that the run begins from; raises ConfigError where that is not the model of [model]."""
-    begin_from = config.run.begin_from
-    if begin_from is None:
-        return build_model(config.model)
-    model = load_model(begin_from)
-    if model.config != config.model:
-        raise ConfigError(
-            f"the model in {begin_from} is not the one of [model]; leave that section out to have the folder's"
-        )
-    return model.train()
-
-
 def _tensors(state: ModelState) -> list[Tensor]:
     return [*(t for s in state.layers for t in s.tensors()), state.position_B]
 
 
-def _validation_text(config: TrainingConfig) -> bytes | None:
-    path = config.data.validation_file
+def _validation_text(data: TextDataConfig) -> bytes | None:
+    path = data.validation_file
     if path is None:
         return None
     try:
         with path.open("rb") as file:
-            text = file.read(config.data.validation_bytes)
+            text = file.read(data.validation_bytes)
     except OSError as error:
         raise ConfigError(f"validation text {path} cannot be read: {error.strerror}") from None
     if not text:

@@ -16,6 +16,7 @@ from dist_attn.models.recomputation import recompute_layers
 from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, restore, save
 from dist_attn.training.config import EXECUTION, TrainingConfig
+from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.finite import check_finite
 from dist_attn.training.gradients import sum_gradients
 from dist_attn.training.mesh import Mesh
@@ -35,16 +36,18 @@ def train(
     resume: bool = False,
     report: Report = lambda _: None,
     comm: Communicator | None = None,
+    progress: Progress = nothing_shown,
 ) -> Metrics:
     """Train as `config` says, over all ranks of `comm`; returns the last metrics. The run folder holds config.json,
-    metrics.jsonl, checkpoints/ and, at the end, model/ (a model folder for `load_model`); rank 0 writes it.
+    metrics.jsonl, checkpoints/ and, at the end, model/ (a model folder for `load_model`); rank 0 writes it, and tells
+    `progress` of text that is tokenised.
 
     Raises: ConfigError for a folder in use or a resume that does not fit; EngineError when the loss is not finite, or
         for what went wrong on another rank; CommError when a rank is lost.
     """
     world = LocalCommunicator() if comm is None else comm
     with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh:
-        run = _Run(config, resume, mesh)
+        run = _Run(config, resume, mesh, progress)
         try:
             return run.to_the_end(report)
         except (InputError, OSError) as error:
@@ -55,8 +58,9 @@ def train(
 
 
 class _Run:
-    def __init__(self, config: TrainingConfig, resume: bool, mesh: Mesh) -> None:
+    def __init__(self, config: TrainingConfig, resume: bool, mesh: Mesh, progress: Progress) -> None:
         self.config, self.mesh = config, mesh
+        self.progress = progress if mesh.is_first else nothing_shown
         torch.set_num_threads(config.run.threads)
         self.folder = config.run.folder
         self.share = mesh.share()
@@ -79,7 +83,7 @@ class _Run:
         torch.manual_seed(self.config.run.seed)
         if self.mesh.is_first:
             check_folder(self.config, resume)
-        return build_task(self.config, self.share)
+        return build_task(self.config, self.share, self.progress)
 
     def _first_on_rank_0(self, work: Callable[[], Task]) -> Task:
         """What rank 0 has written into the folder (the tokens of the texts) the others find there."""

@@ -16,7 +16,7 @@ from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError, DistAttnError, EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.training.task import Share
 
 __all__ = ["Mesh", "mesh_shape"]
@@ -162,12 +162,19 @@ class _MeshShare:
     def tokens(self, total: int) -> slice:
         return slice(*self._layout(total).range(self._sequence.rank)) if self._sequence else slice(0, total)
 
-    def ops(self, total: int, memory: int | None = None, *, carried: bool = False) -> SequenceOps:
+    def ops(
+        self,
+        total: int,
+        memory: int | None = None,
+        *,
+        carried: bool = False,
+        documents: tuple[int, ...] | None = None,
+    ) -> SequenceOps:
         if self._sequence is None:
-            return LocalSequenceOps()
+            return LocalSequenceOps(documents)
         memory_layout = None if memory is None else self._layout(memory)
-        cache = "whole" if carried else "spread"
-        return ShardedSequenceOps(self._sequence, self._layout(total), memory_layout, cache=cache)  # type: ignore[arg-type]
+        cache: CacheKept = "whole" if carried else "spread"
+        return ShardedSequenceOps(self._sequence, self._layout(total, documents), memory_layout, cache=cache)
 
     def sum(self, values_N: Tensor) -> Tensor:
         return self._mesh.world.all_reduce_sum(values_N.detach(), label="sums of shares")
@@ -175,5 +182,5 @@ class _MeshShare:
     def lengthwise(self) -> Share:
         return self._mesh.lengthwise()
 
-    def _layout(self, total: int) -> SequenceLayout:
-        return SequenceLayout.even(total, 1 if self._sequence is None else self._sequence.size)
+    def _layout(self, total: int, documents: tuple[int, ...] | None = None) -> SequenceLayout:
+        return SequenceLayout.even(total, 1 if self._sequence is None else self._sequence.size, documents=documents)

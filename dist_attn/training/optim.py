@@ -10,6 +10,10 @@ from dist_attn.training.config import OptimiserConfig
 
 __all__ = ["build_optimisers", "schedule"]
 
+# By the ends of their names: the maps inside a block, cross attention's among them; and those around the blocks.
+BLOCK_MATRICES = ("cross.q.weight", "kv.weight", "out.weight", "mlp_in.weight", "mlp_out.weight")
+OTHER_MATRICES = ("embedding.weight", "head.weight", "projection.weight", "position_map.weight")
+
 
 def schedule(step: int, steps: int, config: OptimiserConfig) -> float:
     """The share of the peak learning rate at `step`: linear warm-up, then a cosine to `final_ratio`."""
@@ -30,9 +34,9 @@ def build_optimisers(model: nn.Module, config: OptimiserConfig) -> list[torch.op
         )
     blocks, matrices, rest = [], [], []
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and name.endswith(("qkv.weight", "out.weight", "mlp_in.weight", "mlp_out.weight")):
+        if parameter.dim() == 2 and name.endswith(BLOCK_MATRICES):
             blocks.append(parameter)
-        elif parameter.dim() == 2 and name.endswith("embedding.weight"):
+        elif parameter.dim() == 2 and name.endswith(OTHER_MATRICES):
             matrices.append(parameter)
         else:
             rest.append(parameter)

@@ -42,11 +42,18 @@ class Share(Protocol):
         """The tokens of sequences of `total` tokens that are worked on here; there may be none."""
         ...
 
-    def ops(self, total: int, memory: int | None = None, *, carried: bool = False) -> SequenceOps:
+    def ops(
+        self,
+        total: int,
+        memory: int | None = None,
+        *,
+        carried: bool = False,
+        documents: tuple[int, ...] | None = None,
+    ) -> SequenceOps:
         """Operations along sequences of `total` tokens, cut as `tokens` says; `memory` is the length attended to.
 
         With `carried` the state after the tokens is whole on every rank, key-value caches too, so that it can go into
-        a checkpoint.
+        a checkpoint. `documents` are where packed documents start, on all ranks together.
         """
         ...
 
@@ -75,9 +82,16 @@ class Whole:
         """All tokens."""
         return slice(0, total)
 
-    def ops(self, total: int, memory: int | None = None, *, carried: bool = False) -> SequenceOps:
+    def ops(
+        self,
+        total: int,
+        memory: int | None = None,
+        *,
+        carried: bool = False,
+        documents: tuple[int, ...] | None = None,
+    ) -> SequenceOps:
         """Operations on whole sequences."""
-        return LocalSequenceOps()
+        return LocalSequenceOps(documents)
 
     def sum(self, values_N: Tensor) -> Tensor:
         """The values themselves."""

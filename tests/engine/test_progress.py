@@ -40,24 +40,28 @@ def shown(monkeypatch) -> Callable[[Callable[[], None]], str]:
 
 
 def test_training_shows_a_bar_on_a_terminal(shown, capsys):
-    """On a terminal the bar has steps, loss, tokens per second and the time left; scores stay as lines above it."""
+    """On a terminal bars tell of text that is read, steps, loss, speed and the time left; scores are lines above."""
 
     def draw() -> None:
-        with training_progress(40) as report:
-            report(REPORT)
-            report({"step": 20, "bits_per_byte": 2.5, "bytes": 300})
+        with training_progress(40) as progress:
+            progress.reading("tokenising", 3_000_000, 6_000_000)
+            progress.report(REPORT)
+            progress.report({"step": 20, "bits_per_byte": 2.5, "bytes": 300})
 
     drawn = shown(draw)
-    for words in ("training", "20/40 steps", "loss 3.2500", "1,234 tokens/s", "bits_per_byte 2.5", ":"):
+    for words in ("tokenising", "3 of 6 MB", "20/40 steps", "loss 3.2500", "1,234 tokens/s", "bits_per_byte 2.5", ":"):
         assert words in drawn
     assert capsys.readouterr().out == ""
 
 
 def test_training_prints_lines_where_there_is_no_terminal(capsys):
     """Without a terminal each report is one plain line on stdout, and stderr stays empty."""
-    with training_progress(40) as report:
-        report(REPORT)
-        report({"step": 20, "bits_per_byte": 2.5, "bytes": 300})
+    with training_progress(40, wanted=False) as progress:
+        progress.report(REPORT)
+    with training_progress(40) as progress:
+        progress.reading("tokenising", 3_000_000, 6_000_000)
+        progress.report(REPORT)
+        progress.report({"step": 20, "bits_per_byte": 2.5, "bytes": 300})
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [

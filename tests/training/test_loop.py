@@ -16,7 +16,8 @@ from dist_attn.models import LanguageModel
 from dist_attn.training import TrainingConfig, checkpointing, language_task, train
 from dist_attn.training.config import read_config
 from dist_attn.training.data import SegmentStream
-from dist_attn.training.language_task import LanguageTask, first_model
+from dist_attn.training.first_model import first_model
+from dist_attn.training.language_task import LanguageTask
 from tests.support.hugging_face import write_foreign_folder
 from tests.support.models import small_config, write_small_folder
 from tests.support.training import small_run
@@ -299,7 +300,7 @@ def test_a_run_begins_with_the_weights_it_was_given(tmp_path):
     write_small_folder(tmp_path / "first", seed=3)
     config = small_run(tmp_path, begin_from=tmp_path / "first")
     want = load_model(tmp_path / "first").state_dict()
-    got = first_model(config).state_dict()
+    got = first_model(config.model, config.run.begin_from).state_dict()
     assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
     write_small_folder(tmp_path / "second", kind="softmax")
     with pytest.raises(ConfigError, match=r"is not the one of \[model\]; leave that section out"):

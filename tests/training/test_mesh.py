@@ -56,7 +56,7 @@ def _steps(config: TrainingConfig, comm: Communicator, shape: tuple[int, int], p
 @pytest.fixture
 def doubles(monkeypatch):
     """Models of language tasks are random ones in float64."""
-    monkeypatch.setattr(language_task, "first_model", lambda config: randomised(build_model(config.model)).train())
+    monkeypatch.setattr(language_task, "first_model", lambda config, _: randomised(build_model(config)).train())
 
 
 @pytest.mark.parametrize("kind", ["rfa_gate", "scaleformer", "softmax"])
@@ -145,10 +145,10 @@ def test_all_ranks_end_when_one_fails(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "config.json").exists()
     config, whole = _ranked(tmp_path, data_ranks=2), LanguageTask.__init__
 
-    def broken(self: LanguageTask, config: TrainingConfig, share: object) -> None:
+    def broken(self: LanguageTask, config: TrainingConfig, share: object, *rest: object) -> None:
         if share.rows(2).start:
             raise OSError("its disk is gone")
-        whole(self, config, share)
+        whole(self, config, share, *rest)
 
     def outcome(comm: Communicator) -> BaseException | None:
         try:

@@ -56,7 +56,7 @@ def test_the_share_of_one_process_is_everything():
 
 def test_the_loop_trains_whatever_a_task_is(tmp_path, monkeypatch):
     """The loop logs, validates, saves, resumes and exports a task that it knows nothing about, in the task's unit."""
-    monkeypatch.setattr(loop, "build_task", lambda config, share: Line())
+    monkeypatch.setattr(loop, "build_task", lambda *_: Line())
     config, reports = small_run(tmp_path, steps=30, bf16=False), []
     adamw = {"optimiser": config.optimiser.model_copy(update={"kind": "adamw", "learning_rate": 0.3})}
     config = config.model_copy(update=adamw)

@@ -19,10 +19,15 @@ class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _Files(_Config):
+class _Batches(_Config):
+    batch: int = Field(default=8, ge=1)
+    # The rows of a step are worked on in so many parts, one after the other: less memory, the same result.
+    micro_batches: int = Field(default=1, ge=1)
+
+
+class _Files(_Batches):
     # Where relative paths begin.
     folder: Path = Path()
-    batch: int = Field(default=8, ge=1)
 
     def _found(self, path: Path) -> Path:
         return self.folder / path
@@ -40,6 +45,9 @@ class TextDataConfig(_Files):
     text_field: str = "text"
     tokeniser: Path
     segment: int = Field(default=512, ge=1)
+    # False: every segment begins with the empty state, in training and in the validation score. For mixers whose state
+    # grows with every token (softmax), or that are to learn nothing beyond a segment.
+    stateful: bool = True
 
     @property
     def train_files(self) -> tuple[Path, ...]:
@@ -75,7 +83,7 @@ class LabelledTextConfig(_Files):
         return tuple(self._found(path) for path in self.validation)
 
 
-class ListOpsConfig(_Config):
+class ListOpsConfig(_Batches):
     """Expressions made up as Long Range Arena does (`datasets.listops`): `examples` of them, and others to validate."""
 
     kind: Literal["listops"] = "listops"
@@ -109,11 +117,17 @@ class ParallelTextConfig(_Files):
     batch: int = Field(default=64, ge=1)
     # Pairs with a longer side are left out.
     max_length: int = Field(default=128, ge=1)
+    # So many of the first validation sources are translated at every validation, into translations.txt.
+    translations: int = Field(default=0, ge=0)
+    beams: int = Field(default=1, ge=1)
+    length_penalty: float = Field(default=0.6, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _both_sides(self) -> "ParallelTextConfig":
         if (self.validation_source is None) != (self.validation_target is None):
             raise ValueError("validation needs a source and a target; give both or neither")
+        if self.translations and self.validation_source is None:
+            raise ValueError("translations are made of the validation sources; give validation_source and _target")
         return self
 
     @property

@@ -5,7 +5,9 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["examples_of_step", "permutation"]
+from dist_attn.errors import ConfigError
+
+__all__ = ["check_enough", "examples_of_step", "permutation"]
 
 
 @lru_cache(maxsize=4)
@@ -28,3 +30,9 @@ def examples_of_step(step: int, batch: int, count: int, seed: int) -> NDArray[np
     places = np.arange(step * batch, (step + 1) * batch)
     epochs, within = places // count, places % count
     return np.array([permutation(seed, int(e), count)[i] for e, i in zip(epochs, within, strict=True)], dtype=np.int64)
+
+
+def check_enough(count: int, batch: int, what: str) -> None:
+    """Raises ConfigError for fewer examples than a batch has."""
+    if count < batch:
+        raise ConfigError(f"there are {count} {what}; a batch needs {batch}. Give more, or a smaller data.batch")

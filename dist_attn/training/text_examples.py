@@ -1,0 +1,117 @@
+"""Labelled texts of either kind of data, as a classifier takes them: tokens and class by number."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dist_attn.errors import ConfigError
+from dist_attn.models import TextClassifierConfig
+from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig
+from dist_attn.training.datasets.labelled_text import LabelledTexts, read_labelled_texts
+from dist_attn.training.datasets.labels import Label, LabelNames
+from dist_attn.training.datasets.listops import NUM_CLASSES, VOCAB_SIZE, ListOps
+from dist_attn.training.datasets.token_cache import Progress, TokenTable
+
+__all__ = ["TextExamples", "TextSets", "read_text_sets"]
+
+
+class TextExamples(Protocol):
+    """Texts with a class each."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        """Tokens [T] and class of an example."""
+        ...
+
+
+@dataclass(frozen=True)
+class TextSets:
+    """What a text classifier is trained on: examples, held-out ones, the classes' names, and where tokens come from."""
+
+    train: TextExamples
+    validation: TextExamples | None
+    labels: tuple[Label, ...]
+    tokeniser: Tokeniser | None
+
+
+def read_text_sets(
+    data: LabelledTextConfig | ListOpsConfig, model: TextClassifierConfig, cache: Path, progress: Progress
+) -> TextSets:
+    """The examples that [data] names, which fit the model.
+
+    Raises: ConfigError for examples that are missing, malformed, or do not fit.
+    """
+    return _made_up(data, model) if isinstance(data, ListOpsConfig) else _read(data, model, cache, progress)
+
+
+@dataclass(frozen=True)
+class _Read:
+    texts: TokenTable
+    classes_N: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        return torch.from_numpy(self.texts[number].astype(np.int64)), int(self.classes_N[number])
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    expressions: ListOps
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+        tokens, value = self.expressions(self.first + number)
+        return torch.from_numpy(tokens), value
+
+
+def _read(data: LabelledTextConfig, model: TextClassifierConfig, cache: Path, progress: Progress) -> TextSets:
+    tokeniser = load_tokeniser(data.tokeniser)
+    if tokeniser.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"the tokeniser in {data.tokeniser} has {tokeniser.vocab_size} tokens, model.vocab_size is "
+            f"{model.vocab_size}; they must be equal"
+        )
+
+    def texts(paths: tuple[Path, ...]) -> LabelledTexts:
+        return read_labelled_texts(
+            paths,
+            tokeniser,
+            cache,
+            text_field=data.text_field,
+            label_field=data.label_field,
+            max_length=data.max_length,
+            progress=progress,
+        )
+
+    train = texts(data.train_files)
+    names = LabelNames.of(train.labels)
+    names.check(model.num_classes)
+    held_out = texts(data.validation_files) if data.validation_files else None
+    validation = None if held_out is None else _Read(held_out.texts, held_out.classes(names))
+    return TextSets(_Read(train.texts, train.classes(names)), validation, names.names, tokeniser)
+
+
+def _made_up(data: ListOpsConfig, model: TextClassifierConfig) -> TextSets:
+    """Expressions 0, 1, … to train on, and those after them to validate."""
+    if (model.vocab_size, model.num_classes) != (VOCAB_SIZE, NUM_CLASSES):
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size} and model.num_classes {model.num_classes}; ListOps has "
+            f"{VOCAB_SIZE} tokens and {NUM_CLASSES} classes"
+        )
+    expressions = ListOps(data.seed, data.min_length, data.max_length, data.max_depth, data.max_args)
+    expressions(0)  # lengths that there are not are refused now
+    validation = _MadeUp(expressions, data.examples, data.validation_examples) if data.validation_examples else None
+    return TextSets(_MadeUp(expressions, 0, data.examples), validation, tuple(range(NUM_CLASSES)), None)

@@ -1,0 +1,137 @@
+"""A small run of every kind of model, over data that can be learnt in seconds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist_attn.text import ByteTokeniser
+from dist_attn.training import TrainingConfig
+
+__all__ = ["RUNS", "small_task"]
+
+SIZE = 16
+BIDIRECTIONAL = {"kind": "bidirectional", "hidden_size": SIZE, "num_heads": 2}
+ENCODER = {"hidden_size": SIZE, "num_layers": 1, "mlp_size": 32, "mixer": {**BIDIRECTIONAL, "attention": "elu"}}
+PATCHES = {**ENCODER, "positions": "learned", "max_length": 17}
+IMAGE = {"height": 8, "width": 8, "channels": 1, "patch": 2}
+
+
+def _labelled_text(place: Path) -> dict[str, Any]:
+    """Texts of many a or many b, of 3 to 20 letters; the class is the letter."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 60), ("validation", 21)):
+        lines = []
+        for number in range(count):
+            letter, other = ("a", "b") if number % 2 else ("b", "a")
+            text = [letter if random.random() < 0.8 else other for _ in range(random.integers(3, 20))]
+            lines.append(json.dumps({"text": letter + "".join(text), "label": f"much {letter}"}))
+        (place / f"{name}.jsonl").write_text("\n".join(lines))
+    return {
+        "model": {"kind": "text_classifier", "vocab_size": 257, "num_classes": 2, "encoder": ENCODER},
+        "data": {
+            "kind": "labelled_text",
+            "folder": place,
+            "train": ["train.jsonl"],
+            "validation": ["validation.jsonl"],
+            "tokeniser": place / "tokeniser",
+            "batch": 6,
+            "max_length": 16,
+        },
+    }
+
+
+def _listops(place: Path) -> dict[str, Any]:
+    lengths = {"min_length": 4, "max_length": 12, "max_depth": 3, "max_args": 4}
+    return {
+        "model": {"kind": "text_classifier", "vocab_size": 15, "num_classes": 10, "encoder": ENCODER},
+        "data": {"kind": "listops", **lengths, "examples": 40, "validation_examples": 11, "batch": 6},
+    }
+
+
+def _write_images(place: Path) -> None:
+    """Noise that is brighter in the upper half, or in the lower one; the class says where."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 40), ("validation", 13)):
+        labels = np.arange(count) % 2
+        images = random.integers(0, 100, (count, 8, 8))
+        images[labels == 0, :4] += 100
+        images[labels == 1, 4:] += 100
+        np.savez(place / f"{name}.npz", images=images.astype(np.uint8), labels=np.array(["up", "down"])[labels])
+
+
+def _vision(place: Path) -> dict[str, Any]:
+    _write_images(place)
+    data = {"kind": "images", "folder": place, "train": "train.npz", "validation": "validation.npz", "batch": 6}
+    return {"model": {"kind": "vision_classifier", "num_classes": 2, "image": IMAGE, "encoder": PATCHES}, "data": data}
+
+
+def _autoencoder(place: Path) -> dict[str, Any]:
+    _write_images(place)
+    data = {"kind": "images", "folder": place, "train": "train.npz", "validation": "validation.npz", "batch": 6}
+    encoder = {**PATCHES, "max_length": 16}
+    return {"model": {"kind": "masked_autoencoder", "image": IMAGE, "encoder": encoder}, "data": data}
+
+
+def _translation(place: Path) -> dict[str, Any]:
+    """One small letter 2 to 6 times, in capitals."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 80), ("validation", 13)):
+        words = [str(random.choice(list("abc"))) * int(random.integers(2, 7)) for _ in range(count)]
+        (place / f"{name}.small").write_text("".join(f"{word}\n" for word in words))
+        (place / f"{name}.large").write_text("".join(f"{word.upper()}\n" for word in words))
+    heads = {"hidden_size": SIZE, "num_heads": 2}
+    decoder = {
+        "num_layers": 1,
+        "mlp_size": 32,
+        "mixer": {"kind": "rfa_gate", **heads, "num_random": 8},
+        "cross": {"attention": "elu", **heads},
+        "positions": "none",
+    }
+    encoder = {**ENCODER, "positions": "none"}
+    return {
+        "model": {"kind": "encoder_decoder", "vocab_size": 257, "encoder": encoder, "decoder": decoder},
+        "data": {
+            "kind": "parallel_text",
+            "folder": place,
+            "train_source": "train.small",
+            "train_target": "train.large",
+            "validation_source": "validation.small",
+            "validation_target": "validation.large",
+            "tokeniser": place / "tokeniser",
+            "batch": 6,
+            "translations": 5,
+            "max_length": 8,
+        },
+    }
+
+
+RUNS = {
+    "labelled_text": _labelled_text,
+    "listops": _listops,
+    "vision": _vision,
+    "autoencoder": _autoencoder,
+    "translation": _translation,
+}
+
+
+def small_task(kind: str, place: Path, **sections: dict[str, Any]) -> TrainingConfig:
+    """A run of this kind in `place`/run, over data that is written if it is missing; sections override its keys."""
+    place.mkdir(parents=True, exist_ok=True)
+    ByteTokeniser().save(place / "tokeniser")
+    values = {
+        **RUNS[kind](place),
+        "optimiser": {"learning_rate": 1e-2, "warmup_steps": 2},
+        "run": {
+            "folder": place / "run",
+            "steps": 6,
+            "bf16": False,
+            "log_every": 3,
+            "evaluate_every": 3,
+            "checkpoint_every": 3,
+        },
+    }
+    for section, changes in sections.items():
+        values[section] = {**values.get(section, {}), **changes}
+    return TrainingConfig.model_validate(values)
