@@ -2,6 +2,7 @@
 
 from dist_attn.costs.calibration import Calibration, ScanTime, calibration_file, default_exchange, read_calibration
 from dist_attn.costs.counts import parse_count
+from dist_attn.costs.dense_space import DenseStateSpace
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, Rates, estimate
 from dist_attn.costs.exchanges import (
     Link,
@@ -32,6 +33,7 @@ from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 __all__ = [
     "Calibration",
     "CausalConvolution",
+    "DenseStateSpace",
     "DiagonalStateSpace",
     "Estimate",
     "KernelAttention",

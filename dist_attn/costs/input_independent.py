@@ -9,12 +9,12 @@ from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import CHUNK_TOKENS, FLOAT_BYTES
 from dist_attn.costs.scans import ScanMessage
 
-__all__ = ["CausalConvolution", "DiagonalStateSpace"]
+__all__ = ["CausalConvolution", "DiagonalStateSpace", "EqualState"]
 
 STATE_BLOCK_CHUNKS = 8  # that the chunked recurrence works on at once
 
 
-class _EqualState:
+class EqualState:
     """What is common to mixers whose whole state is on every rank."""
 
     @property
@@ -40,7 +40,7 @@ class _EqualState:
 
 
 @dataclass(frozen=True)
-class CausalConvolution(_EqualState):
+class CausalConvolution(EqualState):
     """`convolution`: K taps for every channel, which are no matrix product and so not counted as operations."""
 
     hidden_size: int
@@ -77,7 +77,7 @@ class CausalConvolution(_EqualState):
 
 
 @dataclass(frozen=True)
-class DiagonalStateSpace(_EqualState):
+class DiagonalStateSpace(EqualState):
     """`s4d` as a scan: a state of N complex numbers for every channel, whatever the length."""
 
     hidden_size: int

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from dist_attn.costs.dense_space import DenseStateSpace
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
 from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
@@ -110,6 +111,8 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     centred: bool = False
     state_size: Count = 64
     form: str = "scan"
+    outputs: Count = 1
+    transition: str = "fixed"
 
 
 class _NormConfig(msgspec.Struct, frozen=True):
@@ -201,9 +204,14 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
             return CausalConvolution(hidden_size, mixer.taps)
         case "s4d", _ if mixer.form == "scan":
             return DiagonalStateSpace(hidden_size, mixer.state_size // 2)
+        case "s4", _ if mixer.form == "scan":
+            return DenseStateSpace("s4", hidden_size, mixer.state_size)
+        case "lssl", _:
+            learned = mixer.transition == "learned"
+            return DenseStateSpace("lssl", hidden_size, mixer.state_size, mixer.outputs, learned)
     raise ConfigError(
         f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; mixers with a state have formulas: "
-        "rfa and rfa_gate (gaussian, arc_cosine), softmax, scaleformer, convolution, s4d as a scan"
+        "rfa and rfa_gate (gaussian, arc_cosine), softmax, scaleformer, convolution, lssl, s4 and s4d as a scan"
     )
 
 

@@ -19,7 +19,9 @@ from dist_attn.ops.relative_attention import windowed
 from dist_attn.ops.softmax_attention import tiled
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
 
-KERNEL_CASES = [name for name, case in MODEL_CASES.items() if case["mixer"]["kind"] != "softmax"]
+KINDS = {name: case["mixer"]["kind"] for name, case in MODEL_CASES.items()}
+DENSE_CASES = [name for name, kind in KINDS.items() if kind in ("lssl", "s4")]
+KERNEL_CASES = [name for name, kind in KINDS.items() if kind not in ("softmax", "lssl", "s4")]
 
 
 @pytest.fixture(params=MODEL_CASES)
@@ -74,6 +76,15 @@ def test_decoding_operations(case: str, tmp_path: Path) -> None:
     flops = costs.decode_flops(7)
     # torch sees S^T phi and z.phi as products; phi v^T is an outer product by broadcasting.
     assert flops.total - flops.state <= counted <= flops.total
+
+
+@pytest.mark.parametrize("case", DENSE_CASES)
+def test_operations_of_full_matrices(case: str, tmp_path: Path) -> None:
+    """What a longer sequence adds in matrix products is the formula's, beside the powers that every call takes."""
+    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    short, long = (_count(lambda n=n: model.encode(torch.zeros(1, n, dtype=torch.int64))) for n in (1024, 2048))
+    flops = costs.prefill_flops(1024)
+    assert long - short == pytest.approx(1024 * (flops.total + flops.scores), rel=1e-12)
 
 
 def test_softmax_operations(tmp_path: Path) -> None:
@@ -143,7 +154,7 @@ def test_second_pass_of_several_ranks() -> None:
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
          '"mixer": {"kind": "rfa"}}', "multiple of num_heads 0"),
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
-         '"mixer": {"kind": "s4d", "form": "convolution"}}', "s4d as a scan"),
+         '"mixer": {"kind": "s4d", "form": "convolution"}}', "s4 and s4d as a scan"),
     ],
 )  # fmt: skip
 def test_refuses_what_it_has_no_formula_for(text: str, says: str, tmp_path: Path) -> None:

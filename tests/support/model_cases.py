@@ -24,6 +24,9 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},
     "state space": {"mixer": {"kind": "s4d", "state_size": 12}},
+    "low-rank state space": {"mixer": {"kind": "s4", "state_size": 8}},
+    "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
+    "full state space, learned": {"mixer": {"kind": "lssl", "state_size": 8, "transition": "learned", "alpha": 1.0}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
     "softmax, relative": {"mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 5}}},
     "softmax, relative keys, shared": {
