@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks import longest_softmax, perplexity_by_position
+from benchmarks import chapter_retrieval, longest_softmax, perplexity_by_position
 
 __all__ = ["STUDIES", "Finding", "Study"]
 
@@ -37,6 +37,7 @@ class Study:
 
 
 _ALL = (
+    Study("chapter-retrieval", chapter_retrieval.TESTS, chapter_retrieval.measure),
     Study("longest-softmax", longest_softmax.TESTS, longest_softmax.measure),
     Study("perplexity-by-position", perplexity_by_position.TESTS, perplexity_by_position.measure),
 )

@@ -1,6 +1,7 @@
 """From a configuration to what it trains."""
 
 from dist_attn.training.config import TrainingConfig
+from dist_attn.training.contrastive_task import ContrastiveTask
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.masked_autoencoder_task import MaskedAutoencoderTask
@@ -28,4 +29,6 @@ def build_task(config: TrainingConfig, share: Share, progress: Progress = nothin
             return MaskedAutoencoderTask(config, share)
         case "encoder_decoder":
             return TranslationTask(config, share, progress)
+    if config.contrast is not None:
+        return ContrastiveTask(config, share, progress)
     return LanguageTask(config, share, progress)

@@ -13,7 +13,16 @@ from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
 from dist_attn.training.datasets.config import DataConfig
 
-__all__ = ["DATA_OF", "EXECUTION", "ObjectiveConfig", "OptimiserConfig", "RunConfig", "TrainingConfig", "read_config"]
+__all__ = [
+    "DATA_OF",
+    "EXECUTION",
+    "ContrastConfig",
+    "ObjectiveConfig",
+    "OptimiserConfig",
+    "RunConfig",
+    "TrainingConfig",
+    "read_config",
+]
 
 DATA_OF: dict[str, tuple[str, ...]] = {
     "language_model": ("text",),
@@ -58,6 +67,25 @@ class OptimiserConfig(_Config):
     clip_norm: float = Field(default=1.0, gt=0)
 
 
+class ContrastConfig(_Config):
+    """Windows of one chapter drawn together, those of others apart; `data.batch` counts sets of so many chapters."""
+
+    chapters: int = Field(default=32, ge=2)
+    # From so many books, equally many chapters of each.
+    books: int = Field(default=4, ge=1)
+    temperature: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    # How much the next token's cross entropy counts beside; 0 trains encodings alone.
+    language_weight: float = Field(default=0.1, ge=0, allow_inf_nan=False)
+    # Tokens of the windows that validation looks for; training's are `data.segment`.
+    validation_window: int = Field(default=512, ge=1)
+
+    @model_validator(mode="after")
+    def _books_divide(self) -> "ContrastConfig":
+        if self.chapters % self.books:
+            raise ValueError(f"chapters {self.chapters} must be a multiple of books {self.books}")
+        return self
+
+
 class RunConfig(_Config):
     """Where the run lives and when it looks around."""
 
@@ -94,6 +122,8 @@ class TrainingConfig(_Config):
     data: DataConfig
     objective: ObjectiveConfig = ObjectiveConfig()
     optimiser: OptimiserConfig = OptimiserConfig()
+    # Where this section is there, the run trains encodings of chapters.
+    contrast: ContrastConfig | None = None
     run: RunConfig
 
     @model_validator(mode="before")
@@ -119,6 +149,8 @@ class TrainingConfig(_Config):
             raise ValueError(f"objective.label_smoothing has no meaning for a {model}; leave it out")
         if objective.hidden_share is not None and model != "masked_autoencoder":
             raise ValueError(f"objective.hidden_share has no meaning for a {model}; leave it out")
+        if self.contrast is not None and model != "language_model":
+            raise ValueError(f"a [contrast] section has no meaning for a {model}; leave it out")
         return self
 
 

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
@@ -20,11 +18,9 @@ from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens
 from dist_attn.training.first_model import first_model
 from dist_attn.training.task import Criterion, Share, Task
+from dist_attn.training.token_loss import token_loss
 
-__all__ = ["LanguageTask"]
-
-# Tokens whose logits exist at the same time.
-LOSS_PIECE = 512
+__all__ = ["LanguageTask", "read_validation_text"]
 
 
 class LanguageTask(Task):
@@ -52,7 +48,7 @@ class LanguageTask(Task):
             progress=progress,
         )
         self._stream = SegmentStream(tokens, data.batch, data.segment)
-        self._validation = _validation_text(data)
+        self._validation = read_validation_text(data)
         super().__init__(first_model(config.model, config.run.begin_from).to(share.device), data.batch)
         self.criterion = None if self._validation is None else Criterion("bits_per_byte", "lower")
         own = share.rows(data.batch)
@@ -75,9 +71,10 @@ class LanguageTask(Task):
         ops = self._share.ops(data.segment, carried=data.stateful)
         with self._autocast():
             h_BLD, after = self.model.hidden(inputs_BL, ops, self._state_of(rows))
+            nats = token_loss(self.model.readout, h_BLD.flatten(0, 1), targets_BL.flatten())
         if data.stateful:
             self._keep(after.detach(), rows)
-        return self._cross_entropy(h_BLD.flatten(0, 1), targets_BL.flatten()) / targets_BT.numel()
+        return nats / targets_BT.numel()
 
     def carried(self) -> dict[str, Tensor]:
         return {str(i): t for i, t in enumerate(_tensors(self._state))}
@@ -120,28 +117,13 @@ class LanguageTask(Task):
         if rows.stop == self._share.rows(self.batch).stop:
             self._state = self._after[0] if len(self._after) == 1 else ModelState.stack(self._after)
 
-    def _cross_entropy(self, h_ND: Tensor, targets_N: Tensor) -> Tensor:
-        """The sum of cross entropies in pieces that are recomputed backward: whole logits leave the cache: 2 x slower.
-
-        Half-precision logits go through the softmax in float32.
-        """
-
-        def piece(h_PD: Tensor, targets_P: Tensor) -> Tensor:
-            with self._autocast():
-                logits_PV = self.model.readout(h_PD)
-            wide = torch.promote_types(logits_PV.dtype, torch.float32)
-            return F.cross_entropy(logits_PV.to(wide), targets_P, reduction="sum")
-
-        pieces = zip(h_ND.split(LOSS_PIECE), targets_N.split(LOSS_PIECE), strict=True)
-        losses = [checkpoint(piece, h, targets, use_reentrant=False) for h, targets in pieces]
-        return torch.stack(losses).sum()
-
 
 def _tensors(state: ModelState) -> list[Tensor]:
     return [*(t for s in state.layers for t in s.tensors()), state.position_B]
 
 
-def _validation_text(data: TextDataConfig) -> bytes | None:
+def read_validation_text(data: TextDataConfig) -> bytes | None:
+    """The first bytes of the validation text, if there is one; raises ConfigError where it is missing or empty."""
     path = data.validation_file
     if path is None:
         return None

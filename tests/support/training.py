@@ -49,5 +49,6 @@ def write_toml(config: TrainingConfig, path: Path) -> Path:
         lines = [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in plain.items())]
         return "\n".join(lines) + "\n" + "".join(table(f"{name}.{k}", v) for k, v in inner.items())
 
-    path.write_text("".join(table(name, values) for name, values in config.model_dump(mode="json").items()))
+    sections = config.model_dump(mode="json", exclude_none=True)
+    path.write_text("".join(table(name, values) for name, values in sections.items()))
     return path

@@ -279,7 +279,7 @@ def test_a_run_begins_from_a_folder(tmp_path, to):
     values["data"] |= {"tokeniser": str(tmp_path / "converted"), "segment": 8}
     values["run"]["begin_from"] = str(tmp_path / "converted")
     path = tmp_path / "run.toml"
-    path.write_text("".join(f"[{name}]\n{_lines(section)}" for name, section in values.items()))
+    path.write_text("".join(f"[{name}]\n{_lines(section)}" for name, section in values.items() if section))
     config, reports = read_config(path), []
     train(config, report=reports.append)
     losses = [report["loss"] for report in reports if "loss" in report]
