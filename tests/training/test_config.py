@@ -6,7 +6,8 @@ import pytest
 
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
-from dist_attn.training.config import read_config
+from dist_attn.training.config import DATA_OF, read_config
+from tests.support.tasks import small_task
 from tests.support.training import small_run, write_toml
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,3 +92,59 @@ def test_files_that_are_no_configuration_are_named(tmp_path, contents, words):
     with pytest.raises(ConfigError, match=words) as caught:
         read_config(path)
     assert "train.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED_RECIPE.parent.glob("train-*.toml")), ids=lambda file: file.stem)
+def test_every_example_is_a_configuration(file):
+    """Each example of a training file is accepted, and model and data of it are built for each other."""
+    config = read_config(file)
+    model = config.model
+    sizes = {
+        "listops": lambda: (model.vocab_size, model.num_classes) == (15, 10),
+        "images": lambda: model.encoder.max_length - model.image.num_patches == (model.kind == "vision_classifier"),
+    }
+    assert sizes.get(config.data.kind, lambda: True)()
+    assert config.data.kind in DATA_OF[model.kind]
+
+
+def test_the_examples_show_every_kind_of_model():
+    """There is an example for each kind of model that can be trained, and for each kind of data."""
+    configs = [read_config(file) for file in SHIPPED_RECIPE.parent.glob("train-*.toml")]
+    assert {config.model.kind for config in configs} == set(DATA_OF)
+    assert {config.data.kind for config in configs} == {kind for kinds in DATA_OF.values() for kind in kinds}
+
+
+@pytest.mark.parametrize(
+    ("kind", "override", "words"),
+    [
+        ("vision", "data.kind=text", "data.train: "),
+        ("vision", "data.kind=pictures", "data: Input tag 'pictures' found using 'kind' does not match"),
+        ("vision", "data.batches=3", r"train\.toml: data\.batches: Extra inputs are not permitted"),
+        ("vision", "model.colour=3", r"train\.toml: model\.colour: Extra inputs are not permitted"),
+        ("vision", "objective.hidden_share=0.5", "objective.hidden_share has no meaning for a vision_classifier"),
+        ("autoencoder", "objective.label_smoothing=0.1", "objective.label_smoothing has no meaning for a masked_auto"),
+        ("listops", "data.max_length=100", "data: min_length 500 is above max_length 100"),
+        ("translation", "data.validation_source=no", None),
+    ],
+)
+def test_sections_that_do_not_fit_each_other_are_named(tmp_path, kind, override, words):
+    """Keys of another kind of model or data, and options that mean nothing for this one, are refused in one line."""
+    file = write_toml(small_task(kind, tmp_path), tmp_path / "train.toml")
+    if words is None:
+        assert read_config(file, [override]).data.validation_source == Path("no")
+        return
+    overrides = [override, "data.min_length=500"] if kind == "listops" else [override]
+    with pytest.raises(ConfigError, match=words) as caught:
+        read_config(file, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_kind_of_model_trains_on_its_kind_of_data(tmp_path):
+    """A language model with images is told what it trains on."""
+    file = write_toml(small_task("vision", tmp_path), tmp_path / "train.toml")
+    other = write_toml(small_run(tmp_path), tmp_path / "other.toml")
+    mixed = tmp_path / "mixed.toml"
+    language, images = other.read_text().split("[data]")[0], file.read_text().split("[data]")[1]
+    mixed.write_text(f"{language}[data]{images}")
+    with pytest.raises(ConfigError, match=r"model\.kind language_model trains on data\.kind text; given is images"):
+        read_config(mixed)

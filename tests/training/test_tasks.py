@@ -11,12 +11,16 @@ from torch import Tensor
 
 from dist_attn.checkpoints import load_any_model
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ConfigError
+from dist_attn.text import ByteTokeniser, load_tokeniser
 from dist_attn.training import train
+from dist_attn.training.averaging import average_folders
 from dist_attn.training.build_task import build_task
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.task import Task, Whole
 from tests.support.closeness import assert_close
 from tests.support.tasks import RUNS, small_task
+from tests.support.tokenisers import small_bpe
 
 # Changes to the small run, and a metric at its end that is good only once the task is learnt.
 LEARNT: dict[str, tuple[dict[str, Any], str, float]] = {
@@ -99,6 +103,8 @@ def test_ranks_change_nothing(tmp_path: Path, kind: str, mesh: tuple[int, int]) 
     whole.model.eval()
     with torch.no_grad():
         want = whole.validate()
+    translations = config.run.folder / "translations.txt"
+    written = translations.read_bytes() if kind == "translation" else b""
 
     def body(comm: Communicator) -> tuple[Tensor, dict[str, Tensor], dict[str, float | int]]:
         with Mesh(comm, *mesh) as place:
@@ -121,6 +127,9 @@ def test_ranks_change_nothing(tmp_path: Path, kind: str, mesh: tuple[int, int]) 
         assert_close(summed, parameter.grad, kind="gradient", what=name)
     for _, _, scores in ranks:
         assert scores == pytest.approx(want, rel=1e-9)
+    if kind == "translation":
+        assert translations.read_bytes() == written
+        assert written.count(b"\n") == 5
 
 
 def test_validation_is_of_every_held_out_example(tmp_path: Path) -> None:
@@ -145,3 +154,73 @@ def test_the_folder_says_what_its_classes_mean(tmp_path: Path) -> None:
     assert manifest["labels"] == ["down", "up"]
     assert 90 < manifest["pixel_mean"][0] < 110
     assert manifest["pixel_deviation"][0] > 50
+
+
+def test_source_and_target_may_have_vocabularies_of_their_own(tmp_path: Path) -> None:
+    """Each side is read by its own tokeniser, and both stand in the model folder, which an average keeps."""
+    place = tmp_path / "run"
+    config = small_task("translation", tmp_path)
+    small_bpe().save(tmp_path / "bpe")
+    model = {"vocab_size": small_bpe().vocab_size, "source_vocab_size": 257}
+    config = small_task("translation", tmp_path, model=model, data={"target_tokeniser": tmp_path / "bpe"})
+    train(config)
+    average_folders([place / "checkpoints" / f"step-00000{step}" for step in (3, 6)], tmp_path / "averaged")
+    for folder in (place / "model", tmp_path / "averaged"):
+        assert load_tokeniser(folder).digest == small_bpe().digest
+        assert load_tokeniser(folder / "source").digest == ByteTokeniser().digest
+        assert load_any_model(folder).config == config.model
+    with pytest.raises(ConfigError, match="say that source and target have vocabularies of their own; give both"):
+        build_task(small_task("translation", tmp_path, data={"target_tokeniser": tmp_path / "bpe"}), Whole())
+    with pytest.raises(ConfigError, match=r"has 257 tokens, model\.source_vocab_size is 300"):
+        wrong = {"model": model | {"source_vocab_size": 300}, "data": {"target_tokeniser": tmp_path / "bpe"}}
+        build_task(small_task("translation", tmp_path, **wrong), Whole())
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "words"),
+    [
+        ("labelled_text", {"model": {"num_classes": 3}}, r"have 2 labels, 'much a', 'much b'; model\.num_classes is 3"),
+        ("labelled_text", {"model": {"vocab_size": 300}}, r"has 257 tokens, model\.vocab_size is 300"),
+        ("labelled_text", {"data": {"batch": 61}}, "there are 60 labelled texts; a batch needs 61"),
+        ("listops", {"model": {"vocab_size": 16}}, "ListOps has 15 tokens and 10 classes"),
+        ("listops", {"data": {"min_length": 100, "max_length": 101}}, "none has 100 to 101 tokens"),
+        ("vision", {"data": {"batch": 41}}, "there are 40 images; a batch needs 41"),
+        ("vision", {"data": {"labels_key": "classes"}}, r"train\.npz has no array 'classes', only images, labels"),
+        ("autoencoder", {"data": {"train": "no.npz"}}, r"no\.npz cannot be read"),
+        ("translation", {"data": {"batch": 81}}, "has 80 pairs"),
+    ],
+)
+def test_data_that_does_not_fit_is_named(tmp_path: Path, kind: str, sections: dict[str, Any], words: str) -> None:
+    """What does not fit the model, or is too little for a batch, is refused in one line before anything is written."""
+    config = small_task(kind, tmp_path, **sections)
+    with pytest.raises(ConfigError, match=words) as caught:
+        train(config)
+    assert "\n" not in str(caught.value)
+    assert not (config.run.folder / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("mixer", "words"),
+    [
+        ({"kind": "scaleformer", "hidden_size": 16, "num_heads": 2}, "is causal and takes no packed texts"),
+        ({"kind": "rfa", "hidden_size": 16, "num_heads": 2, "rotary": {"size": 4}}, "has rotary positions"),
+    ],
+)
+def test_mixers_that_packing_would_change_are_refused(tmp_path: Path, mixer: dict[str, Any], words: str) -> None:
+    """A mixer that would tell packed texts from single ones is refused with what to take instead."""
+    encoder = {"hidden_size": 16, "num_layers": 1, "mlp_size": 32, "mixer": mixer}
+    with pytest.raises(ConfigError, match=words):
+        build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Whole())
+
+
+def test_pools_are_drawn_from_at_every_step(tmp_path: Path) -> None:
+    """A classifier whose mixer has a pool of random matrices takes others at every step, and the same when resumed."""
+    mixer = {"kind": "rfa", "hidden_size": 16, "num_heads": 2, "num_random": 4, "pool": 20}
+    encoder = {"hidden_size": 16, "num_layers": 1, "mlp_size": 32, "mixer": mixer}
+    task = build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Whole())
+    losses = []
+    for step in (0, 1, 0):
+        task.prepare(step)
+        losses.append(task.loss(4, slice(0, 6)).item())
+    assert losses[0] == losses[2]
+    assert losses[0] != losses[1]
