@@ -85,6 +85,7 @@ class KernelAttention:
     projection_bias: bool = False
     rotary: bool = False
     shared_gate: bool = False
+    key_weights: bool = False
 
     @property
     def num_features(self) -> int:
@@ -117,8 +118,11 @@ class KernelAttention:
         return self.num_random * self.hidden_size
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """S, z, mass and log decay per head, one flag per head, K - 1 tokens of the convolution, a rotary position."""
-        heads = self.num_heads * (FLOAT_BYTES * self._state_numbers + 1)
+        """S, z, mass and log decay per head, one flag per head, K - 1 tokens of the convolution, a rotary position.
+
+        With key weights also their unit per head, in float64.
+        """
+        heads = self.num_heads * (FLOAT_BYTES * self._state_numbers + 1 + (8 if self.key_weights else 0))
         position_bytes = POSITION_BYTES if self.rotary else 0
         return batch * (heads + position_bytes + FLOAT_BYTES * max(0, self.taps - 1) * self.hidden_size)
 
@@ -152,7 +156,7 @@ class KernelAttention:
         one_pass = 2.0 * self.num_heads * self.num_features * (self.head_size + 1)
         passes = 2 if ranks == 1 else 3
         # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
-        per_head = self.num_features + self.head_size + 1 + (self.kind == "rfa_gate")
+        per_head = self.num_features + self.head_size + 1 + (self.kind == "rfa_gate" or self.key_weights)
         return TokenFlops(
             projections=self._projections,
             features=passes * one_side,

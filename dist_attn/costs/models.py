@@ -105,6 +105,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     projection_bias: bool = False
     rotary: dict[str, float] | None = None
     shared_gate: bool = False
+    weighting: str = "unit_norm"
     reach: Annotated[int, Meta(ge=0)] = 16
     relative: _RelativeConfig | None = None
     taps: Count = 16
@@ -186,6 +187,7 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 projection_bias=mixer.projection_bias,
                 rotary=mixer.rotary is not None,
                 shared_gate=mixer.shared_gate,
+                key_weights=mixer.weighting == "norm",
             )
         case "softmax", _:
             near = mixer.relative or _RelativeConfig()

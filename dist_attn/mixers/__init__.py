@@ -23,7 +23,8 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
-from dist_attn.mixers.random_feature import RandomFeatureAttention, redraw_pools
+from dist_attn.mixers.random_feature import RandomFeatureAttention
+from dist_attn.mixers.redraw import redraw_pools
 
 __all__ = [
     "BidirectionalConfig",

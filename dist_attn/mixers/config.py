@@ -94,27 +94,53 @@ class _HeadsConfig(_HeadSizes):
         return self
 
 
-class RandomFeatureConfig(_HeadsConfig):
-    """Random feature attention (`rfa`) and its gated form (`rfa_gate`)."""
-
-    kind: Literal["rfa", "rfa_gate"]
+class _FeaturesConfig(_HeadSizes):
     feature: Literal["gaussian", "arc_cosine"] = "gaussian"
     num_random: int = Field(default=64, ge=1)
     seed: int = 0
-    denominator: DenominatorConfig = DenominatorConfig()
     # Rows of a head's random matrix are orthogonal to each other, `head_size` at a time.
     orthogonal: bool = False
     # In training every head draws its matrix at every step from so many; 0: each keeps the one it has.
     pool: int = Field(default=0, ge=0)
+    # Queries and keys have unit norm, or keys weigh exp(|sigma k|^2 / 2) and neither is normalised.
+    weighting: Literal["unit_norm", "norm"] = "unit_norm"
+
+    @property
+    def first_sigma(self) -> float:
+        """Where sigma begins: 1 for unit norms; else at softmax's temperature, logits q.k / sqrt(K)."""
+        return 1.0 if self.weighting == "unit_norm" else self.head_size**-0.25
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> "_FeaturesConfig":
+        if 0 < self.pool < self.num_heads:
+            raise ValueError(
+                f"a pool of {self.pool} matrices is too small for {self.num_heads} heads, which all differ"
+            )
+        if self.weighting == "norm" and self.feature != "gaussian":
+            raise ValueError(f"weighting 'norm' is that of the Gaussian kernel; feature is {self.feature!r}")
+        return self
+
+
+def _check_weighting(weighting: str, denominator: DenominatorConfig | None) -> None:
+    """Key weights have no fixed unit, so a divisor must not have one either."""
+    if weighting == "norm" and denominator is not None and denominator.kind not in ("floor", "exact"):
+        raise ValueError(
+            f"weighting 'norm' was given with the denominator {denominator.kind!r}, which compares with a fixed "
+            "number; take 'floor' or 'exact'"
+        )
+
+
+class RandomFeatureConfig(_HeadsConfig, _FeaturesConfig):
+    """Random feature attention (`rfa`) and its gated form (`rfa_gate`)."""
+
+    kind: Literal["rfa", "rfa_gate"]
+    denominator: DenominatorConfig = DenominatorConfig()
     # One gate for all heads in place of one each; of rfa_gate.
     shared_gate: bool = False
 
     @model_validator(mode="after")
     def _options_fit(self) -> "RandomFeatureConfig":
-        if 0 < self.pool < self.num_heads:
-            raise ValueError(
-                f"a pool of {self.pool} matrices is too small for {self.num_heads} heads, which all differ"
-            )
+        _check_weighting(self.weighting, self.denominator)
         if self.shared_gate and self.kind != "rfa_gate":
             raise ValueError("shared_gate was given to a mixer without gates; take kind rfa_gate")
         return self
@@ -134,13 +160,13 @@ class ScaleformerConfig(_HeadSizes):
     reach: int = Field(default=16, ge=0, le=1024)
 
 
-class _AttentionConfig(_HeadSizes):
-    """Attention that sees all keys: random features, elu + 1, elu + 1 with relative positions, or exact softmax."""
+class _AttentionConfig(_FeaturesConfig):
+    """Attention that sees all keys: random features, elu + 1, elu + 1 with relative positions, or exact softmax.
+
+    The options of features are those of `rfa`.
+    """
 
     attention: Literal["rfa", "elu", "scaleformer", "softmax"]
-    feature: Literal["gaussian", "arc_cosine"] = "gaussian"  # of rfa, as the next two
-    num_random: int = Field(default=64, ge=1)
-    seed: int = 0
     # Of rfa and elu. None: the default floor for rfa; exact division for elu, whose weights are positive.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
@@ -150,6 +176,9 @@ class _AttentionConfig(_HeadSizes):
 
     @model_validator(mode="after")
     def _options_fit(self) -> "_AttentionConfig":
+        _check_weighting(self.weighting, self.denominator)
+        if self.attention != "rfa" and (self.pool or self.orthogonal or self.weighting != "unit_norm"):
+            raise ValueError(f"pool, orthogonal and weighting are options of 'rfa'; attention is {self.attention!r}")
         if self.relative is not None and self.attention != "softmax":
             raise ValueError(
                 f"relative positions in the manner of Shaw were given to attention {self.attention!r}; take 'softmax', "

@@ -5,6 +5,8 @@ from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, elu_plus_one
 from dist_attn.mixers.config import BidirectionalConfig, CrossConfig, DenominatorConfig
+from dist_attn.mixers.key_weights import log_key_weights, stable_key_weights
+from dist_attn.mixers.random_matrices import matrices_at_test, matrices_of_step
 from dist_attn.mixers.relative import RelativeRows
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps
 
@@ -14,8 +16,8 @@ __all__ = ["AllKeys"]
 class AllKeys(nn.Module):
     """Attention of queries over all keys, by the kernel that the configuration names.
 
-    Reference: Random Feature Attention, Eq. 5 and Algorithm 2 (`rfa`, with sigma of Eq. 8); Katharopoulos et al. 2020
-    (`elu`); Scaleformer, Eq. 9 (`scaleformer`); Shaw et al. 2018 (`softmax` with relative positions).
+    Reference: Random Feature Attention, Eq. 5 or 12 and Algorithm 2 (`rfa`, with sigma of Eq. 8); Katharopoulos et al.
+    2020 (`elu`); Scaleformer, Eq. 9 (`scaleformer`); Shaw et al. 2018 (`softmax` with relative positions).
     """
 
     w_HDK: torch.Tensor
@@ -29,9 +31,10 @@ class AllKeys(nn.Module):
             policy = DenominatorConfig() if config.attention == "rfa" else DenominatorConfig(kind="exact", eps=0.0)
         self.denominator = Denominator(policy.kind, policy.eps)
         if config.attention == "rfa":
-            self.sigma_H1K = nn.Parameter(torch.ones(heads, 1, head_size))
-            generator = torch.Generator().manual_seed(config.seed)
-            self.register_buffer("w_HDK", torch.randn(heads, config.num_random, head_size, generator=generator))
+            self.sigma_H1K = nn.Parameter(torch.full((heads, 1, head_size), config.first_sigma))
+            self.register_buffer("w_HDK", matrices_at_test(config))
+        # The pool's matrices of this training step; None at test, and without a pool.
+        self._drawn_HDK: torch.Tensor | None = None
         if config.attention == "scaleformer":
             self.positions_HRK = nn.Parameter(0.02 * torch.randn(heads, 2 * config.reach + 1, head_size))
         self.relative: RelativeRows | None = None
@@ -42,8 +45,18 @@ class AllKeys(nn.Module):
         """phi of `rfa`, with the learned sigma multiplied in, or of `elu`."""
         if self.config.attention != "rfa":
             return EluPlusOne()
-        w_HDK = self.sigma_H1K * self.w_HDK
-        return Gaussian(w_HDK, unit_norm=True) if self.config.feature == "gaussian" else ArcCosine(w_HDK, True)
+        drawn_HDK = self._drawn_HDK if self.training else None
+        w_HDK = self.sigma_H1K * (self.w_HDK if drawn_HDK is None else drawn_HDK)
+        if self.config.feature == "gaussian":
+            return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
+        return ArcCosine(w_HDK, unit_norm=True)
+
+    def redraw(self, step: int) -> bool:
+        """Take the pool's matrices of a training step; whether there is a pool."""
+        if not self.config.pool:
+            return False
+        self._drawn_HDK = matrices_of_step(self.config, step).to(self.w_HDK)
+        return True
 
     def forward(
         self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, ops: SequenceOps
@@ -56,11 +69,18 @@ class AllKeys(nn.Module):
             case "scaleformer":
                 phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.positions_HRK))
                 return ops.relative_attention(phi_q, phi_k, v_BHSV, phi_rp, causal=False), None
+        log_gate = key_scale = None
+        if self.config.weighting == "norm":
+            # Also where all keys are seen: documents and ranks have their own largest weight, and one rule serves all.
+            unit_BH = torch.zeros(k_BHSK.shape[:2], dtype=torch.float64, device=k_BHSK.device)
+            log_gate, key_scale, _ = stable_key_weights(log_key_weights(k_BHSK, self.sigma_H1K), ops, unit_BH)
         return ops.linear_attention(
             q_BHLK,
             k_BHSK,
             v_BHSV,
             feature_map=self.feature_map(),
+            log_gate_BHS=log_gate,
+            key_scale_BHS=key_scale,
             causal=False,
             denominator=self.denominator,
         )

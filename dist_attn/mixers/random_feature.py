@@ -11,11 +11,12 @@ from dist_attn.feature_maps import ArcCosine, Gaussian
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
-from dist_attn.mixers.random_matrices import draw_from_pool, orthogonal_rows, pool_matrix
+from dist_attn.mixers.key_weights import log_key_weights, stable_key_weights, step_key_weights
+from dist_attn.mixers.random_matrices import matrices_at_test, matrices_of_step
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
 
-__all__ = ["RandomFeatureAttention", "RandomFeatureState", "redraw_pools"]
+__all__ = ["RandomFeatureAttention", "RandomFeatureState"]
 
 # Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
 GATE_BIAS_RANGE = (-1.0, 5.0)
@@ -23,33 +24,44 @@ GATE_BIAS_RANGE = (-1.0, 5.0)
 
 @dataclass(frozen=True)
 class RandomFeatureState:
-    """The attention state, the last tokens that the short convolution still needs, and how far rotary positions are."""
+    """The attention state, the last tokens that the short convolution still needs, and how far rotary positions are.
+
+    With key weights (`weighting = "norm"`) the attention state is held in units of exp(unit), which cancel in outputs.
+    """
 
     attention: LinearState
     tail_BKD: torch.Tensor
     position_B: torch.Tensor | None = None  # tokens so far, where positions are rotary
+    unit_BH: torch.Tensor | None = None  # float64, where keys have weights
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors in a fixed order."""
-        held = (*self.attention.tensors(), self.tail_BKD)
-        return held if self.position_B is None else (*held, self.position_B)
+        optional = (t for t in (self.position_B, self.unit_BH) if t is not None)
+        return (*self.attention.tensors(), self.tail_BKD, *optional)
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "RandomFeatureState":
         """The same kind of state over other tensors."""
-        held = tensors if self.position_B is None else tensors[:-1]
-        *attention, tail_BKD = held
-        return RandomFeatureState(LinearState(*attention), tail_BKD, None if self.position_B is None else tensors[-1])
+        count = len(self.attention.tensors())
+        optional = iter(tensors[count + 1 :])
+        position_B = None if self.position_B is None else next(optional)
+        unit_BH = None if self.unit_BH is None else next(optional)
+        return RandomFeatureState(LinearState(*tensors[:count]), tensors[count], position_B, unit_BH)
 
-    def advanced(self, attention: LinearState, tail_BKD: torch.Tensor, tokens: int) -> "RandomFeatureState":
+    def advanced(
+        self, attention: LinearState, tail_BKD: torch.Tensor, tokens: int, unit_BH: torch.Tensor | None
+    ) -> "RandomFeatureState":
         """The state after `tokens` more, with what they leave behind."""
         position_B = None if self.position_B is None else self.position_B + tokens
-        return RandomFeatureState(attention, tail_BKD, position_B)
+        return RandomFeatureState(attention, tail_BKD, position_B, unit_BH)
 
 
 class RandomFeatureAttention(TokenMixer):
-    """Multi-head RFA: unit-norm queries and keys, learned sigma per head, fixed random vectors; optional scalar gates.
+    """Multi-head RFA: learned sigma per head, fixed random vectors; optional scalar gates.
 
-    Reference: Random Feature Attention, Eq. 5 to 9; gate per head (Eq. 7), initialised over a spread of time scales.
+    Queries and keys have unit norm, or keys the weights of those that have not.
+
+    Reference: Random Feature Attention, Eq. 5 to 9; gate per head (Eq. 7), initialised over a spread of time scales;
+    Eq. 12 (`weighting = "norm"`).
     """
 
     w_HDK: torch.Tensor
@@ -61,8 +73,8 @@ class RandomFeatureAttention(TokenMixer):
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
         self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
         self.out = nn.Linear(size, size, bias=config.projection_bias)
-        self.sigma_H1K = nn.Parameter(torch.ones(heads, 1, head_size))
-        self.register_buffer("w_HDK", _matrices_at_test(config))
+        self.sigma_H1K = nn.Parameter(torch.full((heads, 1, head_size), config.first_sigma))
+        self.register_buffer("w_HDK", matrices_at_test(config))
         # The pool's matrices of this training step; None at test, and without a pool.
         self._drawn_HDK: torch.Tensor | None = None
         self.gate: nn.Linear | None = None
@@ -76,11 +88,9 @@ class RandomFeatureAttention(TokenMixer):
 
     def redraw(self, step: int) -> bool:
         """Take the pool's matrices of a training step; whether there is a pool, and so a state of other features."""
-        config = self.config
-        if not config.pool:
+        if not self.config.pool:
             return False
-        indices = draw_from_pool(config.seed, step, config.num_heads, config.pool)
-        self._drawn_HDK = _from_pool(config, indices).to(self.w_HDK)
+        self._drawn_HDK = matrices_of_step(self.config, step).to(self.w_HDK)
         return True
 
     def feature_map(self) -> FeatureMap:
@@ -88,7 +98,7 @@ class RandomFeatureAttention(TokenMixer):
         drawn_HDK = self._drawn_HDK if self.training else None
         w_HDK = self.sigma_H1K * (self.w_HDK if drawn_HDK is None else drawn_HDK)
         if self.config.feature == "gaussian":
-            return Gaussian(w_HDK, unit_norm=True)
+            return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
         return ArcCosine(w_HDK, unit_norm=True)
 
     def forward(
@@ -102,19 +112,25 @@ class RandomFeatureAttention(TokenMixer):
         if before.position_B is not None:
             positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1]).to(x_BLD.device)
             q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
-        log_gate, key_scale = self._gates(x_BLD)
+        log_gate, key_scale = (None if t is None else t.transpose(1, 2) for t in self._gates(x_BLD))
+        unit_BH = before.unit_BH
+        if unit_BH is not None:
+            log_gate, key_scale, unit_BH = stable_key_weights(
+                log_key_weights(k, self.sigma_H1K), ops, unit_BH, log_gate_BHS=log_gate, key_scale_BHS=key_scale
+            )
         out_BHLV, attention = ops.linear_attention(
             q,
             k,
             v,
             feature_map=self.feature_map(),
-            log_gate_BHS=None if log_gate is None else log_gate.transpose(1, 2),
-            key_scale_BHS=None if key_scale is None else key_scale.transpose(1, 2),
+            log_gate_BHS=log_gate,
+            key_scale_BHS=key_scale,
             causal=True,
             state=before.attention,
             denominator=self.denominator,
         )
-        return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, ops.total_length(x_BLD.shape[1]))
+        total = ops.total_length(x_BLD.shape[1])
+        return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, total, unit_BH)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, RandomFeatureState]:
         before = self._own(state, x_BD.shape[0])
@@ -125,6 +141,11 @@ class RandomFeatureAttention(TokenMixer):
         if before.position_B is not None:
             q, k = (rotate(t[:, :, None], before.position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
         log_gate, key_scale = self._gates(x_BD)
+        unit_BH = before.unit_BH
+        if unit_BH is not None:
+            log_gate, key_scale, unit_BH = step_key_weights(
+                log_key_weights(k, self.sigma_H1K), unit_BH, log_gate_BH=log_gate, key_scale_BH=key_scale
+            )
         out_BHV, attention = linear_attention_step(
             q,
             k,
@@ -135,7 +156,7 @@ class RandomFeatureAttention(TokenMixer):
             key_scale_BH=key_scale,
             denominator=self.denominator,
         )
-        return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1)
+        return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
 
     def initial_state(self, batch: int) -> RandomFeatureState:
         config = self.config
@@ -148,11 +169,14 @@ class RandomFeatureAttention(TokenMixer):
         position_B = None
         if config.rotary is not None:
             position_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        unit_BH = None
+        if config.weighting == "norm":
+            unit_BH = torch.zeros(batch, config.num_heads, dtype=torch.float64, device=weight.device)
         if self.convolution is None:
             tail_BKD = weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False)
         else:
             tail_BKD = self.convolution.initial_tail(batch)
-        return RandomFeatureState(attention, tail_BKD, position_B)
+        return RandomFeatureState(attention, tail_BKD, position_B, unit_BH)
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""
@@ -169,26 +193,3 @@ class RandomFeatureAttention(TokenMixer):
         if not isinstance(state, RandomFeatureState):
             raise InputError(f"a {type(state).__name__} was given to random feature attention; it needs its own state")
         return state
-
-
-def redraw_pools(model: nn.Module, step: int) -> bool:
-    """New random matrices for a training step in every layer that has a pool; whether any has."""
-    mixers = [module for module in model.modules() if isinstance(module, RandomFeatureAttention)]
-    redrawn = [mixer.redraw(step) for mixer in mixers]  # all of them, not up to the first
-    return any(redrawn)
-
-
-def _matrices_at_test(config: RandomFeatureConfig) -> torch.Tensor:
-    """One fixed matrix per head, [H, D, K]: the first ones of the pool, where there is one."""
-    heads, num_random, size = config.num_heads, config.num_random, config.head_size
-    if config.pool:
-        return _from_pool(config, list(range(heads)))
-    generator = torch.Generator().manual_seed(config.seed)
-    if config.orthogonal:
-        return torch.stack([orthogonal_rows(num_random, size, generator) for _ in range(heads)])
-    return torch.randn(heads, num_random, size, generator=generator)
-
-
-def _from_pool(config: RandomFeatureConfig, indices: list[int]) -> torch.Tensor:
-    sizes = (config.num_random, config.head_size)
-    return torch.stack([pool_matrix(config.seed, i, *sizes, orthogonal=config.orthogonal) for i in indices])

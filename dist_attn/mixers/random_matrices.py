@@ -1,9 +1,44 @@
 """Random vectors of feature maps: Gaussian or orthogonal, one set per head, or drawn from a pool at every step."""
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
-__all__ = ["draw_from_pool", "orthogonal_rows", "pool_matrix"]
+__all__ = ["MatrixConfig", "draw_from_pool", "matrices_at_test", "matrices_of_step", "orthogonal_rows", "pool_matrix"]
+
+
+class MatrixConfig(Protocol):
+    """What says which random matrices the heads of a mixer have."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def num_random(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def orthogonal(self) -> bool: ...
+    @property
+    def pool(self) -> int: ...
+
+
+def matrices_at_test(config: MatrixConfig) -> torch.Tensor:
+    """One fixed matrix per head, [H, D, K]: the first ones of the pool, where there is one."""
+    heads, num_random, size = config.num_heads, config.num_random, config.head_size
+    if config.pool:
+        return _from_pool(config, list(range(heads)))
+    generator = torch.Generator().manual_seed(config.seed)
+    if config.orthogonal:
+        return torch.stack([orthogonal_rows(num_random, size, generator) for _ in range(heads)])
+    return torch.randn(heads, num_random, size, generator=generator)
+
+
+def matrices_of_step(config: MatrixConfig, step: int) -> torch.Tensor:
+    """The pool's matrices that the heads take at a training step, [H, D, K]."""
+    return _from_pool(config, draw_from_pool(config.seed, step, config.num_heads, config.pool))
 
 
 def pool_matrix(seed: int, index: int, num_random: int, size: int, *, orthogonal: bool) -> torch.Tensor:
@@ -38,6 +73,11 @@ def orthogonal_rows(num_random: int, size: int, generator: torch.Generator) -> t
     lengths_D1 = torch.randn(num_random, size, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
     w_DK: torch.Tensor = torch.cat(blocks) * lengths_D1
     return w_DK.float()
+
+
+def _from_pool(config: MatrixConfig, indices: list[int]) -> torch.Tensor:
+    sizes = (config.num_random, config.head_size)
+    return torch.stack([pool_matrix(config.seed, i, *sizes, orthogonal=config.orthogonal) for i in indices])
 
 
 def _generator(*key: int) -> torch.Generator:

@@ -33,6 +33,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention,
     relative_attention_streaming,
 )
+from dist_attn.ops.running_maximum import Maxima, running_maximum
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     RelativePositions,
@@ -147,6 +148,10 @@ class SequenceOps(Protocol):
     ) -> torch.Tensor: ...
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
+
+    def running_maximum(
+        self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
+    ) -> Maxima: ...
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor: ...
 
@@ -340,6 +345,12 @@ class LocalSequenceOps:
         if self.documents:
             return packed_fourier_mix(x_BLD, norm=norm, documents=self.documents)
         return fourier_mix(x_BLD, norm=norm)
+
+    def running_maximum(
+        self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
+    ) -> Maxima:
+        """See `dist_attn.ops.running_maximum`."""
+        return running_maximum(x_BHS, before_BH, log_gate_BHS=log_gate_BHS, documents=self.documents or ())
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
         """The sum over all tokens, [B, L, D] -> [B, D]."""

@@ -15,6 +15,7 @@ from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_doc
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
+from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.call_agreement import Setting, agree_on_call
 from dist_attn.sharded.carry_scan import sharded_linear_attention
@@ -34,6 +35,7 @@ from dist_attn.sharded.packed_whole import (
 )
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
+from dist_attn.sharded.running_maximum import sharded_running_maximum
 from dist_attn.sharded.softmax import CacheKept, ShardedSoftmax, SoftmaxExchange, relative_settings
 from dist_attn.sharded.token_mixing import sharded_mix_tokens
 from dist_attn.sharded.two_layouts import over_two_layouts
@@ -386,6 +388,16 @@ class ShardedSequenceOps:
         if self._packed:
             return sharded_packed_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
         return sharded_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
+
+    def running_maximum(
+        self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
+    ) -> Maxima:
+        """See `sharded.running_maximum.sharded_running_maximum`; keys lie on `memory_layout` where one is given."""
+        if log_gate_BHS is not None:
+            self._refuse_deterministic("the running maximum of gated keys")
+        self._check("keys", x_BHS.shape[2], self._memory)
+        self._agree("running_maximum", {"x": x_BHS, "log_gate": log_gate_BHS}, 2, before=before_BH)
+        return sharded_running_maximum(self._comm, self._memory, x_BHS, before_BH, log_gate_BHS=log_gate_BHS)
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
         """The sum over the tokens of all ranks, [B, L, D] -> [B, D], on every rank.

@@ -49,6 +49,12 @@ CONFIGS = {
     "rfa-rotary": RandomFeatureConfig(
         kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=8, rotary=RotaryConfig(size=2), projection_bias=True
     ),
+    "rfa-key-weights": RandomFeatureConfig(
+        kind="rfa", hidden_size=SIZE, num_heads=HEADS, num_random=6, weighting="norm", rotary=RotaryConfig(size=2)
+    ),
+    "rfa_gate-key-weights": RandomFeatureConfig(
+        kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, weighting="norm", short_convolution=0
+    ),
     "rfa-one-gate": RandomFeatureConfig(
         kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, shared_gate=True, orthogonal=True, pool=5
     ),

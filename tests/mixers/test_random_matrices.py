@@ -2,9 +2,19 @@
 
 import pytest
 import torch
+from pydantic import TypeAdapter, ValidationError
 
-from dist_attn.mixers import RandomFeatureAttention, RandomFeatureConfig
+from dist_attn.mixers import (
+    BidirectionalConfig,
+    CrossAttention,
+    CrossConfig,
+    RandomFeatureAttention,
+    RandomFeatureConfig,
+    build_mixer,
+    redraw_pools,
+)
 from dist_attn.mixers.random_matrices import draw_from_pool, orthogonal_rows, pool_matrix
+from dist_attn.models import ModelConfig, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.training import train
 from tests.support.closeness import assert_close
@@ -56,6 +66,76 @@ def test_a_pool_is_drawn_from_in_training_alone() -> None:
     assert seen == set(range(10))
     assert draw_from_pool(0, 7, 3, 10) != draw_from_pool(1, 7, 3, 10)
     assert not _mixer().redraw(3)
+
+
+ENCODER = {"hidden_size": 12, "num_layers": 2, "mlp_size": 12, "positions": "none"}
+HEADS = {"hidden_size": 12, "num_heads": 3, "num_random": 8, "pool": 10, "orthogonal": True}
+SEEN = {"kind": "bidirectional", "attention": "rfa", **HEADS}
+IMAGE = {"height": 2, "width": 4, "channels": 1, "patch": 1}
+POOLED: dict[str, dict[str, object]] = {
+    "language_model": {
+        "hidden_size": 12,
+        "num_layers": 2,
+        "mlp_size": 12,
+        "vocab_size": 7,
+        "mixer": {"kind": "rfa_gate", **HEADS},
+    },
+    "text_classifier": {"vocab_size": 7, "num_classes": 2, "encoder": {**ENCODER, "mixer": SEEN}},
+    "vision_classifier": {"num_classes": 2, "image": IMAGE, "encoder": {**ENCODER, "mixer": SEEN}},
+    "masked_autoencoder": {"image": IMAGE, "encoder": {**ENCODER, "mixer": SEEN}},
+    "encoder_decoder": {
+        "vocab_size": 7,
+        "encoder": {**ENCODER, "mixer": {**SEEN, "attention": "softmax", "pool": 0, "orthogonal": False}},
+        "decoder": {
+            "num_layers": 2,
+            "mlp_size": 12,
+            "mixer": {"kind": "rfa", **HEADS, "pool": 0},
+            "cross": {"attention": "rfa", **HEADS},
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("kind", POOLED)
+def test_every_kind_of_model_draws_from_its_pools(kind: str) -> None:
+    """A redraw changes what the model gives in training, by the step alone, and nothing at test."""
+    config = TypeAdapter(ModelConfig).validate_python({"kind": kind, **POOLED[kind]})
+    model = build_model(config)
+    tokens = torch.arange(8)[None] % 7
+
+    def output() -> torch.Tensor:
+        with torch.no_grad():
+            match kind:
+                case "encoder_decoder":
+                    return model(tokens, tokens)
+                case "language_model":
+                    return model.logits(tokens)
+                case "masked_autoencoder":
+                    return model(model.prepare(tokens.float().view(1, 1, 2, 4)), tokens == 3)
+                case "vision_classifier":
+                    return model.classify(tokens.float().view(1, 1, 2, 4))
+            return model.classify(tokens)
+
+    at_test = model.eval() and output()
+    outputs = []
+    for step in (4, 5, 4):
+        assert redraw_pools(model, step)
+        outputs.append(model.train() and output())
+        assert torch.equal(model.eval() and output(), at_test)
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def test_orthogonal_matrices_are_those_of_every_mixer() -> None:
+    """The option means the same for attention that sees all keys as for causal attention: the same matrices."""
+    values = {"hidden_size": 12, "num_heads": 3, "num_random": 8, "orthogonal": True}
+    seen = build_mixer(BidirectionalConfig(attention="rfa", **values))
+    assert torch.equal(seen.attend.w_HDK, _mixer(orthogonal=True).w_HDK)
+    cross = CrossAttention(CrossConfig(attention="rfa", **values, pool=5))
+    assert torch.equal(cross.attend.w_HDK, _mixer(orthogonal=True, pool=5).w_HDK)
+    for options in ({"pool": 2}, {"attention": "softmax", "pool": 200}, {"attention": "elu", "orthogonal": True}):
+        with pytest.raises(ValidationError):
+            BidirectionalConfig.model_validate({"hidden_size": 12, "num_heads": 3, "attention": "rfa", **options})
 
 
 def test_one_gate_for_all_heads() -> None:

@@ -27,6 +27,8 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "low-rank state space": {"mixer": {"kind": "s4", "state_size": 8}},
     "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
     "full state space, learned": {"mixer": {"kind": "lssl", "state_size": 8, "transition": "learned", "alpha": 1.0}},
+    "key weights": {"mixer": {"kind": "rfa", "num_heads": 4, "num_random": 16, "weighting": "norm"}},
+    "gated key weights": {"mixer": {"kind": "rfa_gate", "num_heads": 8, "num_random": 16, "weighting": "norm"}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
     "softmax, relative": {"mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 5}}},
     "softmax, relative keys, shared": {
