@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RehearsalSettings", "measured_rates"]
 
-READ_S = 3.0
+READ_S = 5.0
 WARM_UP_BLOCKS = 1
 TEXT_BYTES = 1 << 18  # as much as `encode` reads at once
 MATMUL_S = 0.3
