@@ -239,14 +239,30 @@ def train(
     from dist_attn.engine.progress import training_progress
     from dist_attn.training import train as run_training
     from dist_attn.training.config import read_config
+    from dist_attn.training.stopping import stop_on_signals
 
     settings = read_config(config, set_ or ())
     with (
         _ended_in_order(),
         open_communicator(timeout_s=settings.run.wait_seconds) as comm,
         training_progress(settings.run.steps, wanted=comm.rank == 0) as shown,
+        stop_on_signals() as stop,
     ):
-        run_training(settings, resume=resume, report=shown.report, comm=comm, progress=shown.reading)
+        last = run_training(
+            settings,
+            resume=resume,
+            report=shown.report,
+            progress=shown.reading,
+            tell=shown.tell,
+            stop=stop,
+            comm=comm,
+        )
+    if last.get("stopped"):
+        name = "a signal on another rank" if stop.signal is None else stop.signal.name
+        said = (
+            f"stopped by {name} after step {last['step']} of {settings.run.steps}, which is saved: go on with --resume"
+        )
+        raise typer.Exit(_complain(said, 128 + (stop.signal or signal.SIGTERM)))
 
 
 @app.command()

@@ -11,6 +11,7 @@
     ├── WireError                     a message between processes that cannot be read or is out of order
     ├── NotFiniteError                a NaN or an infinity, named where `check_finite` asks for it
     ├── EngineError                   the rank group failed while it held work
+    ├── StorageError                  a file could not be written, as on a full disk
     └── MissingExtraError             an optional dependency is needed; says which `pip install` gives it
 
 A message says what was given, what was needed and what to do about it.
@@ -27,6 +28,7 @@ __all__ = [
     "ModelFolderError",
     "NotFiniteError",
     "ShapeError",
+    "StorageError",
     "TokenError",
     "WireError",
 ]
@@ -74,6 +76,10 @@ class NotFiniteError(DistAttnError):
 
 class EngineError(DistAttnError):
     """The rank group failed while it held work."""
+
+
+class StorageError(DistAttnError):
+    """A file could not be written, as on a full disk."""
 
 
 class MissingExtraError(DistAttnError):

@@ -31,6 +31,8 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "arrow": (("pyarrow",), "encodings as Arrow"),
     "redis": (("redis",), "states shared by several controllers"),
     "hf": (("transformers",), "models in Hugging Face's Auto classes"),
+    "plot": (("matplotlib",), "pictures of training runs"),
+    "tensorboard": (("tensorboard",), "training runs in TensorBoard"),
     "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),
 }
 

@@ -3,8 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, final
 
 from rich.console import Console
 from rich.progress import (
@@ -32,15 +31,20 @@ def byte_progress(title: str, total: int, *, wanted: bool = True) -> Iterator[Ca
         yield lambda done: progress.update(task, completed=done)
 
 
-@dataclass(frozen=True)
-class TrainingProgress:
-    """What a run tells while it works."""
+class TrainingProgress(Protocol):
+    """Shows a person how a run goes."""
 
-    report: Callable[[dict[str, Any]], None]
-    """Takes the run's metrics."""
+    def report(self, metrics: dict[str, Any]) -> None:
+        """Take one report of the run: a loss, or a validation."""
+        ...
 
-    reading: Callable[[str, int, int], None]
-    """Takes what is made ready before the first step, the bytes of it that are done, and all of them."""
+    def reading(self, what: str, done: int, total: int) -> None:
+        """Take what is made ready before the first step, the bytes of it that are done, and all of them."""
+        ...
+
+    def tell(self, line: str) -> None:
+        """Say something that is no number."""
+        ...
 
 
 @contextlib.contextmanager
@@ -50,36 +54,81 @@ def training_progress(steps: int, *, wanted: bool = True) -> Iterator[TrainingPr
     Nothing at all unless it is `wanted`.
     """
     if not wanted:
-        yield TrainingProgress(lambda _: None, lambda *_: None)
-        return
-    if not sys.stderr.isatty():
-        yield TrainingProgress(lambda values: print(_line(values), flush=True), lambda *_: None)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600) as progress:
-        run: TaskID | None = None
-        texts: dict[str, TaskID] = {}
+        yield _Silent()
+    elif not sys.stderr.isatty():
+        yield _Lines()
+    else:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[told]}"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+        )
+        with Progress(*columns, console=Console(stderr=True), speed_estimate_period=600, expand=True) as progress:
+            yield _Bar(progress, steps)
 
-        def show(values: dict[str, Any]) -> None:
-            nonlocal run
-            # The time left counts from the first report: a resumed run did not do its earlier steps just now.
-            move = progress.reset if run is None else progress.update
-            run = progress.add_task("training", total=steps, said="") if run is None else run
-            move(run, completed=values["step"])
-            if "loss" in values:
-                name = next(name for name in values if name.endswith("_per_second"))
-                speed = f"{values[name]:,.0f} {name.removesuffix('_per_second')}/s"
-                progress.update(run, said=f"{values['step']}/{steps} steps  loss {values['loss']:.4f}  {speed}")
-            else:
-                progress.console.print(_line(values), markup=False, highlight=False)
 
-        def read(what: str, done: int, total: int) -> None:
-            if what not in texts:
-                texts[what] = progress.add_task(what, total=total, said="")
-            said = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-            progress.update(texts[what], completed=done, total=total, said=said)
+@final
+class _Silent:
+    def report(self, metrics: dict[str, Any]) -> None:
+        pass
 
-        yield TrainingProgress(show, read)
+    def reading(self, what: str, done: int, total: int) -> None:
+        pass
+
+    def tell(self, line: str) -> None:
+        pass
+
+
+@final
+class _Lines:
+    def report(self, metrics: dict[str, Any]) -> None:
+        print(_line(metrics), flush=True)
+
+    def reading(self, what: str, done: int, total: int) -> None:
+        pass
+
+    def tell(self, line: str) -> None:
+        print(line, flush=True)
+
+
+@final
+class _Bar:
+    """Step k of n, loss, speed, the last validation, the time left; each validation also stays as a line above."""
+
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self._progress, self._steps = progress, steps
+        self._run: TaskID | None = None
+        self._texts: dict[str, TaskID] = {}
+        self._training = self._validation = ""
+
+    def report(self, metrics: dict[str, Any]) -> None:
+        # The time left counts from the first report: a resumed run did not do its earlier steps just now.
+        move = self._progress.reset if self._run is None else self._progress.update
+        if self._run is None:
+            self._run = self._progress.add_task("training", total=self._steps, told="")
+        move(self._run, completed=metrics["step"])
+        speeds = [name for name in metrics if name.endswith("_per_second")]
+        if "loss" in metrics:
+            parts = [f"loss {metrics['loss']:.4f}"]
+            parts += [f"{metrics[name]:,.0f} {name.removesuffix('_per_second')}/s" for name in speeds]
+            self._training = "  ".join(parts)
+        else:
+            scores = {name: value for name, value in metrics.items() if isinstance(value, float)}
+            self._validation = _line(scores)
+            self.tell(_line(metrics))
+        told = "  ".join(filter(None, (self._training, self._validation)))
+        self._progress.update(self._run, description=f"step {metrics['step']} of {self._steps}", told=told)
+
+    def reading(self, what: str, done: int, total: int) -> None:
+        if what not in self._texts:
+            self._texts[what] = self._progress.add_task(what, total=total, told="")
+        told = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        self._progress.update(self._texts[what], completed=done, total=total, told=told)
+
+    def tell(self, line: str) -> None:
+        self._progress.console.print(line, markup=False, highlight=False)
 
 
 def _line(values: dict[str, Any]) -> str:

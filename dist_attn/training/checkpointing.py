@@ -12,7 +12,7 @@ from torch import nn
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["latest_checkpoint", "restore", "save"]
+__all__ = ["latest_checkpoint", "read_weights", "restore", "save"]
 
 FILES = ("model", "optimiser", "carried_state")
 
@@ -25,17 +25,21 @@ def save(
     carried: Mapping[str, torch.Tensor],
     keep: int,
 ) -> None:
-    """Write `folder/step-NNNNNN`; the newest `keep` checkpoints stay."""
+    """Write `folder/step-NNNNNN`; the newest `keep` checkpoints stay. A failure leaves those that were there."""
     final = folder / f"step-{step:06d}"
     temporary = folder / f".step-{step:06d}.writing"
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    save_file({n: t.contiguous() for n, t in model.state_dict().items()}, temporary / "model.safetensors")
-    save_file(dict(_optimiser_tensors(optimisers)), temporary / "optimiser.safetensors")
-    save_file({n: t.contiguous() for n, t in carried.items()}, temporary / "carried_state.safetensors")
-    (temporary / "progress.json").write_text(json.dumps({"step": step}))
-    shutil.rmtree(final, ignore_errors=True)
-    temporary.rename(final)
+    try:
+        temporary.mkdir(parents=True)
+        save_file({n: t.contiguous() for n, t in model.state_dict().items()}, temporary / "model.safetensors")
+        save_file(dict(_optimiser_tensors(optimisers)), temporary / "optimiser.safetensors")
+        save_file({n: t.contiguous() for n, t in carried.items()}, temporary / "carried_state.safetensors")
+        (temporary / "progress.json").write_text(json.dumps({"step": step}))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+    except (OSError, SafetensorError):
+        shutil.rmtree(temporary, ignore_errors=True)  # on a full disk it is in the way
+        raise
     for old in _checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
 
@@ -45,6 +49,14 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(_checkpoints(folder)), None)
 
 
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The weights of the model, and its buffers, as the checkpoint has them.
+
+    Raises: ConfigError for a damaged checkpoint.
+    """
+    return _read(checkpoint, "model")
+
+
 def restore(
     checkpoint: Path, model: nn.Module, optimisers: Sequence[torch.optim.Optimizer]
 ) -> tuple[int, dict[str, torch.Tensor]]:
@@ -52,12 +64,7 @@ def restore(
 
     Raises: ConfigError when the checkpoint belongs to another model or optimiser.
     """
-    try:
-        weights, tensors, carried = (load_file(checkpoint / f"{name}.safetensors") for name in FILES)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"checkpoint {checkpoint} is damaged: {error}; delete it to resume from an older one"
-        ) from None
+    weights, tensors, carried = (_read(checkpoint, name) for name in FILES)
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
@@ -66,6 +73,15 @@ def restore(
     for index, optimiser in enumerate(optimisers):
         _restore_optimiser(optimiser, index, tensors, checkpoint)
     return _step(checkpoint), carried
+
+
+def _read(checkpoint: Path, name: str) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(checkpoint / f"{name}.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            f"checkpoint {checkpoint} is damaged: {error}; delete it to resume from an older one"
+        ) from None
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -109,10 +109,29 @@ class RunConfig(_Config):
     checkpoint_every: int = Field(default=250, ge=1)
     # So many of the newest checkpoints stay; an average of the last ones needs them.
     keep_checkpoints: int = Field(default=2, ge=1)
+    # The run ends after so many validations in a row that were not better than the best by more than `min_delta`.
+    patience: int | None = Field(default=None, ge=1)
+    min_delta: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    # Which weights the model folder gets. The best checkpoint by validation is kept in either case.
+    export: Literal["last", "best"] = "last"
+    # What the run folder gets beside metrics.jsonl: events for TensorBoard, and a picture of the losses.
+    tensorboard: bool = True
+    plot: bool = True
 
 
 # What may change when a run goes on: where and by how many it is worked on, not what it computes.
-EXECUTION = frozenset({"activation_checkpointing", "threads", "data_ranks", "sequence_ranks", "wait_seconds"})
+EXECUTION = frozenset(
+    {
+        "activation_checkpointing",
+        "data_ranks",
+        "export",
+        "plot",
+        "sequence_ranks",
+        "tensorboard",
+        "threads",
+        "wait_seconds",
+    }
+)
 
 
 class TrainingConfig(_Config):

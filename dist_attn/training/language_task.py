@@ -30,6 +30,7 @@ class LanguageTask(Task):
     """
 
     model: LanguageModel
+    loss_unit = "nats per token"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data, model = cast(TextDataConfig, config.data), cast(LanguageModelConfig, config.model)

@@ -7,22 +7,26 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, InputError
 from dist_attn.models.recomputation import recompute_layers
+from dist_attn.training.best_checkpoint import find_best, keep_best
 from dist_attn.training.build_task import build_task
-from dist_attn.training.checkpointing import latest_checkpoint, restore, save
+from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
 from dist_attn.training.config import EXECUTION, TrainingConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.finite import check_finite
 from dist_attn.training.gradients import sum_gradients
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers, schedule
-from dist_attn.training.run_folder import check_folder, claim_folder
-from dist_attn.training.run_log import CallbackSink, JsonLines, Metrics, RunLog, Sink
+from dist_attn.training.report import Tell, open_log
+from dist_attn.training.run_folder import METRICS, check_folder, claim_folder, read_metrics
+from dist_attn.training.run_log import Metrics, RunLog
+from dist_attn.training.standing import Standing
+from dist_attn.training.storage import writing
 from dist_attn.training.task import Task
 
 __all__ = ["train"]
@@ -35,6 +39,8 @@ def train(
     *,
     resume: bool = False,
     report: Report = lambda _: None,
+    tell: Tell = lambda _: None,
+    stop: Callable[[], bool] = lambda: False,
     comm: Communicator | None = None,
     progress: Progress = nothing_shown,
 ) -> Metrics:
@@ -42,14 +48,17 @@ def train(
     metrics.jsonl, checkpoints/ and, at the end, model/ (a model folder for `load_model`); rank 0 writes it, and tells
     `progress` of text that is tokenised.
 
+    `report` is given the metrics, `tell` lines for people. Once `stop()` is true on any rank, the run saves a
+    checkpoint after the step and returns metrics with `stopped`.
+
     Raises: ConfigError for a folder in use or a resume that does not fit; EngineError when the loss is not finite, or
-        for what went wrong on another rank; CommError when a rank is lost.
+        for what went wrong on another rank; StorageError for a full disk; CommError when a rank is lost.
     """
     world = LocalCommunicator() if comm is None else comm
     with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh:
         run = _Run(config, resume, mesh, progress)
         try:
-            return run.to_the_end(report)
+            return run.to_the_end(report, tell, stop)
         except (InputError, OSError) as error:
             if mesh.is_first:
                 raise
@@ -70,6 +79,7 @@ class _Run:
         self.micro_batches = mesh.together(lambda: mesh.micro_batches(self.task.batch, config.data.micro_batches))
         mesh.broadcast_weights(self.model)
         self.optimisers = build_optimisers(self.model, config.optimiser)
+        self.standing = Standing(self.task.criterion, config.run)
         self.step = 0
         # Only now that everything fits: a start that failed leaves the folder free.
         newest = latest_checkpoint(self.folder / "checkpoints")
@@ -77,7 +87,8 @@ class _Run:
             self.step, carried = mesh.together(lambda: restore(newest, self.model, self.optimisers))
             rows = self.share.rows(self.task.batch)
             mesh.together(lambda: self.task.carry({name: tensor[rows] for name, tensor in carried.items()}))
-        mesh.together(lambda: claim_folder(config, self.step) if mesh.is_first else None)
+        self.standing.see_all(mesh.together(lambda: read_metrics(self.folder, self.step)) if resume else [])
+        mesh.together(lambda: self._claim_folder() if mesh.is_first else None)
 
     def _prepare(self, resume: bool) -> Task:
         torch.manual_seed(self.config.run.seed)
@@ -85,26 +96,30 @@ class _Run:
             check_folder(self.config, resume)
         return build_task(self.config, self.share, self.progress)
 
+    def _claim_folder(self) -> None:
+        with writing("config.json", self.folder):
+            claim_folder(self.config, self.step)
+            if self.standing.best is not None:
+                # The run may have been killed between a checkpoint and its second name.
+                keep_best(self.folder / "checkpoints", self.standing.best["step"])
+
     def _first_on_rank_0(self, work: Callable[[], Task]) -> Task:
         """What rank 0 has written into the folder (the tokens of the texts) the others find there."""
         first = self.mesh.together(lambda: work() if self.mesh.is_first else None)
         others = self.mesh.together(lambda: None if self.mesh.is_first else work())
         return cast(Task, first or others)
 
-    def to_the_end(self, report: Report) -> Metrics:
+    def to_the_end(self, report: Report, tell: Tell, stop: Callable[[], bool]) -> Metrics:
         run, unit = self.config.run, self.task.unit
         last: Metrics = {"step": self.step}
         started, begun, losses = time.perf_counter(), self.step, []
-        sinks: list[Sink] = []
-        if self.mesh.is_first:
-            sinks = [JsonLines(self.folder / "metrics.jsonl"), CallbackSink(report)]
-        with RunLog(sinks) as log:
-            while self.step < run.steps:
+        with self._open_log(report, tell) as log:
+            while not self._is_over:
                 losses.append(self._train_step())
                 self.step += 1
+                seen = self.task.seen(self.step)
                 if self._due(run.log_every):
                     elapsed = time.perf_counter() - started
-                    seen = self.task.seen(self.step)
                     last = {
                         "step": self.step,
                         "steps": run.steps,
@@ -114,14 +129,39 @@ class _Run:
                         f"{unit}_per_second": round((seen - self.task.seen(begun)) / elapsed, 1),
                     }
                     started, begun, losses = time.perf_counter(), self.step, []
-                    log.write(last)
+                    self._write(log, last)
+                best = False
                 if self._due(run.evaluate_every) and (scores := self._validate()):
-                    last = {"step": self.step, **scores}
-                    log.write(last)
-                if self._due(run.checkpoint_every):
-                    self._save()
+                    last = {"step": self.step, unit: seen, **scores}
+                    self._write(log, last)
+                    best = self.standing.see(last)
+                stopped = self._asked_to(stop) and not self._is_over
+                if self._due(run.checkpoint_every) or best or stopped or self._is_over:
+                    self._save(best)
+                if stopped:
+                    return {**last, "step": self.step, "stopped": True}
         self._export(last)
         return last
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.config.run.steps or self.standing.is_over
+
+    def _asked_to(self, stop: Callable[[], bool]) -> bool:
+        """Whether any rank was asked to stop: a signal reaches them in the midst of different steps."""
+        return bool(self.share.sum(torch.tensor(float(stop()))))
+
+    def _open_log(self, report: Report, tell: Tell) -> RunLog:
+        if not self.mesh.is_first:
+            return RunLog([])
+        return open_log(self.config.run, self.task, self.step, report, tell)
+
+    def _write(self, log: RunLog, metrics: Metrics) -> None:
+        def write() -> None:
+            with writing(METRICS, self.folder):
+                log.write(metrics)
+
+        self.mesh.together(write)
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.run.steps
@@ -156,25 +196,35 @@ class _Run:
         self.model.train()
         return scores
 
-    def _save(self) -> None:
-        checkpoints, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
+    def _save(self, best: bool) -> None:
         carried = self.mesh.gather_rows(self.task.carried(), self.task.batch)
-        if self.mesh.is_first:
+        self.mesh.together(lambda: self._save_files(carried, best) if self.mesh.is_first else None)
+
+    def _save_files(self, carried: dict[str, Tensor], best: bool) -> None:
+        checkpoints, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
+        with writing(f"the checkpoint of step {self.step}", self.folder):
             save(checkpoints, self.step, self.model, self.optimisers, carried, keep)
-        self.mesh.world.barrier(label="checkpoint")
+            if best:
+                keep_best(checkpoints, self.step)
 
     def _export(self, last: Metrics) -> None:
+        if not self.mesh.is_first:
+            return
+        step, weights = self.step, self.model.state_dict()
+        if self.config.run.export == "best" and self.standing.best is not None:
+            last = self.standing.best
+            step, weights = last["step"], read_weights(find_best(self.folder / "checkpoints", last["step"]))
         facts: dict[str, Any] = {
-            f"{self.task.unit}_seen": self.task.seen(self.step),
-            "steps": self.step,
+            f"{self.task.unit}_seen": self.task.seen(step),
+            "steps": step,
             # Where the run lived on its machine is nobody else's business.
             "training": self.config.model_dump(
                 mode="json", include={"optimiser", "run"}, exclude={"run": {"folder", "begin_from", *EXECUTION}}
             ),
             "last": last,
         }
-        if self.mesh.is_first:
-            self.task.export(self.folder / "model", self.model.state_dict(), facts)
+        with writing("the model", self.folder):
+            self.task.export(self.folder / "model", weights, facts)
 
 
 def _step_seed(*numbers: int) -> int:

@@ -1,6 +1,7 @@
 """The folder of a run: whose it is, and what stands in it when a run begins or goes on."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ from pydantic import ValidationError
 from dist_attn.errors import ConfigError
 from dist_attn.training.config import EXECUTION, TrainingConfig
 
-__all__ = ["check_folder", "claim_folder"]
+__all__ = ["METRICS", "check_folder", "claim_folder", "read_metrics"]
+
+METRICS = "metrics.jsonl"
 
 
 def check_folder(config: TrainingConfig, resume: bool) -> None:
@@ -33,13 +36,21 @@ def check_folder(config: TrainingConfig, resume: bool) -> None:
 
 def claim_folder(config: TrainingConfig, step: int) -> None:
     """Make the folder this run's own, and forget the metrics of steps after `step`, which are about to come again."""
-    path = config.run.folder / "metrics.jsonl"
+    path = config.run.folder / METRICS
     if path.exists():
-        lines = path.read_text().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        _write_whole(path, "".join(kept))
+        _write_whole(path, "".join(json.dumps(metrics) + "\n" for metrics in read_metrics(config.run.folder, step)))
     written = json.dumps(config.model_dump(mode="json"), indent=2) + "\n"
     _write_whole(config.run.folder / "config.json", written)
+
+
+def read_metrics(folder: Path, step: float = math.inf) -> list[dict[str, Any]]:
+    """The reports of a run up to `step`; half a line at the end, from a run that was killed, is none."""
+    path = folder / METRICS
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    reports = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [report for report in reports if report["step"] <= step]
 
 
 def _differing_sections(before: Any, written: dict[str, Any]) -> list[str]:

@@ -30,12 +30,14 @@ class JsonLines:
     """metrics.jsonl: one object per line, on disk as soon as it is known."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a")
+        # Nothing waits in a buffer: what a full disk refuses is not tried again at the end.
+        self._file = path.open("ab", buffering=0)
 
     def write(self, metrics: Metrics) -> None:
         """Append one line."""
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
+        line = json.dumps(metrics).encode() + b"\n"
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         """Close the file."""

@@ -117,6 +117,7 @@ class Task(ABC):
     """
 
     unit = "tokens"  # what the speed of the run is counted in
+    loss_unit = ""  # what the loss is counted in, for the axis of a picture
 
     def __init__(self, model: nn.Module, batch: int) -> None:
         self.model = model

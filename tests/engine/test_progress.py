@@ -40,34 +40,52 @@ def shown(monkeypatch) -> Callable[[Callable[[], None]], str]:
 
 
 def test_training_shows_a_bar_on_a_terminal(shown, capsys):
-    """On a terminal bars tell of text that is read, steps, loss, speed and the time left; scores are lines above."""
+    """On a terminal the bar has steps, loss, tokens per second and the time left; scores stay as lines above it."""
 
     def draw() -> None:
         with training_progress(40) as progress:
             progress.reading("tokenising", 3_000_000, 6_000_000)
             progress.report(REPORT)
-            progress.report({"step": 20, "bits_per_byte": 2.5, "bytes": 300})
+            progress.report({"step": 20, "tokens": 9000, "bits_per_byte": 2.5, "bytes": 300})
+            progress.tell("no pictures [today]")
 
     drawn = shown(draw)
-    for words in ("tokenising", "3 of 6 MB", "20/40 steps", "loss 3.2500", "1,234 tokens/s", "bits_per_byte 2.5", ":"):
+    for words in (
+        "tokenising",
+        "3 of 6 MB",
+        "step 20 of 40",
+        "loss 3.2500  1,234 tokens/s  bits_per_byte 2.5",
+        "left",
+        ":",
+    ):
         assert words in drawn
+    assert "no pictures [today]" in drawn
+    assert "step 20  tokens 9000  bits_per_byte 2.5  bytes 300" in drawn
     assert capsys.readouterr().out == ""
 
 
 def test_training_prints_lines_where_there_is_no_terminal(capsys):
     """Without a terminal each report is one plain line on stdout, and stderr stays empty."""
-    with training_progress(40, wanted=False) as progress:
-        progress.report(REPORT)
     with training_progress(40) as progress:
         progress.reading("tokenising", 3_000_000, 6_000_000)
         progress.report(REPORT)
         progress.report({"step": 20, "bits_per_byte": 2.5, "bytes": 300})
+        progress.tell("no pictures")
     out, err = capsys.readouterr()
     assert err == ""
     assert out.splitlines() == [
         "step 20  steps 40  loss 3.25  learning_rate 0.01  tokens 9000  tokens_per_second 1234",
         "step 20  bits_per_byte 2.5  bytes 300",
+        "no pictures",
     ]
+
+
+def test_other_ranks_show_nothing(capsys):
+    """Where progress is not wanted neither numbers nor words are printed."""
+    with training_progress(40, wanted=False) as progress:
+        progress.report(REPORT)
+        progress.tell("no pictures")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_bytes_are_drawn_only_for_somebody(shown, capsys):

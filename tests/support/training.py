@@ -34,6 +34,8 @@ def small_run(place: Path, **run: Any) -> TrainingConfig:
             "log_every": 2,
             "evaluate_every": 4,
             "checkpoint_every": 3,
+            "tensorboard": False,
+            "plot": False,
             **run,
         },
     }

@@ -65,7 +65,7 @@ def test_a_run_learns_and_leaves_a_model(tmp_path):
     assert tokeniser.vocab_size == 257
     manifest = json.loads((tmp_path / "run" / "model" / "manifest.json").read_text())
     assert (manifest["steps"], manifest["tokens_seen"]) == (60, 60 * 2 * 24)
-    kept = [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())]
+    kept = [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))]
     assert kept == ["step-000030", "step-000060"]
 
 
@@ -92,7 +92,7 @@ def test_a_killed_run_ends_like_an_undisturbed_one(tmp_path, monkeypatch, kind, 
 
 def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(tmp_path, monkeypatch):
     """A checkpoint is there whole or not at all: killed half-way through the second, the run resumes from the first."""
-    config, whole = small_run(tmp_path), checkpointing.save_file
+    config, whole = small_run(tmp_path, evaluate_every=6), checkpointing.save_file
 
     def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
         if "step-000006" in str(path) and path.name == "carried_state.safetensors":
@@ -106,7 +106,7 @@ def test_a_run_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(t
     assert newest is not None
     assert newest.name == "step-000003"
     train(config, resume=True)
-    assert [report["step"] for report in _metrics(config)] == [2, 4, 4, 6, 6]
+    assert [report["step"] for report in _metrics(config)] == [2, 4, 6, 6]
 
 
 def test_a_resume_killed_while_it_trims_the_metrics_loses_none(tmp_path, monkeypatch):
@@ -250,7 +250,7 @@ def test_a_run_that_blows_up_stops_at_that_step(tmp_path, monkeypatch, where):
     monkeypatch.setattr(LanguageTask, "loss", loss)
     with pytest.raises(EngineError, match=rf"the .*{where} is (nan|inf) at step 4; all parameters are finite"):
         train(small_run(tmp_path, checkpoint_every=1))
-    checkpoints = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert [path.name for path in checkpoints] == ["step-000003", "step-000004"]
     assert all(bool(t.isfinite().all()) for t in load_file(checkpoints[-1] / "model.safetensors").values())
     assert not (tmp_path / "run" / "model").exists()
