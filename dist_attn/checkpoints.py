@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import dist_attn
 from dist_attn.errors import ModelFolderError
-from dist_attn.models import LanguageModel, LanguageModelConfig, Model, ModelConfig, build_model
+from dist_attn.models import LanguageModel, LanguageModelConfig, Model, ModelConfig, TextEncoder, build_model
 from dist_attn.models.config import NAMES_FOR_OTHERS
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
@@ -22,9 +22,12 @@ from dist_attn.text import Tokeniser, load_tokeniser
 
 __all__ = [
     "default_model_folder",
+    "kind_of_model",
     "load_any_model",
     "load_model",
     "load_model_and_tokeniser",
+    "load_reader_and_tokeniser",
+    "load_text_encoder",
     "load_weights",
     "resolve_model_folder",
     "save_model",
@@ -32,6 +35,8 @@ __all__ = [
 
 
 Config = TypeVar("Config")
+
+OTHER_KINDS = ("text_encoder", "text_classifier", "vision_classifier", "masked_autoencoder", "encoder_decoder")
 
 
 def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
@@ -55,6 +60,17 @@ def load_any_model(path_or_name: str | Path | None = None) -> Model:
     return model.eval()
 
 
+def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
+    """`load_model` for a text encoder.
+
+    Raises: ModelFolderError as `load_model`, and for a model of another kind.
+    """
+    model = load_any_model(path_or_name)
+    if not isinstance(model, TextEncoder):
+        raise ModelFolderError(f"{path_or_name} holds a {model.config.kind}; needed is a text_encoder")
+    return model
+
+
 def load_model_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[LanguageModel, Tokeniser]:
     """The model of a folder and the tokeniser beside it.
 
@@ -62,19 +78,53 @@ def load_model_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[La
     """
     folder = resolve_model_folder(path_or_name)
     tokeniser, model = load_tokeniser(folder), load_model(folder)
-    if tokeniser.vocab_size != model.config.vocab_size:
+    _check_vocabulary(folder, tokeniser, model.config.vocab_size)
+    return model, tokeniser
+
+
+def load_reader_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[LanguageModel | TextEncoder, Tokeniser]:
+    """`load_model_and_tokeniser` for whatever makes vectors of texts: a language model or a text encoder.
+
+    Raises: ModelFolderError as `load_model_and_tokeniser`.
+    """
+    folder = resolve_model_folder(path_or_name)
+    if kind_of_model(folder) != "text_encoder":
+        return load_model_and_tokeniser(folder)
+    tokeniser, model = load_tokeniser(folder), load_text_encoder(folder)
+    _check_vocabulary(folder, tokeniser, model.config.vocab_size)
+    return model, tokeniser
+
+
+def _check_vocabulary(folder: Path, tokeniser: Tokeniser, vocab_size: int) -> None:
+    if tokeniser.vocab_size != vocab_size:
         raise ModelFolderError(
-            f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {model.config.vocab_size}; "
+            f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {vocab_size}; "
             "they must be equal, so the files are of two models"
         )
-    return model, tokeniser
+
+
+def kind_of_model(folder: Path) -> str:
+    """The `kind` that config.json names; empty where it names none.
+
+    Raises: ModelFolderError when it cannot be read.
+    """
+    try:
+        values = json.loads((folder / "config.json").read_bytes())
+    except OSError as error:
+        raise ModelFolderError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from None
+    except ValueError:
+        return ""  # whoever reads the whole file says what is wrong with it
+    return str(values.get("kind", "")) if isinstance(values, dict) else ""
 
 
 def read_config(folder: Path) -> LanguageModelConfig:
     """The configuration in a model folder.
 
-    Raises: ModelFolderError when config.json is not a configuration of a model of ours.
+    Raises: ModelFolderError when config.json is not a configuration of a language model of ours.
     """
+    kind = kind_of_model(folder)
+    if kind in OTHER_KINDS:
+        raise ModelFolderError(f"{folder} holds a {kind}; needed here is a language model, which can write")
     return _read_config(folder, TypeAdapter(LanguageModelConfig))
 
 

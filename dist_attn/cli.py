@@ -120,8 +120,13 @@ def encode(
     granularity: Annotated[
         Literal["token", "window", "document"], typer.Option(help="One row per token, per window, or one in all.")
     ] = "window",
-    window: Annotated[int, typer.Option(help="Tokens per window.", min=1, max=1 << 53)] = 512,
-    pooling: Annotated[Literal["mean", "last"], typer.Option(help="How a window's vectors become one.")] = "mean",
+    window: Annotated[
+        int | None,
+        typer.Option(help="Tokens per window (default: 512, or all the model reads at once).", min=1, max=1 << 53),
+    ] = None,
+    pooling: Annotated[
+        Literal["mean", "last"] | None, typer.Option(help="How a window's vectors become one (default: mean).")
+    ] = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bytes for any number of ranks; slower.")
     ] = False,
@@ -132,15 +137,20 @@ def encode(
 
     Example: dist-attn encode book.txt --out book.npy
     """
-    from dist_attn.checkpoints import load_model_and_tokeniser
+    from dist_attn.checkpoints import load_reader_and_tokeniser
     from dist_attn.comm import open_communicator
     from dist_attn.engine.encode_file import encode_file
     from dist_attn.engine.progress import byte_progress
+    from dist_attn.models import TextEncoder
     from dist_attn.shipped import resolve_model_folder
-    from dist_attn.wire.messages import RowSpec
+    from dist_attn.wire.row_choice import SequenceReading, choose_rows
 
     folder = resolve_model_folder(model)
-    loaded, tokeniser = load_model_and_tokeniser(folder)
+    loaded, tokeniser = load_reader_and_tokeniser(folder)
+    reading = None
+    if isinstance(loaded, TextEncoder):
+        reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
+    spec = choose_rows(granularity, window, pooling, reading)
     with _ended_in_order(), open_communicator() as comm:
         # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
         size = file.stat().st_size if os.path.isfile(file) else 0
@@ -151,7 +161,7 @@ def encode(
                 tokeniser,
                 file,
                 out,
-                RowSpec(granularity, window, pooling),
+                spec,
                 deterministic=deterministic,
                 exchange=exchange,
                 on_progress=on_progress,

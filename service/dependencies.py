@@ -69,6 +69,19 @@ class Services:
                 param="model",
             )
 
+    def check_writes(self) -> None:
+        """Accept a model that generates text.
+
+        Raises: BadRequest for one that does not.
+        """
+        if "completions" not in self.model.capabilities:
+            raise BadRequest(
+                f"the model {self.model.id!r} makes vectors of texts and writes none; send the text to /v1/embeddings, "
+                "or serve a language model",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="model",
+            )
+
     def count(self, record: RequestRecord, kind: str, tokens: int) -> None:
         """Tokens that a request read, for its line of log and for the metrics."""
         record.note(tokens=tokens)

@@ -1,4 +1,4 @@
-"""Embeddings through the engine: each input is one document, and its vector the mean over it."""
+"""Embeddings through the engine: each input is one document, and its vector the mean over it, or the model's own."""
 
 import asyncio
 import base64
@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.wire.messages import EncodingDone, Rows, RowSpec
+from dist_attn.wire.row_choice import MODEL_POOLING
 from service.engine_port import EnginePort
 from service.engine_stream import TokenArray
 from service.engine_watch import EngineWatch
@@ -25,6 +26,7 @@ __all__ = ["EmbeddingService", "Vectors"]
 
 AT_ONCE = 8  # inputs of one request in the engine: the others are not kept waiting for all of them
 DOCUMENT = RowSpec(granularity="document", pooling="mean")
+SEQUENCE = RowSpec(granularity="document", pooling=MODEL_POOLING)
 
 
 @dataclass
@@ -89,13 +91,28 @@ class EmbeddingService:
     async def _work(self, waiting: Iterator[tuple[int, bytes | TokenArray]], vectors: Vectors, name: str) -> None:
         for place, text in waiting:
             async with self._places:
-                if isinstance(text, bytes):
-                    text = await tokens_of(self._tokeniser, text, self._settings.piece_bytes)
-                vectors.rows_ND[place] = await self._embed_one(text, name)
-            vectors.tokens += len(text)
+                tokens = await self._tokens(text, place)
+                vectors.rows_ND[place] = await self._embed_one(tokens, name)
+            vectors.tokens += len(tokens) + self._model.frame_tokens
+
+    async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
+        """The tokens of an input, cut where the model stops reading.
+
+        Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
+        """
+        limit = None if self._model.reading is None else self._model.reading.text_tokens
+        if isinstance(text, bytes):
+            text = await tokens_of(self._tokeniser, text, self._settings.piece_bytes, limit)
+        if not len(text):
+            raise BadRequest(
+                f"input[{place}] has no tokens: the tokeniser drops blanks; send a word",
+                code=Code.EMPTY_INPUT,
+                param="input",
+            )
+        return text[:limit]
 
     async def _embed_one(self, tokens: TokenArray, name: str) -> npt.NDArray[np.float32]:
-        with self._engine.open(DOCUMENT, name) as stream:
+        with self._engine.open(DOCUMENT if self._model.reading is None else SEQUENCE, name) as stream:
             await stream.admitted(self._settings.admission_seconds)
             await stream.send(tokens, final=True)
             rows, done = await stream.next(), await stream.next()

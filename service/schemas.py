@@ -164,7 +164,7 @@ class Completion(_CompletionHead):
 
 
 class EmbeddingRequest(_Input):
-    """OpenAI's embeddings request: the mean of the hidden states over each input."""
+    """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
 
     model: str | None = None
     input: Texts
@@ -267,12 +267,18 @@ class EncodingSummary(_Output):
 
 
 class ModelCard(_Output):
-    """One model."""
+    """One model: the routes of /v1 that it answers, the numbers in a vector of it, and how much it reads at once.
+
+    `max_model_len` counts tokens, those put around a text included; null: any length.
+    """
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "dist-attn"
+    capabilities: list[str]
+    embedding_size: int
+    max_model_len: int | None = None
 
 
 class ModelList(_Output):

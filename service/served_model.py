@@ -2,12 +2,20 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 
 from dist_attn.errors import ModelFolderError
+from dist_attn.wire.row_choice import SequenceReading
 
 __all__ = ["ServedModel"]
+
+UNSERVED = ("text_classifier", "vision_classifier", "masked_autoencoder", "encoder_decoder")
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
 
 
 class _Sizes(msgspec.Struct):
@@ -15,14 +23,43 @@ class _Sizes(msgspec.Struct):
     hidden_size: int
 
 
+class _Width(msgspec.Struct):
+    hidden_size: int
+
+
+class _TextEncoder(msgspec.Struct):
+    vocab_size: int
+    encoder: _Width
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prefix: list[int] = []
+    suffix: list[int] = []
+    pooling: Literal["mean", "first"] = "mean"
+
+
 @dataclass(frozen=True)
 class ServedModel:
-    """The one model behind this service; `created` is a unix time in seconds."""
+    """The one model behind this service; `created` is a unix time in seconds.
+
+    `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; a language model
+    has neither, reads texts of any length, and writes.
+    """
 
     id: str
     vocab_size: int
     hidden_size: int
     created: int
+    reading: SequenceReading | None = None
+    frame_tokens: int = 0
+
+    @property
+    def capabilities(self) -> list[str]:
+        """The routes of /v1 that this model answers."""
+        return ["completions", "embeddings", "encodings"] if self.reading is None else ["embeddings", "encodings"]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a sequence at most, those around the text included; None: any length."""
+        return None if self.reading is None else self.reading.text_tokens + self.frame_tokens
 
     @classmethod
     def read(cls, folder: Path) -> "ServedModel":
@@ -34,10 +71,21 @@ class ServedModel:
         if not (folder / "tokenizer.json").is_file():
             raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
         try:
-            sizes = msgspec.json.decode(path.read_bytes(), type=_Sizes)
-            created = int(path.stat().st_mtime)
+            data, created = path.read_bytes(), int(path.stat().st_mtime)
+            kind = msgspec.json.decode(data, type=_Kind).kind
+            if kind == "text_encoder":
+                encoder = msgspec.json.decode(data, type=_TextEncoder)
+            else:
+                sizes = msgspec.json.decode(data, type=_Sizes)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
         except msgspec.MsgspecError as error:
             raise ModelFolderError(f"{path} is not a model's configuration: {error}") from None
-        return cls(folder.resolve().name, sizes.vocab_size, sizes.hidden_size, created)
+        name = folder.resolve().name
+        if kind in UNSERVED:
+            raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
+        if kind != "text_encoder":
+            return cls(name, sizes.vocab_size, sizes.hidden_size, created)
+        frame = len(encoder.prefix) + len(encoder.suffix)
+        reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
+        return cls(name, encoder.vocab_size, encoder.encoder.hidden_size, created, reading, frame)

@@ -1,9 +1,11 @@
 """Tokenising beside the event loop: the port the service uses, and its form with threads."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -36,7 +38,7 @@ class TokeniserPort(Protocol):
     def end_token(self) -> int | None:
         """The token that ends a text, if the model has one."""
 
-    def pieces(self, blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
+    def pieces(self, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
         """The tokens of a stream of bytes; they do not depend on where the stream is cut."""
 
     def decoder(self) -> IncrementalDecoder:
@@ -55,10 +57,16 @@ class TokeniserPort(Protocol):
         """
 
 
-async def tokens_of(tokeniser: TokeniserPort, text: bytes, piece_bytes: int) -> TokenArray:
-    """The tokens of a whole text that is in memory."""
-    pieces = [piece.tokens async for piece in tokeniser.pieces(_cut(text, piece_bytes))]
-    return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
+async def tokens_of(tokeniser: TokeniserPort, text: bytes, piece_bytes: int, limit: int | None = None) -> TokenArray:
+    """The tokens of a whole text that is in memory, the first `limit` of them where there is one."""
+    pieces, count = [np.empty(0, dtype=np.int32)], 0
+    async with contextlib.aclosing(tokeniser.pieces(_cut(text, piece_bytes))) as stream:
+        async for piece in stream:
+            pieces.append(piece.tokens)
+            count += len(piece.tokens)
+            if limit is not None and count >= limit:
+                break
+    return np.concatenate(pieces)[:limit]
 
 
 async def _cut(text: bytes, size: int) -> AsyncIterator[bytes]:
@@ -83,15 +91,17 @@ class ThreadTokeniser:
         """The token that ends a text, if the model has one."""
         return self._tokeniser.end_token
 
-    async def pieces(self, blocks: AsyncIterator[bytes]) -> AsyncIterator[Piece]:
-        """The tokens of a stream of bytes; what a block leaves over (at most 64 bytes) joins the next."""
-        loop = asyncio.get_running_loop()
-        rest = b""
+    async def pieces(self, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
+        """The tokens of a stream of bytes; what a block leaves over (a few bytes, or a word) joins the next.
+
+        Bytes that no token stands for count for the token behind them.
+        """
+        rest, gap = b"", 0  # what has been left over, and the bytes since the last token's end
         async for block in blocks:
-            piece, rest = await loop.run_in_executor(self._threads, self._encode, rest + block, False)
+            piece, rest, gap = await self._run(partial(self._encode, rest + block, gap, final=False))
             if len(piece.tokens):
                 yield piece
-        piece, _ = await loop.run_in_executor(self._threads, self._encode, rest, True)
+        piece, _, _ = await self._run(partial(self._encode, rest, gap, final=True))
         if len(piece.tokens):
             yield piece
 
@@ -118,6 +128,7 @@ class ThreadTokeniser:
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, data: bytes, final: bool) -> tuple[Piece, bytes]:
-        tokens, consumed = self._tokeniser.encode_piece(data, final=final)
-        return Piece(tokens, self._tokeniser.byte_lengths(tokens)), data[consumed:]
+    def _encode(self, data: bytes, gap: int, *, final: bool) -> tuple[Piece, bytes, int]:
+        tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
+        after = consumed - int(ends[-1]) if len(ends) else gap + consumed
+        return Piece(tokens, np.diff(ends, prepend=-gap)), data[consumed:], after

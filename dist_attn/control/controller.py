@@ -161,9 +161,9 @@ class Controller:
         return not self._desk.sessions
 
     def _view(self, now: float) -> View:
-        desk, hidden_size = self._desk, self._desk.model.hidden_size if self._desk.model else 0
-        patience_s = self._settings.patience_s
-        views = (s.view(now, patience_s, hidden_size, desk.blocked(s)) for s in desk.sessions.values())
+        desk, model, patience_s = self._desk, self._desk.model, self._settings.patience_s
+        hidden_size, text_tokens = (model.hidden_size, model.text_tokens) if model else (0, None)
+        views = (s.view(now, patience_s, hidden_size, desk.blocked(s), text_tokens) for s in desk.sessions.values())
         return View(self._limits, tuple(views), self._ring)
 
     def _fail_the_unserved(self, now: float) -> None:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from dist_attn.control.admission import misfit
 from dist_attn.control.outboxes import Outboxes
 from dist_attn.control.rows import RowAssembler, RowBatch
 from dist_attn.control.sessions import Session
@@ -120,12 +121,16 @@ class Desk:
             self.settle(session)
 
     def _tokens_fit(self, session: Session) -> bool:
-        """Whether the model knows all queued tokens; otherwise the request fails before it can hurt a rank."""
-        outside = session.queue.first_outside(self.model.vocab_size) if self.model is not None else None
-        if outside is not None and self.model is not None:
+        """Whether the model can do this and knows all queued tokens; otherwise the request fails."""
+        if self.model is None:
+            return True
+        text = misfit(self.model, session.rows, session.sampling, session.received)
+        outside = session.queue.first_outside(self.model.vocab_size)
+        if outside is not None:
             text = f"token {outside} is not in the vocabulary of {self.model.vocab_size} tokens"
+        if text:
             self.fail(session, "invalid_value", text)
-        return outside is None
+        return not text
 
     # ---- from the ranks ------------------------------------------------------------------------
 
@@ -133,7 +138,8 @@ class Desk:
         """What the ranks have loaded; tokens that came before it was known are checked now."""
         self.model = model
         for session in list(self.sessions.values()):
-            self._tokens_fit(session)
+            if self._tokens_fit(session):
+                self.grant(session)
 
     def take_pieces(self, pieces: RowPieces) -> None:
         """Add row pieces of a step to their request and send the rows that are complete.
@@ -196,8 +202,11 @@ class Desk:
     def grant(self, session: Session) -> None:
         """Let the API send more once a good part of what it may send has been used."""
         block = self._settings.ranks * self._settings.block_tokens
-        upto = session.dispatched + self._settings.blocks_of_credit * block
-        if not session.final and upto - session.credit >= min(block, upto):
+        # A sequence is read whole, so there must always be credit for one.
+        whole = (self.model and self.model.text_tokens) or 0
+        upto = session.dispatched + max(self._settings.blocks_of_credit * block, whole)
+        short = session.credit - session.dispatched < whole
+        if not session.final and (short or upto - session.credit >= min(block, upto)):
             session.credit, session.heard_at = upto, self._now
             self.post(session.peer, Credit(session.request_id, upto))
 

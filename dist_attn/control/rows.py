@@ -13,7 +13,7 @@ import numpy.typing as npt
 from dist_attn.errors import WireError
 from dist_attn.wire.messages import RowPieces, RowSpec
 
-__all__ = ["GRAIN", "RowAssembler", "RowBatch", "piece_edges", "row_length"]
+__all__ = ["GRAIN", "RowAssembler", "RowBatch", "piece_edges", "row_length", "sequence_length"]
 
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
 
@@ -26,6 +26,11 @@ def row_length(spec: RowSpec) -> int | None:
     if spec.granularity == "document":
         return None
     return 1 if spec.granularity == "token" else spec.window
+
+
+def sequence_length(spec: RowSpec, text_tokens: int) -> int:
+    """Tokens of the sequences that a model reads which reads `text_tokens` at once: a row's window, or all it can."""
+    return spec.window if spec.granularity == "window" else text_tokens
 
 
 def piece_edges(start: int, stop: int, spec: RowSpec) -> Ints:

@@ -37,6 +37,8 @@ class SessionView:
     final: bool = False
     overdue: bool = False  # its tokens have waited long enough for more to come
     row_length: int | None = None  # a row ends at every multiple of it; None: only at the end of the input
+    grid: int = GRAIN  # tokens; blocks and the slices of ranks are cut at multiples of it
+    home: int = 0  # the rank that reads what is too short to be shared
     block_limit: int = 1 << 30  # tokens per block, so that the rows of one step fit into a message
     ready: bool = False  # its prompt is prefilled: a token can be drawn
     owner: int | None = None  # the rank that keeps its state while it decodes
@@ -95,7 +97,7 @@ def plan(view: View) -> Plan:
     sessions = _admitted(view)
     decodes = _decodes(sessions, limits.ranks)
     per_rank = limits.beside_decode_tokens if any(decodes) else limits.block_tokens
-    blocks, ring = _prefills(view, sessions, max(GRAIN, limits.ranks * per_rank))
+    blocks, ring = _prefills(view, sessions, limits.ranks * per_rank)
     busy = {block.session for block in blocks}.union(*decodes)
     opens = tuple(s.session for s in sessions if not s.opened and s.session in busy)
     return Plan(opens, blocks, decodes, ring)
@@ -109,7 +111,7 @@ def _admitted(view: View) -> tuple[SessionView, ...]:
         if session.blocked:
             continue
         if not session.opened:
-            if room <= 0 or not (session.ready or _cut(session, GRAIN)):
+            if room <= 0 or not (session.ready or _cut(session, max(GRAIN, session.grid))):
                 continue
             room -= 1
         chosen.append(session)
@@ -131,12 +133,17 @@ def _decodes(sessions: tuple[SessionView, ...], ranks: int) -> tuple[tuple[int, 
 
 
 def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
-    """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round."""
+    """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round.
+
+    It is a grain at least: what fits into no step would never be read.
+    """
     limits = view.limits
+    grain = max([GRAIN, *(s.grid for s in sessions)])
+    budget = max(grain, budget)
     runnable = {s.session: s for s in sessions if _cut(s, budget)}
     shorts = [s for s in runnable.values() if s.final and s.available <= limits.short_tokens]
     longs = runnable.keys() - {s.session for s in shorts}
-    share = max(GRAIN, budget // 2) if shorts and longs else budget
+    share = max(grain, budget // 2) if shorts and longs else budget
 
     blocks: list[Block] = []
     left = share
@@ -144,7 +151,7 @@ def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tup
         count = _cut(session, left)
         if not count or len(blocks) == limits.max_blocks - bool(longs):
             break
-        blocks.append(Block(session.session, session.start, split(session.start, count, limits.ranks)))
+        blocks.append(_block(session, count, limits.ranks))
         left -= count
 
     left = share if longs else 0
@@ -157,7 +164,7 @@ def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tup
         if not count:
             waiting.append(turn)
             continue
-        blocks.append(Block(session.session, session.start, split(session.start, count, limits.ranks)))
+        blocks.append(_block(session, count, limits.ranks))
         served.append(Turn(turn.session, owed - count))
         left -= count
     return tuple(blocks), tuple(waiting + served)
@@ -182,22 +189,27 @@ def _cut(session: SessionView, limit: int) -> int:
     if not (session.final or session.overdue or session.available >= limit):
         return 0
     stop = session.start + min(session.available, limit)
-    on_grid = stop - stop % GRAIN - session.start
+    on_grid = stop - stop % session.grid - session.start
     if on_grid > 0:
         return on_grid
     on_row = stop - stop % session.row_length - session.start if session.row_length else 0
     return max(0, on_row)
 
 
-def split(start: int, count: int, ranks: int) -> tuple[int, ...]:
+def _block(session: SessionView, count: int, ranks: int) -> Block:
+    return Block(session.session, session.start, split(session.start, count, ranks, session.grid, session.home % ranks))
+
+
+def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) -> tuple[int, ...]:
     """Cut [start, start + count) over the ranks on the absolute grid, as evenly as that allows.
 
-    Every rank that takes part gets a grain of tokens or more, so few tokens go to few ranks; the others get 0.
+    Every rank that takes part gets a grain of tokens or more, so few tokens go to few ranks, and very few to rank
+    `home`; the others get 0.
     """
-    for parts in range(min(ranks, count // GRAIN), 1, -1):
-        inner = [round((start + count * part / parts) / GRAIN) * GRAIN for part in range(1, parts)]
+    for parts in range(min(ranks, count // grid), 1, -1):
+        inner = [round((start + count * part / parts) / grid) * grid for part in range(1, parts)]
         cuts = [start, *inner, start + count]
         lengths = [after - before for before, after in pairwise(cuts)]
-        if min(lengths) >= GRAIN:
+        if min(lengths) >= grid:
             return (*lengths, *[0] * (ranks - parts))
-    return (count, *[0] * (ranks - 1))
+    return tuple(count if rank == home else 0 for rank in range(ranks))

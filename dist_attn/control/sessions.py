@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dist_attn.control.rows import GRAIN, RowAssembler, row_length
+from dist_attn.control.rows import GRAIN, RowAssembler, row_length, sequence_length
 from dist_attn.control.scheduler import SessionView
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 
@@ -91,8 +91,10 @@ class Session:
         """Whether every token that a block may hold is in one; a completion's last token is left for decoding."""
         return self.final and len(self.queue) <= (self.sampling is not None and self.draws_asked == 0)
 
-    def view(self, now: float, patience_s: float, hidden_size: int, blocked: bool) -> SessionView:
-        """What the scheduler may know of it."""
+    def view(
+        self, now: float, patience_s: float, hidden_size: int, blocked: bool, text_tokens: int | None = None
+    ) -> SessionView:
+        """What the scheduler may know of it; `text_tokens` is how much the model reads at once, None any length."""
         common = SessionView(
             session=self.number,
             opened=self.opened,
@@ -108,4 +110,9 @@ class Session:
         assert self.rows is not None
         length = row_length(self.rows)
         limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, hidden_size))) * (length or ROW_BYTES_PER_BLOCK)
-        return replace(common, available=len(self.queue), row_length=length, block_limit=max(GRAIN, limit))
+        common = replace(common, available=len(self.queue))
+        if text_tokens is None:
+            return replace(common, row_length=length, block_limit=max(GRAIN, limit))
+        # No block ends at a row inside a sequence; sequences need no other rank, so short texts go around.
+        grid = sequence_length(self.rows, text_tokens)
+        return replace(common, grid=grid, home=self.number, block_limit=max(grid, limit))

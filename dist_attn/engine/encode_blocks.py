@@ -8,12 +8,8 @@ import numpy as np
 import torch
 
 from dist_attn.comm import Communicator
-from dist_attn.control.rows import GRAIN
-from dist_attn.engine.row_pieces import reduce_to_pieces
-from dist_attn.layout import SequenceLayout
-from dist_attn.models import LanguageModel
-from dist_attn.sharded import Algorithm, ShardedSequenceOps
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.engine.block_readers import BlockReader
+from dist_attn.wire.messages import RowPieces
 
 __all__ = ["EncodedBlock", "Seconds", "encode_blocks"]
 
@@ -57,19 +53,13 @@ class EncodedBlock:
 
 
 def encode_blocks(
-    comm: Communicator,
-    model: LanguageModel,
-    blocks: Iterator[np.ndarray] | None,
-    spec: RowSpec,
-    *,
-    deterministic: bool = False,
-    exchange: Algorithm = "auto",
+    comm: Communicator, reader: BlockReader, blocks: Iterator[np.ndarray] | None
 ) -> Iterator[EncodedBlock]:
-    """Encode the token blocks of rank 0 (None elsewhere), each split over all ranks; the state goes on through them.
+    """Encode the token blocks of rank 0 (None elsewhere), each split over all ranks.
 
     Every rank goes through the iterator to its end.
     """
-    state, position = model.initial_state(1), 0
+    position = 0
     while True:
         began = time.perf_counter()
         block = next(blocks, _NOTHING) if blocks is not None else _NOTHING
@@ -78,15 +68,11 @@ def encode_blocks(
         if not len(tokens):
             return
         handed_out = time.perf_counter()
-        layout = SequenceLayout.even(len(tokens), comm.size, GRAIN)
-        start, stop = layout.range(comm.rank)
         comm.traffic.clear()
-        ops = ShardedSequenceOps(comm, layout, exchange=exchange, deterministic=deterministic)
-        h_BLD, state = model.hidden(tokens[None, start:stop], ops, state)
-        exposed, carry_bytes = comm.traffic.exposed_s, _carry_bytes(comm, exchange, deterministic)
-        pieces = reduce_to_pieces(h_BLD[0], position + start, 0, spec)
+        pieces = reader.read(tokens, position)
+        exposed, carry_bytes = comm.traffic.exposed_s, reader.carry_bytes()
         computed = time.perf_counter()
-        collected = _collect(comm, pieces, h_BLD.shape[2])
+        collected = _collect(comm, pieces, reader.dim)
         seconds = Seconds(
             compute=computed - handed_out - exposed,
             exchange=exposed,
@@ -127,14 +113,3 @@ def _collect(comm: Communicator, pieces: RowPieces, dim: int) -> list[RowPieces]
         RowPieces(0, r[:, 0].tolist(), r[:, 1].tolist(), v.numpy().tobytes())
         for r, v in zip(all_ranges.split(counts), all_vectors.split(counts), strict=True)
     ]
-
-
-def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
-    """What this rank sent of its own states since the traffic was cleared; of rings, all that it passed on."""
-    carries = [e for e in comm.traffic.events if e.label == "carry" and e.messages]
-    if exchange.endswith("ring") and not deterministic:
-        return sum(e.bytes_sent for e in carries)
-    # A layer's state is sent first in what is launched, all gathered or, deterministic, passed on; later steps of an
-    # exchange send what was made of it.
-    first = [e for e in carries if deterministic or e.phase == "launch" or e.name == "all_gather"]
-    return sum(e.bytes_sent // e.messages for e in first)

@@ -17,9 +17,10 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
+from dist_attn.engine.block_readers import BlockReader, SequenceReader, StreamReader
 from dist_attn.engine.encode_blocks import Seconds, encode_blocks
 from dist_attn.errors import InputError
-from dist_attn.models import LanguageModel
+from dist_attn.models import LanguageModel, TextEncoder
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import Algorithm
 from dist_attn.text import Tokeniser
@@ -60,7 +61,7 @@ class EncodeReport:
 @torch.inference_mode()
 def encode_file(
     comm: Communicator,
-    model: LanguageModel,
+    model: LanguageModel | TextEncoder,
     tokeniser: Tokeniser,
     source: Path,
     target: Path,
@@ -72,22 +73,27 @@ def encode_file(
 ) -> EncodeReport | None:
     """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
 
-    Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block.
-    `on_progress` gets the bytes read so far. The target appears only when it is complete. `exchange` is how
-    states travel between ranks; it changes nothing but the time and the last bits. `deterministic` gives the same bytes
-    for any number of ranks with equally many threads; it is slower.
+    Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
+    encoder reads sequences that stand alone, a row's window each or as much as it can. `on_progress` gets the bytes
+    read so far. The target appears only when it is complete. `exchange` is how states travel between ranks; it changes
+    nothing but the time and the last bits. `deterministic` gives the same bytes for any number of ranks with equally
+    many threads; it is slower.
 
     Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged), or a
         model that cannot be `deterministic`.
     """
     started = time.perf_counter()
-    dim = model.config.hidden_size
+    reader: BlockReader
+    if isinstance(model, TextEncoder):
+        reader = SequenceReader(comm, model, spec, deterministic=deterministic)
+    else:
+        reader = StreamReader(comm, model, spec, exchange=exchange, deterministic=deterministic)
     tokens, carry_bytes, spent = 0, 0, Seconds()
     with contextlib.ExitStack() as stack:
         if deterministic:
             stack.enter_context(RowBlocks())
-        blocks, writer = _open_together(comm, stack, tokeniser, source, target, dim, spec, on_progress)
-        for block in encode_blocks(comm, model, blocks, spec, deterministic=deterministic, exchange=exchange):
+        blocks, writer = _open_together(comm, stack, tokeniser, source, target, reader, spec, on_progress)
+        for block in encode_blocks(comm, reader, blocks):
             if writer is not None:
                 for pieces in block.pieces:
                     writer.add(pieces)
@@ -120,7 +126,7 @@ def _open_together(
     tokeniser: Tokeniser,
     source: Path,
     target: Path,
-    dim: int,
+    reader: BlockReader,
     spec: RowSpec,
     on_progress: Callable[[int], None],
 ) -> tuple[Iterator[np.ndarray] | None, "_RowWriter | None"]:
@@ -129,8 +135,9 @@ def _open_together(
     if comm.rank == 0:
         try:
             text = stack.enter_context(_open_text(source))
-            writer = stack.enter_context(_row_writer(target, source, dim, spec))
-            blocks = _token_blocks(text, tokeniser, comm.size * BLOCK_TOKENS_PER_RANK, on_progress)
+            writer = stack.enter_context(_row_writer(target, source, reader.dim, spec))
+            size = max(1, comm.size * BLOCK_TOKENS_PER_RANK // reader.grain) * reader.grain
+            blocks = _token_blocks(text, tokeniser, size, on_progress)
         except InputError as error:
             problem = str(error)
     note = torch.frombuffer(bytearray(problem.encode()[:1024].ljust(1024, b"\0")), dtype=torch.uint8)

@@ -8,12 +8,13 @@ from typing import final
 import numpy as np
 import torch
 
-from dist_attn.checkpoints import load_model
+from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, open_communicator
 from dist_attn.control.heartbeat import Pulse
 from dist_attn.engine.decode_slots import DecodeSlots
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.row_pieces import reduce_to_pieces
+from dist_attn.engine.sequence_executor import SequenceExecutor
 from dist_attn.errors import EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
@@ -47,22 +48,30 @@ class _Prefilling:
     position: int = 0
 
 
-def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor":
+def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | SequenceExecutor":
     """Join the other ranks and load the model folder of `settings` onto this rank's device.
 
-    Raises: ModelFolderError for a folder that is not a model, CommError if the ranks do not come together.
+    Ranks that read sequences for themselves have nothing to exchange and do not join.
+
+    Raises: ModelFolderError for a folder that is not a model, or not one that can be served; CommError if the ranks do
+        not come together.
     """
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     device = torch.device("cpu")
     if settings.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    folder = resolve_model_folder(settings.model)
+    finite = FiniteCheck(settings.rank) if settings.check_finite else None
+    if kind_of_model(folder) == "text_encoder":
+        encoder = load_text_encoder(folder).to(device)
+        for block in encoder.encoder.blocks:
+            block.register_forward_hook(lambda *_: pulse.advance())
+        return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite)
     backend = settings.backend if settings.ranks > 1 else "local"
     comm = open_communicator(backend, timeout_s=settings.exchange_deadline_s, device=device)
-    folder = resolve_model_folder(settings.model)
     model = load_model(folder).to(device)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: pulse.advance())
-    finite = FiniteCheck(comm.rank) if settings.check_finite else None
     return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite)
 
 
@@ -88,6 +97,7 @@ class ModelExecutor:
         self.hidden_size = model.config.hidden_size
         self.vocab_size = model.config.vocab_size
         self.end_token = end_token
+        self.text_tokens: int | None = None
         self._language_model = model
         self._device = model.embedding.weight.device
         self._comm = comm

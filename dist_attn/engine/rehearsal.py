@@ -178,6 +178,7 @@ def _run(settings: RehearsalSettings) -> None:
     import torch
 
     from dist_attn.checkpoints import load_model_and_tokeniser
+    from dist_attn.engine.block_readers import StreamReader
     from dist_attn.engine.encode_blocks import Seconds, encode_blocks
     from dist_attn.wire.messages import RowSpec
 
@@ -185,8 +186,9 @@ def _run(settings: RehearsalSettings) -> None:
     with torch.inference_mode(), _join(settings) as comm:
         text_rate, tokens = _tokenised(tokeniser)
         blocks = _blocks(tokens, settings) if comm.rank == 0 else None
+        reader = StreamReader(comm, model, RowSpec(), exchange=settings.exchange)  # type: ignore[arg-type]
         spent, counted = Seconds(), -WARM_UP_BLOCKS
-        for block in encode_blocks(comm, model, blocks, RowSpec(), exchange=settings.exchange):  # type: ignore[arg-type]
+        for block in encode_blocks(comm, reader, blocks):
             counted += 1
             spent += block.seconds if counted > 0 else Seconds()
         own = [text_rate, *_speeds(comm), *(_gather_s(comm, n) for n in (SMALL_MESSAGE_BYTES, settings.message_bytes))]

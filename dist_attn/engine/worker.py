@@ -55,6 +55,9 @@ class Executor(Protocol):
     @property
     def end_token(self) -> int | None: ...
 
+    @property
+    def text_tokens(self) -> int | None: ...
+
     def open(self, op: OpenOp) -> None: ...
 
     def prefill(self, op: PrefillOp) -> RowPieces | None: ...
@@ -120,6 +123,7 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             executor.hidden_size,
             executor.vocab_size,
             executor.end_token,
+            executor.text_tokens,
         ),
         SEND_S,
     )

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from dist_attn.errors import WireError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
 
 # What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
@@ -34,11 +34,14 @@ class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
 
 
 class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which rows an encoding returns: one per token, per window of `window` tokens, or one in all."""
+    """Which rows an encoding returns: one per token, per window of `window` tokens, or one in all.
+
+    `pooling` is `model` for models that make a vector of a whole sequence in a way of their own.
+    """
 
     granularity: Annotated[str, Meta(pattern="^(token|window|document)$")] = "window"
     window: Annotated[int, Meta(ge=1, le=1 << 53)] = 512
-    pooling: Annotated[str, Meta(pattern="^(mean|last)$")] = "mean"
+    pooling: Annotated[str, Meta(pattern="^(mean|last|model)$")] = "mean"
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -266,7 +269,10 @@ class Ping(Message, frozen=True):
 
 
 class RankHello(Message, frozen=True):
-    """First message of a rank: who it is and what it has loaded."""
+    """First message of a rank: who it is and what it has loaded.
+
+    `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
+    """
 
     protocol_version: int
     epoch: Count
@@ -278,10 +284,11 @@ class RankHello(Message, frozen=True):
     hidden_size: Count
     vocab_size: Count
     end_token: Count | None = None
+    text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
 
 
 class RowPieces(msgspec.Struct, frozen=True):
-    """Sums (pooling mean) or last vectors over token ranges of one session, in order, float32 [n, dim].
+    """Sums (pooling mean), last vectors or the model's own over ranges of tokens, in order, float32 [n, dim].
 
     A range is a whole row or the part of a row that lies in this rank's slice of the block.
     """

@@ -42,6 +42,7 @@ async def create_completion(request: Request) -> Response:
     body = services.body(request)
     wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), CompletionRequest)
     services.check_model(wanted.model)
+    services.check_writes()
     prepared = await services.completions.prepare(wanted)
     record.note(
         completion_id=prepared.id,

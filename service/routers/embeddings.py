@@ -27,7 +27,7 @@ router = APIRouter(tags=["embeddings"])
     },
 )
 async def create_embeddings(request: Request) -> Response:
-    """One vector for each input: the mean of the model's hidden states over it, not normalised."""
+    """One vector for each input: the mean of a language model's hidden states over it, or a text encoder's own."""
     services, record = services_of(request), record_of(request)
     body = services.body(request)
     wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EmbeddingRequest)

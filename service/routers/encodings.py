@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.row_choice import RowChoiceError, choose_rows
 from service.dependencies import Services, media_type, read_json_body, record_of, services_of
 from service.documents import Source
 from service.errors import BadRequest, Code, ServiceError, TooLarge
@@ -58,7 +59,7 @@ async def create_encoding(request: Request) -> Response:
     source, options = await _source(request, services, body, options)
     services.check_model(options.model)
     _check_format(options.format)
-    spec = RowSpec(granularity=options.granularity, window=options.window, pooling=options.pooling)
+    spec = _rows(services, options)
 
     async def exchange(writer: ResponseWriter) -> None:
         with services.open_requests.one():
@@ -91,6 +92,19 @@ async def _source(
     if length.isdecimal() and int(length) > services.settings.body_bytes:
         raise TooLarge(f"the body has {length} bytes; a document may have {services.settings.body_bytes}")
     return Source(check_utf8=kind == TEXT), options
+
+
+def _rows(services: Services, options: EncodingOptions) -> RowSpec:
+    """The rows that are asked for; what was left out depends on the model.
+
+    Raises: BadRequest for rows that the model does not give.
+    """
+    window = options.window if "window" in options.model_fields_set else None
+    pooling = options.pooling if "pooling" in options.model_fields_set else None
+    try:
+        return choose_rows(options.granularity, window, pooling, services.model.reading)
+    except RowChoiceError as error:
+        raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
 
 
 def _document_bytes(text: str) -> bytes:

@@ -26,4 +26,11 @@ async def get_model(request: Request, model_id: str) -> ModelCard:
 
 
 def _card(services: Services) -> ModelCard:
-    return ModelCard(id=services.model.id, created=services.model.created)
+    model = services.model
+    return ModelCard(
+        id=model.id,
+        created=model.created,
+        capabilities=model.capabilities,
+        embedding_size=model.hidden_size,
+        max_model_len=model.max_tokens,
+    )

@@ -38,8 +38,10 @@ async def tokenize(request: Request) -> Response:
     tokens = await tokens_of(services.tokeniser, text, services.settings.piece_bytes)
     strings = await services.tokeniser.texts(tokens) if wanted.return_token_strs else None
 
+    longest = services.model.max_tokens or ANY_LENGTH
+
     def written() -> bytes:
-        answer = Tokenized(count=len(tokens), max_model_len=ANY_LENGTH, tokens=tokens.tolist(), token_strs=strings)
+        answer = Tokenized(count=len(tokens), max_model_len=longest, tokens=tokens.tolist(), token_strs=strings)
         return answer.model_dump_json().encode()
 
     return Response(await services.beside(written), media_type="application/json")

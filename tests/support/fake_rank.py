@@ -35,7 +35,7 @@ def fake_next(token):
 class FakeExecutor:
     """Remembers which tokens each session should be given next, and refuses a gap."""
 
-    model, hidden_size, vocab_size, end_token = "fake", DIM, VOCAB, END
+    model, hidden_size, vocab_size, end_token, text_tokens = "fake", DIM, VOCAB, END, None
 
     def __init__(self, settings: RankSettings, pulse: Pulse) -> None:
         self.rank = settings.rank
