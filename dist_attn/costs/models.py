@@ -32,6 +32,7 @@ class LanguageModelCosts:
     mlp: Literal["plain", "gated"] = "plain"
     mlp_bias: bool = True
     learned_positions: int = 0
+    concatenated_positions: bool = False
     readout: Literal["tied", "own"] = "tied"
 
     @property
@@ -42,7 +43,8 @@ class LanguageModelCosts:
         bias = self._mlp_inner + size if self.mlp_bias else 0
         per_layer = 2 * norm + self.mixer.parameters + self._mlp_weights + bias
         tables = self.learned_positions + self.vocab_size * (2 if self.readout == "own" else 1)
-        return tables * size + self.num_layers * per_layer + norm
+        position_map = 2 * size * size + size if self.concatenated_positions else 0
+        return tables * size + position_map + self.num_layers * per_layer + norm
 
     @property
     def weights_bytes(self) -> int:
@@ -74,12 +76,16 @@ class LanguageModelCosts:
 
     def _all_layers(self, mixer: TokenFlops) -> TokenFlops:
         return TokenFlops(
-            projections=self.num_layers * mixer.projections,
+            projections=self.num_layers * mixer.projections + self._position_flops,
             features=self.num_layers * mixer.features,
             scores=self.num_layers * mixer.scores,
             state=self.num_layers * mixer.state,
             mlp=2.0 * self.num_layers * self._mlp_weights,
         )
+
+    @property
+    def _position_flops(self) -> float:
+        return 4.0 * self.hidden_size**2 if self.concatenated_positions else 0.0
 
     @property
     def _mlp_inner(self) -> int:
@@ -169,6 +175,7 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
         norm=config.block.norm.kind,
         mlp=config.block.mlp.kind,
         mlp_bias=config.block.mlp.bias,
+        concatenated_positions=config.positions == "concatenated",
         learned_positions=0 if isinstance(config.positions, str) else config.positions.length,
         readout=config.readout,
     )

@@ -13,6 +13,7 @@ __all__ = [
     "LearnedPositions",
     "MlpConfig",
     "NormConfig",
+    "TokenPositions",
 ]
 
 NAMES_FOR_OTHERS = {"model_type": "dist_attn", "architectures": ["DistAttnForCausalLM"]}
@@ -64,6 +65,10 @@ class LearnedPositions(_Config):
     beyond: Literal["refuse", "repeat"] = "refuse"
 
 
+TokenPositions = Literal["none", "sinusoidal", "concatenated"] | LearnedPositions
+"""Positions of tokens that a state goes on from: nothing, sinusoids added or behind the token, or learned vectors."""
+
+
 class LanguageModelConfig(_Config):
     """A causal language model over any causal mixer."""
 
@@ -73,7 +78,7 @@ class LanguageModelConfig(_Config):
     num_layers: int = Field(ge=1)
     mlp_size: int = Field(ge=1)
     mixer: MixerConfig
-    positions: Literal["none", "sinusoidal"] | LearnedPositions = "none"
+    positions: TokenPositions = "none"
     block: BlockConfig = BlockConfig()
     # The read-out has the embedding's weights, or a matrix of its own.
     readout: Literal["tied", "own"] = "tied"

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import BidirectionalConfig, CrossConfig, MixerConfig
-from dist_attn.models.config import BlockConfig
+from dist_attn.models.config import BlockConfig, TokenPositions
 
 __all__ = [
     "DecoderConfig",
@@ -111,7 +111,7 @@ class DecoderConfig(_Config):
     mixer: MixerConfig
     cross: CrossConfig
     block: BlockConfig = BlockConfig()
-    positions: Literal["none", "sinusoidal"] = "sinusoidal"
+    positions: TokenPositions = "sinusoidal"
 
     @model_validator(mode="after")
     def _fits(self) -> "DecoderConfig":

@@ -12,7 +12,7 @@ from dist_attn.mixers import CrossAttention, MemoryState, MixerState
 from dist_attn.models.blocks import Block, build_norm, with_layer_seed
 from dist_attn.models.encoder import Encoder, initialise
 from dist_attn.models.encoder_config import DecoderConfig, EncoderDecoderConfig
-from dist_attn.models.positions import sinusoidal
+from dist_attn.models.positions import position_layers, with_positions
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps
@@ -89,6 +89,7 @@ class EncoderDecoder(nn.Module):
         self.encoder = Encoder(config.encoder)
         self.blocks = nn.ModuleList(DecoderBlock(config.decoder, layer) for layer in range(config.decoder.num_layers))
         self.norm = build_norm(config.decoder.block.norm, size)
+        self.position_embedding, self.position_map = position_layers(config.decoder.positions, size)
         initialise(self, config.encoder.num_layers + config.decoder.num_layers)
 
     def encode(self, source_BS: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
@@ -111,7 +112,8 @@ class EncoderDecoder(nn.Module):
         The state, from a first token or from more, is what `step` goes on from: of constant size, and equal on all
         ranks, where mixer and cross attention are kernels.
 
-        Raises: ShapeError, TokenError for targets that are no tokens or of another batch than the memory.
+        Raises: ShapeError, TokenError for targets that are no tokens or of another batch than the memory; InputError
+            for more of them than there are learned positions.
         """
         check_tokens(target_BL, ("batch", "length"), self.config.vocab_size)
         if len(target_BL) != len(memory_BSD):
@@ -119,14 +121,14 @@ class EncoderDecoder(nn.Module):
         target_ops = LocalSequenceOps() if target_ops is None else target_ops
         cross_ops = LocalSequenceOps() if cross_ops is None else cross_ops
         length = target_BL.shape[1]
-        x_BLD = self._embed(target_BL, target_ops.positions(length).to(target_BL.device))
+        total = target_ops.total_length(length)
+        position_B = torch.full((len(target_BL),), total, dtype=torch.int64, device=target_BL.device)
+        x_BLD = self._embed(target_BL, target_ops.positions(length).to(target_BL.device), position_B)
         layers, memories = [], []
         for block in cast(list[DecoderBlock], list(self.blocks)):
             x_BLD, after, memory = block(x_BLD, memory_BSD, target_ops, cross_ops)
             layers.append(after)
             memories.append(memory)
-        total = target_ops.total_length(length)
-        position_B = torch.full((len(target_BL),), total, dtype=torch.int64, device=target_BL.device)
         return self._readout(x_BLD), DecoderState(tuple(layers), tuple(memories), position_B)
 
     def forward(self, source_BS: torch.Tensor, target_BL: torch.Tensor) -> torch.Tensor:
@@ -139,7 +141,7 @@ class EncoderDecoder(nn.Module):
         Raises: as `decode`; InputError where the memory's keys are needed and spread over ranks.
         """
         check_tokens(token_B, ("batch",), self.config.vocab_size)
-        x_BD = self._embed(token_B, state.position_B)
+        x_BD = self._embed(token_B, state.position_B, state.position_B + 1)
         layers = []
         blocks = cast(list[DecoderBlock], list(self.blocks))
         for block, before, memory in zip(blocks, state.layers, state.memories, strict=True):
@@ -147,11 +149,10 @@ class EncoderDecoder(nn.Module):
             layers.append(after)
         return self._readout(x_BD), DecoderState(tuple(layers), state.memories, state.position_B + 1)
 
-    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.embedding(tokens)
-        if self.config.decoder.positions == "none":
-            return x
-        return x + sinusoidal(positions, x.shape[-1]).to(x.dtype)
+    def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
+        """Tokens and their positions as vectors; `end_B` is where all ranks' tokens end."""
+        layers = (self.position_embedding, self.position_map)
+        return with_positions(self.embedding(tokens), positions, end_B, self.config.decoder.positions, layers)
 
     def _readout(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.norm(x), self.embedding.weight)

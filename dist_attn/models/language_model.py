@@ -12,8 +12,8 @@ from torch import nn
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.models.blocks import Block, build_norm, with_layer_seed
-from dist_attn.models.config import LanguageModelConfig, LearnedPositions
-from dist_attn.models.positions import sinusoidal
+from dist_attn.models.config import LanguageModelConfig
+from dist_attn.models.positions import position_layers, with_positions
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
 
@@ -81,9 +81,7 @@ class LanguageModel(nn.Module):
             for layer in range(config.num_layers)
         )
         self.norm = build_norm(config.block.norm, config.hidden_size)
-        self.position_embedding: nn.Embedding | None = None
-        if isinstance(config.positions, LearnedPositions):
-            self.position_embedding = nn.Embedding(config.positions.length, config.hidden_size)
+        self.position_embedding, self.position_map = position_layers(config.positions, config.hidden_size)
         self.unembedding: nn.Linear | None = None
         if config.readout == "own":
             self.unembedding = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -158,20 +156,8 @@ class LanguageModel(nn.Module):
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
         """Tokens and their positions as vectors; `end_B` is where all ranks' tokens end."""
         x: torch.Tensor = self.embedding(tokens)
-        kind = self.config.positions
-        if kind == "none":
-            return x
-        if kind == "sinusoidal":
-            return x + sinusoidal(positions, self.config.hidden_size).to(x.dtype)
-        # Every rank compares the same end, so that all of them refuse or none.
-        if kind.beyond == "refuse" and not torch.compiler.is_compiling() and int(end_B.max()) > kind.length:
-            raise InputError(
-                f"the text reaches {int(end_B.max())} tokens; this model has learned positions for {kind.length}: "
-                "give a shorter text, or a model whose positions go on"
-            )
-        embedding = cast(nn.Embedding, self.position_embedding)
-        learned: torch.Tensor = embedding(positions % kind.length if kind.beyond == "repeat" else positions)
-        return x + learned
+        layers = (self.position_embedding, self.position_map)
+        return with_positions(x, positions, end_B, self.config.positions, layers)
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
@@ -194,9 +180,9 @@ class LanguageModel(nn.Module):
     def _initialise(self) -> None:
         deep = 0.02 / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
-            if name.endswith(("qkv.weight", "mlp_in.weight", "embedding.weight")):
+            if name.endswith(("qkv.weight", "mlp_in.weight", "embedding.weight", "position_map.weight")):
                 nn.init.normal_(parameter, std=0.02)
             elif name.endswith(("out.weight", "mlp_out.weight")):
                 nn.init.normal_(parameter, std=deep)
-            elif name.endswith(("qkv.bias", "out.bias", "mlp_in.bias")):
+            elif name.endswith(("qkv.bias", "out.bias", "mlp_in.bias", "position_map.bias")):
                 nn.init.zeros_(parameter)

@@ -17,7 +17,13 @@ from tests.support.golden import golden
 from tests.support.models import small_config, small_model
 
 LEARNED = {"kind": "learned", "length": 64, "beyond": "repeat"}
-CASES = [("rfa", "none"), ("rfa_gate", "sinusoidal"), ("rfa", LEARNED), ("softmax", "sinusoidal")]
+CASES = [
+    ("rfa", "none"),
+    ("rfa_gate", "sinusoidal"),
+    ("rfa", LEARNED),
+    ("softmax", "sinusoidal"),
+    ("rfa", "concatenated"),
+]
 
 
 def _model(kind: str, positions: str | dict[str, object]) -> LanguageModel:

@@ -34,6 +34,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "softmax, relative keys, shared": {
         "mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 0, "values": False, "shared": True}}
     },
+    "concatenated positions": {"positions": "concatenated", "mixer": {"kind": "rfa", "num_heads": 4, "num_random": 8}},
     "learned positions and biases": {
         "positions": {"kind": "learned", "length": 16, "beyond": "repeat"},
         "mixer": {"kind": "softmax", "num_heads": 2, "short_convolution": 0, "projection_bias": True},
