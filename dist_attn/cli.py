@@ -45,7 +45,7 @@ Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
 Model = Annotated[str | None, typer.Option(help="A model folder or the name of a shipped model.")]
 Ranks = Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)]
 StateExchange = Annotated[
-    Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"],
+    Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"],
     typer.Option(help="How states travel between ranks."),
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]

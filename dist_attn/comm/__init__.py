@@ -1,6 +1,7 @@
 """Ranks that exchange tensors: one `Communicator` interface over local, simulated, torch.distributed and MPI ranks."""
 
-from dist_attn.comm.base import Communicator, Pending
+from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import Pending
 from dist_attn.comm.open import open_communicator
 from dist_attn.comm.simulated import run_simulated
 from dist_attn.comm.traffic import Event, Traffic

@@ -1,8 +1,8 @@
 """The `Communicator` interface: what each exchange means, checks and counts, whatever carries the bytes.
 
-A back end only moves bytes (`_gather`, `_exchange`, `_send_receive`, `_broadcast`). Shapes, dtypes, sums and counts
-are settled here, once, so every back end gives the same bits: sums are taken in the order of the ranks, in float32 for
-half-precision tensors, and do not depend on which algorithm moved the numbers.
+A back end only moves bytes (`_gather`, `_exchange`, `_send_receive`, `_broadcast`; MPI also scans). Shapes, dtypes,
+sums and counts are settled here, once, so every back end gives the same bits: sums are taken in the order of the ranks,
+in float32 for half-precision tensors, and do not depend on which algorithm moved the numbers.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from types import TracebackType
 from typing import Self, final
@@ -21,12 +22,14 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.agreement import differences
-from dist_attn.comm.call import Call, Pending
+from dist_attn.comm.call import Call, Pending, call_of
 from dist_attn.comm.host_name import host_name
+from dist_attn.comm.pass_along import Combine, pass_along
+from dist_attn.comm.payload import bytes_of, sum_in_order
 from dist_attn.comm.traffic import Event, Phase, Traffic
 from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
 
-__all__ = ["Call", "Communicator", "Pending"]
+__all__ = ["Communicator"]
 
 # Up to this size an all-reduce gathers everything in one step (latency); above, it moves 2 (P-1)/P of it (volume).
 ONE_STEP_BYTES = 64 * 1024
@@ -102,6 +105,13 @@ class Communicator(ABC):
     def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
         """The bytes [n] of rank `source`."""
 
+    def _exclusive_scan(self, call: Call, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
+        """Launch: the bytes [n] of the ranks before this one, combined; zeros on the first rank.
+
+        Unless a back end has its own, the wait passes them on from rank to rank.
+        """
+        return Pending(lambda: pass_along(self, partial(self._send_receive, call), sent, combine, reverse))
+
     @abstractmethod
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> "Communicator":
         """The one of `groups` that this rank is in; every rank makes the call, with the same groups."""
@@ -134,13 +144,13 @@ class Communicator(ABC):
         Shapes: x [...] equal on all ranks -> [...].
         Cost: (P-1) |x| bytes in one step up to 64 KiB, 2 (P-1)/P |x| in two steps above.
         """
-        call = _call_of("all_reduce_sum", _summable(x), label)
-        sent = _bytes_of(x)
+        call = call_of("all_reduce_sum", _summable(x), label)
+        sent = bytes_of(x)
         if sent.numel() <= ONE_STEP_BYTES or self.size == 1:
             moved = (self.size - 1) * sent.numel()
             with self._counted(call, moved, moved, self.size - 1):
                 parts = self._gather(call, sent).wait().view(x.dtype)
-            return _sum_in_order(parts.reshape(self.size, *x.shape))
+            return sum_in_order(parts.reshape(self.size, *x.shape))
         share = -(-x.numel() // self.size)
         padded = torch.zeros(self.size * share, dtype=x.dtype, device=x.device)
         padded[: x.numel()] = x.detach().reshape(-1)
@@ -148,8 +158,8 @@ class Communicator(ABC):
         moved = 2 * (self.size - 1) * piece_bytes
         even = [piece_bytes] * self.size
         with self._counted(call, moved, moved, 2 * (self.size - 1)):
-            pieces = self._exchange(call, _bytes_of(padded), even, even).wait().view(x.dtype).reshape(self.size, share)
-            whole = self._gather(call, _bytes_of(_sum_in_order(pieces))).wait()
+            pieces = self._exchange(call, bytes_of(padded), even, even).wait().view(x.dtype).reshape(self.size, share)
+            whole = self._gather(call, bytes_of(sum_in_order(pieces))).wait()
         return whole.view(x.dtype)[: x.numel()].reshape(x.shape)
 
     @final
@@ -215,6 +225,32 @@ class Communicator(ABC):
         return self._launch_send_receive(x, send_counts, recv_counts, label, "launch")
 
     @final
+    def exclusive_scan_start(self, x: Tensor, combine: Combine, *, reverse: bool = False, label: str = "") -> Pending:
+        """Launch a scan: the `x` of all ranks before this one, combined in order of rank; zeros on the first rank.
+
+        `combine(earlier, later)` is associative with zeros as its identity, need not commute, keeps shape and dtype,
+        and is the same on all ranks; what is combined first is the back end's choice. `reverse` counts from the last.
+
+        Shapes: x [...] equal on all ranks -> [...].
+        Cost: |x| bytes in 1 message from each rank but the last, to the next one. This is what every back end
+            counts: the messages that MPI takes instead, about log2 P, are not to be seen from outside.
+        """
+        call, sent = call_of("exclusive_scan" + " from the last rank" * reverse, x, label), bytes_of(x)
+        first, last = (self.size - 1, 0) if reverse else (0, self.size - 1)
+        outgoing, incoming = (0 if self.rank == end else 1 for end in (last, first))
+
+        def on_bytes(earlier: Tensor, later: Tensor) -> Tensor:
+            return bytes_of(combine(*(data.view(x.dtype).reshape(x.shape) for data in (earlier, later))))
+
+        return self._launch(
+            call,
+            "launch",
+            (outgoing * sent.numel(), incoming * sent.numel(), outgoing),
+            lambda: self._exclusive_scan(call, sent, on_bytes, reverse),
+            lambda received: received.view(x.dtype).reshape(x.shape),
+        )
+
+    @final
     def broadcast(self, x: Tensor, source: int, *, label: str = "") -> Tensor:
         """The `x` of rank `source`, on every rank; the others' `x` only says what to expect.
 
@@ -223,8 +259,8 @@ class Communicator(ABC):
         """
         if not 0 <= source < self.size:
             raise InputError(f"broadcast from rank {source}, but the ranks are 0 to {self.size - 1}")
-        call = _call_of(f"broadcast from rank {source}", x, label)
-        sent = _bytes_of(x)
+        call = call_of(f"broadcast from rank {source}", x, label)
+        sent = bytes_of(x)
         outgoing = self.size - 1 if self.rank == source else 0
         incoming = 0 if self.rank == source else sent.numel()
         with self._counted(call, outgoing * sent.numel(), incoming, outgoing):
@@ -339,7 +375,7 @@ class Communicator(ABC):
         self.close()
 
     def _launch_gather(self, x: Tensor, label: str, phase: Phase) -> Pending:
-        call, sent = _call_of("all_gather", x, label), _bytes_of(x)
+        call, sent = call_of("all_gather", x, label), bytes_of(x)
         moved = (self.size - 1) * sent.numel()
         return self._launch(
             call,
@@ -350,7 +386,7 @@ class Communicator(ABC):
         )
 
     def _launch_reduce_scatter(self, x: Tensor, label: str, phase: Phase) -> Pending:
-        call, sent = _call_of("reduce_scatter_sum", _summable(x), label), _bytes_of(x)
+        call, sent = call_of("reduce_scatter_sum", _summable(x), label), bytes_of(x)
         if x.dim() == 0 or x.shape[0] != self.size:
             raise ShapeError(f"reduce_scatter_sum needs one row per rank ({self.size}), got shape {list(x.shape)}")
         piece = sent.numel() // self.size
@@ -360,7 +396,7 @@ class Communicator(ABC):
             phase,
             (moved, moved, self.size - 1),
             lambda: self._exchange(call, sent, even, even),
-            lambda received: _sum_in_order(received.view(x.dtype).reshape(x.shape)),
+            lambda received: sum_in_order(received.view(x.dtype).reshape(x.shape)),
         )
 
     def _launch_exchange(
@@ -374,7 +410,7 @@ class Communicator(ABC):
             )
         if sum(send) != x.shape[0]:
             raise ShapeError(f"all_to_all was given {x.shape[0]} rows but send_counts {send} add up to {sum(send)}")
-        call, sent = _call_of("all_to_all", x, label, rows_may_differ=True), _bytes_of(x)
+        call, sent = call_of("all_to_all", x, label, rows_may_differ=True), bytes_of(x)
         row_bytes = x.element_size() * prod(x.shape[1:])
         others = [rank for rank in range(self.size) if rank != self.rank]
         return self._launch(
@@ -401,7 +437,7 @@ class Communicator(ABC):
         rows, expected = sum(send_counts.values()), sum(recv_counts.values())
         if x.dim() == 0 or x.shape[0] != rows:
             raise ShapeError(f"send_receive was given shape {list(x.shape)} but send_counts add up to {rows} rows")
-        call, sent = _call_of("send_receive", x, label, rows_may_differ=True), _bytes_of(x)
+        call, sent = call_of("send_receive", x, label, rows_may_differ=True), bytes_of(x)
         row_bytes = x.element_size() * prod(x.shape[1:])
         send, recv = (
             {rank: row_bytes * counts[rank] for rank in sorted(counts) if row_bytes * counts[rank]}
@@ -452,34 +488,7 @@ class Communicator(ABC):
             traffic.record(Event(name, phase, sent, received, call.label, seconds, messages), messages)
 
 
-def _call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:
-    """What the ranks must agree on when they exchange `x`; refuses a tensor whose gradient would be lost."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            f"{name} was given a tensor that requires a gradient, which would be lost here: "
-            "use dist_attn.comm.differentiable, or pass x.detach()"
-        )
-    shape = (-1, *x.shape[1:]) if rows_may_differ else tuple(x.shape)
-    return Call(name, shape, str(x.dtype).removeprefix("torch."), label)
-
-
 def _summable(x: Tensor) -> Tensor:
     if x.dtype == torch.bool:
         raise ShapeError("a sum over ranks of bool tensors is not defined; convert to an integer type first")
     return x
-
-
-def _bytes_of(x: Tensor) -> Tensor:
-    """The elements of `x` in order, as a flat uint8 tensor; may share memory with `x`."""
-    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    # One element cut out of a larger tensor counts as contiguous whatever its stride is, and cannot be viewed as bytes.
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
-
-
-def _sum_in_order(parts: Tensor) -> Tensor:
-    """parts[0] + parts[1] + …, from left to right, with float32 sums for half-precision parts."""
-    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part.to(wide)
-    return total.to(parts.dtype)

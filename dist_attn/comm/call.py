@@ -4,9 +4,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from torch import Tensor
 
-__all__ = ["Call", "Pending"]
+from dist_attn.errors import InputError
+
+__all__ = ["Call", "Pending", "call_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +45,14 @@ class Pending:
             self._value = self._finish()
             self._finish = None
         return self._value
+
+
+def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> Call:
+    """What the ranks must agree on when they exchange `x`; refuses a tensor whose gradient would be lost."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            f"{name} was given a tensor that requires a gradient, which would be lost here: "
+            "use dist_attn.comm.differentiable, or pass x.detach()"
+        )
+    shape = (-1, *x.shape[1:]) if rows_may_differ else tuple(x.shape)
+    return Call(name, shape, str(x.dtype).removeprefix("torch."), label)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from dist_attn.comm.base import Communicator, Pending
+from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import Pending
 from dist_attn.comm.compiled import compiled_exchange
 
 __all__ = [

@@ -5,7 +5,8 @@ from typing import final
 
 from torch import Tensor
 
-from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import Call, Pending
 from dist_attn.errors import MismatchError
 
 __all__ = ["LocalCommunicator"]

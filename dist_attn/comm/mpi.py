@@ -1,23 +1,28 @@
 """Ranks as processes over MPI, started by mpiexec: every exchange is messages between pairs of ranks.
 
-No call blocks inside the MPI library. MPICH's waits spin: with more ranks than cores, the ranks that wait take the
+No call waits inside the MPI library. MPICH's waits spin: with more ranks than cores, the ranks that wait take the
 cores from the ones that are waited for, without end if one never comes. Here every wait asks, gives way, asks again
-and soon sleeps in between, up to a deadline. Messages between pairs, rather than MPI's collectives, tell who is late.
+and soon sleeps in between, up to a deadline. Messages between pairs, rather than MPI's collectives, tell who is late;
+the exclusive scan is MPI's, in far fewer steps than ours, with empty messages beside it that tell.
 A message's tag holds its place and its call, so ranks that call different things never take one for another.
 """
 
+import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, cast, final
 
 import torch
 from torch import Tensor
 
-from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import Call, Pending
 from dist_attn.comm.mpi_messages import Message, first_line, pieces, rest
+from dist_attn.comm.mpi_scan import Scan, reversed_ranks
 from dist_attn.comm.mpi_start import leave_running, start_mpi
+from dist_attn.comm.pass_along import Combine
 from dist_attn.errors import CommError, MismatchError
 
 if TYPE_CHECKING:
@@ -39,17 +44,25 @@ class MpiCommunicator(Communicator):
     """
 
     def __init__(
-        self, mpi: ModuleType, data: "MPI.Comm", farewells: "MPI.Comm", timeout_s: float, *, poison: bool = False
+        self,
+        mpi: ModuleType,
+        data: "MPI.Intracomm",
+        reverse: "MPI.Intracomm",
+        farewells: "MPI.Intracomm",
+        timeout_s: float,
+        *,
+        poison: bool = False,
     ) -> None:
         super().__init__(data.Get_rank(), data.Get_size(), "mpi", timeout_s)
         self._mpi = mpi
         self._data = data
+        self._reverse = reverse  # the same ranks, counted from the last
         self._farewells = farewells
         self._poison = poison
         self._tags = mpi.COMM_WORLD.Get_attr(mpi.TAG_UB) or 32767
         self._sent = [0] * self.size  # messages to each rank so far, and from each
         self._received = [0] * self.size
-        self._under_way: dict[int, list[Message]] = {}
+        self._under_way: dict[int, list[Message | Scan]] = {}
         self._left: dict[int, tuple[bool, str]] = {}  # who has left: whether in order, and why if not at its end
         self._failure = ""
         self._reason = ""
@@ -63,8 +76,8 @@ class MpiCommunicator(Communicator):
         """
         mpi = start_mpi(timeout_s)
         world = mpi.COMM_WORLD
-        data = _duplicate(mpi, world, timeout_s)
-        return cls(mpi, data, _duplicate(mpi, world, timeout_s), timeout_s, poison=poison)
+        data, farewells = (_duplicate(mpi, world, timeout_s) for _ in range(2))
+        return cls(mpi, data, _reversed(mpi, data, timeout_s), farewells, timeout_s, poison=poison)
 
     def _gather(self, call: Call, sent: Tensor) -> Pending:
         received = self._buffer(self.size * sent.numel(), sent.device)
@@ -91,12 +104,28 @@ class MpiCommunicator(Communicator):
         colour = next(index for index, ranks in enumerate(groups) if self.rank in ranks)
         try:
             # These wait inside the library, but not for long: all ranks have just told each other their colours.
-            data, farewells = (world.Split(colour, self.rank) for world in (self._data, self._farewells))
+            data, farewells = (
+                cast("MPI.Intracomm", world.Split(colour, self.rank)) for world in (self._data, self._farewells)
+            )
         except self._mpi.Exception as error:
             raise CommError(f"{self._who()} could not split its group: {first_line(error)}") from error
         for part in (data, farewells):
             part.Set_errhandler(self._mpi.ERRORS_RETURN)
-        return MpiCommunicator(self._mpi, data, farewells, self.timeout_s, poison=self._poison)
+        reverse = _reversed(self._mpi, data, self.timeout_s)
+        return MpiCommunicator(self._mpi, data, reverse, farewells, self.timeout_s, poison=self._poison)
+
+    def _exclusive_scan(self, call: Call, sent: Tensor, combine: Combine, reverse: bool) -> Pending:
+        before = self._buffer(sent.numel(), sent.device)
+        if self.rank == (self.size - 1 if reverse else 0):  # MPI leaves it as it is
+            before.zero_()
+        nothing = torch.empty(0, dtype=torch.uint8)
+        roll_call = {rank: nothing for rank in range(self.size) if rank != self.rank}
+        comm = self._reverse if reverse else self._data
+
+        def scan(answers: list[Message]) -> Scan:
+            return Scan(self._mpi, comm, self._on_host(sent), before, combine, answers)
+
+        return self._post(call, roll_call, roll_call, before, sent, scan if sent.numel() else None)
 
     def close(self) -> None:
         """Leave the group in step with the others; after a failure they are told, and not waited for for long."""
@@ -117,6 +146,7 @@ class MpiCommunicator(Communicator):
             rest(waited)
         if self._in_order():
             self._data.Free()
+            self._reverse.Free()
             self._farewells.Free()
         else:
             leave_running(text, messages, self._under_way)
@@ -129,11 +159,17 @@ class MpiCommunicator(Communicator):
         super().__exit__(kind, error, trace)
 
     def _post(
-        self, call: Call, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor], received: Tensor, sent: Tensor
+        self,
+        call: Call,
+        sends: Mapping[int, Tensor],
+        receives: Mapping[int, Tensor],
+        received: Tensor,
+        sent: Tensor,
+        scan: Callable[[list[Message]], Scan] | None = None,
     ) -> Pending:
         """Start the messages of one exchange, empty ones too; the result is `received`, moved to where `sent` lay."""
         self._check(call)
-        messages: list[Message] = []
+        messages: list[Message | Scan] = []
         flight = id(messages)
         self._under_way[flight] = messages
         try:
@@ -149,6 +185,8 @@ class MpiCommunicator(Communicator):
                     for piece in pieces(part):
                         request = self._data.Isend([piece.numpy(), self._mpi.BYTE], rank, tag)
                         messages.append(Message(self._mpi, request, rank))
+            if scan is not None:
+                messages.append(scan([message for message in messages if isinstance(message, Message)]))
         except self._mpi.Exception as error:
             raise self._failed(call, first_line(error)) from error
         if self.rank in receives:
@@ -167,7 +205,7 @@ class MpiCommunicator(Communicator):
 
         return Pending(finish)
 
-    def _wait(self, call: Call, messages: list[Message]) -> None:
+    def _wait(self, call: Call, messages: list[Message | Scan]) -> None:
         """Until all have been sent and have arrived, at most until the deadline."""
         self._check(call)
         began = time.monotonic()
@@ -192,9 +230,10 @@ class MpiCommunicator(Communicator):
                 deadline = min(deadline, now + GRACE_S)
             rest(now - began)
 
-    def _late(self, call: Call, waiting: list[Message], waited_s: float) -> CommError:
-        """Who was waited for in vain, and what is known of them."""
-        partners = sorted({message.partner for message in waiting})
+    def _late(self, call: Call, waiting: list[Message | Scan], waited_s: float) -> CommError:
+        """Who was waited for in vain, and what is known of them; a scan that goes on may lack any of the others."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        partners = sorted({message.partner for message in waiting if isinstance(message, Message)}) or others
         elsewhere = [rank for rank in partners if self._data.Iprobe(source=rank, tag=self._mpi.ANY_TAG)]
         gone = [rank for rank in partners if rank in self._left]
         what = f"waited {waited_s:.1f} s for {_ranks(partners)}"
@@ -259,7 +298,7 @@ class MpiCommunicator(Communicator):
         return self._buffer(x.numel(), x.device).copy_(x) if x.device.type != "cpu" else x
 
 
-def _duplicate(mpi: ModuleType, world: "MPI.Comm", timeout_s: float) -> "MPI.Comm":
+def _duplicate(mpi: ModuleType, world: "MPI.Intracomm", timeout_s: float) -> "MPI.Intracomm":
     """A communicator with the ranks of `world` whose messages mix with no others."""
     world.Set_errhandler(mpi.ERRORS_RETURN)
     copy, request = world.Idup()
@@ -275,6 +314,26 @@ def _duplicate(mpi: ModuleType, world: "MPI.Comm", timeout_s: float) -> "MPI.Com
         rest(waited)
     copy.Set_errhandler(mpi.ERRORS_RETURN)
     return copy
+
+
+def _reversed(mpi: ModuleType, comm: "MPI.Intracomm", timeout_s: float) -> "MPI.Intracomm":
+    """The ranks of `comm` from the last to the first.
+
+    MPI has no such call that only starts; all ranks are here in a moment, since they have all duplicated `comm`. A
+    thread waits inside the library, which has let go of the interpreter's lock, and this one waits for it.
+    """
+    found: list[MPI.Intracomm] = []
+    thread = threading.Thread(target=lambda: found.append(reversed_ranks(comm)), name="mpi-split", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if not found:
+        leave_running(comm, found)
+        raise CommError(
+            f"rank {comm.Get_rank()} of {comm.Get_size()} could not join the mpi group within {timeout_s:g} s: "
+            "another rank has joined it but went no further"
+        )
+    found[0].Set_errhandler(mpi.ERRORS_RETURN)
+    return found[0]
 
 
 def _parts(whole: Tensor, counts: Mapping[int, int]) -> dict[int, Tensor]:

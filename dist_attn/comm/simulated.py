@@ -10,7 +10,8 @@ from typing import TypeVar, final
 import torch
 from torch import Tensor
 
-from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import Call, Pending
 from dist_attn.errors import CommError, InputError, MismatchError
 
 __all__ = ["SimulatedCommunicator", "run_simulated"]

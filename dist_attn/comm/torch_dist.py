@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dist_attn.comm.base import Call, Communicator, Pending
+from dist_attn.comm.base import Communicator
+from dist_attn.comm.call import Call, Pending
 from dist_attn.errors import CommError, ConfigError
 
 __all__ = ["TorchDistCommunicator"]

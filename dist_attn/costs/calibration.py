@@ -42,7 +42,7 @@ class Calibration:
 
         Entries that nobody can have measured count for nothing: a file may be of another version, or edited.
         """
-        known = (*MEASURED, "pair") if ranks == 2 else MEASURED
+        known = (*MEASURED, *(["pair"] if ranks == 2 else []), *(["exscan"] if backend == "mpi" else []))
         measured = [
             t
             for t in self.times

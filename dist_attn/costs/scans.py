@@ -54,6 +54,7 @@ def scan_cost(
 
     pair            |x|.
     gather          (P - 1) |x|.
+    exscan          |x|, (P - 1) |x| from the last rank; between MPI's ranks the library's own messages are more.
     log_step        |x| in each step k in which rank ^ 2^k is a rank; from the last, (P - 1) |x| more unless P = 2^n.
     serial_ring     |x|, (P - 1) |x| from the last rank.
     pipelined_ring  `pieces` pieces up to this rank and, but for the two ranks before the end, as many of the total.
@@ -73,7 +74,7 @@ def scan_cost(
         swaps = sum(rank ^ (1 << step) < ranks for step in range((ranks - 1).bit_length()))
         spread = last if ranks & (ranks - 1) else 0
         return ScanCost((swaps + spread) * whole, swaps + spread)
-    if algorithm == "serial_ring":
+    if algorithm in ("exscan", "serial_ring"):
         count = last or 1
         return ScanCost(count * whole, count)
     if algorithm == "pipelined_ring":
@@ -114,6 +115,8 @@ def scan_seconds(
         return (ranks - 1) * seconds(message.bytes)
     if algorithm == "log_step":
         return (rounds if ranks & (ranks - 1) == 0 else 2 * rounds) * seconds(message.bytes)
+    if algorithm == "exscan":  # as over MPI; other back ends have the steps of the serial ring
+        return 2 * rounds * seconds(message.bytes)
     if algorithm == "serial_ring":
         return (ranks - 1 + rounds) * seconds(message.bytes)
     if algorithm == "pipelined_ring":

@@ -82,3 +82,14 @@ def passed_on(rows: list[Tensor], receiver: int) -> Tensor:
     size = len(rows)
     parts = [x.split([passed(sender, to, size) for to in range(size)])[receiver] for sender, x in enumerate(rows)]
     return torch.cat(parts)
+
+
+def affine(rank: int, dtype: torch.dtype) -> Tensor:
+    """x -> (1 + slope) x + offset as [slope, offset] rows, in small whole numbers: any order gives the same bits."""
+    return torch.tensor([[rank % 2, 0, 1], [rank, 1, -rank]], dtype=dtype)
+
+
+def after(earlier: Tensor, later: Tensor) -> Tensor:
+    """One map after another; zeros are the map that changes nothing."""
+    slopes = (1 + earlier[0]) * (1 + later[0]) - 1
+    return torch.stack([slopes, earlier[1] * (1 + later[0]) + later[1]])

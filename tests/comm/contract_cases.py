@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import reduce
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from dist_attn.comm import Communicator, Event, differentiable
 from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
 from tests.comm.brought import (
+    affine,
+    after,
     brought,
     everyone,
     exchanged,
@@ -139,6 +142,36 @@ def broadcasts_from_each(comm: Communicator) -> None:
             got = comm.broadcast(brought(comm.rank, 2, 3, dtype=dtype), source)
             assert_close(got, brought(source, 2, 3, dtype=dtype), kind="exact")
         assert comm.broadcast(torch.empty(0, 2), source).shape == (0, 2)
+
+
+def scans_in_order_of_rank(comm: Communicator) -> None:
+    """Every rank gets what those before it brought, combined in order of rank by an operator that does not commute."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        maps = [affine(rank, dtype) for rank in range(comm.size)]
+        for reverse in (False, True):
+            before = maps[comm.rank + 1 :][::-1] if reverse else maps[: comm.rank]
+            want = reduce(after, before, torch.zeros(2, 3, dtype=dtype))
+            got = comm.exclusive_scan_start(maps[comm.rank], after, reverse=reverse).wait()
+            assert_close(got, want, kind="exact", what=f"{dtype} {reverse}")
+    assert comm.exclusive_scan_start(torch.empty(0, 2), after).wait().shape == (0, 2)
+
+
+def scans_while_working(comm: Communicator) -> None:
+    """Scans both ways and other exchanges may be under way together; their bytes are those of the formula."""
+    maps = [affine(rank, torch.float64) for rank in range(comm.size)]
+    comm.traffic.clear()
+    ahead = comm.exclusive_scan_start(maps[comm.rank], after, label="carry")
+    gathered = comm.all_gather_start(maps[comm.rank])
+    back = comm.exclusive_scan_start(maps[comm.rank], after, reverse=True)
+    assert_close(gathered.wait(), torch.stack(maps), kind="exact")
+    nothing = torch.zeros(2, 3, dtype=torch.float64)
+    assert_close(ahead.wait(), reduce(after, maps[: comm.rank], nothing), kind="exact")
+    assert_close(back.wait(), reduce(after, maps[: comm.rank : -1], nothing), kind="exact")
+    assert ahead.wait() is ahead.wait()
+    sent, received = (48 * (comm.rank != end) for end in (comm.size - 1, 0))
+    assert comm.traffic.events[0] == Event("exclusive_scan", "launch", sent, received, "carry")
+    assert (comm.traffic.events[2].bytes_sent, comm.traffic.events[2].bytes_received) == (received, sent)
+    assert comm.traffic.messages == (comm.rank != comm.size - 1) + comm.size - 1 + (comm.rank != 0)
 
 
 def results_are_own_memory(comm: Communicator) -> None:
@@ -431,6 +464,8 @@ CASES: dict[str, Case] = {
         passes_rows_between_some,
         exchanges_while_working,
         broadcasts_from_each,
+        scans_in_order_of_rank,
+        scans_while_working,
         results_are_own_memory,
         agrees_or_says_who_differs,
         hears_what_the_first_rank_says,

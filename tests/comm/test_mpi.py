@@ -28,7 +28,18 @@ DEADLINE_S = 90.0
 
 def fails_in_many_ways(healthy: Communicator) -> dict[str, str]:
     """One group after the other breaks, each in its own way; what this rank was told, by the way it broke."""
-    ways = (is_late, calls_something_else, expects_other_rows, raises_by_itself, closes_early)
+    ways = (
+        is_late,
+        calls_something_else,
+        expects_other_rows,
+        raises_by_itself,
+        closes_early,
+        scans_late,
+        scans_something_else,
+        gathers_while_others_scan,
+        raises_while_others_scan,
+        cannot_combine,
+    )
     groups = [MpiCommunicator.connect(timeout_s=60.0) for _ in ways]
     said = {"in pieces": str(gathers_in_pieces(healthy))}
     for way, comm in zip(ways, groups, strict=True):
@@ -36,7 +47,7 @@ def fails_in_many_ways(healthy: Communicator) -> dict[str, str]:
             with comm:
                 comm.barrier()
                 way(comm)
-        except (CommError, KeyError) as error:
+        except (CommError, KeyError, ArithmeticError) as error:
             said[way.__name__] = f"{type(error).__name__}: {error}"
     healthy.barrier()
     return said
@@ -98,6 +109,52 @@ def closes_early(comm: Communicator) -> None:
         comm.barrier()
 
 
+def scan(comm: Communicator, *shape: int) -> None:
+    """A scan of ones, as the carries are scanned."""
+    comm.exclusive_scan_start(torch.ones(shape), torch.add, label="carry").wait()
+
+
+def scans_late(comm: Communicator) -> None:
+    """Rank 1 comes to a scan after the deadline of the others."""
+    comm.timeout_s = 0.6
+    if comm.rank == 1:
+        time.sleep(1.5)
+    scan(comm, 2)
+    comm.barrier()
+
+
+def scans_something_else(comm: Communicator) -> None:
+    """Rank 1 scans more numbers than the others, which MPI cannot be told."""
+    comm.timeout_s = 1.0
+    scan(comm, 30_000 if comm.rank == 1 else 2)
+
+
+def gathers_while_others_scan(comm: Communicator) -> None:
+    """Rank 1 makes another exchange."""
+    comm.timeout_s = 1.0
+    if comm.rank == 1:
+        comm.all_gather(torch.zeros(2))
+    scan(comm, 2)
+
+
+def raises_while_others_scan(comm: Communicator) -> None:
+    """Rank 1 leaves with an exception of its own."""
+    if comm.rank == 1:
+        raise KeyError("the real one")
+    scan(comm, 2)
+
+
+def cannot_combine(comm: Communicator) -> None:
+    """The operator fails, inside of MPI."""
+
+    def fails(earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no sum")
+
+    comm.timeout_s = 1.0
+    comm.exclusive_scan_start(torch.ones(2), fails).wait()
+    comm.barrier()
+
+
 def test_every_failure_is_named() -> None:
     """Whoever is late, differs or leaves is named with the exchange, by its reason where there is one."""
     outcomes = run_mpi(fails_in_many_ways, 3)
@@ -119,6 +176,17 @@ def test_every_failure_is_named() -> None:
         assert "all_reduce_sum(float32[2]) for loss failed" in said["raises_by_itself"]
         assert "rank 1 left with KeyError: 'the real one'" in said["raises_by_itself"]
         assert "rank 1 has closed its communicator" in said["closes_early"]
+        for way in ("scans_something_else", "gathers_while_others_scan"):
+            assert said[way].startswith("MismatchError: rank "), said[way]
+            assert "exclusive_scan(float32[2]) for carry failed" in said[way]
+            assert "rank 1 called something else" in said[way]
+        assert "exclusive_scan(float32[2]) for carry failed" in said["raises_while_others_scan"]
+        assert "rank 1 left with KeyError: 'the real one'" in said["raises_while_others_scan"]
+    assert re.search(late, zero["scans_late"] + two["scans_late"])
+    assert "exclusive_scan(float32[2]) for carry failed" in zero["scans_late"] + two["scans_late"]
+    assert "the group has failed" in one["scans_late"]
+    assert any(outcome["cannot_combine"] == "ArithmeticError: no sum" for outcome in outcomes)
+    assert all("cannot_combine" in outcome for outcome in outcomes)
 
 
 def gathers_on_a_gpu(comm: Communicator) -> bool:

@@ -28,6 +28,14 @@ def test_the_fastest_at_the_nearest_size() -> None:
     assert known.choose("gloo", 4, 10**6, [(0, 1), (2, 3)]) == "gather"
 
 
+def test_the_scan_of_mpi_is_for_mpi() -> None:
+    """A measured exclusive scan counts between ranks of MPI, and nowhere else."""
+    times = tuple(ScanTime(backend, 4, "exscan", 1_000, 1e-6) for backend in ("mpi", "gloo"))
+    known = Calibration((*times, *TIMES))
+    assert known.choose("mpi", 4, 1_000) == "exscan"
+    assert known.choose("gloo", 4, 1_000) == "gather"
+
+
 @pytest.mark.parametrize(
     ("ranks", "hosts", "name"),
     [

@@ -19,7 +19,7 @@ HOSTS = {1: ((0,),), 2: ((0,), (1,)), 3: ((0, 1), (2,)), 5: ((0, 1), (2, 3, 4)),
 def test_bytes_and_messages_of_every_exchange(ranks: int) -> None:
     """Every exchange sends exactly the bytes and messages of its formula, from every rank."""
     exchanges = [
-        *(Exchange(name) for name in ("gather", "log_step", "serial_ring")),
+        *(Exchange(name) for name in ("gather", "exscan", "log_step", "serial_ring")),
         *(Exchange("pipelined_ring", pieces=pieces) for pieces in (1, 3, 6)),
         Exchange("two_level", hosts=HOSTS[ranks]),
         *([Exchange("pair")] if ranks == 2 else []),
@@ -69,6 +69,7 @@ def test_seconds() -> None:
     assert scan_seconds("gather", message, 4, link) == pytest.approx(15e-3)
     assert scan_seconds("log_step", message, 4, link) == pytest.approx(10e-3)
     assert scan_seconds("log_step", message, 3, link) == pytest.approx(20e-3)
+    assert scan_seconds("exscan", message, 4, link) == pytest.approx(20e-3)
     assert scan_seconds("serial_ring", message, 4, link) == pytest.approx(25e-3)
     assert scan_seconds("pipelined_ring", message, 3, link, pieces=2) == pytest.approx(5 * (1e-3 + 2.004e-3))
     hosts = ((0, 1), (2, 3))

@@ -43,8 +43,8 @@ def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
         assert_close(compiled(tokens), model.logits(tokens))
 
 
-@pytest.mark.parametrize("exchange", ["auto", "log_step"])
-def test_a_sharded_model_is_one_graph(exchange: Literal["auto", "log_step"]) -> None:
+@pytest.mark.parametrize("exchange", ["auto", "exscan", "log_step"])
+def test_a_sharded_model_is_one_graph(exchange: Literal["auto", "exscan", "log_step"]) -> None:
     """A model over ranks compiles with `fullgraph` on each, a rank without tokens too, and is the model as it is."""
     layout = SequenceLayout.from_lengths([7, 0, 5])
     tokens = torch.arange(layout.total)[None] % 7

@@ -49,7 +49,7 @@ def test_closed_gates_on_one_rank(dtype: torch.dtype, closed: float, settings) -
         assert_close(one, other, kind="output" if name in ("out", "state") else "gradient", what=name)
 
 
-@pytest.mark.parametrize("exchange", ["gather", "log_step", "two_level", "pipelined_ring", "serial_ring"])
+@pytest.mark.parametrize("exchange", ["gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"])
 def test_closed_gates_over_ranks(exchange: str) -> None:
     """The same over ranks, whichever way the carries go, with a closed gate on each side of a cut."""
     tensors = inputs(torch.float64, -math.inf)

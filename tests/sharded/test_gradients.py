@@ -22,6 +22,7 @@ CUTS = [(3, 0, 2), (0, 4, 1)]
 WITHOUT_GRADIENT = {"softmax_attention_streaming", "positions", "total_length", "whole"}
 EXCHANGES = {
     "pair": (Exchange("pair"), (3, 2)),
+    "exscan": (Exchange("exscan"), (3, 0, 2)),
     "log steps": (Exchange("log_step"), (3, 0, 2)),
     "two levels": (Exchange("two_level", hosts=((0, 1), (2,))), (3, 0, 2)),
     "pipelined ring": (Exchange("pipelined_ring", pieces=2), (0, 3, 2)),

@@ -37,11 +37,14 @@ def unpack(packed_BHX: torch.Tensor, like: LinearState) -> LinearState:
     )
 
 
-def combine(earlier_BHX: torch.Tensor, later_BHX: torch.Tensor) -> torch.Tensor:
-    """`LinearState.combine` on messages; with zeros on either side the other one comes out, bit for bit."""
-    sums_BHN, weights_BHW = later_BHX[..., :-WEIGHTS], later_BHX[..., -WEIGHTS:]
-    kept_BHN = earlier_BHX[..., :-WEIGHTS] * weights_BHW.exp()
-    return torch.cat([kept_BHN + sums_BHN, earlier_BHX[..., -WEIGHTS:] + weights_BHW], dim=-1)
+def combine(earlier_BHX: torch.Tensor, later_BHX: torch.Tensor, *, added: int = 0) -> torch.Tensor:
+    """`LinearState.combine` on messages; with zeros on either side the other one comes out, bit for bit.
+
+    The last `added` columns, which no state has, are only added, as the log decay before them is.
+    """
+    sums = later_BHX.shape[-1] - WEIGHTS - added
+    kept_BHN = earlier_BHX[..., :sums] * later_BHX[..., sums : sums + WEIGHTS].exp()
+    return torch.cat([kept_BHN + later_BHX[..., :sums], earlier_BHX[..., sums:] + later_BHX[..., sums:]], dim=-1)
 
 
 def split_pieces(packed_BHX: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:

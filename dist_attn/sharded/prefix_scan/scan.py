@@ -12,7 +12,7 @@ from dist_attn.comm import Communicator
 from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import gather, log_step, pair, pipelined_ring, serial_ring, two_level
+from dist_attn.sharded.prefix_scan import exscan, gather, log_step, pair, pipelined_ring, serial_ring, two_level
 from dist_attn.sharded.prefix_scan.element import pack, unpack
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "settle",
 ]
 
-Algorithm = Literal["auto", "pair", "gather", "log_step", "two_level", "pipelined_ring", "serial_ring"]
+Algorithm = Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"]
 
 
 @dataclass(frozen=True)
@@ -144,6 +144,7 @@ def _starter(
     return {
         "pair": pair.start,
         "gather": gather.start,
+        "exscan": exscan.start,
         "log_step": log_step.start,
         "serial_ring": serial_ring.start,
     }[exchange.algorithm]
