@@ -224,3 +224,18 @@ def test_pools_are_drawn_from_at_every_step(tmp_path: Path) -> None:
         losses.append(task.loss(4, slice(0, 6)).item())
     assert losses[0] == losses[2]
     assert losses[0] != losses[1]
+
+
+def test_a_classifier_begins_from_a_masked_autoencoder(tmp_path: Path) -> None:
+    """It has the auto-encoder's projection and encoder bit for bit, and one of another encoder is refused by name."""
+    encoder = small_task("vision", tmp_path).model.model_dump()["encoder"]
+    train(small_task("autoencoder", tmp_path / "first", model={"encoder": encoder}, run={"steps": 2}))
+    begin = {"begin_from": tmp_path / "first" / "run" / "model"}
+    task = build_task(small_task("vision", tmp_path, model={"encoder": encoder}, run=begin), Whole())
+    want, got = load_any_model(begin["begin_from"]).state_dict(), task.model.state_dict()
+    taken = [name for name in got if name.startswith(("projection.", "encoder."))]
+    assert len(taken) > 5
+    assert all(torch.equal(got[name], want[name]) for name in taken)
+    other = small_task("vision", tmp_path, model={"encoder": encoder | {"mlp_size": 8}}, run=begin)
+    with pytest.raises(ConfigError, match=r"has another model\.encoder; a classifier that begins from it needs"):
+        build_task(other, Whole())
