@@ -15,7 +15,7 @@ import torch
 from dist_attn.errors import NotFiniteError
 from dist_attn.ops.watch import Watch, current_watch
 
-__all__ = ["checked", "checked_step"]
+__all__ = ["checked", "checked_if_asked", "checked_step", "tensors_in"]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -28,6 +28,15 @@ def checked(ops: Ops) -> Ops:
     Raises: NotFiniteError from any operation, for its inputs before it runs and for its outputs after.
     """
     return cast(Ops, _Checked(ops))
+
+
+def checked_if_asked(ops: Ops, first_token: int = 0) -> Ops:
+    """`checked(ops)` while a `FiniteCheck` watches, which hears that tokens begin at `first_token`; else `ops`."""
+    watch = current_watch()
+    if watch is None or watch.finite is None:
+        return ops
+    watch.finite.first_tokens = (first_token,)
+    return checked(ops)
 
 
 def checked_step(step: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -65,37 +74,38 @@ def _run(watch: Watch, function: Callable[..., Any], args: tuple[Any, ...], kwar
     given = inspect.signature(function).bind(*args, **kwargs).arguments
     token_dims: list[int | None] = []
     for name, value in given.items():
-        for part, tensor in _tensors(name, value):
+        for part, tensor in tensors_in(name, value):
             # A parameter's name ends in its shape; L and S stand for tokens.
             shape = name.rpartition("_")[2]
             dims = [dim for dim, letter in enumerate(shape) if letter in "LS" and dim] if part == name else []
             token_dims.append(dims[0] if dims and len(shape) == tensor.dim() and shape[0] == "B" else None)
             _look(watch, function.__name__, f"its input {part}", tensor, token_dims[-1])
     results = function(*args, **kwargs)
-    for part, tensor in _tensors("output", results):
+    for part, tensor in tensors_in("output", results):
         # The first output is the sequence again, cut as the first input is.
         dim = token_dims[0] if token_dims and part in ("output", "output 0") else None
         _look(watch, function.__name__, f"its {part}", tensor, dim)
     return results
 
 
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor in a value: a tensor, a feature map, a state, or a tuple of such."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, tuple | list):
         for number, item in enumerate(value):
-            yield from _tensors(f"{name} {number}", item)
+            yield from tensors_in(f"{name} {number}", item)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _tensors(f"{name}.{field.name}", getattr(value, field.name))
+            yield from tensors_in(f"{name}.{field.name}", getattr(value, field.name))
 
 
 def _look(watch: Watch, operation: str, what: str, x: torch.Tensor, token_dim: int | None) -> None:
     assert watch.finite is not None  # only called while somebody checks
+    x = x.detach()  # looking is no part of the graph, which layers may recompute unwatched
     if not (x.is_floating_point() or x.is_complex()) or bool(torch.isfinite(x).all()):
         return
-    bad = ~torch.isfinite(x.detach())
+    bad = ~torch.isfinite(x)
     where = ""
     if token_dim is not None:
         tokens = bad.movedim(token_dim, 0).flatten(1).any(1).nonzero().flatten()
@@ -109,4 +119,7 @@ def _look(watch: Watch, operation: str, what: str, x: torch.Tensor, token_dim: i
         if watch.rows is not None:
             where = f" at token {watch.finite.first_token(row)} (row {row} of the batch)"
     value = "NaN" if bool(torch.isnan(x).any()) else "infinite"
+    if watch.finite.tell is not None:
+        watch.finite.tell(operation, f"{what} is {value}{where}")
+        return
     raise NotFiniteError(f"{operation} in layer {watch.layer} on rank {watch.finite.rank}: {what} is {value}{where}")

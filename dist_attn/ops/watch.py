@@ -4,7 +4,7 @@ Nobody passes it along: models and operations ask for the one of this thread, an
 changes no result.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +25,8 @@ class FiniteCheck:
 
     rank: int = 0
     first_tokens: tuple[int, ...] = (0,)
+    # Is told the operation and what is wrong, in words, in place of an error: ranks that share work go on together.
+    tell: Callable[[str, str], None] | None = None
 
     def first_token(self, row: int) -> int:
         """The global index of this row's first token here."""

@@ -2,7 +2,7 @@
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -172,22 +172,37 @@ class _Run:
             optimiser.zero_grad(set_to_none=True)
             for group in optimiser.param_groups:
                 group["lr"] = group["peak_lr"] * factor
+        before = self.task.carried()
+        value = self.share.sum(self._forward_and_backward()).item()
+        self._check(value, None, before)
+        sum_gradients(self.mesh.world, list(self.model.parameters()))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip_norm)
+        self._check(value, norm.item(), before)
+        for optimiser in self.optimisers:
+            optimiser.step()
+        return value
+
+    def _forward_and_backward(self, backward: bool = True) -> Tensor:
+        """This rank's part of the loss; its gradients are added to those of the parameters."""
         # Whatever is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
         torch.manual_seed(_step_seed(self.config.run.seed, self.step, self.mesh.world.rank))
         self.task.prepare(self.step)
         total = torch.zeros((), dtype=torch.float64)
         for rows in self.micro_batches:
             loss = self.task.loss(self.step, rows)
-            loss.backward()
+            if backward:
+                loss.backward()
             total += loss.detach().cpu().double()
-        value = self.share.sum(total).item()
-        check_finite("loss", value, self.step, self.model)
-        sum_gradients(self.mesh.world, list(self.model.parameters()))
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip_norm)
-        check_finite("norm of the gradients", norm.item(), self.step, self.model)
-        for optimiser in self.optimisers:
-            optimiser.step()
-        return value
+        return total
+
+    def _check(self, loss: float, norm: float | None, before: Mapping[str, Tensor]) -> None:
+        """Stop where one of them is not finite; the search for its origin runs the step again as it was."""
+
+        def again(backward: bool) -> None:
+            self.task.carry(before)
+            self._forward_and_backward(backward)
+
+        check_finite(loss, norm, self.step, self.model, again, self.config.run, self.mesh.world)
 
     def _validate(self) -> dict[str, float | int]:
         self.model.eval()

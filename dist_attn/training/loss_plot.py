@@ -14,7 +14,7 @@ __all__ = ["LossPlot", "draw"]
 
 Point = tuple[float, float]
 SMOOTHED_FROM = 40  # points of the training loss; fewer are drawn as they are
-SHARE_SMOOTHED = 0.04
+SHARE_SMOOTHED = 0.06
 
 
 @final
@@ -70,7 +70,7 @@ def draw(
     panels[-1].plot(*zip(*rates, strict=True), color="tab:gray")
     panels[-1].set_ylabel("learning rate")
     panels[-1].set_ylim(bottom=0)
-    panels[-1].yaxis.set_major_formatter(EngFormatter())
+    panels[-1].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     panels[-1].yaxis.set_major_locator(MaxNLocator(4))
     panels[-1].set_xlabel(f"{unit} read in training")
     panels[-1].xaxis.set_major_formatter(EngFormatter())
@@ -107,13 +107,13 @@ def _draw_scores(panel: Any, scores: Sequence[Point], criterion: Criterion) -> N
 
 
 def _smoothed(points: Sequence[Point]) -> list[Point]:
-    """An exponential average over a share of the points, without the bias of its beginning."""
-    keep = 1 - 1 / max(1.0, SHARE_SMOOTHED * len(points))
-    total = weight = 0.0
+    """The mean of as many points before as behind, so that nothing lags; fewer towards both ends."""
+    reach = max(1, round(SHARE_SMOOTHED * len(points) / 2))
     smooth = []
-    for x, y in points:
-        total, weight = keep * total + y, keep * weight + 1
-        smooth.append((x, total / weight))
+    for at, (x, _) in enumerate(points):
+        near = min(reach, at, len(points) - 1 - at)
+        around = [y for _, y in points[at - near : at + near + 1]]
+        smooth.append((x, sum(around) / len(around)))
     return smooth
 
 

@@ -16,6 +16,7 @@ from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError, DistAttnError, EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.finite import checked_if_asked
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.training.task import Share
 
@@ -171,10 +172,11 @@ class _MeshShare:
         documents: tuple[int, ...] | None = None,
     ) -> SequenceOps:
         if self._sequence is None:
-            return LocalSequenceOps(documents)
+            return checked_if_asked(LocalSequenceOps(documents))
         memory_layout = None if memory is None else self._layout(memory)
         cache: CacheKept = "whole" if carried else "spread"
-        return ShardedSequenceOps(self._sequence, self._layout(total, documents), memory_layout, cache=cache)
+        ops = ShardedSequenceOps(self._sequence, self._layout(total, documents), memory_layout, cache=cache)
+        return checked_if_asked(ops, self.tokens(total).start)
 
     def sum(self, values_N: Tensor) -> Tensor:
         return self._mesh.world.all_reduce_sum(values_N.detach(), label="sums of shares")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.finite import checked_if_asked
 
 __all__ = ["Criterion", "Share", "Task", "Whole"]
 
@@ -91,7 +92,7 @@ class Whole:
         documents: tuple[int, ...] | None = None,
     ) -> SequenceOps:
         """Operations on whole sequences."""
-        return LocalSequenceOps(documents)
+        return checked_if_asked(LocalSequenceOps(documents))
 
     def sum(self, values_N: Tensor) -> Tensor:
         """The values themselves."""

@@ -248,7 +248,7 @@ def test_a_run_that_blows_up_stops_at_that_step(tmp_path, monkeypatch, where):
         return value
 
     monkeypatch.setattr(LanguageTask, "loss", loss)
-    with pytest.raises(EngineError, match=rf"the .*{where} is (nan|inf) at step 4; all parameters are finite"):
+    with pytest.raises(EngineError, match=rf"the .*{where} is (nan|inf) at step 4: "):
         train(small_run(tmp_path, checkpoint_every=1))
     checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     assert [path.name for path in checkpoints] == ["step-000003", "step-000004"]
