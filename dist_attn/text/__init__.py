@@ -7,6 +7,7 @@ from dist_attn.text.bytes import ByteTokeniser
 from dist_attn.text.folder import load_tokeniser, read_foreign
 from dist_attn.text.foreign import ForeignTokeniser
 from dist_attn.text.incremental import IncrementalDecoder
+from dist_attn.text.sentence_piece import SentencePieceTokeniser
 from dist_attn.text.train import train_bpe
 from dist_attn.text.word_piece import WordPieceTokeniser
 
@@ -18,6 +19,7 @@ __all__ = [
     "ByteTokeniser",
     "ForeignTokeniser",
     "IncrementalDecoder",
+    "SentencePieceTokeniser",
     "Tokeniser",
     "WordPieceTokeniser",
     "load_tokeniser",

@@ -11,6 +11,7 @@ from dist_attn.text.bytes import BYTE_PIECES, ByteTokeniser
 from dist_attn.text.foreign import CONFIG_NAME, ForeignTokeniser
 from dist_attn.text.hugging_face import FILE_NAME, read_tokenizer_json
 from dist_attn.text.pieces import TEXT_PATTERN
+from dist_attn.text.sentence_piece import SentencePieceTokeniser
 from dist_attn.text.vocabulary import Vocabulary
 from dist_attn.text.word_piece import WordPieceTokeniser
 
@@ -69,4 +70,6 @@ def read_foreign(folder: Path) -> ForeignTokeniser:
 def _kind(model: dict[str, object]) -> type[ForeignTokeniser]:
     if model.get("type") == "WordPiece":
         return WordPieceTokeniser
+    if model.get("type") == "Unigram" or model.get("byte_fallback"):
+        return SentencePieceTokeniser
     return ByteLevelTokeniser

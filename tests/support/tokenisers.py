@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from dist_attn.text import BpeTokeniser, ByteLevelTokeniser, train_bpe
+from dist_attn.text import BpeTokeniser, ByteLevelTokeniser, SentencePieceTokeniser, train_bpe
 
 PROSE = (
     "It was the best of times, it was the worst of times; it was the age of wisdom, it was the age of foolishness.\n"
@@ -59,3 +59,47 @@ def foreign_bpe(pattern: str | None = None) -> ByteLevelTokeniser:
 def llama_bpe() -> ByteLevelTokeniser:
     """`foreign_bpe` with the cut of Llama 3."""
     return foreign_bpe(LLAMA_PATTERN)
+
+
+@cache
+def sentence_piece_contents(kind: str, metaspace: bool) -> str:
+    """A small tokenizer.json of SentencePiece (`BPE` or `Unigram`) with byte fallback; `</s>` has id 2.
+
+    Blanks become their character by a Metaspace, as newer files have it, or by normalisers, as Llama 2's has.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    special = ["<unk>", "<s>", "</s>"]
+    first = [*special, *(f"<0x{value:02X}>" for value in range(256))]
+    if kind == "BPE":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        trainer: Any = trainers.BpeTrainer(vocab_size=345, special_tokens=first, show_progress=False)
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        trainer = trainers.UnigramTrainer(vocab_size=345, special_tokens=first, unk_token="<unk>", show_progress=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.train_from_iterator([PROSE], trainer)
+    if not metaspace:
+        steps = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        tokenizer.normalizer = normalizers.Sequence(steps)
+    contents = json.loads(tokenizer.to_str())
+    contents["added_tokens"] = [token for token in contents["added_tokens"] if token["content"] in special]
+    contents["model"]["byte_fallback"] = True
+    return json.dumps(contents | ({} if metaspace else {"pre_tokenizer": None}))
+
+
+@cache
+def sentence_piece(kind: str, metaspace: bool) -> SentencePieceTokeniser:
+    """The tokeniser of `sentence_piece_contents`."""
+    return SentencePieceTokeniser(json.loads(sentence_piece_contents(kind, metaspace)), "</s>")
+
+
+def sentence_piece_bpe() -> SentencePieceTokeniser:
+    """BPE in the manner of Llama 2."""
+    return sentence_piece("BPE", False)
+
+
+def unigram() -> SentencePieceTokeniser:
+    """Unigram behind a Metaspace."""
+    return sentence_piece("Unigram", True)

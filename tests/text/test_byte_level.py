@@ -48,7 +48,7 @@ def test_special_and_unused_ids_stand_for_no_bytes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": {"type": "Unigram", "vocab": []}}, "its model is Unigram; supported is byte-level BPE"),
+        ({"model": {"type": "WordLevel", "vocab": {}}}, "its model is WordLevel; supported is byte-level BPE"),
         ({"normalizer": {"type": "Lowercase"}}, "its normalizer is Lowercase"),
         ({"pre_tokenizer": {"type": "Metaspace"}}, "its pre_tokenizer is Metaspace"),
         ({"pre_tokenizer": None}, "its pre_tokenizer is missing"),

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import TokenError
-from dist_attn.text import TAIL_BYTES, ByteLevelTokeniser, ByteTokeniser, IncrementalDecoder, Tokeniser, load_tokeniser
-from tests.support.tokenisers import PROSE, foreign_bpe, llama_bpe, small_bpe
+from dist_attn.text import TAIL_BYTES, ByteTokeniser, ForeignTokeniser, IncrementalDecoder, Tokeniser, load_tokeniser
+from tests.support.tokenisers import PROSE, foreign_bpe, llama_bpe, sentence_piece_bpe, small_bpe, unigram
 
-MAKERS: list[Callable[[], Tokeniser]] = [ByteTokeniser, small_bpe, foreign_bpe, llama_bpe]
-every_tokeniser = pytest.mark.parametrize("make", MAKERS, ids=["bytes", "bpe", "gpt2", "llama"])
+MAKERS: list[Callable[[], Tokeniser]] = [ByteTokeniser, small_bpe, foreign_bpe, llama_bpe, sentence_piece_bpe, unigram]
+every_tokeniser = pytest.mark.parametrize(
+    "make", MAKERS, ids=["bytes", "bpe", "gpt2", "llama", "sentencepiece", "unigram"]
+)
 
 # Long runs of one kind are what the caps of the cut are for; slices of prose bring real words and quotes.
 RUNS = st.builds(lambda unit, times: unit * times, st.binary(min_size=1, max_size=4), st.integers(1, 120))
@@ -95,7 +97,7 @@ def test_empty(make: Callable[[], Tokeniser]) -> None:
 def test_end_token(make: Callable[[], Tokeniser]) -> None:
     """The end token stands for no bytes, and no text turns into it; in our own tokenisers it is the highest id."""
     tokeniser = make()
-    if not isinstance(tokeniser, ByteLevelTokeniser):
+    if not isinstance(tokeniser, ForeignTokeniser):
         assert tokeniser.end_token == tokeniser.vocab_size - 1
     assert tokeniser.end_token is not None
     assert tokeniser.decode([tokeniser.end_token]) == b""
@@ -134,7 +136,7 @@ def test_saved_and_loaded(make: Callable[[], Tokeniser], tmp_path: Path) -> None
     assert type(loaded) is type(tokeniser)
     assert (loaded.digest, loaded.vocab_size) == (tokeniser.digest, tokeniser.vocab_size)
     np.testing.assert_array_equal(loaded.encode(PROSE.encode()), tokeniser.encode(PROSE.encode()))
-    foreign = {"tokenizer_config.json"} if isinstance(tokeniser, ByteLevelTokeniser) else set()
+    foreign = {"tokenizer_config.json"} if isinstance(tokeniser, ForeignTokeniser) else set()
     assert {p.name for p in (tmp_path / "model").iterdir()} == {"tokenizer.json", *foreign}
 
 
