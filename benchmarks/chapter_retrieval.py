@@ -28,7 +28,7 @@ FOLDER = Path("data/books")
 # Kept out of contrastive training; War and Peace out of all training.
 BOOKS = ("war_and_peace.txt", "moby_dick.txt", "jane_eyre.txt")
 MODELS = ("books-6m",)
-WINDOW, MOST_TOKENS, SMOKE_TOKENS = 512, 204_800, 16_384
+WINDOW, MOST_TOKENS, SMOKE_TOKENS = 512, 61_440, 16_384
 STREAMED, ALONE = "one stream", "windows alone"
 
 Rows = NDArray[np.float32]
