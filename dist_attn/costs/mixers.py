@@ -86,6 +86,7 @@ class KernelAttention:
     rotary: bool = False
     shared_gate: bool = False
     key_weights: bool = False
+    value_rank: int | None = None
 
     @property
     def num_features(self) -> int:
@@ -101,16 +102,21 @@ class KernelAttention:
 
     @property
     def head_size(self) -> int:
-        """V, which is also the size of a head's queries and keys."""
+        """The size of a head's queries and keys."""
         return self.hidden_size // self.num_heads
 
     @property
+    def value_size(self) -> int:
+        """V: as large, unless the maps of values have another rank."""
+        return self.head_size if self.value_rank is None else self.value_rank
+
+    @property
     def parameters(self) -> int:
-        """Projections 4 D^2 and their biases 4 D if any, taps K D, sigma D, and D + 1 for each gate."""
-        size = self.hidden_size
+        """Projections 2 D (D + H V) and their biases 3 D + H V if any, taps K D, sigma D, and D + 1 for each gate."""
+        size, values = self.hidden_size, self.num_heads * self.value_size
         gate = self.num_gates * (size + 1)
-        bias = 4 * size if self.projection_bias else 0
-        return 4 * size * size + bias + self.taps * size + size + gate
+        bias = 3 * size + values if self.projection_bias else 0
+        return 2 * size * (size + values) + bias + self.taps * size + size + gate
 
     @property
     def buffers(self) -> int:
@@ -153,10 +159,10 @@ class KernelAttention:
     def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
         """The blocked form; with several ranks each reads its keys a second time, for the state it sends."""
         one_side = 2.0 * self.hidden_size * self.num_random
-        one_pass = 2.0 * self.num_heads * self.num_features * (self.head_size + 1)
+        one_pass = 2.0 * self.num_heads * self.num_features * (self.value_size + 1)
         passes = 2 if ranks == 1 else 3
         # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
-        per_head = self.num_features + self.head_size + 1 + (self.kind == "rfa_gate" or self.key_weights)
+        per_head = self.num_features + self.value_size + 1 + (self.kind == "rfa_gate" or self.key_weights)
         return TokenFlops(
             projections=self._projections,
             features=passes * one_side,
@@ -170,23 +176,28 @@ class KernelAttention:
         return TokenFlops(projections=parts.projections, features=parts.features, state=parts.state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About eight tensors of [B, L, D] around the attention (ten if rotary), features and scores of one block."""
+        """About eight tensors of [B, L, D] around the attention (ten if rotary), features and scores of one block.
+
+        Half of them are of values, which may be wider.
+        """
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
-        width = self.head_size + 1
+        width = self.value_size + 1
         per_token = 4 * self.num_features + 4 * CHUNK_TOKENS + 6 * width
         states = 3 * self.num_features * width * chunks
         block = groups * (per_token * min(tokens, chunks * CHUNK_TOKENS) + states)
-        return FLOAT_BYTES * ((10 if self.rotary else 8) * batch * tokens * self.hidden_size + block)
+        values = self.num_heads * self.value_size
+        numbers = (6 if self.rotary else 4) * self.hidden_size + 4 * max(values, self.hidden_size)
+        return FLOAT_BYTES * (batch * tokens * numbers + block)
 
     @property
     def _state_numbers(self) -> int:
-        return self.num_features * (self.head_size + 1) + 2
+        return self.num_features * (self.value_size + 1) + 2
 
     @property
     def _projections(self) -> float:
         gate = 2.0 * self.hidden_size * self.num_gates
-        return 8.0 * self.hidden_size**2 + gate
+        return 4.0 * self.hidden_size * (self.hidden_size + self.num_heads * self.value_size) + gate
 
 
 @dataclass(frozen=True)
@@ -200,15 +211,21 @@ class SoftmaxAttention:
     reach: int | None = None  # of relative positions; None: there are none
     relative_values: bool = True  # they are for values too
     relative_shared: bool = False  # and the same for all heads
+    value_rank: int | None = None  # of the maps of values; None: that of keys
+
+    @property
+    def values(self) -> int:
+        """H V: numbers in the values of a token."""
+        return self.hidden_size if self.value_rank is None else self.num_heads * self.value_rank
 
     @property
     def parameters(self) -> int:
-        """Projections 4 D^2 and their biases 4 D if any, taps K D, and a row per distance back for keys and values."""
-        bias = 4 * self.hidden_size if self.projection_bias else 0
-        rows = 0 if self.reach is None else self._tables * (self.reach + 1) * self.hidden_size
+        """Projections 2 D (D + H V), biases 3 D + H V if any, taps K D, a row per distance back for keys and values."""
+        bias = 3 * self.hidden_size + self.values if self.projection_bias else 0
+        rows = 0 if self.reach is None else (self.reach + 1) * self._row_numbers
         if self.relative_shared:
             rows //= self.num_heads
-        return 4 * self.hidden_size**2 + bias + self.taps * self.hidden_size + rows
+        return 2 * self.hidden_size * (self.hidden_size + self.values) + bias + self.taps * self.hidden_size + rows
 
     @property
     def buffers(self) -> int:
@@ -217,7 +234,8 @@ class SoftmaxAttention:
 
     def state_bytes(self, position: int, batch: int = 1) -> int:
         """A key and a value per token, and the last K - 1 tokens of the convolution."""
-        return FLOAT_BYTES * batch * (2 * position + max(0, self.taps - 1)) * self.hidden_size
+        tail = max(0, self.taps - 1) * self.hidden_size
+        return FLOAT_BYTES * batch * (position * (self.hidden_size + self.values) + tail)
 
     def kept_tokens(self, position: int, ranks: int) -> int:
         """Its share of every block."""
@@ -232,22 +250,22 @@ class SoftmaxAttention:
         return 0
 
     def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
-        """The first block by head reshuffle, (P - 1) / P of 4 L D numbers; then queries and partial outputs.
+        """The first block by head reshuffle, (P - 1) / P of 2 L (D + H V) numbers; then queries and partial outputs.
 
-        These are (P - 1) L (2 D + H) numbers for L tokens of each rank. For heads that P divides.
+        These are (P - 1) L (D + H V + H) numbers for L tokens of each rank. For heads that P divides.
         """
         if ranks == 1:
             return 0
         first = min(tokens, ranks * block_tokens)
-        heads = (ranks - 1) * first * 4 * self.hidden_size // ranks**2
-        partial = (ranks - 1) * (tokens - first) * (2 * self.hidden_size + self.num_heads) // ranks
+        heads = (ranks - 1) * first * 2 * (self.hidden_size + self.values) // ranks**2
+        partial = (ranks - 1) * (tokens - first) * (self.hidden_size + self.values + self.num_heads) // ranks
         return FLOAT_BYTES * (heads + partial)
 
     def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
         """The queries of a block, and its partial outputs when they are joined and when they are sent."""
         if ranks == 1:
             return 0
-        return FLOAT_BYTES * ranks * block_tokens * (3 * self.hidden_size + 2 * self.num_heads)
+        return FLOAT_BYTES * ranks * block_tokens * (self.hidden_size + 2 * self.values + 2 * self.num_heads)
 
     def halo_bytes(self, batch: int = 1) -> int:
         """4 B (K - 1) D."""
@@ -255,22 +273,26 @@ class SoftmaxAttention:
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         """Every token looks at half of the others, and at the rows of relative positions."""
-        scores = 2.0 * self.hidden_size * tokens + self._row_flops
-        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=scores)
+        scores = 1.0 * (self.hidden_size + self.values) * tokens + self._row_flops
+        return TokenFlops(projections=self._projections, scores=scores)
 
     def decode_flops(self, position: int) -> TokenFlops:
         """One query over all keys and values so far."""
-        scores = 4.0 * self.hidden_size * position + self._row_flops
-        return TokenFlops(projections=8.0 * self.hidden_size**2, scores=scores)
+        scores = 2.0 * (self.hidden_size + self.values) * position + self._row_flops
+        return TokenFlops(projections=self._projections, scores=scores)
 
     @property
-    def _tables(self) -> int:
-        return 2 if self.relative_values else 1
+    def _projections(self) -> float:
+        return 4.0 * self.hidden_size * (self.hidden_size + self.values)
+
+    @property
+    def _row_numbers(self) -> int:
+        return self.hidden_size + (self.values if self.relative_values else 0)
 
     @property
     def _row_flops(self) -> float:
         """A query by each of 2 k + 1 rows of keys, and the weights of each distance by as many rows of values."""
-        return 0.0 if self.reach is None else 2.0 * self._tables * (2 * self.reach + 1) * self.hidden_size
+        return 0.0 if self.reach is None else 2.0 * (2 * self.reach + 1) * self._row_numbers
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
         """About nine tensors of [B, L, D]; the fused kernel never holds the scores.
@@ -278,7 +300,7 @@ class SoftmaxAttention:
         With relative positions a tile: its scores two and a half times, its rows of 8 bytes three times, and what each
         query has for each row twice.
         """
-        around = FLOAT_BYTES * 9 * batch * tokens * self.hidden_size
+        around = FLOAT_BYTES * batch * tokens * (5 * self.hidden_size + 4 * max(self.values, self.hidden_size))
         if self.reach is None:
             return around
         rows = min(tokens, TILE_QUERIES)

@@ -112,6 +112,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     rotary: dict[str, float] | None = None
     shared_gate: bool = False
     weighting: str = "unit_norm"
+    value_rank: Count | None = None
     reach: Annotated[int, Meta(ge=0)] = 16
     relative: _RelativeConfig | None = None
     taps: Count = 16
@@ -195,6 +196,7 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 rotary=mixer.rotary is not None,
                 shared_gate=mixer.shared_gate,
                 key_weights=mixer.weighting == "norm",
+                value_rank=mixer.value_rank,
             )
         case "softmax", _:
             near = mixer.relative or _RelativeConfig()
@@ -206,9 +208,10 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 reach=None if mixer.relative is None else near.reach,
                 relative_values=near.values,
                 relative_shared=near.shared,
+                value_rank=mixer.value_rank,
             )
         case "scaleformer", _:
-            return RelativeAttention(hidden_size, _heads(path, mixer, hidden_size), mixer.reach)
+            return RelativeAttention(hidden_size, _heads(path, mixer, hidden_size), mixer.reach, mixer.value_rank)
         case "convolution", _ if not mixer.centred:
             return CausalConvolution(hidden_size, mixer.taps)
         case "s4d", _ if mixer.form == "scan":

@@ -1,6 +1,7 @@
 """What causal kernel attention with relative positions (Scaleformer) costs: the same figures as every other mixer's.
 
-Letters are the glossary's: D model size, H heads, K head size (M = K features, V = K values), k reach of the positions.
+Letters are the glossary's: D model size, H heads, K head size (M = K features), V value size (K by default), k reach
+of the positions.
 """
 
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ __all__ = ["RelativeAttention"]
 
 @dataclass(frozen=True)
 class RelativeAttention:
-    """`scaleformer`: per head a kernel state of K (K + 1) numbers and a window of max(k, 1) (K + 1), at any length."""
+    """`scaleformer`: per head a kernel state of K (V + 1) numbers and a window of max(k, 1) (V + 1), at any length."""
 
     hidden_size: int
     num_heads: int
     reach: int
+    value_rank: int | None = None
 
     @property
     def head_size(self) -> int:
@@ -27,9 +29,19 @@ class RelativeAttention:
         return self.hidden_size // self.num_heads
 
     @property
+    def value_size(self) -> int:
+        """V: K, unless the maps of values have another rank."""
+        return self.head_size if self.value_rank is None else self.value_rank
+
+    @property
+    def values(self) -> int:
+        """H V: numbers in the values of a token."""
+        return self.num_heads * self.value_size
+
+    @property
     def parameters(self) -> int:
-        """Projections 4 D^2 and k + 1 rows of positions."""
-        return 4 * self.hidden_size**2 + (self.reach + 1) * self.hidden_size
+        """Projections 2 D (D + H V) and k + 1 rows of positions."""
+        return 2 * self.hidden_size * (self.hidden_size + self.values) + (self.reach + 1) * self.hidden_size
 
     @property
     def buffers(self) -> int:
@@ -37,7 +49,7 @@ class RelativeAttention:
         return 0
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
-        """4 B H (K + max(k, 1)) (K + 1): all of it is also what ranks send each other."""
+        """4 B H (K + max(k, 1)) (V + 1): all of it is also what ranks send each other."""
         return self.carry_bytes(batch)
 
     def kept_tokens(self, position: int, ranks: int) -> int:
@@ -49,8 +61,9 @@ class RelativeAttention:
         return None
 
     def carry_bytes(self, batch: int = 1) -> int:
-        """4 B H (K + max(k, 1)) (K + 1)."""
-        return FLOAT_BYTES * batch * self.num_heads * relative_state_numbers(self.head_size, self.head_size, self.reach)
+        """4 B H (K + max(k, 1)) (V + 1)."""
+        numbers = relative_state_numbers(self.head_size, self.value_size, self.reach)
+        return FLOAT_BYTES * batch * self.num_heads * numbers
 
     def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
         """Nothing: states travel instead."""
@@ -66,10 +79,10 @@ class RelativeAttention:
 
     def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
         """The windowed form; with several ranks each reads its keys a second time, for the state it sends."""
-        size, width = self.head_size, self.head_size + 1
+        size, width = self.head_size, self.value_size + 1
         passes = 2 if ranks == 1 else 3
         return TokenFlops(
-            projections=8.0 * self.hidden_size**2,
+            projections=4.0 * self.hidden_size * (self.hidden_size + self.values),
             features=2.0 * self.num_heads * size * (self.reach + 1),
             scores=1.0 * self.num_heads * CHUNK_TOKENS * (size + width),
             state=2.0 * self.num_heads * width * (passes * size + max(0, self.reach - 1)),
@@ -77,9 +90,9 @@ class RelativeAttention:
 
     def decode_flops(self, position: int = 0) -> TokenFlops:
         """One update and one read-out of the state, and the scores of all positions: the same for every token."""
-        size, width = self.head_size, self.head_size + 1
+        size, width = self.head_size, self.value_size + 1
         return TokenFlops(
-            projections=8.0 * self.hidden_size**2,
+            projections=4.0 * self.hidden_size * (self.hidden_size + self.values),
             features=2.0 * self.num_heads * size * (2 * self.reach + 1),
             state=2.0 * self.num_heads * width * (2 * size + max(1, self.reach)),
         )
@@ -88,7 +101,9 @@ class RelativeAttention:
         """About twelve tensors of [B, L, D] around the attention; scores, windows and sums of one block."""
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
-        width = self.head_size + 1
+        width = self.value_size + 1
         scores = 4 * (CHUNK_TOKENS + self.reach) * CHUNK_TOKENS
         block = (self.reach + 1 + 2 * width) * min(tokens, chunks * CHUNK_TOKENS)
-        return FLOAT_BYTES * (12 * batch * tokens * self.hidden_size + groups * (scores + block + 2 * width**2))
+        around = batch * tokens * (6 * self.hidden_size + 6 * max(self.values, self.hidden_size))
+        sums = 2 * max(width, self.head_size + 1) * width
+        return FLOAT_BYTES * (around + groups * (scores + block + sums))

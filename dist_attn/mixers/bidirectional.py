@@ -38,10 +38,9 @@ class BidirectionalAttention(TokenMixer):
     def __init__(self, config: BidirectionalConfig) -> None:
         super().__init__()
         self.config = config
-        size, values = config.hidden_size, config.num_heads * config.value_size
-        self.sizes = (size, size, values)
-        self.qkv = nn.Linear(size, sum(self.sizes), bias=config.projection_bias)
-        self.out = nn.Linear(values, size, bias=config.projection_bias)
+        size = config.hidden_size
+        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
+        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
         self.attend = AllKeys(config)
 
     def forward(
@@ -49,7 +48,7 @@ class BidirectionalAttention(TokenMixer):
     ) -> tuple[torch.Tensor, NoState]:
         if state is not None and not isinstance(state, NoState):
             raise InputError(f"a {type(state).__name__} was given to bidirectional attention, which takes no state")
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.sizes, dim=-1))
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
         out_BHLV, _ = self.attend(q, k, v, ops)
         return self.out(merge_heads(out_BHLV)), NoState()
 

@@ -59,12 +59,24 @@ class RelativeConfig(_Config):
 class _HeadSizes(_Config):
     hidden_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
+    # Rank of each head's map from a token to its contribution. None: hidden_size / num_heads; hidden_size: full rank.
+    value_rank: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "_HeadSizes":
         if self.hidden_size % self.num_heads:
             raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
         return self
+
+    @property
+    def value_size(self) -> int:
+        """Numbers in a head's values."""
+        return self.head_size if self.value_rank is None else self.value_rank
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values in all heads."""
+        return self.hidden_size, self.hidden_size, self.num_heads * self.value_size
 
     @property
     def head_size(self) -> int:
@@ -171,8 +183,6 @@ class _AttentionConfig(_FeaturesConfig):
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None  # of softmax
-    # Rank of each head's map from a token to its contribution. None: hidden_size / num_heads; hidden_size: full rank.
-    value_rank: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def _options_fit(self) -> "_AttentionConfig":
@@ -185,11 +195,6 @@ class _AttentionConfig(_FeaturesConfig):
                 "or 'scaleformer', which has its own"
             )
         return self
-
-    @property
-    def value_size(self) -> int:
-        """Numbers in a head's values."""
-        return self.head_size if self.value_rank is None else self.value_rank
 
     @property
     def causal(self) -> bool:

@@ -71,8 +71,8 @@ class RandomFeatureAttention(TokenMixer):
         self.config = config
         size, heads, head_size = config.hidden_size, config.num_heads, config.head_size
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
-        self.out = nn.Linear(size, size, bias=config.projection_bias)
+        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
+        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
         self.sigma_H1K = nn.Parameter(torch.full((heads, 1, head_size), config.first_sigma))
         self.register_buffer("w_HDK", matrices_at_test(config))
         # The pool's matrices of this training step; None at test, and without a pool.
@@ -108,7 +108,7 @@ class RandomFeatureAttention(TokenMixer):
         tail_BKD = before.tail_BKD
         if self.convolution is not None:
             x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
         if before.position_B is not None:
             positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1]).to(x_BLD.device)
             q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
@@ -137,7 +137,9 @@ class RandomFeatureAttention(TokenMixer):
         tail_BKD = before.tail_BKD
         if self.convolution is not None:
             x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
-        q, k, v = (t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).split(self.config.qkv_sizes, dim=-1)
+        )
         if before.position_B is not None:
             q, k = (rotate(t[:, :, None], before.position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
         log_gate, key_scale = self._gates(x_BD)
@@ -164,7 +166,7 @@ class RandomFeatureAttention(TokenMixer):
         weight = self.qkv.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         attention = LinearState.identity(
-            batch, config.num_heads, features, config.head_size, dtype=dtype, device=weight.device
+            batch, config.num_heads, features, config.value_size, dtype=dtype, device=weight.device
         )
         position_B = None
         if config.rotary is not None:

@@ -41,8 +41,8 @@ class ScaleformerAttention(TokenMixer):
     def __init__(self, config: ScaleformerConfig) -> None:
         super().__init__()
         self.config = config
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.out = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.qkv = nn.Linear(config.hidden_size, sum(config.qkv_sizes), bias=False)
+        self.out = nn.Linear(config.qkv_sizes[2], config.hidden_size, bias=False)
         # Rows for keys 0 to `reach` tokens back, the furthest first; the rows of later keys are never seen.
         self.positions_HRK = nn.Parameter(0.02 * torch.randn(config.num_heads, config.reach + 1, config.head_size))
 
@@ -50,7 +50,7 @@ class ScaleformerAttention(TokenMixer):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, ScaleformerState]:
         before = self._own(state, x_BLD.shape[0])
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
         out_BHLV, after = ops.relative_attention_streaming(
             elu_plus_one(q), elu_plus_one(k), v, self._rows(), before.attention
         )
@@ -58,14 +58,16 @@ class ScaleformerAttention(TokenMixer):
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, ScaleformerState]:
         before = self._own(state, x_BD.shape[0])
-        q, k, v = (t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).chunk(3, dim=-1))
+        q, k, v = (
+            t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).split(self.config.qkv_sizes, dim=-1)
+        )
         out_BHV, after = relative_attention_step(elu_plus_one(q), elu_plus_one(k), v, self._rows(), before.attention)
         return self.out(out_BHV.flatten(1)), ScaleformerState(after)
 
     def initial_state(self, batch: int) -> ScaleformerState:
         config, weight = self.config, self.qkv.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        sizes = (batch, config.num_heads, config.head_size, config.head_size, config.reach)
+        sizes = (batch, config.num_heads, config.head_size, config.value_size, config.reach)
         empty = ScaleformerState(RelativeState.identity(*sizes, dtype=dtype))
         return empty.replace(tuple(t.to(weight.device) for t in empty.tensors()))
 

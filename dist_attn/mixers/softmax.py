@@ -48,11 +48,11 @@ class SoftmaxAttention(TokenMixer):
         self.config = config
         size = config.hidden_size
         self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, 3 * size, bias=config.projection_bias)
-        self.out = nn.Linear(size, size, bias=config.projection_bias)
+        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
+        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
         self.relative: RelativeRows | None = None
         if config.relative is not None:
-            sizes = (config.num_heads, config.head_size, config.head_size)
+            sizes = (config.num_heads, config.head_size, config.value_size)
             self.relative = RelativeRows(config.relative, *sizes, causal=True)
 
     def forward(
@@ -62,7 +62,7 @@ class SoftmaxAttention(TokenMixer):
         tail_BKD = before.tail_BKD
         if self.convolution is not None:
             x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).chunk(3, dim=-1))
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
         positions_1L = ops.positions(x_BLD.shape[1])[None] + before.cache.tokens
         q, k = (rotate(t, positions_1L, self.config.rotary) for t in (q, k))
         out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache, relative=self._rows())
@@ -73,7 +73,9 @@ class SoftmaxAttention(TokenMixer):
         tail_BKD = before.tail_BKD
         if self.convolution is not None:
             x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
-        q, k, v = (split_heads(t[:, None], self.config.num_heads) for t in self.qkv(x_BD).chunk(3, dim=-1))
+        q, k, v = (
+            split_heads(t[:, None], self.config.num_heads) for t in self.qkv(x_BD).split(self.config.qkv_sizes, dim=-1)
+        )
         before.cache.require_whole()
         q, k = (rotate(t, torch.tensor([[before.cache.tokens]]), self.config.rotary) for t in (q, k))
         cache = before.cache.appended(k, v)
@@ -87,8 +89,11 @@ class SoftmaxAttention(TokenMixer):
 
     def initial_state(self, batch: int) -> SoftmaxState:
         config, weight = self.config, self.qkv.weight
-        empty = weight.new_zeros((batch, config.num_heads, 0, config.head_size), requires_grad=False)
-        cache = KeyValueCache(empty, empty)
+        none = (batch, config.num_heads, 0)
+        cache = KeyValueCache(
+            weight.new_zeros((*none, config.head_size), requires_grad=False),
+            weight.new_zeros((*none, config.value_size), requires_grad=False),
+        )
         if self.convolution is None:
             return SoftmaxState(cache, weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False))
         return SoftmaxState(cache, self.convolution.initial_tail(batch))

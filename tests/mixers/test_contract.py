@@ -55,6 +55,15 @@ CONFIGS = {
     "rfa_gate-key-weights": RandomFeatureConfig(
         kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, weighting="norm", short_convolution=0
     ),
+    "rfa_gate-full-rank": RandomFeatureConfig(
+        kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, value_rank=SIZE
+    ),
+    "softmax-rank-2": SoftmaxConfig(
+        kind="softmax", hidden_size=SIZE, num_heads=HEADS, value_rank=2, relative=RelativeConfig(reach=3)
+    ),
+    "scaleformer-rank-5": ScaleformerConfig(
+        kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=4, value_rank=5
+    ),
     "rfa-one-gate": RandomFeatureConfig(
         kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, shared_gate=True, orthogonal=True, pool=5
     ),
