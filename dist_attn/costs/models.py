@@ -141,6 +141,10 @@ class _LearnedPositions(msgspec.Struct, frozen=True):
     length: Count
 
 
+class _Kind(msgspec.Struct, frozen=True):
+    kind: str = ""
+
+
 class _ModelConfig(msgspec.Struct, frozen=True):
     kind: str
     vocab_size: Count
@@ -160,13 +164,15 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
     """
     path = folder / "config.json"
     try:
-        config = msgspec.json.decode(path.read_bytes(), type=_ModelConfig)
+        data = path.read_bytes()
+        kind = msgspec.json.decode(data, type=_Kind).kind
+        if kind not in ("", "language_model"):
+            raise ConfigError(f"{path} describes a {kind!r}; the costs of a 'language_model' are known")
+        config = msgspec.json.decode(data, type=_ModelConfig)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path} is not the configuration of a model: {error}") from None
-    if config.kind != "language_model":
-        raise ConfigError(f"{path} describes a {config.kind!r}; the costs of a 'language_model' are known")
     return LanguageModelCosts(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,

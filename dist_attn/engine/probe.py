@@ -152,11 +152,12 @@ def check_matmul(_: ProbeSettings) -> Finding:
 
 def check_model(settings: ProbeSettings) -> Finding:
     """That the model and its tokeniser load, and that its manifest lists exactly these files."""
-    from dist_attn.checkpoints import load_model
+    from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
     from dist_attn.text import load_tokeniser
 
     folder = Path(settings.model)
-    model, tokeniser = load_model(folder), load_tokeniser(folder)
+    model = load_text_encoder(folder) if kind_of_model(folder) == "text_encoder" else load_model(folder)
+    tokeniser = load_tokeniser(folder)
     parameters = sum(p.numel() for p in model.parameters())
     if tokeniser.vocab_size > model.config.vocab_size:
         raise ValueError(f"{tokeniser.vocab_size} tokens in tokenizer.json, {model.config.vocab_size} in the model")
