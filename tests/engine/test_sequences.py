@@ -40,7 +40,7 @@ CONFIG = TextEncoderConfig.model_validate(
     }
 )
 SPECS = [RowSpec("window", TEXT_TOKENS, "model"), RowSpec("window", 3, "model"), RowSpec("token", pooling="model")]
-TOKENS = np.random.default_rng(1).integers(0, 256, 1003).astype("<i4")
+TOKENS = np.random.default_rng(1).integers(0, 256, 603).astype("<i4")
 
 
 def small_encoder() -> TextEncoder:
@@ -95,7 +95,7 @@ def test_blocks_over_ranks_give_the_rows_of_each_sequence(spec: RowSpec, ranks: 
 def test_a_file_over_ranks(spec: RowSpec, ranks: int, tmp_path: Path) -> None:
     """`encode_file` writes the same rows on any number of ranks, blocks ending where sequences do."""
     source, target = tmp_path / "text", tmp_path / "rows.npy"
-    source.write_bytes(bytes(TOKENS.tolist()) * 3)
+    source.write_bytes(bytes(TOKENS.tolist()) * 4)
     model, lock = small_encoder(), threading.Lock()
 
     def body(comm: Communicator) -> object:
