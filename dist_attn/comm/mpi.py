@@ -3,7 +3,7 @@
 No call waits inside the MPI library. MPICH's waits spin: with more ranks than cores, the ranks that wait take the
 cores from the ones that are waited for, without end if one never comes. Here every wait asks, gives way, asks again
 and soon sleeps in between, up to a deadline. Messages between pairs, rather than MPI's collectives, tell who is late;
-the exclusive scan is MPI's, in far fewer steps than ours, with empty messages beside it that tell.
+the exclusive scan is MPI's, in steps of its own, with empty messages beside it that tell.
 A message's tag holds its place and its call, so ranks that call different things never take one for another.
 """
 

@@ -18,6 +18,8 @@ __all__ = ["Calibration", "ScanTime", "calibration_file", "default_exchange", "r
 GATHER_RANKS = 8
 # What is measured with any number of ranks; two of them may also swap.
 MEASURED = ("gather", "log_step", "pipelined_ring")
+# MPI combines states in fewer steps than messages between pairs do, by an operator in Python that larger ones wait for.
+EXSCAN_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Calibration:
             if t.backend == backend and t.ranks == ranks and t.algorithm in known and t.message_bytes > 0
         ]
         if not measured or len(hosts) > 1 or message_bytes <= 0:
-            return default_exchange(ranks, hosts)
+            return default_exchange(ranks, hosts, backend, message_bytes)
         nearest = min(measured, key=lambda t: abs(math.log(t.message_bytes / message_bytes))).message_bytes
         return min((t for t in measured if t.message_bytes == nearest), key=lambda t: t.seconds).algorithm
 
@@ -78,14 +80,20 @@ class Calibration:
         beside.rename(file)
 
 
-def default_exchange(ranks: int, hosts: Sequence[Sequence[int]] = ()) -> str:
-    """A swap for a pair, one all-gather for a few ranks, two levels for many on several hosts, else log steps."""
+def default_exchange(
+    ranks: int, hosts: Sequence[Sequence[int]] = (), backend: str = "", message_bytes: int | None = None
+) -> str:
+    """A swap for a pair, one all-gather for a few ranks, two levels for many on several hosts, else log steps.
+
+    Many ranks of MPI on one level leave states of up to 1 MiB to MPI's own scan.
+    """
     if ranks == 2:
         return "pair"
     if ranks <= GATHER_RANKS:
         return "gather"
-    consecutive = [rank for host in hosts for rank in host] == list(range(ranks))
-    return "two_level" if 1 < len(hosts) < ranks and consecutive else "log_step"
+    if 1 < len(hosts) < ranks and [rank for host in hosts for rank in host] == list(range(ranks)):
+        return "two_level"
+    return "exscan" if backend == "mpi" and message_bytes is not None and message_bytes <= EXSCAN_BYTES else "log_step"
 
 
 def calibration_file(environ: Mapping[str, str]) -> Path:

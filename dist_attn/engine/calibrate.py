@@ -1,6 +1,7 @@
 """`python -m dist_attn.engine.calibrate`: ranks that time every exchange of carries, for `doctor --calibrate`."""
 
 import contextlib
+import itertools
 import os
 import statistics
 import subprocess
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -18,8 +20,14 @@ from dist_attn.costs import Calibration, ScanTime, calibration_file, read_calibr
 from dist_attn.engine.finding import Finding, missing, ok
 from dist_attn.engine.tables import byte_size, duration
 from dist_attn.errors import EngineError
+from dist_attn.launchers import find_mpiexec, lacks_for_mpi
+
+if TYPE_CHECKING:
+    from dist_attn.comm import Communicator
 
 __all__ = ["CALIBRATED_RANKS", "calibrate", "measure_exchanges"]
+
+Backend = Literal["gloo", "mpi"]
 
 CALIBRATED_RANKS = (2, 4)
 FEATURES, VALUES = 128, 64  # of one head of the message that is timed
@@ -32,32 +40,40 @@ END_S = 5.0
 class CalibrateSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What one of the processes is told."""
 
-    rank: int
+    rank: int  # of mpi what the launcher says
     ranks: int
     folder: str  # private: where the ranks meet, and where rank 0 writes what was measured
+    backend: Backend = "gloo"
     heads: tuple[int, ...] = HEADS
     rounds: int = ROUNDS
 
 
 def calibrate(ranks: Sequence[int] = CALIBRATED_RANKS) -> list[Finding]:
-    """Measure with so many ranks, keep the times in the user's cache, and say which exchange was fastest."""
+    """Measure with so many ranks, keep the times in the user's cache, and say which exchange was fastest.
+
+    Over gloo, and over MPI where it is installed. Two levels are not timed: one machine is one host.
+    """
     file = calibration_file(os.environ)
     known = read_calibration(file)
     findings = []
-    for count in ranks:
+    backends: list[Backend] = ["gloo", *(["mpi"] if not lacks_for_mpi() else [])]  # type: ignore[list-item]
+    for backend, count in itertools.product(backends, ranks):
+        name = f"exchange {count}" if backend == "gloo" else f"exchange {count} mpi"
         try:
-            times = measure_exchanges(count)
+            times = measure_exchanges(count, backend)
             known = known.with_times(times)
             known.write(file)
         except (EngineError, OSError) as error:
-            findings.append(missing(f"exchange {count}", f"not measured: {error}", "the rule of thumb is used"))
+            findings.append(missing(name, f"not measured: {error}", "the rule of thumb is used"))
             continue
-        findings.append(ok(f"exchange {count}", _in_words(known, times, count), ranks=count))
+        findings.append(ok(name, _in_words(known, times, count, backend), ranks=count))
     return findings
 
 
-def measure_exchanges(ranks: int, *, heads: tuple[int, ...] = HEADS, rounds: int = ROUNDS) -> tuple[ScanTime, ...]:
-    """Seconds of each exchange between so many gloo processes of this machine, for a few sizes of state.
+def measure_exchanges(
+    ranks: int, backend: Backend = "gloo", *, heads: tuple[int, ...] = HEADS, rounds: int = ROUNDS
+) -> tuple[ScanTime, ...]:
+    """Seconds of each exchange between so many processes of this machine, for a few sizes of state.
 
     Raises: EngineError when the processes cannot be started, fail or are late.
     """
@@ -66,14 +82,19 @@ def measure_exchanges(ranks: int, *, heads: tuple[int, ...] = HEADS, rounds: int
         words = Path(private) / "stderr"
         stderr = stack.enter_context(words.open("wb"))
         processes = []
-        for rank in range(ranks):
-            settings = CalibrateSettings(rank=rank, ranks=ranks, folder=private, heads=heads, rounds=rounds)
+        for rank in range(ranks if backend == "gloo" else 1):
+            settings = CalibrateSettings(
+                rank=rank, ranks=ranks, folder=private, backend=backend, heads=heads, rounds=rounds
+            )
             command = [sys.executable, "-m", "dist_attn.engine.calibrate", msgspec.json.encode(settings).decode()]
+            if backend == "mpi":
+                command = [find_mpiexec() or "mpiexec", "-n", str(ranks), *command]
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=environment
             )
             stack.callback(process.wait, END_S)
-            stack.callback(process.kill)
+            # mpiexec ends its ranks when it is asked to, and cannot when it is killed.
+            stack.callback(process.terminate if backend == "mpi" else process.kill)
             processes.append(process)
         try:
             code = processes[0].wait(DEADLINE_S)
@@ -86,11 +107,11 @@ def measure_exchanges(ranks: int, *, heads: tuple[int, ...] = HEADS, rounds: int
         return msgspec.json.decode(result.read_bytes(), type=tuple[ScanTime, ...])
 
 
-def _in_words(known: Calibration, times: Sequence[ScanTime], ranks: int) -> str:
+def _in_words(known: Calibration, times: Sequence[ScanTime], ranks: int, backend: Backend) -> str:
     sizes = sorted({t.message_bytes for t in times})
     parts = []
     for size in sizes:
-        best = known.choose("gloo", ranks, size)
+        best = known.choose(backend, ranks, size)
         seconds = next(t.seconds for t in times if t.message_bytes == size and t.algorithm == best)
         parts.append(f"{best} for {byte_size(size)} ({duration(seconds)})")
     return f"fastest between {ranks} ranks: {', '.join(parts)}"
@@ -100,23 +121,13 @@ def _run(settings: CalibrateSettings) -> None:
     """This rank's part; rank 0 writes the result."""
     import torch
 
-    from dist_attn.comm.torch_dist import TorchDistCommunicator
     from dist_attn.ops import LinearState
     from dist_attn.sharded import Exchange, exclusive_scan
 
     algorithms = ["gather", "log_step", "pipelined_ring", *(["pair"] if settings.ranks == 2 else [])]
+    algorithms += ["exscan"] if settings.backend == "mpi" else []
     found = []
-    with (
-        torch.inference_mode(),
-        TorchDistCommunicator.connect(
-            "gloo",
-            timeout_s=DEADLINE_S / 2,
-            device=torch.device("cpu"),
-            init_method=(Path(settings.folder) / "store").as_uri(),
-            rank=settings.rank,
-            size=settings.ranks,
-        ) as comm,
-    ):
+    with torch.inference_mode(), _join(settings) as comm:
         for heads in settings.heads:
             state = LinearState.identity(1, heads, FEATURES, VALUES)
             seconds: dict[str, list[float]] = {name: [] for name in algorithms}
@@ -130,12 +141,32 @@ def _run(settings: CalibrateSettings) -> None:
             # The exchange is over when it is over everywhere.
             slowest = comm.all_gather(medians.double()).amax(dim=0).tolist()
             size = 4 * heads * (FEATURES * (VALUES + 1) + 2)
-            found += [ScanTime("gloo", settings.ranks, n, size, s) for n, s in zip(algorithms, slowest, strict=True)]
-    if settings.rank == 0:
+            times = zip(algorithms, slowest, strict=True)
+            found += [ScanTime(settings.backend, settings.ranks, name, size, s) for name, s in times]
+        first = comm.rank == 0
+    if first:
         result = Path(settings.folder) / "times"
         beside = result.with_suffix(".writing")
         beside.write_bytes(msgspec.json.encode(found))
         beside.rename(result)
+
+
+def _join(settings: CalibrateSettings) -> "Communicator":
+    import torch
+
+    from dist_attn.comm.mpi import MpiCommunicator
+    from dist_attn.comm.torch_dist import TorchDistCommunicator
+
+    if settings.backend == "mpi":
+        return MpiCommunicator.connect(timeout_s=DEADLINE_S / 2)
+    return TorchDistCommunicator.connect(
+        "gloo",
+        timeout_s=DEADLINE_S / 2,
+        device=torch.device("cpu"),
+        init_method=(Path(settings.folder) / "store").as_uri(),
+        rank=settings.rank,
+        size=settings.ranks,
+    )
 
 
 def main(arguments: list[str]) -> None:

@@ -53,6 +53,14 @@ def test_the_rule_of_thumb(ranks: int, hosts: list[tuple[int, ...]], name: str) 
     assert Calibration().choose("gloo", ranks, 1000, hosts) == name
 
 
+def test_many_ranks_of_mpi() -> None:
+    """Above 8 ranks MPI scans states of up to 1 MiB itself; larger ones take log steps, several hosts levels."""
+    assert Calibration().choose("mpi", 16, 1 << 20) == "exscan"
+    assert Calibration().choose("mpi", 16, (1 << 20) + 1) == "log_step"
+    assert Calibration().choose("mpi", 8, 1000) == "gather"
+    assert Calibration().choose("mpi", 12, 1000, [tuple(range(6)), tuple(range(6, 12))]) == "two_level"
+
+
 def test_a_file_comes_back(tmp_path: Path) -> None:
     """What is written is read; newer times replace those of as many ranks, and only those."""
     file = calibration_file({"XDG_CACHE_HOME": str(tmp_path)})
