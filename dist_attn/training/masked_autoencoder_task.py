@@ -36,6 +36,7 @@ class MaskedAutoencoderTask(Task):
 
     model: MaskedAutoencoder
     unit = "images"
+    loss_unit = "squared error"
 
     def __init__(self, config: TrainingConfig, share: Share) -> None:
         data, model = cast(ImageDataConfig, config.data), cast(MaskedAutoencoderConfig, config.model)

@@ -34,6 +34,7 @@ class TextClassificationTask(Task):
 
     model: TextClassifier
     unit = "texts"
+    loss_unit = "nats per text"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data = cast(LabelledTextConfig | ListOpsConfig, config.data)

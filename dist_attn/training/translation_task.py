@@ -35,6 +35,7 @@ class TranslationTask(Task):
 
     model: EncoderDecoder
     unit = "pairs"
+    loss_unit = "nats per target token"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
         data, model = cast(ParallelTextConfig, config.data), cast(EncoderDecoderConfig, config.model)

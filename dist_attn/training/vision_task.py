@@ -31,6 +31,7 @@ class VisionTask(Task):
 
     model: VisionClassifier
     unit = "images"
+    loss_unit = "nats per image"
 
     def __init__(self, config: TrainingConfig, share: Share) -> None:
         data, model = cast(ImageDataConfig, config.data), cast(VisionClassifierConfig, config.model)

@@ -127,6 +127,8 @@ def small_task(kind: str, place: Path, **sections: dict[str, Any]) -> TrainingCo
             "folder": place / "run",
             "steps": 6,
             "bf16": False,
+            "plot": False,
+            "tensorboard": False,
             "log_every": 3,
             "evaluate_every": 3,
             "checkpoint_every": 3,
