@@ -12,7 +12,7 @@ from torch import nn
 
 from dist_attn.ops import SequenceOps
 
-__all__ = ["MixerState", "TokenMixer"]
+__all__ = ["MixerState", "TokenMixer", "state_zeros"]
 
 
 class MixerState(Protocol):
@@ -46,3 +46,8 @@ class TokenMixer(nn.Module, ABC):
     @abstractmethod
     def initial_state(self, batch: int) -> MixerState:
         """The state before any token."""
+
+
+def state_zeros(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Zeros of the type of a parameter, where it lies; whole on every rank, also where the parameter is sharded."""
+    return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import ConvolutionConfig
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
@@ -56,7 +56,7 @@ class CausalConvolution(TokenMixer):
 
     def initial_state(self, batch: int) -> ConvolutionState:
         taps, size = self.weight_KD.shape
-        return ConvolutionState(self.weight_KD.new_zeros((batch, taps - 1, size), requires_grad=False))
+        return ConvolutionState(state_zeros(self.weight_KD, (batch, taps - 1, size)))
 
     def _own(self, state: MixerState | None, batch: int) -> ConvolutionState:
         if state is None:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dist_attn.mixers.base import state_zeros
 from dist_attn.ops import SequenceOps
 
 __all__ = ["ShortConvolution", "merge_heads", "split_heads"]
@@ -32,7 +33,7 @@ class ShortConvolution(nn.Module):
     def initial_tail(self, batch: int) -> torch.Tensor:
         """No tokens yet: zeros."""
         taps, hidden_size = self.weight_KD.shape
-        return self.weight_KD.new_zeros((batch, taps - 1, hidden_size), requires_grad=False)
+        return state_zeros(self.weight_KD, (batch, taps - 1, hidden_size))
 
 
 def split_heads(x_BLD: torch.Tensor, num_heads: int) -> torch.Tensor:

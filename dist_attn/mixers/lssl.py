@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import LsslConfig
 from dist_attn.mixers.state_space import StateSpaceState, own_state
 from dist_attn.ops import SequenceOps
@@ -57,7 +57,7 @@ class LinearStateSpace(TokenMixer):
 
     def initial_state(self, batch: int) -> StateSpaceState:
         size, _, modes = self.c_DMN.shape
-        return StateSpaceState(self.c_DMN.new_zeros((batch, size, modes), requires_grad=False))
+        return StateSpaceState(state_zeros(self.c_DMN, (batch, size, modes)))
 
     def _discrete(self) -> tuple[torch.Tensor, torch.Tensor]:
         return discretise_dense(self.a_NN, self.b_N, self.log_dt_D.exp(), self.config.alpha)

@@ -8,7 +8,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.feature_maps import ArcCosine, Gaussian
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
 from dist_attn.mixers.key_weights import log_key_weights, stable_key_weights, step_key_weights
@@ -175,7 +175,7 @@ class RandomFeatureAttention(TokenMixer):
         if config.weighting == "norm":
             unit_BH = torch.zeros(batch, config.num_heads, dtype=torch.float64, device=weight.device)
         if self.convolution is None:
-            tail_BKD = weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False)
+            tail_BKD = state_zeros(weight, (batch, 0, config.hidden_size))
         else:
             tail_BKD = self.convolution.initial_tail(batch)
         return RandomFeatureState(attention, tail_BKD, position_B, unit_BH)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import S4Config
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
@@ -79,7 +79,7 @@ class S4Scan(TokenMixer):
 
     def initial_state(self, batch: int) -> StateSpaceState:
         size = (batch, self.config.hidden_size, self.config.state_size)
-        return StateSpaceState(self.space.c_DN2.new_zeros(size, requires_grad=False))
+        return StateSpaceState(state_zeros(self.space.c_DN2, size))
 
 
 class S4Convolution(WholeSequenceMixer):

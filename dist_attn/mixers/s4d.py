@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import S4DConfig
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
@@ -63,7 +63,7 @@ class S4DScan(TokenMixer):
         return self.readout(y_BD.to(x_BD.dtype), x_BD), StateSpaceState(torch.view_as_real(after))
 
     def initial_state(self, batch: int) -> StateSpaceState:
-        return StateSpaceState(self.space.c_DN2.new_zeros((batch, *self.space.c_DN2.shape), requires_grad=False))
+        return StateSpaceState(state_zeros(self.space.c_DN2, (batch, *self.space.c_DN2.shape)))
 
 
 class S4DConvolution(WholeSequenceMixer):

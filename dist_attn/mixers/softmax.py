@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
 from dist_attn.mixers.relative import RelativeRows
@@ -91,11 +91,11 @@ class SoftmaxAttention(TokenMixer):
         config, weight = self.config, self.qkv.weight
         none = (batch, config.num_heads, 0)
         cache = KeyValueCache(
-            weight.new_zeros((*none, config.head_size), requires_grad=False),
-            weight.new_zeros((*none, config.value_size), requires_grad=False),
+            state_zeros(weight, (*none, config.head_size)),
+            state_zeros(weight, (*none, config.value_size)),
         )
         if self.convolution is None:
-            return SoftmaxState(cache, weight.new_zeros((batch, 0, config.hidden_size), requires_grad=False))
+            return SoftmaxState(cache, state_zeros(weight, (batch, 0, config.hidden_size)))
         return SoftmaxState(cache, self.convolution.initial_tail(batch))
 
     def _rows(self) -> RelativePositions | None:

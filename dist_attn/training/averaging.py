@@ -12,6 +12,7 @@ from dist_attn.checkpoints import load_weights, read_any_config, save_model
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.models import Model, ModelConfig, build_model
 from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.training.checkpointing import load_checkpoint_weights
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import LabelledTextConfig, ParallelTextConfig, TextDataConfig
 
@@ -63,7 +64,10 @@ def average_folders(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     models = []
     for folder, origin in zip(folders, found, strict=True):
         models.append(build_model(origin.config))
-        load_weights(models[-1], folder / "model.safetensors")
+        if (folder / "progress.json").is_file():
+            load_checkpoint_weights(models[-1], folder)
+        else:
+            load_weights(models[-1], folder / "model.safetensors")
     averaged, first = average_models(models), found[0]
     facts = {"average_of": [folder.name for folder in folders]}
     save_model(

@@ -13,6 +13,7 @@ from dist_attn.errors import EngineError
 from dist_attn.training.checkpointing import latest_checkpoint
 from dist_attn.training.config import RunConfig
 from dist_attn.training.origin import Finding, Search
+from dist_attn.training.parallel import whole
 
 __all__ = ["check_finite"]
 
@@ -41,7 +42,7 @@ def check_finite(
 
 def _search(model: nn.Module, again: Again, *, backward: bool) -> Finding | None:
     for name, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        if not bool(torch.isfinite(whole(parameter)).all()):
             return Finding(-1, f"the parameter {name} itself, which the run began with")
     search = Search(model)
     model.zero_grad(set_to_none=True)

@@ -3,11 +3,12 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
@@ -19,9 +20,9 @@ from dist_attn.training.checkpointing import latest_checkpoint, read_weights, re
 from dist_attn.training.config import EXECUTION, TrainingConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.finite import check_finite
-from dist_attn.training.gradients import sum_gradients
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers, schedule
+from dist_attn.training.parallel import place
 from dist_attn.training.report import Tell, open_log
 from dist_attn.training.run_folder import METRICS, check_folder, claim_folder, read_metrics
 from dist_attn.training.run_log import Metrics, RunLog
@@ -77,7 +78,7 @@ class _Run:
         self.model = self.task.model
         recompute_layers(self.model, config.run.activation_checkpointing)
         self.micro_batches = mesh.together(lambda: mesh.micro_batches(self.task.batch, config.data.micro_batches))
-        mesh.broadcast_weights(self.model)
+        self.parameters = place(self.model, mesh, sharded=config.run.shard_parameters)
         self.optimisers = build_optimisers(self.model, config.optimiser)
         self.standing = Standing(self.task.criterion, config.run)
         self.step = 0
@@ -175,9 +176,9 @@ class _Run:
         before = self.task.carried()
         value = self.share.sum(self._forward_and_backward()).item()
         self._check(value, None, before)
-        sum_gradients(self.mesh.world, list(self.model.parameters()))
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimiser.clip_norm)
-        self._check(value, norm.item(), before)
+        self.parameters.reduce_gradients()
+        norm = self.parameters.clip_gradients(self.config.optimiser.clip_norm)
+        self._check(value, norm, before)
         for optimiser in self.optimisers:
             optimiser.step()
         return value
@@ -189,9 +190,9 @@ class _Run:
         self.task.prepare(self.step)
         total = torch.zeros((), dtype=torch.float64)
         for rows in self.micro_batches:
-            loss = self.task.loss(self.step, rows)
+            loss = self.parameters.with_values(partial(self.task.loss, self.step, rows))
             if backward:
-                loss.backward()
+                self.parameters.backward(loss)
             total += loss.detach().cpu().double()
         return total
 
@@ -207,25 +208,29 @@ class _Run:
     def _validate(self) -> dict[str, float | int]:
         self.model.eval()
         with torch.no_grad():
-            scores = self.task.validate()
+            scores = self.parameters.with_values(self.task.validate)
         self.model.train()
         return scores
 
     def _save(self, best: bool) -> None:
         carried = self.mesh.gather_rows(self.task.carried(), self.task.batch)
-        self.mesh.together(lambda: self._save_files(carried, best) if self.mesh.is_first else None)
-
-    def _save_files(self, carried: dict[str, Tensor], best: bool) -> None:
         checkpoints, keep = self.folder / "checkpoints", self.config.run.keep_checkpoints
-        with writing(f"the checkpoint of step {self.step}", self.folder):
-            save(checkpoints, self.step, self.model, self.optimisers, carried, keep)
-            if best:
+        what = f"the checkpoint of step {self.step}"
+        with writing(what, self.folder):
+            save(checkpoints, self.step, self.model, self.optimisers, carried, keep, self.mesh)
+
+        def mark_best() -> None:
+            with writing(what, self.folder):
                 keep_best(checkpoints, self.step)
 
+        self.mesh.together(lambda: mark_best() if best and self.mesh.is_first else None)
+
     def _export(self, last: Metrics) -> None:
-        if not self.mesh.is_first:
-            return
-        step, weights = self.step, self.model.state_dict()
+        weights = self.parameters.whole_weights()
+        self.mesh.together(lambda: self._export_files(last, weights) if self.mesh.is_first else None)
+
+    def _export_files(self, last: Metrics, weights: Mapping[str, Tensor]) -> None:
+        step = self.step
         if self.config.run.export == "best" and self.standing.best is not None:
             last = self.standing.best
             step, weights = last["step"], read_weights(find_best(self.folder / "checkpoints", last["step"]))

@@ -1,0 +1,179 @@
+"""Where a model's parameters lie: whole on every rank, or sharded over all of them by `fully_shard`.
+
+Either way gradients are sums over all ranks, since losses are shares of the whole batch's.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast, final
+
+import torch
+from torch import Tensor, nn
+
+from dist_attn.errors import CommError, ConfigError
+from dist_attn.models.recomputation import Recomputable
+from dist_attn.training.gradients import sum_gradients
+from dist_attn.training.mesh import Mesh
+
+__all__ = ["Parameters", "Replicated", "Sharded", "is_sharded", "place", "whole"]
+
+Result = TypeVar("Result")
+
+BACK_ENDS_WORDS = ("gloo", "NCCL", "Connection closed", "Connection reset")
+
+
+class Parameters(Protocol):
+    """The parameters of a model on a mesh, and what the loop does with them; every call is one of all ranks."""
+
+    def with_values(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns; the model may be used inside it, and what it returns may be differentiated."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of one share of the loss."""
+        ...
+
+    def reduce_gradients(self) -> None:
+        """Make every gradient the sum over all ranks, once all micro-batches are done."""
+        ...
+
+    def clip_gradients(self, norm: float) -> float:
+        """Scale all gradients down to a global norm of at most `norm`; the norm that they had."""
+        ...
+
+    def whole_weights(self) -> Mapping[str, Tensor]:
+        """The model's weights and buffers, not sharded, at least on rank 0."""
+        ...
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this is a rank's shard of a tensor (a DTensor, whose module takes long to load where none is made)."""
+    return hasattr(tensor, "full_tensor")
+
+
+def place(model: nn.Module, mesh: Mesh, *, sharded: bool) -> Parameters:
+    """Give every rank rank 0's weights, whole or, if `sharded` and there are several, as its shard of them.
+
+    Raises: ConfigError where the ranks cannot shard.
+    """
+    mesh.broadcast_weights(model)
+    return Sharded(model, mesh) if sharded and mesh.world.size > 1 else Replicated(model, mesh)
+
+
+@final
+class Replicated:
+    """Every rank has all parameters."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    def with_values(self, work: Callable[[], Result]) -> Result:
+        """`work` itself."""
+        return work()
+
+    def backward(self, loss: Tensor) -> None:
+        """Without an exchange of gradients."""
+        loss.backward()
+
+    def reduce_gradients(self) -> None:
+        """In buckets."""
+        sum_gradients(self._mesh.world, list(self._model.parameters()))
+
+    def clip_gradients(self, norm: float) -> float:
+        """The same on every rank, which all have the same gradients."""
+        return nn.utils.clip_grad_norm_(self._model.parameters(), norm).item()
+
+    def whole_weights(self) -> Mapping[str, Tensor]:
+        """As they are."""
+        return cast(dict[str, Tensor], self._model.state_dict())
+
+
+class _Root(nn.Module):
+    """What is sharded beside the layers: its forward pass holds the whole use of a model, however often it is called.
+
+    FSDP gathers parameters around a module's `forward`, and a model here has several ways in: `hidden`, `readout`, ….
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, work: Callable[[], Any]) -> Any:
+        """What `work` returns."""
+        return work()
+
+
+@final
+class Sharded:
+    """Every rank has a share of each parameter, of its gradient and of the optimiser's state.
+
+    Reference: Zhao et al. 2023, PyTorch FSDP.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        if mesh.world.backend not in ("gloo", "nccl"):
+            raise ConfigError(
+                f"run.shard_parameters needs torch's own ranks; these talk over {mesh.world.backend}: start them with "
+                "torchrun, or leave it out"
+            )
+        self._model, self._root, self._world = model, _Root(model), mesh.world
+        ranks = init_device_mesh(mesh.device.type, (mesh.world.size,))
+        layers = [module for module in model.modules() if isinstance(module, Recomputable)]
+        parts = [fully_shard(layer, mesh=ranks) for layer in layers]
+        # The backward pass begins where the forward pass has ended: what is not of a layer stays gathered in between.
+        self._whole = fully_shard(self._root, mesh=ranks, reshard_after_forward=False)
+        for part in (*parts, self._whole):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+
+    def with_values(self, work: Callable[[], Result]) -> Result:
+        """With parameters that are gathered as they are needed."""
+        with self._losses_named(), warnings.catch_warnings():
+            # Layers return states that share memory with their outputs; nothing changes them in place.
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view", category=UserWarning)
+            result = cast(Result, self._root(work))
+        if not torch.is_grad_enabled():
+            self._whole.reshard()  # no backward pass will
+        return result
+
+    def backward(self, loss: Tensor) -> None:
+        """Each layer's gradients are summed and sharded as soon as they are there."""
+        with self._losses_named():
+            loss.backward()
+
+    def reduce_gradients(self) -> None:
+        """The backward pass has done it."""
+
+    def clip_gradients(self, norm: float) -> float:
+        """By the norm over all shards."""
+        with self._losses_named():
+            return float(whole(nn.utils.clip_grad_norm_(self._model.parameters(), norm)))
+
+    def whole_weights(self) -> Mapping[str, Tensor]:
+        """Gathered on every rank."""
+        with self._losses_named():
+            return {name: whole(tensor) for name, tensor in self._model.state_dict().items()}
+
+    @contextmanager
+    def _losses_named(self) -> Iterator[None]:
+        """torch's own exchanges fail with a RuntimeError in the back end's words when a rank is lost."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not any(word in str(error) for word in BACK_ENDS_WORDS):
+                raise
+            rank, size = self._world.rank, self._world.size
+            line = next(iter(str(error).splitlines()), "")
+            raise CommError(
+                f"rank {rank} of {size} could not exchange parameters or gradients: {line}. A rank died or is late: "
+                "look at the output of the other ranks"
+            ) from error
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that may be sharded; then it is a call of all ranks."""
+    return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor

@@ -1,0 +1,112 @@
+"""Ranks that are killed: a mesh of processes goes on from its last checkpoint and ends like one left alone."""
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import pytest
+
+from dist_attn.comm import Communicator
+from dist_attn.errors import CommError
+from dist_attn.training import TrainingConfig, checkpointing, sharded_files, train
+from dist_attn.training.checkpointing import latest_checkpoint
+from dist_attn.training.language_task import LanguageTask
+from tests.support.programs import running_program
+from tests.support.ranks import run_processes, run_ranks
+from tests.support.training import small_run, write_toml
+
+Moment = Literal["", "step", "save"]
+DEADLINE_S = 120.0
+
+
+def _config(place: Path, *, sharded: bool, steps: int = 8) -> TrainingConfig:
+    """A mesh of 2 x 2, in bfloat16, with a checkpoint every two steps."""
+    place.mkdir(exist_ok=True)
+    config = small_run(place, steps=steps, checkpoint_every=2, evaluate_every=8)
+    run = config.run.model_copy(update={"data_ranks": 2, "sequence_ranks": 2, "shard_parameters": sharded})
+    kind = "adamw" if sharded else "muon"
+    data = config.data.model_copy(update={"batch": 3})
+    optimiser = config.optimiser.model_copy(update={"kind": kind})
+    return config.model_copy(update={"run": run, "data": data, "optimiser": optimiser})
+
+
+def _trained(config: TrainingConfig, resume: bool, killed: Moment, comm: Communicator) -> int:
+    """Train on one rank; SIGKILL ends rank 2 in its sixth step, or rank 0 in the middle of its third checkpoint."""
+    if killed == "step" and comm.rank == 2:
+        loss = LanguageTask.loss
+
+        def fatal_loss(self: LanguageTask, step: int, rows: slice) -> object:
+            if step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss(self, step, rows)
+
+        LanguageTask.loss = fatal_loss
+    if killed == "save" and comm.rank == 0:
+        for module, name in ((checkpointing, "save_file"), (sharded_files, "write_shards")):
+            setattr(module, name, partial(_fatal_write, getattr(module, name)))
+    return train(config, resume=resume, comm=comm)["step"]
+
+
+def _fatal_write(write, *arguments):
+    """Write a file of a checkpoint, but end in the middle of the third one."""
+    if any("step-000006" in str(argument) and "optimiser" in str(argument) for argument in arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*arguments)
+
+
+def _digests(config: TrainingConfig) -> dict[str, str]:
+    """The sha256 of every file of the last checkpoint, and of the weights of the model folder."""
+    newest = latest_checkpoint(config.run.folder / "checkpoints")
+    assert newest is not None
+    files = [*newest.iterdir(), config.run.folder / "model" / "model.safetensors"]
+    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sharded", "moment"), [(False, "save"), (True, "step"), (True, "save")])
+def test_a_killed_mesh_ends_like_an_undisturbed_one(tmp_path: Path, sharded: bool, moment: Moment) -> None:
+    """2 x 2 processes of which one is killed in a step, or while it saves, end with the same sha256, sharded or not."""
+    whole, killed = (_config(tmp_path / name, sharded=sharded) for name in ("whole", "killed"))
+    assert run_ranks("gloo", partial(_trained, whole, False, ""), 4) == [8] * 4
+    outcomes = run_processes(partial(_trained, killed, False, moment), 4)
+    dead = 2 if moment == "step" else 0
+    assert isinstance(outcomes[dead], EOFError)
+    assert all(isinstance(outcome, CommError) for rank, outcome in enumerate(outcomes) if rank != dead), outcomes
+    newest = latest_checkpoint(killed.run.folder / "checkpoints")
+    assert newest is not None
+    assert newest.name == "step-000004"
+    assert run_ranks("gloo", partial(_trained, killed, True, ""), 4) == [8] * 4
+    assert _digests(killed) == _digests(whole)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_after_kill_9(tmp_path):
+    """`torchrun … dist_attn train` on a mesh 2 x 2 ends when a rank is killed; --resume ends as if none had been."""
+    whole, killed = (_config(tmp_path / name, sharded=False, steps=24) for name in ("whole", "killed"))
+    run_ranks("gloo", partial(_trained, whole, False, ""), 4)
+    file = write_toml(killed, tmp_path / "train.toml")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "dist_attn", "train"]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    with running_program([*command, str(file)], tmp_path / "first.log", env=environment) as program:
+        deadline = time.monotonic() + DEADLINE_S
+        while latest_checkpoint(killed.run.folder / "checkpoints") is None:
+            assert program.process.poll() is None, program.output
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        ranks = [p for p in program.family() if "torch.distributed.run" not in p.cmdline() and _rank(p) == "2"]
+        ranks[0].kill()
+        assert program.process.wait(DEADLINE_S) != 0
+    assert not (killed.run.folder / "model").exists()
+    with running_program([*command, str(file), "--resume"], tmp_path / "second.log", env=environment) as program:
+        assert program.process.wait(DEADLINE_S) == 0, program.output
+    assert _digests(killed) == _digests(whole)
+
+
+def _rank(process: psutil.Process) -> str:
+    return process.environ().get("RANK", "")

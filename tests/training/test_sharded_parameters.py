@@ -1,0 +1,95 @@
+"""Parameters sharded over ranks by FSDP: the same losses and weights, and checkpoints for any number of ranks."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.comm.local import LocalCommunicator
+from dist_attn.models import build_model
+from dist_attn.models.recomputation import recompute_layers
+from dist_attn.training import TrainingConfig, language_task
+from dist_attn.training.checkpointing import latest_checkpoint, restore, save
+from dist_attn.training.language_task import LanguageTask
+from dist_attn.training.mesh import Mesh
+from dist_attn.training.optim import build_optimisers
+from dist_attn.training.parallel import place
+from tests.support.closeness import assert_close
+from tests.support.over_ranks import randomised
+from tests.support.ranks import run_ranks
+from tests.support.training import small_run
+
+Seen = list[tuple[float, float, float]]
+
+
+def _config(place: Path, name: str, *, sharded: bool = False) -> TrainingConfig:
+    config = small_run(place, bf16=False, folder=place / name)
+    adamw = config.optimiser.model_copy(update={"kind": "adamw"})
+    data = config.data.model_copy(update={"batch": 4, "segment": 7, "validation_bytes": 50})
+    run = config.run.model_copy(update={"shard_parameters": sharded})
+    return config.model_copy(update={"optimiser": adamw, "data": data, "run": run})
+
+
+def _steps(
+    config: TrainingConfig, shape: tuple[int, int], first: int, last: int, comm: Communicator
+) -> tuple[Seen, dict[str, torch.Tensor]]:
+    """Losses, norms of gradients and scores of some steps in float64, from a checkpoint if any; the weights."""
+    language_task.first_model = lambda config, _: randomised(build_model(config)).train()
+    with Mesh(comm, *shape) as mesh:
+        task = LanguageTask(config, mesh.share())
+        recompute_layers(task.model, shape == (1, 2))
+        parameters = place(task.model, mesh, sharded=config.run.shard_parameters)
+        optimisers = build_optimisers(task.model, config.optimiser)
+        folder = config.run.folder / "checkpoints"
+        if (newest := latest_checkpoint(folder)) is not None:
+            step, carried = restore(newest, task.model, optimisers)
+            assert step == first
+            task.carry({name: tensor[mesh.share().rows(4)] for name, tensor in carried.items()})
+        seen = []
+        for step in range(first, last):
+            for optimiser in optimisers:
+                optimiser.zero_grad()
+            task.prepare(step)
+            total = torch.zeros((), dtype=torch.float64)
+            for rows in mesh.micro_batches(4, 2):
+                loss = parameters.with_values(partial(task.loss, step, rows))
+                parameters.backward(loss)
+                total += loss.detach()
+            parameters.reduce_gradients()
+            norm = parameters.clip_gradients(0.1)
+            for optimiser in optimisers:
+                optimiser.step()
+            with torch.no_grad():
+                score = parameters.with_values(task.validate)["bits_per_byte"]
+            seen.append((mesh.share().sum(total).item(), norm, score))
+        save(folder, last, task.model, optimisers, mesh.gather_rows(task.carried(), 4), 1, mesh)
+        return seen, {name: tensor.clone() for name, tensor in parameters.whole_weights().items()}
+
+
+@pytest.fixture
+def first_model():
+    """`language_task.first_model` as it was, after a test of this process has replaced it."""
+    before = language_task.first_model
+    yield before
+    language_task.first_model = before
+
+
+def test_sharded_parameters_change_nothing(tmp_path, first_model):
+    """Over 2 x 2, 1 x 2, 2 x 1 ranks and one, each going on where the last stood, all is as on one rank to 1e-6."""
+    want, weights = _steps(_config(tmp_path, "one"), (1, 1), 0, 4, LocalCommunicator())
+    sharded, seen = _config(tmp_path, "sharded", sharded=True), []
+    for shape in ((2, 2), (1, 2), (2, 1)):
+        at, ranks = len(seen), math.prod(shape)
+        results = run_ranks("gloo", partial(_steps, sharded, shape, at, at + 1), ranks)
+        assert all(own == results[0][0] for own, _ in results)
+        seen += results[0][0]
+        checkpoint = sharded.run.folder / "checkpoints" / f"step-{at + 1:06d}"
+        assert len(list(checkpoint.glob(f"model-*-of-{ranks:05d}.safetensors"))) == ranks
+    own, got = _steps(_config(tmp_path, "sharded"), (1, 1), 3, 4, LocalCommunicator())
+    for numbers, numbers_of_one in zip(seen + own, want, strict=True):
+        assert numbers == pytest.approx(numbers_of_one, rel=1e-6)
+    for name, tensor in weights.items():
+        assert_close(got[name], tensor, kind="gradient", what=name)
