@@ -11,6 +11,8 @@ from typing import Literal
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from dist_attn.comm import Communicator
 from dist_attn.errors import CommError
@@ -61,11 +63,14 @@ def _fatal_write(write, *arguments):
 
 
 def _digests(config: TrainingConfig) -> dict[str, str]:
-    """The sha256 of every file of the last checkpoint, and of the weights of the model folder."""
+    """The sha256 of every tensor of the last checkpoint, and of the weights' file of the model folder."""
     newest = latest_checkpoint(config.run.folder / "checkpoints")
     assert newest is not None
-    files = [*newest.iterdir(), config.run.folder / "model" / "model.safetensors"]
-    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    digests = {"model": hashlib.sha256((config.run.folder / "model" / "model.safetensors").read_bytes()).hexdigest()}
+    for path in newest.glob("*.safetensors"):  # torch writes a rank's shards in an order that changes
+        for name, tensor in load_file(path).items():
+            digests[f"{path.name} {name}"] = hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy()).hexdigest()
+    return digests
 
 
 @pytest.mark.slow
