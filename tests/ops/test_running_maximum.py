@@ -13,7 +13,7 @@ from tests.support.closeness import assert_close
 from tests.support.sharded_call import random_tensor
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     gated=st.booleans(),

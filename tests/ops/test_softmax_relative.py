@@ -67,7 +67,7 @@ def test_keys_and_values_by_hand():
     assert_close(got, want)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     queries=st.integers(0, 30),
     keys=st.integers(0, 30),
@@ -139,7 +139,7 @@ def test_a_stream_of_blocks_equals_one_call(documents):
 
 
 def test_the_scores_are_never_whole():
-    """Over 6,000 tokens no tensor is as large as a score matrix, nor as one row of values per pair."""
+    """Over 4,000 tokens no tensor is as large as a score matrix, nor as one row of values per pair."""
     sizes = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -148,12 +148,12 @@ def test_the_scores_are_never_whole():
             sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, Tensor))
             return out
 
-    q, k, v = (random_tensor(1, 1, 6000, 4, seed=seed, dtype=torch.float32) for seed in range(3))
+    q, k, v = (random_tensor(1, 1, 4000, 4, seed=seed, dtype=torch.float32) for seed in range(3))
     relative = RelativePositions(*(random_tensor(1, 33, 4, seed=seed, dtype=torch.float32) for seed in (3, 4)))
     with Watch():
         out = softmax_attention(q, k, v, causal=True, relative=relative)
     assert out.shape == q.shape
-    assert max(sizes) < 6000 * 300
+    assert max(sizes) < 4000 * 300
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def _call(**options):
     return call
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     softmax=st.sampled_from(["reshuffle", "ring"]),
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum),

@@ -34,7 +34,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "relative positions, values of full rank": {
         "mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 5, "value_rank": 64}
     },
-    "softmax, values of full rank": {
+    "softmax, relative, values of full rank": {
         "mixer": {
             "kind": "softmax",
             "num_heads": 2,
@@ -44,9 +44,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
         }
     },
     "key weights": {"mixer": {"kind": "rfa", "num_heads": 4, "num_random": 16, "weighting": "norm"}},
-    "gated key weights": {"mixer": {"kind": "rfa_gate", "num_heads": 8, "num_random": 16, "weighting": "norm"}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
-    "softmax, relative": {"mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 5}}},
     "softmax, relative keys, shared": {
         "mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 0, "values": False, "shared": True}}
     },
