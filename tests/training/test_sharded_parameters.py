@@ -7,20 +7,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_attn.comm import Communicator
+from dist_attn.checkpoints import load_model
+from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.local import LocalCommunicator
+from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
 from dist_attn.models.recomputation import recompute_layers
-from dist_attn.training import TrainingConfig, language_task
-from dist_attn.training.checkpointing import latest_checkpoint, restore, save
+from dist_attn.training import TrainingConfig, language_task, train
+from dist_attn.training.averaging import average_folders
+from dist_attn.training.checkpointing import latest_checkpoint, load_checkpoint_weights, restore, save
+from dist_attn.training.config import read_config
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers
 from dist_attn.training.parallel import place
 from tests.support.closeness import assert_close
+from tests.support.models import small_model
 from tests.support.over_ranks import randomised
 from tests.support.ranks import run_ranks
-from tests.support.training import small_run
+from tests.support.training import small_run, write_toml
 
 Seen = list[tuple[float, float, float]]
 
@@ -93,3 +98,38 @@ def test_sharded_parameters_change_nothing(tmp_path, first_model):
         assert numbers == pytest.approx(numbers_of_one, rel=1e-6)
     for name, tensor in weights.items():
         assert_close(got[name], tensor, kind="gradient", what=name)
+
+
+def test_what_cannot_be_sharded_is_refused(tmp_path):
+    """Muon is refused when the file is read, ranks that are not torch's own before the folder is claimed."""
+    file = write_toml(small_run(tmp_path), tmp_path / "train.toml")
+    with pytest.raises(ConfigError, match=r"run\.shard_parameters does not go with optimiser\.kind = muon"):
+        read_config(file, ["run.shard_parameters=true"])
+    config = _config(tmp_path, "run", sharded=True)
+    with pytest.raises(ConfigError, match="needs torch's own ranks; these talk over simulated"):
+        run_simulated(lambda comm: train(config, comm=comm), 2)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_shards_that_are_missing_or_cut_off_are_named(tmp_path):
+    """A checkpoint of shards is averaged like any other; with a file missing, or half of one, it is refused."""
+    config = _config(tmp_path, "run", sharded=True)
+    run_ranks("gloo", partial(_two_steps, config), 2)
+    newest = latest_checkpoint(config.run.folder / "checkpoints")
+    assert newest is not None
+    average_folders([newest], tmp_path / "averaged")
+    exported = load_model(config.run.folder / "model").state_dict()
+    for name, tensor in load_model(tmp_path / "averaged").state_dict().items():
+        assert torch.equal(tensor, exported[name]), name
+    shard = newest / "model-00002-of-00002.safetensors"
+    sound = shard.read_bytes()
+    shard.write_bytes(sound[: len(sound) // 2])
+    with pytest.raises(ConfigError, match=r"is damaged: .*; delete it to resume from an older one"):
+        train(config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})}), resume=True)
+    shard.unlink()
+    with pytest.raises(ConfigError, match="is damaged: 1 of 2 files of its model are there"):
+        load_checkpoint_weights(small_model(), newest)
+
+
+def _two_steps(config: TrainingConfig, comm: Communicator) -> None:
+    train(config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})}), comm=comm)
