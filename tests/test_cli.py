@@ -250,7 +250,10 @@ BAD = {
     "no config": (["train", "nope.toml"], "nope.toml cannot be read"),
     "config is a folder": (["train", "tiny"], "tiny cannot be read: Is a directory"),
     "bad --set": (["train", "train.toml", "--set", "run.steps"], "needs the form section.key=value"),
-    "unknown key in --set": (["train", "train.toml", "--set", "run.stepz=1"], "run.stepz: Extra inputs"),
+    "unknown key in --set": (
+        ["train", "train.toml", "--set", "run.stepz=1"],
+        "run.stepz: there is no such key; did you mean steps?",
+    ),
     "no number of tokens": (["plan", "--tokens", "2X", "--model", "tiny"], "'2X' is not a number of tokens"),
     "a plan for nothing": (["plan", "--tokens", "0", "--model", "tiny"], "at least 1"),
     "a plan without tokens": (["plan"], "Missing option '--tokens'"),

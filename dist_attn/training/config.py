@@ -12,6 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
 from dist_attn.training.datasets.config import DataConfig
+from dist_attn.training.key_names import nearest_key
 
 __all__ = [
     "DATA_OF",
@@ -204,7 +205,11 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{path}: {_key(first['loc'])}{first['msg'].removeprefix('Value error, ')}") from None
+        said = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            nearest = nearest_key(TrainingConfig, first["loc"])
+            said = "there is no such key" + (f"; did you mean {nearest}?" if nearest else "")
+        raise ConfigError(f"{path}: {_key(first['loc'])}{said}") from None
 
 
 def _key(place: tuple[int | str, ...]) -> str:

@@ -95,7 +95,8 @@ class _Run:
         torch.manual_seed(self.config.run.seed)
         if self.mesh.is_first:
             check_folder(self.config, resume)
-        return build_task(self.config, self.share, self.progress)
+        with writing("what the run has made ready of its data", self.folder):
+            return build_task(self.config, self.share, self.progress)
 
     def _claim_folder(self) -> None:
         with writing("config.json", self.folder):

@@ -1,6 +1,7 @@
 """Writing the files of a run: where the disk is full, one line says what was not written and what is sound."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +22,9 @@ def writing(what: str, run_folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
+        # safetensors puts the system's words into its own.
+        reason = getattr(error, "strerror", None) or re.sub(r"^.*I/O error: (.*) \(os error \d+\)$", r"\1", str(error))
         newest = latest_checkpoint(run_folder / "checkpoints")
-        way = (
-            "there is no checkpoint yet, the run begins again in another run.folder"
-            if newest is None
-            else f"{newest} is sound: make room and go on with --resume"
-        )
-        raise StorageError(f"{what} could not be written: {reason}; {way}") from error
+        sound = "there is no checkpoint yet" if newest is None else f"{newest} is sound"
+        way = "go on with --resume" if (run_folder / "config.json").exists() else "start again"
+        raise StorageError(f"{what} could not be written: {reason}; {sound}: make room and {way}") from error
