@@ -114,7 +114,8 @@ def test_all_ranks_end_when_one_cannot_write(tmp_path, monkeypatch):
 
     said = run_simulated(on_rank, 2)
     assert said[0].startswith("the checkpoint of step 3 could not be written: File too large")
-    assert said[1] == f"rank 0 of 2: {said[0]}"
+    assert said[1].startswith("rank 0 of 2: ")
+    assert "File too large" in said[1]
 
 
 def test_the_command_says_it_in_one_line(tmp_path):
