@@ -11,7 +11,7 @@ from dist_attn.checkpoints import read_any_config
 from dist_attn.errors import ConfigError
 from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
-from dist_attn.training.datasets.config import DataConfig
+from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
 from dist_attn.training.key_names import nearest_key
 
 __all__ = [
@@ -169,6 +169,11 @@ class TrainingConfig(_Config):
             raise ValueError(f"a {model} is not trained here; model.kind is one of {', '.join(DATA_OF)}")
         if data not in DATA_OF[model]:
             raise ValueError(f"model.kind {model} trains on data.kind {' or '.join(DATA_OF[model])}; given is {data}")
+        if self.run.shard_parameters and isinstance(self.data, ParallelTextConfig) and self.data.translations:
+            raise ValueError(
+                "data.translations goes token by token, but under run.shard_parameters layers have their values only "
+                "while whole sequences pass; leave one of them out"
+            )
         if objective.label_smoothing and model in ("language_model", "masked_autoencoder"):
             raise ValueError(f"objective.label_smoothing has no meaning for a {model}; leave it out")
         if objective.hidden_share is not None and model != "masked_autoencoder":

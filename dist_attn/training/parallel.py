@@ -104,6 +104,15 @@ class _Root(nn.Module):
         return work()
 
 
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model; not those inside one, which gathers their parameters with its own."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():  # outer ones first
+        if isinstance(module, Recomputable) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
+
+
 @final
 class Sharded:
     """Every rank has a share of each parameter, of its gradient and of the optimiser's state.
@@ -122,8 +131,7 @@ class Sharded:
             )
         self._model, self._root, self._world = model, _Root(model), mesh.world
         ranks = init_device_mesh(mesh.device.type, (mesh.world.size,))
-        layers = [module for module in model.modules() if isinstance(module, Recomputable)]
-        parts = [fully_shard(layer, mesh=ranks) for layer in layers]
+        parts = [fully_shard(layer, mesh=ranks) for layer in _layers(model)]
         # The backward pass begins where the forward pass has ended: what is not of a layer stays gathered in between.
         self._whole = fully_shard(self._root, mesh=ranks, reshard_after_forward=False)
         for part in (*parts, self._whole):

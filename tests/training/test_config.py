@@ -127,6 +127,7 @@ def test_the_examples_show_every_kind_of_model():
         ("autoencoder", "objective.label_smoothing=0.1", "objective.label_smoothing has no meaning for a masked_auto"),
         ("listops", "data.max_length=100", "data: min_length 500 is above max_length 100"),
         ("translation", "data.validation_source=no", None),
+        ("translation", "run.shard_parameters=true", "data.translations goes token by token"),
     ],
 )
 def test_sections_that_do_not_fit_each_other_are_named(tmp_path, kind, override, words):

@@ -13,7 +13,7 @@ from dist_attn.checkpoints import load_any_model
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser, load_tokeniser
-from dist_attn.training import train
+from dist_attn.training import parallel, train
 from dist_attn.training.averaging import average_folders
 from dist_attn.training.build_task import build_task
 from dist_attn.training.mesh import Mesh
@@ -239,3 +239,12 @@ def test_a_classifier_begins_from_a_masked_autoencoder(tmp_path: Path) -> None:
     other = small_task("vision", tmp_path, model={"encoder": encoder | {"mlp_size": 8}}, run=begin)
     with pytest.raises(ConfigError, match=r"has another model\.encoder; a classifier that begins from it needs"):
         build_task(other, Whole())
+
+
+def test_layers_that_are_sharded_do_not_lie_in_each_other(tmp_path: Path) -> None:
+    """A decoder's layer gathers its parameters by itself, those of the block inside it too, and none lies in two."""
+    model = build_task(small_task("translation", tmp_path), Whole()).model
+    layers = parallel._layers(model)
+    assert layers == [*model.encoder.blocks, *model.blocks]
+    owned = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    assert len(owned) == len(set(owned))
