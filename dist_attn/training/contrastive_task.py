@@ -106,7 +106,9 @@ class ContrastiveTask(Task):
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         contrast = self._contrast.model_dump(mode="json")
-        facts = {"trained_on": [path.name for path in self._data.train], "contrast": contrast, **facts}
+        begin_from = self._config.run.begin_from
+        began = {} if begin_from is None else {"began_from": begin_from.name}
+        facts = {"trained_on": [path.name for path in self._data.train], "contrast": contrast, **began, **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
     def _autocast(self) -> torch.autocast:
