@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import chapter_retrieval as study
+from benchmarks import run
 from benchmarks.chapter_retrieval import Book, ChapterRetrieval, rank_rows
 from benchmarks.setting import look_around
 from dist_attn.errors import ConfigError
@@ -76,3 +77,12 @@ def test_the_study_reads_books_and_files_what_it_found(tmp_path, monkeypatch):
     assert json.loads(finding.as_json())["lines"][0]["mean"]["same_book"] <= 1
     finding.draw(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_study_without_its_texts_is_left_out(tmp_path, monkeypatch, capsys):
+    """Without the books the study is named in one line, the exit code says so, and nothing is filed."""
+    monkeypatch.setattr(study, "ROOT", tmp_path)
+    monkeypatch.setattr(run, "why_red", lambda _: "")
+    assert run.main(["chapter-retrieval", "--smoke"]) == 2
+    assert "chapter-retrieval was left out: data/books/war_and_peace.txt cannot be read" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
