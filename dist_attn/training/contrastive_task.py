@@ -59,32 +59,26 @@ class ContrastiveTask(Task):
         self.model.redraw(step)
 
     def loss(self, step: int, rows: slice) -> Tensor:
-        """Every row's windows are read at once, side by side: [chapters x 2, segment]."""
-        own = range(self.batch)[rows]
-        if not own:
-            own = range(1)  # take part in every exchange, and count nothing
-        parts = [self._row_loss(self._pairs.row(step, number)) for number in own]
-        counted = torch.stack(parts).sum() / self.batch
-        return counted if rows.stop > rows.start else counted * 0.0
-
-    def _row_loss(self, windows_NT: Tensor) -> Tensor:
-        """This share's part of one row's loss."""
-        segment = self._data.segment
+        """All rows' windows are read at once, side by side: [rows x chapters x 2, segment]."""
+        # Without a row, take part in every exchange and count nothing.
+        own = range(self.batch)[rows] or range(1)
+        row_windows, segment = 2 * self._contrast.chapters, self._data.segment
+        windows_NT = torch.cat([self._pairs.row(step, number) for number in own])
         tokens = self._share.tokens(segment)
-        inputs_NL = windows_NT[:, tokens].to(self._share.device)
         ops = self._share.ops(segment)
         with self._autocast():
-            h_NLD, _ = self.model.hidden(inputs_NL, ops)
+            h_NLD, _ = self.model.hidden(windows_NT[:, tokens].to(self._share.device), ops)
         mean_ND = ops.sum_over_sequence(h_NLD.to(torch.promote_types(h_NLD.dtype, torch.float32))) / segment
-        loss = contrast_loss(mean_ND, self._contrast.temperature) * self._share.replica_weight
+        contrasts = [contrast_loss(row_ND, self._contrast.temperature) for row_ND in mean_ND.split(row_windows)]
+        loss = torch.stack(contrasts).sum() * self._share.replica_weight
         if self._contrast.language_weight:
             # The last token of a window has nothing to predict; the others' targets are the tokens after them.
             targets_NL = windows_NT[:, tokens.start + 1 : tokens.stop + 1].to(self._share.device)
             kept_NLD = h_NLD[:, : targets_NL.shape[1]]
             with self._autocast():
                 nats = token_loss(self.model.readout, kept_NLD.flatten(0, 1), targets_NL.flatten())
-            loss = loss + self._contrast.language_weight * nats / (windows_NT.shape[0] * (segment - 1))
-        return loss
+            loss = loss + self._contrast.language_weight * nats / (row_windows * (segment - 1))
+        return loss / self.batch if rows.stop > rows.start else loss * 0.0
 
     def validate(self) -> dict[str, float | int]:
         if self._validation is None:

@@ -18,7 +18,7 @@ from dist_attn.training.datasets.config import ImageDataConfig
 from dist_attn.training.datasets.order import check_enough, examples_of_step
 from dist_attn.training.first_model import first_model
 from dist_attn.training.image_sets import ImageSet, read_image_sets
-from dist_attn.training.task import Criterion, Share, Task
+from dist_attn.training.task import Criterion, Share, Task, rows_to_read
 
 __all__ = ["MaskedAutoencoderTask"]
 
@@ -62,10 +62,11 @@ class MaskedAutoencoderTask(Task):
         error = 0.0
         for start in range(0, len(images), self.batch):
             numbers = np.arange(start, min(start + self.batch, len(images)))
-            own = self._share.rows(len(numbers))
-            if own.start < own.stop:
-                mask_BT = self._mask(_VALIDATION_DRAW, start, len(numbers))[own]
-                error += float(self._mean_error(images, numbers[own], mask_BT)) * (own.stop - own.start)
+            own, counts = rows_to_read(self._share, len(numbers))
+            mask_BT = self._mask(_VALIDATION_DRAW, start, len(numbers))[own]
+            mean = float(self._mean_error(images, numbers[own], mask_BT))
+            if counts:
+                error += mean * (own.stop - own.start)
         total = self._share.sum(torch.tensor([error * self._share.replica_weight], dtype=torch.float64))
         return {"validation_loss": float(total) / len(images), "images": len(images)}
 

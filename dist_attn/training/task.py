@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.finite import checked_if_asked
 
-__all__ = ["Criterion", "Share", "Task", "Whole"]
+__all__ = ["Criterion", "Share", "Task", "Whole", "rows_to_read"]
 
 
 class Share(Protocol):
@@ -101,6 +101,16 @@ class Whole:
     def lengthwise(self) -> Share:
         """The same share."""
         return self
+
+
+def rows_to_read(share: Share, total: int) -> tuple[slice, bool]:
+    """The rows of a batch of `total` that are read here, and whether they count.
+
+    A rank without rows reads the first one for nothing: a model whose parameters are sharded is used by all ranks
+    equally often, since they gather its layers together.
+    """
+    own = share.rows(total)
+    return (own, True) if own.start < own.stop else (slice(0, 1), False)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig
 from dist_attn.training.datasets.order import check_enough, examples_of_step
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.first_model import first_model
-from dist_attn.training.task import Criterion, Share, Task
+from dist_attn.training.task import Criterion, Share, Task, rows_to_read
 from dist_attn.training.text_examples import TextExamples, read_text_sets
 
 __all__ = ["TextClassificationTask"]
@@ -61,9 +61,10 @@ class TextClassificationTask(Task):
             return {}
         tally = Tally()
         for start in range(0, len(examples), self.batch):
-            own = self._share.rows(min(self.batch, len(examples) - start))
-            if own.start < own.stop:
-                tally.add(*self._classify(examples, range(start + own.start, start + own.stop)))
+            own, counts = rows_to_read(self._share, min(self.batch, len(examples) - start))
+            scored = self._classify(examples, range(start + own.start, start + own.stop))
+            if counts:
+                tally.add(*scored)
         return tally.scores(self._share)
 
     def seen(self, steps: int) -> int:

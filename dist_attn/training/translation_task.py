@@ -22,7 +22,7 @@ from dist_attn.training.datasets.config import ParallelTextConfig
 from dist_attn.training.datasets.parallel_text import NO_TOKEN, PairBatch, PairBatches, read_parallel_texts
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown, put_in_place
 from dist_attn.training.first_model import first_model
-from dist_attn.training.task import Criterion, Share, Task
+from dist_attn.training.task import Criterion, Share, Task, rows_to_read
 
 __all__ = ["TranslationTask"]
 
@@ -71,10 +71,10 @@ class TranslationTask(Task):
         loss, right, tokens = 0.0, 0, 0
         for step in range(self._validation.per_epoch):
             batch = self._validation(step)
-            own = self._share.rows(len(batch.source_BS))
+            own, counts = rows_to_read(self._share, len(batch.source_BS))
             tokens += batch.num_targets
-            if own.start < own.stop:
-                part_loss, part_right = self._cross_entropy(batch.rows(own.start, own.stop), 0.0)
+            part_loss, part_right = self._cross_entropy(batch.rows(own.start, own.stop), 0.0)
+            if counts:
                 loss, right = loss + float(part_loss), right + part_right
         total = self._share.sum(torch.tensor([loss, right], dtype=torch.float64, device=self._share.device))
         if self._data.translations:

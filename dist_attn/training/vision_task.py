@@ -18,7 +18,7 @@ from dist_attn.training.datasets.config import ImageDataConfig
 from dist_attn.training.datasets.order import check_enough, examples_of_step
 from dist_attn.training.first_model import first_model
 from dist_attn.training.image_sets import ImageSet, read_image_sets
-from dist_attn.training.task import Criterion, Share, Task
+from dist_attn.training.task import Criterion, Share, Task, rows_to_read
 
 __all__ = ["VisionTask"]
 
@@ -56,9 +56,10 @@ class VisionTask(Task):
             return {}
         tally = Tally()
         for start in range(0, len(images), self.batch):
-            own = self._share.rows(min(self.batch, len(images) - start))
-            if own.start < own.stop:
-                tally.add(*self._classify(images, np.arange(start + own.start, start + own.stop)))
+            own, counts = rows_to_read(self._share, min(self.batch, len(images) - start))
+            scored = self._classify(images, np.arange(start + own.start, start + own.stop))
+            if counts:
+                tally.add(*scored)
         return tally.scores(self._share)
 
     def seen(self, steps: int) -> int:

@@ -20,36 +20,9 @@ from dist_attn.training.contrastive_task import ChapterPairs, ContrastiveTask, c
 from dist_attn.training.gradients import sum_gradients
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.task import Whole
+from tests.support.chapters import CONTRAST, book, chapters_run
 from tests.support.closeness import assert_close
 from tests.support.over_ranks import randomised
-from tests.support.training import small_run
-
-CONTRAST = ContrastConfig(chapters=4, books=2, validation_window=16, language_weight=0.5)
-
-
-def _book(letters: bytes) -> bytes:
-    """A chapter for each letter, which alternates with capitals that change all the time and mean nothing."""
-    draw = np.random.default_rng(letters[0])
-    book = b""
-    for number, letter in enumerate(letters):
-        capitals = np.repeat(draw.choice(list(b"ABCDEFGH"), 7), 5)
-        book += b"CHAPTER %d\n" % number + b"".join(bytes([letter, *4 * [capital]]) for capital in capitals) + b"\n"
-    return book
-
-
-def _run(place, **run) -> TrainingConfig:
-    config = small_run(place, bf16=False, **run)
-    for name, letters in (("first.txt", b"abcdef"), ("second.txt", b"ghijkl"), ("held_out.txt", b"cdefgh")):
-        (place / name).write_bytes(_book(letters))
-    update = {
-        "train": ("first.txt", "second.txt"),
-        "validation": "held_out.txt",
-        "validation_bytes": 900,
-        "segment": 16,
-    }
-    values = config.model_dump(mode="json") | {"contrast": CONTRAST.model_dump()}
-    values["data"] |= update
-    return TrainingConfig.model_validate(values)
 
 
 def test_the_loss_is_that_of_the_definition():
@@ -90,7 +63,7 @@ def test_pairs_lie_in_one_chapter_and_do_not_overlap():
 
 def test_rows_add_up_to_the_batch(tmp_path):
     """The loss of all rows and its gradients are the sums over micro-batches, an empty one adding nothing."""
-    config = _run(tmp_path, folder=tmp_path / "run")
+    config = chapters_run(tmp_path, folder=tmp_path / "run")
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch": 3})})
     task = ContrastiveTask(config, Whole())
     whole = task.loss(5, slice(0, 3))
@@ -122,7 +95,7 @@ def _gradients(config: TrainingConfig, comm: Communicator, shape: tuple[int, int
 def test_ranks_divide_rows_and_windows(tmp_path, monkeypatch, segment):
     """Over data and sequence ranks, with uneven and empty shares, loss and every gradient are those of one rank."""
     monkeypatch.setattr(contrastive_task, "first_model", lambda config, _: randomised(build_model(config)).train())
-    config = _run(tmp_path)
+    config = chapters_run(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"batch": 3, "segment": segment})})
     want = _gradients(config, LocalCommunicator(), (1, 1))
     for shape in ((1, 3), (2, 2), (4, 1)):
@@ -134,7 +107,7 @@ def test_ranks_divide_rows_and_windows(tmp_path, monkeypatch, segment):
 
 def test_a_run_draws_chapters_together(tmp_path):
     """Where every chapter has a letter of its own, a run finds the chapter of held-out windows, and ships."""
-    config = _run(tmp_path, steps=60, evaluate_every=60, log_every=10, checkpoint_every=60)
+    config = chapters_run(tmp_path, steps=60, evaluate_every=60, log_every=10, checkpoint_every=60)
     torch.manual_seed(0)
     before = ContrastiveTask(config, Whole())
     before.model.eval()
@@ -153,20 +126,20 @@ def test_a_run_draws_chapters_together(tmp_path):
 
 def test_validation_needs_chapters_only_where_there_are_any(tmp_path):
     """A held-out text without headings has no windows to find, and still its bits per byte."""
-    config = _run(tmp_path)
+    config = chapters_run(tmp_path)
     (tmp_path / "held_out.txt").write_bytes(b"nothing here is a chapter")
     task = ContrastiveTask(config, Whole())
     task.model.eval()
     scores = task.validate()
     assert (scores["same_chapter"], scores["windows"]) == (0.0, 0)
     assert scores["bits_per_byte"] > 0
-    data = _book(b"abcdef")
+    data = book(b"abcdef")
     assert len(find_chapters(data, ByteTokeniser().encode(data), ByteTokeniser(), 32)) == 6
 
 
 def test_what_is_no_plain_text_is_refused(tmp_path):
     """A folder or records have no chapters, and the line says so."""
-    config = _run(tmp_path)
+    config = chapters_run(tmp_path)
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": (tmp_path,)})})
     with pytest.raises(ConfigError, match="chapters are looked for in plain text files"):
         ContrastiveTask(config, Whole())

@@ -15,16 +15,19 @@ from dist_attn.models import build_model
 from dist_attn.models.recomputation import recompute_layers
 from dist_attn.training import TrainingConfig, language_task, train
 from dist_attn.training.averaging import average_folders
+from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, load_checkpoint_weights, restore, save
 from dist_attn.training.config import read_config
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers
 from dist_attn.training.parallel import place
+from tests.support.chapters import chapters_run
 from tests.support.closeness import assert_close
 from tests.support.models import small_model
 from tests.support.over_ranks import randomised
 from tests.support.ranks import run_ranks
+from tests.support.tasks import small_task
 from tests.support.training import small_run, write_toml
 
 Seen = list[tuple[float, float, float]]
@@ -98,6 +101,42 @@ def test_sharded_parameters_change_nothing(tmp_path, first_model):
         assert numbers == pytest.approx(numbers_of_one, rel=1e-6)
     for name, tensor in weights.items():
         assert_close(got[name], tensor, kind="gradient", what=name)
+
+
+def _every_task(configs: list[TrainingConfig], sharded: bool, comm: Communicator) -> list[tuple[float, ...]]:
+    """Of each run the loss and the norm of gradients of a step, and what its validation says."""
+    seen = []
+    with Mesh(comm, comm.size, 1) as mesh:
+        for config in configs:
+            torch.manual_seed(0)
+            task = build_task(config, mesh.share())
+            parameters = place(randomised(task.model).train(), mesh, sharded=sharded)
+            task.prepare(2)
+            (rows,) = mesh.micro_batches(task.batch, 1)
+            loss = parameters.with_values(partial(task.loss, 2, rows))
+            parameters.backward(loss)
+            parameters.reduce_gradients()
+            norm = parameters.clip_gradients(1.0)
+            task.model.eval()
+            with torch.no_grad():
+                scores = parameters.with_values(task.validate)
+            seen.append((mesh.share().sum(loss.detach()).item(), norm, *scores.values()))
+    return seen
+
+
+def test_ranks_with_fewer_rows_use_the_model_as_often(tmp_path):
+    """Of every task, where neither the batch nor the examples held out divide by the ranks, all is as on one rank."""
+    batches = {"labelled_text": 5, "vision": 6, "autoencoder": 3, "translation": 5}
+    configs = []
+    for kind, batch in batches.items():
+        data = {"batch": batch} | ({"translations": 0} if kind == "translation" else {})
+        configs.append(small_task(kind, tmp_path / kind, data=data))
+    chapters = chapters_run(tmp_path)
+    configs.append(chapters.model_copy(update={"data": chapters.data.model_copy(update={"batch": 3})}))
+    want = _every_task(configs, False, LocalCommunicator())
+    for got in run_ranks("gloo", partial(_every_task, configs, True), 2):
+        for config, numbers, numbers_of_one in zip(configs, got, want, strict=True):
+            assert numbers == pytest.approx(numbers_of_one, rel=1e-6), config.model.kind
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path):
