@@ -68,24 +68,22 @@ class ServedModel:
         Raises: ModelFolderError when config.json or tokenizer.json is missing or unusable.
         """
         path = folder / "config.json"
-        if not (folder / "tokenizer.json").is_file():
-            raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
         try:
             data, created = path.read_bytes(), int(path.stat().st_mtime)
             kind = msgspec.json.decode(data, type=_Kind).kind
-            if kind == "text_encoder":
-                encoder = msgspec.json.decode(data, type=_TextEncoder)
-            else:
+            if kind in UNSERVED:
+                raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
+            if not (folder / "tokenizer.json").is_file():
+                raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
+            name = folder.resolve().name
+            if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
+                return cls(name, sizes.vocab_size, sizes.hidden_size, created)
+            encoder = msgspec.json.decode(data, type=_TextEncoder)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
         except msgspec.MsgspecError as error:
             raise ModelFolderError(f"{path} is not a model's configuration: {error}") from None
-        name = folder.resolve().name
-        if kind in UNSERVED:
-            raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
-        if kind != "text_encoder":
-            return cls(name, sizes.vocab_size, sizes.hidden_size, created)
         frame = len(encoder.prefix) + len(encoder.suffix)
         reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
         return cls(name, encoder.vocab_size, encoder.encoder.hidden_size, created, reading, frame)

@@ -83,7 +83,7 @@ class TranslationTask(Task):
         return {"validation_loss": mean, "perplexity": math.exp(mean), "token_accuracy": float(total[1]) / tokens}
 
     def seen(self, steps: int) -> int:
-        return steps * self.batch
+        return self._batches.pairs_before(steps)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
         source, target = self._tokenisers

@@ -16,6 +16,7 @@ from service.served_model import ServedModel
 from tests.support.fake_engine import HIDDEN, VOCAB, row_vector
 from tests.support.sentence_encoders import word_piece_contents
 from tests.support.service_server import RunningService, running_service
+from tests.support.tasks import small_task
 
 TEXT_TOKENS = 10
 ENCODER: dict[str, Any] = {
@@ -126,9 +127,17 @@ def test_completions_are_refused_and_models_say_why(service: RunningService) -> 
     assert told["max_model_len"] == TEXT_TOKENS + 2
 
 
-def test_other_kinds_are_not_served(tmp_path: Path) -> None:
-    """A folder with a classifier is refused in words, and so is an encoder's without its sizes."""
-    with pytest.raises(ModelFolderError, match="holds a text_classifier; served are language models and text encoders"):
-        ServedModel.read(write_folder(tmp_path / "a", kind="text_classifier", hidden_size=8))
+@pytest.mark.parametrize("kind", ["labelled_text", "vision", "autoencoder", "translation"])
+def test_other_kinds_are_not_served(tmp_path: Path, kind: str) -> None:
+    """The folder of a classifier, an auto-encoder or a translator, with a tokeniser or without, is refused by name."""
+    model = small_task(kind, tmp_path).model
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(model.model_dump_json())
+    with pytest.raises(ModelFolderError, match=f"holds a {model.kind}; served are language models and text encoders"):
+        ServedModel.read(tmp_path / "model")
+
+
+def test_an_encoder_without_its_sizes_is_refused(tmp_path: Path) -> None:
+    """A config.json that does not say how much the model reads is named."""
     with pytest.raises(ModelFolderError, match="is not a model's configuration"):
         ServedModel.read(write_folder(tmp_path / "b", max_tokens="all"))

@@ -115,22 +115,22 @@ class PairBatches:
         self._source_lengths = pairs.sources.lengths[pairs.kept]
         self._target_lengths = pairs.targets.lengths[pairs.kept]
         self._plan = lru_cache(maxsize=2)(self._plan_epoch)
-
-    @property
-    def per_epoch(self) -> int:
-        """Batches of an epoch, the same in each."""
         _, counts = np.unique(self._source_lengths, return_counts=True)
-        return int((-(-counts // self._batch)).sum())
+        self.per_epoch = int((-(-counts // batch)).sum())  # batches, in every epoch as many
 
     def __call__(self, step: int) -> PairBatch:
         """The batch of a step."""
-        epoch, place = divmod(step, self.per_epoch)
-        return self._collate(self._pairs.kept[self._plan(epoch)[place]])
+        return self._collate(self.pair_numbers(step))
 
     def pair_numbers(self, step: int) -> NDArray[np.int64]:
         """Which lines of the files a step reads, counted from 0."""
         epoch, place = divmod(step, self.per_epoch)
         return self._pairs.kept[self._plan(epoch)[place]]
+
+    def pairs_before(self, step: int) -> int:
+        """How many pairs the steps before this one read; rows that fill a batch up are none."""
+        epochs, place = divmod(step, self.per_epoch)
+        return epochs * len(self._pairs.kept) + sum(map(len, self._plan(epochs)[:place]))
 
     def _plan_epoch(self, epoch: int) -> list[NDArray[np.int64]]:
         """The epoch's batches: like lengths together, the rest and the order of the batches by chance."""

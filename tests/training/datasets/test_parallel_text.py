@@ -54,6 +54,7 @@ def test_batches_hold_sources_of_one_length_and_all_pairs_once_an_epoch(tmp_path
         seen = Counter()
         for step in range(epoch * batches.per_epoch, (epoch + 1) * batches.per_epoch):
             batch, numbers = batches(step), batches.pair_numbers(step)
+            assert batches.pairs_before(step) == 50 * epoch + sum(seen.values())
             assert len(batch.source_BS) == len(batch.target_BL) == len(batch.next_BL) == 4
             for row, number in enumerate(numbers):
                 source, target = (list(text.encode()) for text in PAIRS[number])
