@@ -27,6 +27,9 @@ PRESETS = {
     "big": Preset(hidden_size=1024, num_layers=16, num_heads=16, mlp_size=4096),
 }
 
+WITH_HEADS = ("rfa", "rfa_gate", "softmax", "scaleformer")
+"""Kinds of mixers that divide a token among heads."""
+
 
 def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a model's configuration with those of its `preset` where nothing else is said.
@@ -51,6 +54,7 @@ def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     expanded: dict[str, Any] = {**sizes, **given}
     if isinstance(mixer, Mapping):
-        heads = {"kind": "rfa_gate", "hidden_size": expanded["hidden_size"], "num_heads": preset.num_heads}
-        expanded["mixer"] = {**heads, **mixer}
+        own: dict[str, Any] = {"kind": "rfa_gate", "hidden_size": expanded["hidden_size"], **mixer}
+        heads = {"num_heads": preset.num_heads} if own["kind"] in WITH_HEADS else {}
+        expanded["mixer"] = {**heads, **own}
     return expanded

@@ -12,7 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
 from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
-from dist_attn.training.key_names import nearest_key
+from dist_attn.training.key_names import key_of, nearest_key
 
 __all__ = [
     "DATA_OF",
@@ -33,8 +33,6 @@ DATA_OF: dict[str, tuple[str, ...]] = {
     "encoder_decoder": ("parallel_text",),
 }
 """Which kinds of data a kind of model trains on."""
-
-_KINDS = {*DATA_OF, *(kind for kinds in DATA_OF.values() for kind in kinds)}
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -210,19 +208,12 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        said = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        said, unknown = first["msg"].removeprefix("Value error, "), first["type"] == "extra_forbidden"
+        if unknown:
             nearest = nearest_key(TrainingConfig, first["loc"])
             said = "there is no such key" + (f"; did you mean {nearest}?" if nearest else "")
-        raise ConfigError(f"{path}: {_key(first['loc'])}{said}") from None
-
-
-def _key(place: tuple[int | str, ...]) -> str:
-    """Where in the file an error stands; pydantic also names the kind of a section, which is not a part of the key."""
-    parts = [str(part) for part in place]
-    if parts[:1] in (["model"], ["data"]):
-        parts = [*parts[:1], *(part for part in parts[1:2] if part not in _KINDS), *parts[2:]]
-    return f"{'.'.join(parts)}: " if parts else ""
+        key = key_of(TrainingConfig, first["loc"], unknown=unknown)
+        raise ConfigError(f"{path}: {key}{': ' if key else ''}{said}") from None
 
 
 def _take_model(values: dict[str, Any]) -> None:

@@ -1,26 +1,45 @@
-"""The key of a configuration that somebody may have meant by one that does not exist."""
+"""Keys of a configuration: where an error stands, and which key may have been meant by one that does not exist."""
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import BaseModel
 
-__all__ = ["nearest_key"]
+__all__ = ["key_of", "nearest_key"]
+
+Place = tuple[int | str, ...]
+"""Where pydantic says that an error is: keys, and the kinds of sections between them."""
 
 
-def nearest_key(config: type[BaseModel], place: tuple[int | str, ...]) -> str | None:
-    """The key of `config` in the section of `place` whose name is most like its last part; None if none is.
+def key_of(config: type[BaseModel], place: Place, *, unknown: bool = False) -> str:
+    """The key of a place as a file names it; `unknown` for one whose last part is no key of `config`."""
+    parts = [
+        str(part)
+        for number, (part, sections) in enumerate(_walk(config, place), 1)
+        if any(part in section.model_fields for section in sections)
+        or not any(_is_kind(section, part) for section in sections)
+        or (unknown and number == len(place))
+    ]
+    return ".".join(parts)
 
-    `place` is as pydantic gives it: it also names the kinds of sections.
-    """
+
+def nearest_key(config: type[BaseModel], place: Place) -> str | None:
+    """The key of `config` in the section of `place` whose name is most like its last part; None if none is."""
+    *_, (unknown, sections) = _walk(config, place)
+    names = sorted({name for section in sections for name in section.model_fields})
+    return next(iter(get_close_matches(str(unknown), names, 1)), None)
+
+
+def _walk(config: type[BaseModel], place: Place) -> Iterator[tuple[int | str, list[type[BaseModel]]]]:
+    """Every part of a place, with the sections in which it may be a key."""
     sections: list[type[BaseModel]] = [config]
-    for part in place[:-1]:
+    for part in place:
+        yield part, sections
         inner = [
             kind for s in sections if part in s.model_fields for kind in _models(s.model_fields[str(part)].annotation)
         ]
         sections = inner or [s for s in sections if _is_kind(s, part)] or sections
-    names = sorted({name for section in sections for name in section.model_fields})
-    return next(iter(get_close_matches(str(place[-1]), names, 1)), None)
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:

@@ -59,7 +59,12 @@ def test_overrides_replace_single_keys(file):
         ("run.steps=0", "run.steps: Input should be greater than or equal to 1"),
         ("run.stepz=3", r"run\.stepz: there is no such key; did you mean steps\?$"),
         ("runs.steps=3", r"runs: there is no such key; did you mean run\?$"),
-        ("model.mixer.num_randm=3", r"num_randm: there is no such key; did you mean num_random\?$"),
+        (
+            "model.mixer.num_randm=3",
+            r"toml: model\.mixer\.num_randm: there is no such key; did you mean num_random\?$",
+        ),
+        ("data.text=3", r"toml: data\.text: there is no such key"),
+        ("model.mixer.num_heads=3", r"toml: model\.mixer: hidden_size 16 must be a multiple of num_heads 3$"),
         ("optimiser.zzz=3", r"optimiser\.zzz: there is no such key$"),
         ("run.steps.more=3", "'steps' is not a section"),
         ("run=3", "run: Input should be a valid dictionary"),
