@@ -83,7 +83,7 @@ async def complete(http: httpx.AsyncClient, number: int, max_tokens: int, client
 
 
 async def run_clients(url: str, clients: int, seconds: float, max_tokens: int) -> tuple[Load, list[Client]]:
-    """`clients` at once, each one request after the other for `seconds`; a request that has begun is finished."""
+    """`clients` at once, each one request after the other for `seconds`, one at least; what has begun is finished."""
     seen = [Client() for _ in range(clients)]
     limits = httpx.Limits(max_connections=clients)
     began = time.perf_counter()
@@ -91,6 +91,7 @@ async def run_clients(url: str, clients: int, seconds: float, max_tokens: int) -
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_SECONDS, limits=limits) as http:
 
         async def work(number: int) -> None:
+            await complete(http, number, max_tokens, seen[number])
             while time.perf_counter() - began < seconds and len(seen[number].errors) < 3:
                 await complete(http, number, max_tokens, seen[number])
 

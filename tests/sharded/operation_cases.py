@@ -135,7 +135,15 @@ CASES = KERNEL_CASES | {
         lambda ops, x: (ops.mix_tokens(x["x"], x["w"], x["w"].T, bias_in_S=x["b"]),), w=(5, 4), b=(4,)
     ),
     "diagonal scan": _diagonal(),
+    "dense scan": _tokens(
+        lambda ops, x: ops.dense_scan(x["x"], x["a"], x["b"], x["c"], state=x["state"]),
+        a=(3, 2, 2),
+        b=(3, 2),
+        c=(3, 2, 2),
+        state=(BATCH, 3, 2),
+    ),
     "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
+    "sum over documents": _tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
 }
 
 

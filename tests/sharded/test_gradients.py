@@ -18,8 +18,10 @@ from tests.sharded.operation_cases import CASES, KERNEL_CASES, Case, Tensors, in
 from tests.support.across_ranks import across_ranks
 
 CUTS = [(3, 0, 2), (0, 4, 1)]
-# A cache of keys is for reading and decoding; the others are whole numbers.
-WITHOUT_GRADIENT = {"softmax_attention_streaming", "positions", "total_length", "whole"}
+# A cache of keys is for reading and decoding, a running maximum is a constant; the others are whole numbers.
+WITHOUT_GRADIENT = {
+    "softmax_attention_streaming", "running_maximum", "positions", "document_places", "total_length", "whole",
+}  # fmt: skip
 EXCHANGES = {
     "pair": (Exchange("pair"), (3, 2)),
     "exscan": (Exchange("exscan"), (3, 0, 2)),

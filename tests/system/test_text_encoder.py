@@ -70,7 +70,12 @@ def test_windows_of_a_book_are_embeddings(program: Served, window: int) -> None:
     ]
     for row, item in zip(some, embedded, strict=True):
         np.testing.assert_allclose(row["embedding"], item["embedding"], atol=1e-5, rtol=0)
-        part = BOOK.encode()[row["byte_start"] : row["byte_stop"]].decode()
+    text = BOOK.encode()
+    # By itself half a word is spelt otherwise; a word's bytes begin with the blank before it.
+    whole = [row for row in rows if not row["byte_start"] or text[row["byte_start"]] == ord(" ")]
+    assert len(whole) > len(rows) / 10
+    for row in whole[:20]:
+        part = text[row["byte_start"] : row["byte_stop"]].decode()
         assert post(program, "/tokenize", prompt=part).json()["tokens"] == tokens[row["start"] : row["stop"]]
 
 
