@@ -16,6 +16,7 @@ import dist_attn
 from dist_attn.errors import ModelFolderError
 from dist_attn.models import LanguageModel, LanguageModelConfig, Model, ModelConfig, TextEncoder, build_model
 from dist_attn.models.config import NAMES_FOR_OTHERS
+from dist_attn.models.refusal import refusal
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
@@ -109,11 +110,9 @@ def kind_of_model(folder: Path) -> str:
     Raises: ModelFolderError when it cannot be read.
     """
     try:
-        values = json.loads((folder / "config.json").read_bytes())
+        values = _values((folder / "config.json").read_bytes())
     except OSError as error:
         raise ModelFolderError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from None
-    except ValueError:
-        return ""  # whoever reads the whole file says what is wrong with it
     return str(values.get("kind", "")) if isinstance(values, dict) else ""
 
 
@@ -134,14 +133,24 @@ def read_any_config(folder: Path) -> ModelConfig:
 
 
 def _read_config(folder: Path, kind: TypeAdapter[Config]) -> Config:
+    path = folder / "config.json"
     try:
-        return kind.validate_json((folder / "config.json").read_bytes())
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise ModelFolderError(f"{folder / 'config.json'}: {where}: {first['msg']}") from None
+        contents = path.read_bytes()
     except OSError as error:
-        raise ModelFolderError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from None
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        return kind.validate_json(contents)
+    except ValidationError as error:
+        where, words = refusal(error, _values(contents))
+        raise ModelFolderError(f"{path}: {where or 'the whole file'}: {words}") from None
+
+
+def _values(contents: bytes) -> Any:
+    """What a JSON file holds; nothing where it is none, of which whoever needs its values says what is wrong."""
+    try:
+        return json.loads(contents)
+    except (ValueError, RecursionError):
+        return None
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

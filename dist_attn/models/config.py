@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from dist_attn.mixers import MixerConfig
 
 __all__ = [
+    "MAX_LAYERS",
     "NAMES_FOR_OTHERS",
     "BlockConfig",
     "LanguageModelConfig",
@@ -15,6 +16,9 @@ __all__ = [
     "NormConfig",
     "TokenPositions",
 ]
+
+MAX_LAYERS = 10_000
+"""More are a mistake: they would be built one by one until memory ends."""
 
 NAMES_FOR_OTHERS = {"model_type": "dist_attn", "architectures": ["DistAttnForCausalLM"]}
 """What config.json says to transformers, where it is that of a language model."""
@@ -75,7 +79,7 @@ class LanguageModelConfig(_Config):
     kind: Literal["language_model"] = "language_model"
     vocab_size: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
     mixer: MixerConfig
     positions: TokenPositions = "none"

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import BidirectionalConfig, CrossConfig, MixerConfig
-from dist_attn.models.config import BlockConfig, TokenPositions
+from dist_attn.models.config import MAX_LAYERS, BlockConfig, TokenPositions
 
 __all__ = [
     "DecoderConfig",
@@ -26,7 +26,7 @@ class EncoderConfig(_Config):
     """A stack of blocks with positions, over any mixer, causal or bidirectional."""
 
     hidden_size: int = Field(ge=1)
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
     mixer: MixerConfig | BidirectionalConfig = Field(discriminator="kind")
     block: BlockConfig = BlockConfig()
@@ -106,7 +106,7 @@ class MaskedAutoencoderConfig(_Config):
 class DecoderConfig(_Config):
     """A stack of causal self-attention, cross attention and MLP."""
 
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
     mixer: MixerConfig
     cross: CrossConfig

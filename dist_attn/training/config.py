@@ -11,6 +11,7 @@ from dist_attn.checkpoints import read_any_config
 from dist_attn.errors import ConfigError
 from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
+from dist_attn.models.refusal import refusal
 from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
 from dist_attn.training.key_names import key_of, nearest_key
 
@@ -92,9 +93,9 @@ class RunConfig(_Config):
     # A model folder whose weights the run begins with; its config.json stands for the section [model].
     begin_from: Path | None = None
     steps: int = Field(ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     bf16: bool = True
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     # Layers keep their inputs only and compute the rest again in the backward pass: less memory, a third more time.
     activation_checkpointing: bool = False
     # The mesh of the processes that were started: the ranks that divide the rows of a batch, times the ranks that share
@@ -208,12 +209,12 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        said, unknown = first["msg"].removeprefix("Value error, "), first["type"] == "extra_forbidden"
-        if unknown:
+        key, words = refusal(error, values)
+        if first["type"] == "extra_forbidden":
             nearest = nearest_key(TrainingConfig, first["loc"])
-            said = "there is no such key" + (f"; did you mean {nearest}?" if nearest else "")
-        key = key_of(TrainingConfig, first["loc"], unknown=unknown)
-        raise ConfigError(f"{path}: {key}{': ' if key else ''}{said}") from None
+            words = "there is no such key" + (f"; did you mean {nearest}?" if nearest else "")
+            key = key_of(TrainingConfig, first["loc"], unknown=True)
+        raise ConfigError(f"{path}: {key}{': ' if key else ''}{words}") from None
 
 
 def _take_model(values: dict[str, Any]) -> None:

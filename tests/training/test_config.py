@@ -73,6 +73,15 @@ def test_overrides_replace_single_keys(file):
         ("optimiser.learning_rate=inf", "optimiser.learning_rate: Input should be a finite number"),
         ("model.hidden_size=32", "model: .*the mixer's hidden_size 16 must equal the model's 32"),
         ("data.train=[]", "data.train: "),
+        ("run.steps=-5", "run.steps: Input should be greater than or equal to 1; given is -5"),
+        ("run.seed=-1", "run.seed: Input should be greater than or equal to 0; given is -1"),
+        ("run.seed=100000000000000000000", "run.seed: Input should be less than"),
+        ("run.threads=100000", "run.threads: Input should be less than or equal to 1024; given is 100000"),
+        ("model.num_layers=100000000000", "model.num_layers: Input should be less than"),
+        ("model.mixer.num_heads=0", "toml: model.mixer.num_heads: Input should be greater"),
+        ("model.mixer.num=1", "toml: model.mixer.num: there is no such key"),
+        ("model.positions=learned", "toml: model.positions: .*LearnedPositions; given is 'learned'"),
+        ("model.positions={kind='learned'}", "toml: model.positions.length: Field required"),
     ],
 )
 def test_bad_values_are_named(file, override, words):

@@ -119,7 +119,7 @@ class ParallelTextConfig(_Files):
     max_length: int = Field(default=128, ge=1)
     # So many of the first validation sources are translated at every validation, into translations.txt.
     translations: int = Field(default=0, ge=0)
-    beams: int = Field(default=1, ge=1)
+    beams: int = Field(default=1, ge=1, le=1024)
     length_penalty: float = Field(default=0.6, ge=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
