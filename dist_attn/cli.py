@@ -28,6 +28,11 @@ UsageErrors = tuple(
 
 PATIENCE_S = 2.0  # of a rank that could report a failed exchange, for each rank before it that could as well
 
+_OUT_OF_MEMORY = (
+    "there is not enough memory for this: take a smaller model, batch or segment, or more ranks "
+    "(`dist-attn plan` says what a model needs)"
+)
+
 app = typer.Typer(
     name="dist-attn",
     help="Long sequences through attention with a constant-size state: encode, generate, train, serve.",
@@ -78,6 +83,10 @@ def main() -> None:
     except OSError as error:
         # A full disk, or a file that went away during the work.
         code = _complain(str(error), 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        code = _complain(_OUT_OF_MEMORY, 1)
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -92,6 +101,13 @@ def _run() -> object:
     # Now, while a broken pipe can still be met; at the interpreter's exit it would be a traceback.
     sys.stdout.flush()
     return code
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch has a kind of its own for devices, and says it in words for the CPU."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "out of memory", "not enough memory")
+    )
 
 
 def _usage(error: Exception) -> str:

@@ -285,6 +285,15 @@ def test_a_failure_of_the_work_is_one_line_and_code_1(place, run):
     assert (place / "wild" / "metrics.jsonl").exists()
 
 
+def test_too_little_memory_is_one_line_and_code_1(run):
+    """A model that no memory holds ends with one line that says so, and no traceback."""
+    huge = ["--set", "run.folder=huge", "--set", "model.mixer.num_random=1000000000000"]
+    code, out, err = run("train", "train.toml", *huge)
+    assert (code, out) == (1, "")
+    assert err.startswith("dist-attn: there is not enough memory")
+    assert err.count("\n") == 1
+
+
 def test_a_foreign_model_is_converted_and_used(run, place):
     """`convert` makes a folder that evaluate, encode, generate and plan take; a refusal is one line with code 2."""
     write_foreign_folder(place / "theirs", "gpt_neox")
