@@ -32,6 +32,8 @@ def keep_best(checkpoints: Path, step: int) -> bool:
     beside = checkpoints / ".best.new"
     beside.unlink(missing_ok=True)
     beside.symlink_to(folder.name)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)  # a copy of the run that followed links
     beside.replace(link)
     for other in checkpoints.glob("best-*"):
         if other != folder:

@@ -105,6 +105,8 @@ def restore(
             for parameter, own in state.items():
                 optimiser.state[parameter] = {key: tensor for _, key, tensor in own}
                 tensors |= {name: tensor for name, _, tensor in own}
+        if tensors.keys() != sizes.keys():
+            raise _of_another_optimiser(checkpoint)
         _read(checkpoint, "optimiser", tensors)
         carried = load_file(checkpoint / "carried_state.safetensors")
     return _step(checkpoint), carried
@@ -128,7 +130,8 @@ def load_checkpoint_weights(model: nn.Module, checkpoint: Path) -> None:
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), key=_step)
+    named = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdecimal() and path.is_dir()]
+    return sorted(named, key=_step)
 
 
 def _step(checkpoint: Path) -> int:
@@ -150,23 +153,30 @@ def _optimiser_state(
     optimiser: torch.optim.Optimizer, index: int, sizes: Mapping[str, torch.Size], checkpoint: Path
 ) -> dict[nn.Parameter, list[tuple[str, str, Tensor]]]:
     """For each parameter the name, the key and a place for each tensor of its state, sharded as the parameter is."""
+    keys = sorted(name.removeprefix(f"{index}.0.") for name in sizes if name.startswith(f"{index}.0."))
+    if not keys:
+        raise _of_another_optimiser(checkpoint)
     state = {}
     for number, parameter in enumerate(_parameters(optimiser)):
-        prefix = f"{index}.{number}."
-        own = [name for name in sizes if name.startswith(prefix)]
-        if not own:
-            raise ConfigError(f"checkpoint {checkpoint} was written by another optimiser; start a new run folder")
+        own = [(f"{index}.{number}.{key}", key) for key in keys]
+        # A parameter has a state for each of its elements, or one number for all of them.
+        if any(sizes.get(name) not in (parameter.shape, torch.Size()) for name, _ in own):
+            raise _of_another_optimiser(checkpoint)
         state[parameter] = [
             (
                 name,
-                name.removeprefix(prefix),
+                key,
                 torch.zeros_like(parameter, requires_grad=False)
                 if sizes[name] == parameter.shape
                 else torch.zeros(sizes[name]),
             )
-            for name in own
+            for name, key in own
         ]
     return state
+
+
+def _of_another_optimiser(checkpoint: Path) -> ConfigError:
+    return ConfigError(f"checkpoint {checkpoint} was written by another optimiser; start a new run folder")
 
 
 def _write(folder: Path, part: str, tensors: dict[str, Tensor], mesh: Mesh) -> None:

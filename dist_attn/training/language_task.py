@@ -10,10 +10,12 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
+from dist_attn.models.config import LearnedPositions
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.data import SegmentStream, tokenise_files
 from dist_attn.training.datasets.config import TextDataConfig
+from dist_attn.training.datasets.text_sources import beginning, is_jsonl
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.evaluation import score_tokens
 from dist_attn.training.first_model import first_model
@@ -41,6 +43,7 @@ class LanguageTask(Task):
                 f"the tokeniser in {data.tokeniser} has {self._tokeniser.vocab_size} tokens, "
                 f"model.vocab_size is {model.vocab_size}; they must be equal"
             )
+        _check_positions(model, data)
         tokens = tokenise_files(
             data.train_files,
             self._tokeniser,
@@ -123,16 +126,34 @@ def _tensors(state: ModelState) -> list[Tensor]:
     return [*(t for s in state.layers for t in s.tensors()), state.position_B]
 
 
+def _check_positions(model: LanguageModelConfig, data: TextDataConfig) -> None:
+    """Raises ConfigError where the streams run beyond the positions that the model has."""
+    positions = model.positions
+    if not isinstance(positions, LearnedPositions) or positions.beyond == "repeat":
+        return
+    if data.stateful:
+        raise ConfigError(
+            f"model.positions has vectors for {positions.length} tokens, and streams with a carried state have no end; "
+            'set data.stateful = false, or model.positions.beyond = "repeat"'
+        )
+    if data.segment > positions.length:
+        raise ConfigError(
+            f"data.segment is {data.segment}; model.positions has vectors for {positions.length} tokens: raise its "
+            "length, or take a smaller segment"
+        )
+
+
 def read_validation_text(data: TextDataConfig) -> bytes | None:
-    """The first bytes of the validation text, if there is one; raises ConfigError where it is missing or empty."""
+    """The first bytes of the validation text, plain or gzipped, if there is one.
+
+    Raises: ConfigError where it is missing, damaged, empty, or no text.
+    """
     path = data.validation_file
     if path is None:
         return None
-    try:
-        with path.open("rb") as file:
-            text = file.read(data.validation_bytes)
-    except OSError as error:
-        raise ConfigError(f"validation text {path} cannot be read: {error.strerror}") from None
+    if is_jsonl(path):
+        raise ConfigError(f"validation text {path} is .jsonl; needed is one text, plain or gzipped")
+    text = beginning(path, data.validation_bytes, "validation text")
     if not text:
         raise ConfigError(f"validation text {path} is empty; give a text, or no data.validation")
     return text

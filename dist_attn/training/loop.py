@@ -3,6 +3,7 @@
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers, schedule
 from dist_attn.training.parallel import place
 from dist_attn.training.report import Tell, open_log
-from dist_attn.training.run_folder import METRICS, check_folder, claim_folder, read_metrics
+from dist_attn.training.run_folder import METRICS, check_folder, claim_folder, hold_folder, read_metrics, release_folder
 from dist_attn.training.run_log import Metrics, RunLog
 from dist_attn.training.standing import Standing
 from dist_attn.training.storage import writing
@@ -56,20 +57,23 @@ def train(
         for what went wrong on another rank; StorageError for a full disk; CommError when a rank is lost.
     """
     world = LocalCommunicator() if comm is None else comm
-    with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh:
-        run = _Run(config, resume, mesh, progress)
+    with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh, ExitStack() as held:
+        run = _Run(config, resume, mesh, progress, held)
         try:
             return run.to_the_end(report, tell, stop)
         except (InputError, OSError) as error:
             if mesh.is_first:
+                if isinstance(error, InputError) and latest_checkpoint(run.folder / "checkpoints") is None:
+                    release_folder(run.folder)
                 raise
             # Only the first rank speaks of what all of them meet alike; this one met something by itself.
             raise CommError(f"rank {world.rank} of {world.size} failed: {error}") from error
 
 
 class _Run:
-    def __init__(self, config: TrainingConfig, resume: bool, mesh: Mesh, progress: Progress) -> None:
+    def __init__(self, config: TrainingConfig, resume: bool, mesh: Mesh, progress: Progress, held: ExitStack) -> None:
         self.config, self.mesh = config, mesh
+        self._held = held  # what is let go of when the run ends
         self.progress = progress if mesh.is_first else nothing_shown
         torch.set_num_threads(config.run.threads)
         self.folder = config.run.folder
@@ -94,6 +98,7 @@ class _Run:
     def _prepare(self, resume: bool) -> Task:
         torch.manual_seed(self.config.run.seed)
         if self.mesh.is_first:
+            self._held.enter_context(hold_folder(self.folder))
             check_folder(self.config, resume)
         with writing("what the run has made ready of its data", self.folder):
             return build_task(self.config, self.share, self.progress)

@@ -1,7 +1,12 @@
 """The folder of a run: whose it is, and what stands in it when a run begins or goes on."""
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +15,34 @@ from pydantic import ValidationError
 from dist_attn.errors import ConfigError
 from dist_attn.training.config import EXECUTION, TrainingConfig
 
-__all__ = ["METRICS", "check_folder", "claim_folder", "read_metrics"]
+__all__ = ["METRICS", "check_folder", "claim_folder", "hold_folder", "read_metrics", "release_folder"]
 
 METRICS = "metrics.jsonl"
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path) -> Iterator[None]:
+    """Inside, no other process trains into the folder; a process that is killed lets go of it.
+
+    Raises: ConfigError where one does, or where there can be no such folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself is locked: nothing is left behind
+    except OSError as error:
+        raise ConfigError(f"run.folder {folder} cannot be used: {error.strerror}") from None
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            # Some file systems of networks have no locks: there it is up to the user.
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise ConfigError(
+                    f"another process trains into {folder}; wait for its end, or give another run.folder"
+                ) from None
+        yield
+    finally:
+        os.close(opened)
 
 
 def check_folder(config: TrainingConfig, resume: bool) -> None:
@@ -20,11 +50,10 @@ def check_folder(config: TrainingConfig, resume: bool) -> None:
     folder, written = config.run.folder, config.model_dump(mode="json")
     path = folder / "config.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         before = _filled_in(json.loads(path.read_bytes())) if path.exists() else None
     except OSError as error:
         raise ConfigError(f"run.folder {folder} cannot be used: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{path} is not the configuration of a run; give another run.folder") from None
     if before is not None and not resume:
         raise ConfigError(f"{folder} holds a run already; give --resume to go on with it, or another run.folder")
@@ -43,14 +72,33 @@ def claim_folder(config: TrainingConfig, step: int) -> None:
     _write_whole(config.run.folder / "config.json", written)
 
 
+def release_folder(folder: Path) -> None:
+    """Take back `claim_folder` where a run came to nothing, so that a run of another configuration may begin there."""
+    for name in ("config.json", METRICS):
+        (folder / name).unlink(missing_ok=True)
+
+
 def read_metrics(folder: Path, step: float = math.inf) -> list[dict[str, Any]]:
-    """The reports of a run up to `step`; half a line at the end, from a run that was killed, is none."""
+    """The reports of a run up to `step`; half a line at the end, from a run that was killed, is none.
+
+    Raises: ConfigError for a file that is damaged.
+    """
     path = folder / METRICS
     if not path.exists():
         return []
-    lines = path.read_text().splitlines(keepends=True)
-    reports = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [report for report in reports if report["step"] <= step]
+    reports = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            report = json.loads(line)
+            if report["step"] <= step:
+                reports.append(report)
+        except (KeyError, RecursionError, TypeError, ValueError):
+            raise ConfigError(
+                f"{path}, line {number} is no report of a run; take the line out, then --resume"
+            ) from None
+    return reports
 
 
 def _differing_sections(before: Any, written: dict[str, Any]) -> list[str]:

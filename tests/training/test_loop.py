@@ -1,18 +1,20 @@
 """Training runs: the loss falls, a run that was killed ends like one that was not, and a bad start leaves no trace."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dist_attn.checkpoints import load_model, load_model_and_tokeniser
 from dist_attn.conversion import Conversion, convert_folder
-from dist_attn.errors import ConfigError, EngineError
+from dist_attn.errors import ConfigError, EngineError, InputError
 from dist_attn.models import LanguageModel
+from dist_attn.models.config import LearnedPositions
 from dist_attn.training import TrainingConfig, checkpointing, language_task, train
 from dist_attn.training.config import read_config
 from dist_attn.training.data import SegmentStream
@@ -186,16 +188,78 @@ def test_folders_of_other_runs_are_left_alone(tmp_path):
         ("data", {"validation": Path("missing.txt")}, "missing.txt cannot be read"),
         ("data", {"validation": Path("/dev/null")}, "validation text /dev/null is empty"),
         ("data", {"batch": 10_000}, "one batch of 10000 segments"),
+        ("data", {"validation": Path("documents.jsonl")}, "documents.jsonl is .jsonl; needed is one text"),
+        ("data", {"validation": Path("cut.txt.gz")}, "validation text .*cut.txt.gz cannot be read"),
         ("model", {"vocab_size": 300}, "has 257 tokens, model.vocab_size is 300"),
+        ("model", {"positions": LearnedPositions(length=99)}, "streams with a carried state have no end"),
     ],
 )
 def test_a_start_that_fails_leaves_the_folder_free(tmp_path, section, changes, words):
     """What is missing or does not fit is named, and the corrected run starts in the same folder."""
+    (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"text" * 999)[:20])
     config = small_run(tmp_path, steps=1)
     bad = config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
     with pytest.raises(ValueError, match=words):
         train(bad)
     train(config)
+
+
+def test_input_that_proves_unusable_at_the_first_step_leaves_the_folder_free(tmp_path, monkeypatch):
+    """Where the first step refuses its input there is nothing to go on with, and the corrected run starts there."""
+
+    def refuse(self, step, rows):
+        raise InputError("the sequence has 4 tokens")
+
+    config = small_run(tmp_path, steps=1)
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="has 4 tokens"):
+        patch.setattr(LanguageTask, "loss", refuse)
+        train(config)
+    assert train(config)["step"] == 1
+
+
+def test_a_folder_is_trained_into_by_one_process(tmp_path):
+    """While a run goes on a second one is refused, with --resume as well; afterwards the folder is free."""
+    config = small_run(tmp_path, steps=4, checkpoint_every=2)
+    refused = []
+
+    def meanwhile(metrics):
+        with pytest.raises(ConfigError, match="another process trains into"):
+            train(config, resume=True)
+        refused.append(metrics["step"])
+
+    train(config, report=meanwhile)
+    assert refused
+    assert train(config, resume=True)["step"] == 4
+
+
+def test_the_validation_text_may_be_gzipped(tmp_path):
+    """A gzipped text has the score of the text itself, not of its compressed bytes."""
+    config = small_run(tmp_path, steps=1)
+    (tmp_path / "prose.txt.gz").write_bytes(gzip.compress((tmp_path / "prose.txt").read_bytes()))
+    data = config.data.model_copy(update={"validation": Path("prose.txt.gz")})
+    run = config.run.model_copy(update={"folder": tmp_path / "gzipped"})
+    scores = [train(each)["bits_per_byte"] for each in (config, config.model_copy(update={"data": data, "run": run}))]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize("line", [b"\xff", b"[]", b"{}", b'{"step": "3"}', b"\0\0"])
+def test_a_damaged_line_of_metrics_is_named(tmp_path, line):
+    """A resume over metrics.jsonl with a line that is no report names file and line."""
+    config = small_run(tmp_path, steps=2)
+    train(config)
+    (config.run.folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + line + b"\n")
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl, line 2 is no report"):
+        train(config, resume=True)
+
+
+def test_folders_beside_checkpoints_are_no_checkpoints(tmp_path):
+    """A copy that somebody keeps under a name like a checkpoint's is passed over."""
+    config = small_run(tmp_path, steps=2)
+    train(config)
+    for name in ("step-000002.bak", "step-old"):
+        (config.run.folder / "checkpoints" / name).mkdir()
+    (config.run.folder / "checkpoints" / "step-000009").write_text("")
+    assert train(config, resume=True)["step"] == 2
 
 
 def test_recomputed_activations_change_no_bit_of_a_run(tmp_path):
@@ -267,6 +331,20 @@ def test_damaged_checkpoints_are_named(tmp_path):
         train(config, resume=True)
     shutil.rmtree(newest)
     assert train(config, resume=True)["step"] == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [("9.0.exp_avg", torch.zeros(1)), ("0.0.momentum", torch.zeros(1)), ("0.1.momentum_buffer", torch.zeros(3, 3))],
+)
+def test_the_state_of_another_optimiser_is_refused(tmp_path, name, tensor):
+    """A checkpoint with more of an optimiser's state than there is here, or of another shape, is refused."""
+    config = small_run(tmp_path, steps=1)
+    train(config)
+    path = config.run.folder / "checkpoints" / "step-000001" / "optimiser.safetensors"
+    save_file({**load_file(path), name: tensor}, path)
+    with pytest.raises(ConfigError, match="step-000001 was written by another optimiser"):
+        train(config, resume=True)
 
 
 @pytest.mark.parametrize("to", ["softmax", "rfa"])

@@ -3,6 +3,7 @@
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError  # of numpy, which reads a header as Python
 
 import numpy as np
 import torch
@@ -106,6 +107,6 @@ def _array(path: Path, key: str) -> NDArray[np.generic]:
             return array
     except ConfigError:
         raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, SyntaxError, TokenError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path} cannot be read as .npy or .npz: {reason}") from None

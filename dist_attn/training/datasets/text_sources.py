@@ -10,7 +10,7 @@ from typing import IO, Any, cast
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["OnRead", "documents", "expand", "field", "lines", "records"]
+__all__ = ["OnRead", "beginning", "documents", "expand", "field", "is_jsonl", "lines", "records"]
 
 PIECE_BYTES = 1 << 20
 
@@ -21,10 +21,14 @@ OnRead = Callable[[int], None]
 def expand(paths: Sequence[Path]) -> tuple[Path, ...]:
     """The files that these paths name: a folder stands for all *.txt in it and below, sorted by their path.
 
-    Raises: ConfigError for a folder without such a file.
+    Raises: ConfigError for a folder without such a file, and for a pipe.
     """
     files: list[Path] = []
     for path in paths:
+        if path.is_fifo() or path.is_socket():
+            raise ConfigError(
+                f"training text {path} is no file; it is read more than once, so write it to a file first"
+            )
         if not path.is_dir():
             files.append(path)
             continue
@@ -64,7 +68,7 @@ def records(path: Path, on_read: OnRead = lambda _: None) -> Iterator[tuple[int,
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number} is not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{path}, line {number} is {type(record).__name__}; needed is one JSON object per line")
@@ -97,6 +101,15 @@ def lines(path: Path, on_read: OnRead = lambda _: None) -> Iterator[tuple[int, b
             on_read(on_disk.tell())
 
 
+def beginning(path: Path, count: int, what: str) -> bytes:
+    """The first `count` bytes of a text, or all where it has fewer.
+
+    Raises: ConfigError for a file that cannot be read; `what` says what it is.
+    """
+    with _opened(path, what) as (file, _):
+        return file.read(count)
+
+
 def _pieces(path: Path, on_read: OnRead) -> Iterator[bytes]:
     with _opened(path) as (file, on_disk):
         while piece := file.read(PIECE_BYTES):
@@ -105,7 +118,7 @@ def _pieces(path: Path, on_read: OnRead) -> Iterator[bytes]:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+def _opened(path: Path, what: str = "training text") -> Iterator[tuple[IO[bytes], IO[bytes]]]:
     """What a file holds, unpacked where it is gzipped, and the file on disk; trouble is a ConfigError with its name."""
     try:
         with path.open("rb") as on_disk:
@@ -113,4 +126,4 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             yield cast(IO[bytes], unpacked), on_disk
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or str(error) or "it ends too early"
-        raise ConfigError(f"training text {path} cannot be read: {reason}") from None
+        raise ConfigError(f"{what} {path} cannot be read: {reason}") from None

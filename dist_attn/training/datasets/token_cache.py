@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, StorageError
 from dist_attn.text import Tokeniser
 from dist_attn.training.datasets.text_sources import OnRead
 
@@ -75,27 +75,50 @@ def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[n
     """The texts that `name` stands for, from the cache or else from `texts()`, whose tokens go to disk as they come.
 
     Files appear whole or not at all; processes that make the same ones at once put the same bytes in the same place.
+    Files that something else has damaged are made again.
+
+    Raises: StorageError where they cannot be written; what `texts()` raises.
     """
     tokens, offsets = folder / f"{name}.tokens", folder / f"{name}.offsets.npy"
-    if not offsets.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        writing = folder / f".{name}.{os.getpid()}.writing"
+    ends_N = _ends_of_whole(tokens, offsets)
+    if ends_N is None:
         try:
-            ends = [0]
-            with writing.open("wb") as file:
-                for text in texts():
-                    file.write(text.astype("<i4", copy=False).tobytes())
-                    ends.append(ends[-1] + len(text))
-            writing.replace(tokens)
-        finally:
-            writing.unlink(missing_ok=True)
-        contents = BytesIO()
-        np.save(contents, np.array(ends, dtype=np.int64))
-        put_in_place(offsets, contents.getvalue())
-    ends_N: NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+            _make(tokens, offsets, texts())
+        except OSError as error:
+            raise StorageError(
+                f"the tokens of the texts could not be written into {folder}: {error.strerror}"
+            ) from None
+        ends_N = np.load(offsets, mmap_mode="r", allow_pickle=False)
     if not ends_N[-1]:  # an empty file cannot be mapped
         return TokenTable(np.empty(0, dtype=np.int32), ends_N)
     return TokenTable(np.memmap(tokens, dtype="<i4", mode="r"), ends_N)
+
+
+def _ends_of_whole(tokens: Path, offsets: Path) -> NDArray[np.int64] | None:
+    """Where the texts end, if both files are there and whole: a crash of the machine may leave half of one."""
+    try:
+        ends_N: NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+        whole = ends_N.ndim == 1 and len(ends_N) > 0 and tokens.stat().st_size == 4 * int(ends_N[-1])
+    except (OSError, ValueError, EOFError):
+        return None
+    return ends_N if whole else None
+
+
+def _make(tokens: Path, offsets: Path, texts: Iterable[NDArray[np.int32]]) -> None:
+    tokens.parent.mkdir(parents=True, exist_ok=True)
+    writing = tokens.with_name(f".{tokens.stem}.{os.getpid()}.writing")
+    try:
+        ends = [0]
+        with writing.open("wb") as file:
+            for text in texts:
+                file.write(text.astype("<i4", copy=False).tobytes())
+                ends.append(ends[-1] + len(text))
+        writing.replace(tokens)
+    finally:
+        writing.unlink(missing_ok=True)
+    contents = BytesIO()
+    np.save(contents, np.array(ends, dtype=np.int64))
+    put_in_place(offsets, contents.getvalue())
 
 
 def put_in_place(path: Path, contents: bytes) -> None:

@@ -86,3 +86,10 @@ def test_files_that_are_no_arrays_are_named(tmp_path):
         read_labels(tmp_path / "other.npz", "y", 5)
     with pytest.raises(ConfigError, match=r"labels \[5\] of float64; needed is a whole number or word each"):
         read_labels(tmp_path / "other.npz", "z", 5)
+
+
+def test_a_header_that_is_cut_off_is_named(tmp_path):
+    """A .npy file whose header ends in the middle is refused with its name."""
+    (tmp_path / "a.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': __impo")
+    with pytest.raises(ConfigError, match=r"a\.npy cannot be read as \.npy or \.npz"):
+        read_labels(tmp_path / "a.npy", "labels", 1)

@@ -2,14 +2,16 @@
 
 import gzip
 import json
+import os
 
 import pytest
 
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, StorageError
 from dist_attn.text import ByteTokeniser
 from dist_attn.training.datasets import labelled_text
 from dist_attn.training.datasets.labelled_text import read_labelled_texts
 from dist_attn.training.datasets.labels import LabelNames
+from dist_attn.training.datasets.text_sources import expand
 from dist_attn.training.datasets.token_cache import nothing_shown
 from tests.support.tokenisers import small_bpe
 
@@ -72,6 +74,7 @@ def test_the_cache_is_used_until_something_changes(tmp_path, monkeypatch):
     ("line", "words"),
     [
         ("{", "line 3 is not JSON"),
+        ("[" * 100_000, "line 3 is not JSON"),
         ("[1]", "line 3 is list; needed is one JSON object per line"),
         ('{"label": "bad"}', "line 3 has no field 'text', only 'label'; name the field"),
         ('{"text": 3, "label": "bad"}', "line 3: 'text' is int; needed is str"),
@@ -88,6 +91,35 @@ def test_lines_that_are_no_examples_are_named(tmp_path, line, words):
         _read([path], tmp_path / "c")
     assert "\n" not in str(caught.value)
     assert not list((tmp_path / "c").iterdir())
+
+
+@pytest.mark.parametrize("ending", ["tokens", "offsets.npy"])
+@pytest.mark.parametrize("left", [0, 10, None])
+def test_a_damaged_cache_is_made_again(tmp_path, ending, left):
+    """Where a file of the cache is empty, cut off or gone the texts are tokenised again, and are the same."""
+    path = _write(tmp_path / "a.jsonl", EXAMPLES)
+    first = _read([path], tmp_path / "c").texts.tokens.tolist()
+    (damaged,) = (tmp_path / "c").glob(f"*.{ending}")
+    contents = damaged.read_bytes()
+    damaged.unlink()
+    if left is not None:
+        damaged.write_bytes(contents[:left])
+    assert _read([path], tmp_path / "c").texts.tokens.tolist() == first
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    """A full disk, or a file in the place of the cache's folder, is said with the folder's name."""
+    path = _write(tmp_path / "a.jsonl", EXAMPLES)
+    (tmp_path / "c").write_text("")
+    with pytest.raises(StorageError, match=r"tokens of the texts could not be written into .*c: File exists"):
+        _read([path], tmp_path / "c")
+
+
+def test_a_pipe_is_no_training_text(tmp_path):
+    """A pipe, which could be read only once, is refused in place of a wait for its other end."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    with pytest.raises(ConfigError, match=r"pipe\.txt is no file"):
+        expand([tmp_path / "pipe.txt"])
 
 
 def test_files_that_hold_no_examples_are_named(tmp_path):
