@@ -87,9 +87,9 @@ def test_a_model_that_does_not_fit_leaves_the_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_is_full_from_the_start_leaves_no_checkpoint(tmp_path):
-    """Where there is nothing to go on from, the line says so."""
+    """Where there is nothing to go on from, the line says so: neither tokens nor a checkpoint."""
     config = small_run(tmp_path, checkpoint_every=1)
-    with _full(8192), pytest.raises(StorageError, match=r"^what .* could not be .* no checkpoint yet: .* start again$"):
+    with _full(8192), pytest.raises(StorageError, match=r"^the tokens .* could not be .* make room and start again$"):
         train(config)
     assert latest_checkpoint(tmp_path / "run" / "checkpoints") is None
     with (

@@ -86,7 +86,8 @@ def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[n
             _make(tokens, offsets, texts())
         except OSError as error:
             raise StorageError(
-                f"the tokens of the texts could not be written into {folder}: {error.strerror}"
+                f"the tokens of the texts could not be written into {folder}: {error.strerror}; "
+                "make room and start again"
             ) from None
         ends_N = np.load(offsets, mmap_mode="r", allow_pickle=False)
     if not ends_N[-1]:  # an empty file cannot be mapped
