@@ -208,13 +208,20 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
     try:
         return TrainingConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = _first_error(error)
         key, words = refusal(error, values)
         if first["type"] == "extra_forbidden":
             nearest = nearest_key(TrainingConfig, first["loc"])
             words = "there is no such key" + (f"; did you mean {nearest}?" if nearest else "")
             key = key_of(TrainingConfig, first["loc"], unknown=True)
         raise ConfigError(f"{path}: {key}{': ' if key else ''}{words}") from None
+
+
+def _first_error(error: ValidationError) -> Any:
+    """The first error; where a key is missing, an unknown one in the same section says more: a slip of the pen."""
+    first, *others = error.errors()
+    unknown = (e for e in others if e["type"] == "extra_forbidden" and e["loc"][:-1] == first["loc"][:-1])
+    return next(unknown, first) if first["type"] == "missing" else first
 
 
 def _take_model(values: dict[str, Any]) -> None:

@@ -110,6 +110,13 @@ def test_files_that_are_no_configuration_are_named(tmp_path, contents, words):
     assert "train.toml" in str(caught.value)
 
 
+def test_a_slip_of_the_pen_is_seen_before_the_key_that_it_hides(file):
+    """A needed key that is written wrongly is asked for by the name that was written, not as missing."""
+    file.write_text(file.read_text().replace("\nsteps = ", "\nstepz = "))
+    with pytest.raises(ConfigError, match=r"run\.stepz: there is no such key; did you mean steps\?$"):
+        read_config(file)
+
+
 @pytest.mark.parametrize("file", sorted(SHIPPED_RECIPE.parent.glob("train-*.toml")), ids=lambda file: file.stem)
 def test_every_example_is_a_configuration(file):
     """Each example of a training file is accepted, and model and data of it are built for each other."""
