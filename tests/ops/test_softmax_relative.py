@@ -92,6 +92,7 @@ def test_any_placement_equals_the_oracle(queries, keys, reach, causal, documents
         patch.setattr(tiled, "TILE_ELEMENTS", 60)
         got = _run(softmax_attention, leaves, **options)
     _compare(got, _run(softmax_attention_naive, leaves, **options))
+    assert got[0].shape[2] == queries and len(got) == 1 + len(leaves)
 
 
 @pytest.mark.parametrize(("causal", "prefix"), [(False, 0), (True, 0), (True, 4)])
@@ -100,7 +101,9 @@ def test_whole_sequences_equal_the_oracle(causal, prefix, queries, keys):
     """Without a placement, also with a prefix and with L != S: output and every gradient of the oracle."""
     leaves = _inputs(queries, keys, 3)
     options = {"causal": causal, "prefix": prefix}
-    _compare(_run(softmax_attention, leaves, **options), _run(softmax_attention_naive, leaves, **options))
+    got = _run(softmax_attention, leaves, **options)
+    _compare(got, _run(softmax_attention_naive, leaves, **options))
+    assert got[0].shape[2] == queries and len(got) == 1 + len(leaves)
 
 
 def test_packed_documents_equal_documents_alone():
@@ -119,6 +122,7 @@ def test_packed_documents_equal_documents_alone():
             return torch.cat(outs, dim=2)
 
         _compare(got, _run(alone, leaves))
+        assert got[0].shape[2] == total and len(got) == 1 + len(leaves)
 
 
 @pytest.mark.parametrize("documents", [None, (0, 6, 9)])

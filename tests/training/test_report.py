@@ -47,7 +47,9 @@ def _without(monkeypatch, *modules):
 
 def _events(folder):
     """Every scalar that TensorBoard shows, by name: step -> value."""
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="its own reader reads what was written"
+    )
     events = accumulator.EventAccumulator(str(folder))
     events.Reload()
     return {name: {e.step: e.value for e in events.Scalars(name)} for name in events.Tags()["scalars"]}
@@ -55,7 +57,7 @@ def _events(folder):
 
 def test_tensorboard_reads_what_the_run_reported(tmp_path):
     """Loss, learning rate, speed and validation are in the event files at the steps of metrics.jsonl."""
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="needs pip install 'dist-attn[tensorboard]'")
     config = small_run(tmp_path, tensorboard=True)
     train(config)
     events = _events(tmp_path / "run" / "tensorboard")
@@ -68,7 +70,7 @@ def test_tensorboard_reads_what_the_run_reported(tmp_path):
 
 def test_a_resumed_run_takes_back_later_events(tmp_path, monkeypatch):
     """Events of steps behind the checkpoint, which come again, are in TensorBoard once, from the resumed run."""
-    pytest.importorskip("tensorboard")
+    pytest.importorskip("tensorboard", reason="needs pip install 'dist-attn[tensorboard]'")
     config, reports = small_run(tmp_path, tensorboard=True, log_every=1), []
 
     def until_5(metrics):
@@ -86,7 +88,7 @@ def test_a_resumed_run_takes_back_later_events(tmp_path, monkeypatch):
 
 def test_a_run_leaves_a_picture(tmp_path, monkeypatch):
     """loss.png is drawn at every validation and at the end, from the whole run, and put in place whole."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs pip install 'dist-attn[plot]'")
     drawn, whole = [], loss_plot.draw
 
     def counted(reports, out, *rest):
@@ -103,7 +105,7 @@ def test_a_run_leaves_a_picture(tmp_path, monkeypatch):
 @pytest.mark.parametrize("criterion", [None, Criterion("bits_per_byte", "lower"), Criterion("accuracy", "higher")])
 def test_a_picture_of_a_long_run_with_numbers_that_are_none(tmp_path, criterion):
     """Runs with and without validation, of either direction, with NaN in between, have a picture."""
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs pip install 'dist-attn[plot]'")
     reports = [
         {"step": n, "tokens": 100 * n, "loss": float("nan") if n == 7 else 5 / n, "learning_rate": 1e-3}
         for n in range(1, 100)
