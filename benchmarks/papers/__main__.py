@@ -1,0 +1,109 @@
+"""`python -m benchmarks.papers NAME …`: do what is not done, report what is, file it when all of it is there."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.papers.experiment import Budget, Done, Experiment, Job
+from benchmarks.papers.experiments import EXPERIMENTS
+from benchmarks.papers.finding import TableFinding
+from benchmarks.papers.runner import carry_out
+from benchmarks.report import file_finding, look_around
+from benchmarks.verify import why_red
+from dist_attn.errors import DistAttnError
+from dist_attn.training.stopping import stop_on_signals
+
+__all__ = ["main"]
+
+DONE, RED, BAD, UNFINISHED = 0, 1, 2, 3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 all done, 1 the tests are red, 2 bad input or missing texts, 3 stopped or out of time."""
+    given = _parser().parse_args(arguments)
+    unknown = [name for name in given.names if name not in EXPERIMENTS]
+    if unknown:
+        print(f"papers: there is no experiment {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}", file=sys.stderr)
+        return BAD
+    experiments = [EXPERIMENTS[name] for name in given.names or EXPERIMENTS]
+    if not given.report and not given.untested and (problem := why_red(_tests(experiments))):
+        print(f"papers: no number without green tests; {problem}", file=sys.stderr)
+        return RED
+    codes = [_one(experiment, given) for experiment in experiments]
+    return max(codes)
+
+
+def _one(experiment: Experiment, given: argparse.Namespace) -> int:
+    budget = Budget(given.scale, given.smoke)
+    folder = given.out / (f"{experiment.name}-smoke" if given.smoke else experiment.name)
+    deadline = time.monotonic() + 60 * given.minutes if given.minutes is not None else None
+    try:
+        every = list(experiment.jobs(budget, given.seeds or experiment.seeds))
+        jobs = [job for job in every if not given.only or job.arm in given.only]
+        if given.only and not jobs:
+            arms = ", ".join(dict.fromkeys(job.arm for job in every))
+            print(f"papers: {experiment.name} has no such arm; there are {arms}", file=sys.stderr)
+            return BAD
+        with stop_on_signals() as asked:
+            over = (lambda: True) if given.report else (lambda: asked() or _is_past(deadline))
+            carry_out(folder, jobs, over)
+        done, left = carry_out(folder, every, lambda: True)
+        return _report(experiment, given, done, left)
+    except DistAttnError as error:
+        print(f"papers: {experiment.name}: {error}", file=sys.stderr)
+        return BAD
+
+
+def _report(experiment: Experiment, given: argparse.Namespace, done: Sequence[Done], left: Sequence[Job]) -> int:
+    if done:
+        report, numbers = experiment.report(done), [asdict(one) for one in done]
+        command = _command(experiment, given)
+        finding = TableFinding(experiment.name, experiment.question, command, look_around(), report, numbers)
+        print(finding.as_markdown(), flush=True)
+        if not given.smoke and (given.report or not left):
+            print(f"filed as {file_finding(finding)}", file=sys.stderr)
+    for job in left:
+        print(f"papers: {experiment.name}: {job.key} is still to be done", file=sys.stderr)
+    return UNFINISHED if left else DONE
+
+
+def _command(experiment: Experiment, given: argparse.Namespace) -> str:
+    seeds = f" --seeds {','.join(map(str, given.seeds))}" if given.seeds else ""
+    scale = f" --scale {given.scale:g}" if given.scale != 1 else ""
+    return f"python -m benchmarks.papers {experiment.name}{seeds}{scale}"
+
+
+def _tests(experiments: Sequence[Experiment]) -> list[str]:
+    return list(dict.fromkeys(test for experiment in experiments for test in experiment.tests))
+
+
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() > deadline
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description="The papers' tables.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}; default: all")
+    parser.add_argument("--out", type=Path, default=Path("runs/papers"), help="where the jobs keep what they find")
+    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], help="such as 0,1,2")
+    parser.add_argument("--scale", type=_positive, default=1.0, help="how many times the work; default 1")
+    parser.add_argument("--only", nargs="+", metavar="ARM", help="these arms of the comparison")
+    parser.add_argument("--minutes", type=_positive, help="stop after so long; the same command goes on")
+    parser.add_argument("--report", action="store_true", help="work no more: report and file what is done")
+    parser.add_argument("--smoke", action="store_true", help="the smallest amount of everything: does it run?")
+    parser.add_argument("--untested", action="store_true", help="leave out the tests that come before any number")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,110 @@
+"""What an experiment reports: tables of cells for people, every number for machines, and a figure."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from benchmarks.setting import Setting
+
+__all__ = ["Axes", "Report", "Table", "TableFinding", "mean_and_spread"]
+
+Axes = Any
+"""matplotlib's, which is optional."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are printed, under their columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def as_markdown(self) -> str:
+        """The table, with its title above."""
+        lines = [f"**{self.title}**", "", _row(self.columns), _row(["---"] * len(self.columns)), *map(_row, self.rows)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Tables, what is to be said about them, and panels of one figure: a title, and what draws into its axes."""
+
+    tables: tuple[Table, ...]
+    notes: tuple[str, ...] = ()
+    panels: tuple[tuple[str, Callable[[Axes], None]], ...] = ()
+
+
+@dataclass(frozen=True)
+class TableFinding:
+    """A report with the question it answers, and where, when and by which command."""
+
+    experiment: str
+    question: str
+    command: str
+    setting: Setting
+    report: Report
+    # Of every job: arm, seed, scores, seconds, settings, setting.
+    numbers: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """What its files are called, without the ending."""
+        return f"paper-{self.experiment}-{self.setting.date[:10]}-{self.setting.commit}"
+
+    def as_json(self) -> str:
+        """The result for machines."""
+        values = {
+            "object": "benchmark",
+            "case": f"paper-{self.experiment}",
+            "question": self.question,
+            "command": self.command,
+            "setting": asdict(self.setting),
+            "tables": [asdict(table) for table in self.report.tables],
+            "notes": self.report.notes,
+            "numbers": list(self.numbers),
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+    def as_markdown(self) -> str:
+        """The result for people."""
+        parts = [
+            f"# {self.experiment}",
+            self.question,
+            f"`{self.command}`; {self.setting.sentence()}",
+            *(table.as_markdown() for table in self.report.tables),
+            "\n".join(f"* {note}" for note in self.report.notes),
+            f"{len(self.numbers)} jobs, {sum(number['seconds'] for number in self.numbers) / 60:.0f} minutes in all.",
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def draw(self, path: Path) -> None:
+        """The panels beside each other, at most three in a row."""
+        from matplotlib.figure import Figure
+
+        columns = max(1, min(3, len(self.report.panels)))
+        rows = max(1, -(-len(self.report.panels) // columns))
+        figure = Figure(figsize=(5.2 * columns, 4.0 * rows), layout="constrained")
+        for number, (title, draw) in enumerate(self.report.panels):
+            axes = figure.add_subplot(rows, columns, number + 1)
+            draw(axes)
+            axes.set_title(title, fontsize=10)
+            axes.grid(True, alpha=0.3)
+        figure.suptitle(f"{self.experiment}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
+        figure.savefig(path, dpi=110)
+
+
+def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
+    """`12.34 ± 0.05 (3)`: mean, standard deviation over seeds and their number; one value stands alone."""
+    if not values:
+        return "not measured"
+    if len(values) == 1:
+        return f"{values[0]:.{digits}f} (1)"
+    return f"{fmean(values):.{digits}f} ± {stdev(values):.{digits}f} ({len(values)})"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,53 @@
+"""A job that trains a model as a training file would, resumes where it was stopped, and measures the model folder."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.experiment import Interrupted, Job, Scores, Watch
+from dist_attn.training.config import TrainingConfig
+from dist_attn.training.loop import train
+from dist_attn.training.run_log import Metrics
+
+__all__ = ["RUN", "Measure", "model_folder", "training_job"]
+
+RUN = "run"
+
+Measure = Callable[[Path, Metrics, Watch], Scores]
+"""From the model folder and the last validation's metrics to the numbers of the job."""
+
+
+def model_folder(experiment: Path, key: str) -> Path:
+    """Where the job of that key has left its model."""
+    return experiment / key / RUN / "model"
+
+
+def training_job(
+    arm: str, seed: int, sections: Mapping[str, Any], measure: Measure, needs: tuple[str, ...] = ()
+) -> Job:
+    """A job over the sections of a training file; `run.folder` and `run.seed` are set here.
+
+    `sections` are values of TOML (paths as strings), see `TrainingConfig`. Units and names of `measure` are its own.
+    """
+    run = {"tensorboard": False, "plot": False, "seed": seed, **sections["run"]}
+    settings = {**sections, "run": run}
+
+    def work(folder: Path, watch: Watch) -> Scores:
+        config = TrainingConfig.model_validate({**settings, "run": {**run, "folder": str(folder / RUN)}})
+        last: Metrics = {}
+
+        def report(metrics: Metrics) -> None:
+            if "loss" in metrics:
+                speed = next((f", {value:.0f} {name}" for name, value in metrics.items() if "per_second" in name), "")
+                watch.tell(f"step {metrics['step']} of {metrics['steps']}: loss {metrics['loss']:.4f}{speed}")
+            else:
+                last.clear()
+                last.update(metrics)
+                watch.tell("validation: " + ", ".join(f"{name} {value}" for name, value in metrics.items()))
+
+        final = train(config, resume=(folder / RUN / "config.json").exists(), report=report, stop=watch.stop)
+        if final.get("stopped"):
+            raise Interrupted
+        return measure(folder / RUN / "model", last or final, watch)
+
+    return Job(arm, seed, settings, work, needs)

@@ -1,0 +1,179 @@
+"""Experiments of the papers: jobs are done once, go on after an interruption, and are reported when all are there."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers import __main__ as command
+from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch, read_done
+from benchmarks.papers.finding import Report, Table, mean_and_spread
+from benchmarks.papers.runner import carry_out
+from benchmarks.papers.training_job import model_folder, training_job
+from dist_attn.training.run_log import Metrics
+
+
+class _Counting:
+    """Work that notes each call and may be interrupted at its first."""
+
+    def __init__(self, *, interrupted: bool = False) -> None:
+        self.calls, self.interrupted = 0, interrupted
+
+    def __call__(self, folder: Path, watch: Watch) -> Scores:
+        self.calls += 1
+        if self.interrupted and self.calls == 1:
+            (folder / "half.txt").write_text("kept")
+            raise Interrupted
+        return {"score": float(self.calls)}
+
+
+def _never() -> bool:
+    return False
+
+
+def test_a_job_is_done_once(tmp_path: Path) -> None:
+    """What a job has found is read the next time, not measured again."""
+    work = _Counting()
+    jobs = [Job("arm", 0, {"size": 3}, work)]
+    first, left = carry_out(tmp_path, jobs, _never)
+    again, _ = carry_out(tmp_path, jobs, _never)
+    assert work.calls == 1 and not left
+    assert first == again and first[0].scores == {"score": 1.0}
+
+
+def test_other_settings_are_another_job(tmp_path: Path) -> None:
+    """A job whose settings have changed is done again, and what it left before is put away, not mixed in."""
+    work = _Counting()
+    carry_out(tmp_path, [Job("arm", 0, {"size": 3}, work)], _never)
+    (tmp_path / "arm/seed-0/left.txt").write_text("of the first")
+    done, _ = carry_out(tmp_path, [Job("arm", 0, {"size": 4}, work)], _never)
+    assert done[0].settings == {"size": 4} and work.calls == 2
+    assert [path.name for path in (tmp_path / "arm/seed-0").glob("before-*/left.txt")] == ["left.txt"]
+
+
+def test_an_interrupted_job_goes_on(tmp_path: Path) -> None:
+    """A job that was stopped finds its folder as it left it, and nothing after it is begun in that run."""
+    work, other = _Counting(interrupted=True), _Counting()
+    jobs = [Job("first", 0, {}, work), Job("second", 0, {}, other)]
+    done, left = carry_out(tmp_path, jobs, _never)
+    assert not done and left == jobs and other.calls == 0
+    assert (tmp_path / "first/seed-0/half.txt").read_text() == "kept"
+    done, left = carry_out(tmp_path, jobs, _never)
+    assert len(done) == 2 and not left
+
+
+def test_a_job_waits_for_what_it_needs(tmp_path: Path) -> None:
+    """A job that needs another one is left until that one is done."""
+    early, late = _Counting(), _Counting()
+    needing = Job("swapped", 0, {}, late, needs=("trained/seed-0",))
+    _, left = carry_out(tmp_path, [needing], _never)
+    assert left == [needing] and late.calls == 0
+    done, left = carry_out(tmp_path, [Job("trained", 0, {}, early), needing], _never)
+    assert len(done) == 2 and not left
+
+
+def test_a_failing_job_keeps_its_time(tmp_path: Path) -> None:
+    """A job that fails is not done, and the error is seen."""
+
+    def fail(folder: Path, watch: Watch) -> Scores:
+        raise ArithmeticError("the loss is nan")
+
+    job = Job("arm", 0, {}, fail)
+    with pytest.raises(ArithmeticError, match="nan"):
+        carry_out(tmp_path, [job], _never)
+    assert read_done(tmp_path, job) is None
+
+
+def _tiny_training(tmp_path: Path, measured: list[Path]) -> Job:
+    from dist_attn.text.bytes import ByteTokeniser
+
+    (tmp_path / "text.txt").write_text("a small text about nothing much " * 60)
+    ByteTokeniser().save(tmp_path / "tokeniser")
+
+    def measure(model: Path, last: Metrics, watch: Watch) -> Scores:
+        measured.append(model)
+        return {"bits_per_byte": last["bits_per_byte"]}
+
+    mixer = {"kind": "rfa", "hidden_size": 16, "num_heads": 2, "num_random": 4}
+    sections = {
+        "model": {"vocab_size": 257, "hidden_size": 16, "num_layers": 1, "mlp_size": 32, "mixer": mixer},
+        "data": {
+            "folder": str(tmp_path),
+            "train": ["text.txt"],
+            "validation": "text.txt",
+            "tokeniser": str(tmp_path / "tokeniser"),
+            "batch": 2,
+            "segment": 16,
+            "validation_bytes": 200,
+        },
+        "run": {"steps": 4, "log_every": 1, "evaluate_every": 4, "checkpoint_every": 2},
+    }
+    return training_job("rfa", 1, sections, measure)
+
+
+def test_a_training_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    """A training that is told to stop saves itself; the next run ends it, and its model is measured once."""
+    measured: list[Path] = []
+    job = _tiny_training(tmp_path, measured)
+    asked = iter([False, False, True])  # before the job, after its first step, after its second
+    _, left = carry_out(tmp_path / "out", [job], lambda: next(asked, True))
+    assert left == [job] and not measured
+    done, left = carry_out(tmp_path / "out", [job], _never)
+    assert not left and measured == [model_folder(tmp_path / "out", job.key)]
+    lines = (tmp_path / "out/rfa/seed-1/run/metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line)["step"] for line in lines]
+    assert steps == [1, 2, 3, 4, 4] and 0 < done[0].scores["bits_per_byte"] < 8.1
+
+
+def _toy(work: _Counting) -> Experiment:
+    def jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
+        return [Job(arm, seed, {"steps": budget.steps(10)}, work) for seed in seeds for arm in ("one", "two")]
+
+    def report(done: Sequence[Done]) -> Report:
+        rows = tuple((one.arm, mean_and_spread([one.scores["score"]])) for one in done)
+        return Report((Table("Toy", ("arm", "score"), rows),), ("a note",), (("scores", lambda axes: None),))
+
+    return Experiment("toy", "Does it count?", (), jobs, report, seeds=(0, 1))
+
+
+def test_the_command_files_when_all_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An unfinished experiment is printed and ends with 3; a finished one is filed as JSON, Markdown and PNG."""
+    monkeypatch.setattr(command, "EXPERIMENTS", {"toy": _toy(_Counting())})
+    monkeypatch.setattr("benchmarks.report.ROOT", tmp_path)
+    base = ["toy", "--untested", "--out", str(tmp_path / "out"), "--seeds", "0"]
+    assert command.main([*base, "--only", "one"]) == 3
+    assert "two/seed-0 is still to be done" in capsys.readouterr().err
+    assert command.main(base) == 0
+    filed = {path.suffix: path for path in (tmp_path / "benchmarks/results").iterdir()}
+    assert set(filed) == {".json", ".md", ".png"}
+    values = json.loads(filed[".json"].read_text())
+    assert values["command"] == "python -m benchmarks.papers toy --seeds 0"
+    assert [number["arm"] for number in values["numbers"]] == ["one", "two"]
+    assert "a note" in filed[".md"].read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["nothing"], "there is no experiment 'nothing'"), (["toy", "--only", "three"], "there are one, two")],
+)
+def test_unknown_names_say_which_there_are(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An experiment or arm that does not exist ends with 2 and the names of those that do."""
+    monkeypatch.setattr(command, "EXPERIMENTS", {"toy": _toy(_Counting())})
+    assert command.main([*arguments, "--untested", "--out", str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_mean_says_of_how_many() -> None:
+    """A mean stands with its spread and the number of seeds; without values it says that nothing was measured."""
+    assert mean_and_spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00 (3)"
+    assert mean_and_spread([1.5], digits=1) == "1.5 (1)"
+    assert mean_and_spread([]) == "not measured"
