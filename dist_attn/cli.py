@@ -317,6 +317,10 @@ def convert(
     ] = "softmax",
     num_random: Annotated[int, typer.Option(help="Random vectors per head of rfa.", min=1, max=1 << 16)] = 64,
     seed: Annotated[int, typer.Option(help="What decides the random vectors of rfa.", min=0, max=1 << 53)] = 0,
+    exact_layer: Annotated[
+        list[int] | None,
+        typer.Option(help="A layer, from 0, that stays exact beside kernel attention; repeatable.", min=0),
+    ] = None,
 ) -> None:
     """Make a GPT-2, Llama, GPT-NeoX (Pythia) or BERT-shaped (MiniLM) model into a model folder for other commands.
 
@@ -326,7 +330,7 @@ def convert(
         return
     from dist_attn.conversion import Conversion, convert_folder
 
-    print(json.dumps(convert_folder(folder, out, Conversion(to, num_random, seed))))
+    print(json.dumps(convert_folder(folder, out, Conversion(to, num_random, seed, tuple(exact_layer or ())))))
 
 
 @app.command()

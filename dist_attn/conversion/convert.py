@@ -42,12 +42,13 @@ class Conversion:
     """What a model becomes: `softmax` computes what it did; `rfa` has its weights with random feature attention.
 
     Encoders may have `elu` (elu + 1) as well. Kernel attention needs training to be of use; `seed` decides the
-    `num_random` random vectors per head of `rfa`.
+    `num_random` random vectors per head of `rfa`. `exact_layers`, counted from 0, keep softmax beside it.
     """
 
     to: Literal["softmax", "rfa", "elu"] = "softmax"
     num_random: int = 64
     seed: int = 0
+    exact_layers: tuple[int, ...] = ()
 
 
 def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None) -> dict[str, Any]:
@@ -57,7 +58,7 @@ def convert_folder(folder: Path, out: Path, conversion: Conversion | None = None
     written in float32.
 
     Raises: ModelFolderError for files that are missing or of another kind and for options that are not supported, each
-        naming what is; InputError where `out` holds something.
+        naming what is; InputError where `out` holds something, and for exact layers that the model does not have.
     """
     conversion = Conversion() if conversion is None else conversion
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -109,16 +110,33 @@ def _config(
     try:
         if values.get("kind") == "text_encoder":
             encoder = values["encoder"]
-            mixer = encoder["mixer"] | {"attention": conversion.to} | random
+            mixer = _stack(encoder, {"attention": conversion.to} | random, conversion)
             return TextEncoderConfig.model_validate(values | {"encoder": encoder | {"mixer": mixer}})
         if conversion.to == "elu":
             raise ModelFolderError(f"{source.path}: elu is for encoders; supported here are softmax and rfa")
-        mixer = values["mixer"] | ({"kind": "rfa"} | random if random else {})
+        mixer = _stack(values, {"kind": conversion.to} | random, conversion)
         return LanguageModelConfig.model_validate(values | {"mixer": mixer})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ModelFolderError(f"{source.path} does not make a model: {where}: {first['msg']}") from None
+
+
+def _stack(values: dict[str, Any], changes: dict[str, Any], conversion: Conversion) -> dict[str, Any]:
+    """The mixer of all layers, or a list of those that change and those that stay exact."""
+    exact: dict[str, Any] = values["mixer"]
+    if not conversion.exact_layers:
+        return exact | changes
+    layers = range(values["num_layers"])
+    if conversion.to == "softmax" or not set(conversion.exact_layers) <= set(layers):
+        raise InputError(
+            f"the layers {', '.join(map(str, conversion.exact_layers))} were to stay exact beside {conversion.to}; "
+            f"needed are layers from 0 to {len(layers) - 1} and a conversion to kernel attention"
+        )
+    return {
+        "kind": "hybrid",
+        "pattern": [exact if layer in conversion.exact_layers else exact | changes for layer in layers],
+    }
 
 
 def _fill(model: nn.Module, own: dict[str, torch.Tensor], folder: Path) -> None:

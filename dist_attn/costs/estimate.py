@@ -1,11 +1,12 @@
 """Memory, traffic, time and output of one document, put together from the model's and the exchanges' formulas."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dist_attn.costs.calibration import default_exchange
 from dist_attn.costs.exchanges import Link, all_gather_bytes, all_gather_seconds
 from dist_attn.costs.handing import handing_seconds
-from dist_attn.costs.mixers import FLOAT_BYTES
+from dist_attn.costs.mixers import FLOAT_BYTES, MixerCosts
 from dist_attn.costs.models import LanguageModelCosts
 from dist_attn.costs.output import FORMATS, output_bytes
 from dist_attn.costs.scans import ScanMessage, scan_cost, scan_seconds
@@ -65,7 +66,8 @@ class Estimate:
     Units: bytes and seconds; "sent" is the most that one rank sends in all; `output` holds bytes by rows and by format.
     The four times follow each other on rank 0 and are those of `EncodeReport`: `compute` in the model, `exchange` held
     up by exchanges inside it, `text` reading and tokenising (the other ranks wait), `handing` tokens to the ranks and
-    rows back. `exchange` names how states travel; empty where none do.
+    rows back. `exchange` names how states travel; empty where none do. Where layers differ, it names all ways, and the
+    two messages are the largest of any layer.
     """
 
     tokens: int
@@ -115,13 +117,11 @@ def estimate(
         if value < 1:
             raise InputError(f"{name} is {value}; it must be 1 or more")
     rates = Rates() if rates is None else rates
-    states = _StateExchange.of(model, ranks, exchange)
+    layers = [_LayerExchange.of(mixer, layers, ranks, exchange) for mixer, layers in model.kinds.items()]
     blocks = -(-tokens // (ranks * block_tokens))
-    exchanges = blocks * model.num_layers
     flops = model.prefill_flops(tokens, ranks).total
     operations = busiest_rank_tokens(tokens, ranks, block_tokens) * flops
-    keys = model.num_layers * model.mixer.key_bytes_sent(tokens, ranks, block_tokens)
-    halo = model.mixer.halo_bytes()
+    keys = model.over_layers(lambda mixer: mixer.key_bytes_sent(tokens, ranks, block_tokens))
     return Estimate(
         tokens=tokens,
         ranks=ranks,
@@ -129,15 +129,15 @@ def estimate(
         blocks=blocks,
         parameters=model.parameters,
         flops_per_token=flops,
-        memory=_memory(model, tokens, ranks, block_tokens, states),
-        exchange=states.algorithm,
-        carry_message_bytes=model.mixer.carry_bytes(),
-        halo_message_bytes=halo,
-        carry_bytes_sent=exchanges * states.bytes_sent(),
-        halo_bytes_sent=exchanges * all_gather_bytes(halo, ranks),
+        memory=_memory(model, tokens, ranks, block_tokens, layers),
+        exchange=" and ".join(dict.fromkeys(layer.algorithm for layer in layers if layer.algorithm)),
+        carry_message_bytes=model.carry_bytes,
+        halo_message_bytes=max(layer.halo_bytes for layer in layers),
+        carry_bytes_sent=blocks * sum(layer.layers * layer.state_bytes_sent() for layer in layers),
+        halo_bytes_sent=blocks * sum(layer.layers * all_gather_bytes(layer.halo_bytes, ranks) for layer in layers),
         key_bytes_sent=keys,
         compute_seconds=operations / (rates.matmul_flops_per_s * rates.prefill_efficiency),
-        exchange_seconds=_exchange_seconds(states, halo, keys, exchanges, rates),
+        exchange_seconds=_exchange_seconds(layers, blocks, ranks, keys, rates),
         text_seconds=tokens / rates.text_tokens_per_s,
         handing_seconds=_handing_seconds(model, tokens, ranks, block_tokens, window, rates),
         decode_tokens_per_second=1 / _decode_seconds(model, tokens, rates),
@@ -150,38 +150,51 @@ def estimate(
 
 
 @dataclass(frozen=True)
-class _StateExchange:
-    """How the states of one layer travel in one block; `algorithm` is empty where none do."""
+class _LayerExchange:
+    """How states and edge tokens of each of `layers` layers travel in one block; no `algorithm` where no states do."""
 
+    mixer: MixerCosts
+    layers: int
     algorithm: str
-    message: ScanMessage | None
-    gathered_bytes: int
+    message: ScanMessage | None  # None: states are all-gathered
     ranks: int
 
     @staticmethod
-    def of(model: LanguageModelCosts, ranks: int, exchange: str | None) -> "_StateExchange":
-        message, carry = model.mixer.scan_message(), model.mixer.carry_bytes()
-        if ranks == 1 or not carry:
-            return _StateExchange("", None, 0, ranks)
-        if message is None:  # all-gathered, whatever is chosen for states that are scanned
-            return _StateExchange("gather", None, carry, ranks)
+    def of(mixer: MixerCosts, layers: int, ranks: int, exchange: str | None) -> "_LayerExchange":
+        message = mixer.scan_message()
+        if ranks == 1 or not mixer.carry_bytes():
+            return _LayerExchange(mixer, layers, "", None, ranks)
+        if message is None:  # whatever is chosen for states that are scanned
+            return _LayerExchange(mixer, layers, "gather", None, ranks)
         if exchange == "pair" and ranks != 2:
             raise ConfigError(f"the exchange pair is for 2 ranks, not {ranks}; leave it open, or take gather")
-        return _StateExchange(exchange or default_exchange(ranks), message, 0, ranks)
+        return _LayerExchange(mixer, layers, exchange or default_exchange(ranks), message, ranks)
 
-    def bytes_sent(self) -> int:
-        """Of the rank that sends most."""
+    @property
+    def halo_bytes(self) -> int:
+        return self.mixer.halo_bytes()
+
+    def state_bytes_sent(self) -> int:
+        """In one layer, of the rank that sends most."""
         if self.message is None:
-            return all_gather_bytes(self.gathered_bytes, self.ranks)
+            return all_gather_bytes(self.mixer.carry_bytes(), self.ranks) if self.algorithm else 0
         costs = (scan_cost(self.algorithm, self.message, self.ranks, r, hosts=self._hosts) for r in range(self.ranks))
         return max(cost.bytes_sent for cost in costs)
 
     def seconds(self, link: Link) -> float:
-        if self.message is None:
-            return all_gather_seconds(self.gathered_bytes, self.ranks, link) if self.gathered_bytes else 0.0
-        return scan_seconds(self.algorithm, self.message, self.ranks, link, hosts=self._hosts)
+        """Of one layer."""
+        edges = all_gather_seconds(self.halo_bytes, self.ranks, link) if self.halo_bytes else 0.0
+        if self.message is not None:
+            return edges + scan_seconds(self.algorithm, self.message, self.ranks, link, hosts=self._hosts)
+        return edges + (all_gather_seconds(self.mixer.carry_bytes(), self.ranks, link) if self.algorithm else 0.0)
 
-    def messages_held(self) -> int:
+    def memory_bytes(self, block_tokens: int) -> int:
+        """What a rank holds for the exchanges of one layer."""
+        edges = 0 if self.ranks == 1 else (3 * self.ranks + 3) * self.halo_bytes
+        carries = self._messages_held() * self.mixer.carry_bytes() if self.algorithm else 0
+        return carries + edges + self.mixer.key_exchange_bytes(self.ranks, block_tokens)
+
+    def _messages_held(self) -> int:
         """How many messages of state a rank holds at once, in whole ones."""
         # Folding P states holds the P gathered ones, P + 1 prefixes, and a copy of these from which a rank picks its
         # own; in steps, what is sent and received, the sums before and of all, and the states they are cut from.
@@ -194,15 +207,15 @@ class _StateExchange:
         return (tuple(range(self.ranks)),)
 
 
-def _exchange_seconds(states: _StateExchange, halo: int, key_bytes: int, exchanges: int, rates: Rates) -> float:
-    if states.ranks == 1:
+def _exchange_seconds(layers: Sequence[_LayerExchange], blocks: int, ranks: int, key_bytes: int, rates: Rates) -> float:
+    if ranks == 1:
         return 0.0
     if rates.exposed_s is not None:
-        return exchanges * rates.exposed_s
-    ranks, link = states.ranks, rates.link
-    each = states.seconds(link) + (all_gather_seconds(halo, ranks, link) if halo else 0.0)
-    keys = 2 * exchanges * (ranks - 1) * link.latency_s + key_bytes / link.bytes_per_s if key_bytes else 0.0
-    return exchanges * each + keys
+        return blocks * sum(layer.layers for layer in layers) * rates.exposed_s
+    link = rates.link
+    of_keys = sum(layer.layers for layer in layers if layer.mixer.key_exchange_bytes(ranks, 1))
+    keys = 2 * blocks * of_keys * (ranks - 1) * link.latency_s + key_bytes / link.bytes_per_s
+    return blocks * sum(layer.layers * layer.seconds(link) for layer in layers) + keys
 
 
 def _handing_seconds(
@@ -224,16 +237,14 @@ def busiest_rank_tokens(tokens: int, ranks: int, block_tokens: int, grain: int =
 
 
 def _memory(
-    model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int, states: _StateExchange
+    model: LanguageModelCosts, tokens: int, ranks: int, block_tokens: int, layers: Sequence[_LayerExchange]
 ) -> MemoryPerRank:
-    edges = 0 if ranks == 1 else (3 * ranks + 3) * model.mixer.halo_bytes()
-    carries = states.messages_held() * model.mixer.carry_bytes() if states.algorithm else 0
     return MemoryPerRank(
         process=PROCESS_BYTES,
         weights=model.weights_bytes,
-        state=model.state_bytes(model.mixer.kept_tokens(tokens, ranks)),
+        state=model.state_bytes_of_rank(tokens, ranks),
         activations=model.activation_bytes(busiest_rank_tokens(min(tokens, ranks * block_tokens), ranks, block_tokens)),
-        exchange=carries + edges + model.mixer.key_exchange_bytes(ranks, min(block_tokens, -(-tokens // ranks))),
+        exchange=max(layer.memory_bytes(min(block_tokens, -(-tokens // ranks))) for layer in layers),
     )
 
 

@@ -1,6 +1,9 @@
 """What a whole model costs, from the few numbers of its folder's config.json; no model is built."""
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,13 +24,15 @@ Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 @dataclass(frozen=True)
 class LanguageModelCosts:
-    """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied or of its own."""
+    """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied or of its own.
+
+    `mixers` are those of the layers, in order.
+    """
 
     vocab_size: int
     hidden_size: int
-    num_layers: int
     mlp_size: int
-    mixer: MixerCosts
+    mixers: tuple[MixerCosts, ...]
     norm: Literal["layer", "rms"] = "layer"
     mlp: Literal["plain", "gated"] = "plain"
     mlp_bias: bool = True
@@ -36,32 +41,56 @@ class LanguageModelCosts:
     readout: Literal["tied", "own"] = "tied"
 
     @property
+    def num_layers(self) -> int:
+        """How many blocks there are."""
+        return len(self.mixers)
+
+    @cached_property
+    def kinds(self) -> dict[MixerCosts, int]:
+        """The different mixers, and how many layers have each."""
+        return dict(Counter(self.mixers))
+
+    def over_layers(self, count: Callable[[MixerCosts], int]) -> int:
+        """The sum of something that is counted of a mixer, over all layers."""
+        return sum(layers * count(mixer) for mixer, layers in self.kinds.items())
+
+    @property
+    def carry_bytes(self) -> int:
+        """The largest state message that a rank contributes to a block in a layer."""
+        return max(mixer.carry_bytes() for mixer in self.kinds)
+
+    @property
     def parameters(self) -> int:
         """Learned numbers of the whole model."""
         size = self.hidden_size
         norm = 2 * size if self.norm == "layer" else size
         bias = self._mlp_inner + size if self.mlp_bias else 0
-        per_layer = 2 * norm + self.mixer.parameters + self._mlp_weights + bias
+        per_layer = 2 * norm + self._mlp_weights + bias
+        mixers = self.over_layers(lambda mixer: mixer.parameters)
         tables = self.learned_positions + self.vocab_size * (2 if self.readout == "own" else 1)
         position_map = 2 * size * size + size if self.concatenated_positions else 0
-        return tables * size + position_map + self.num_layers * per_layer + norm
+        return tables * size + position_map + self.num_layers * per_layer + mixers + norm
 
     @property
     def weights_bytes(self) -> int:
         """Parameters and buffers as they lie in memory, in float32."""
-        return FLOAT_BYTES * (self.parameters + self.num_layers * self.mixer.buffers)
+        return FLOAT_BYTES * (self.parameters + self.over_layers(lambda mixer: mixer.buffers))
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """What `batch` sessions keep after `position` tokens each."""
-        return self.num_layers * self.mixer.state_bytes(position, batch)
+        return self.over_layers(lambda mixer: mixer.state_bytes(position, batch))
+
+    def state_bytes_of_rank(self, position: int, ranks: int) -> int:
+        """What one of `ranks` ranks keeps of a session after `position` tokens."""
+        return self.over_layers(lambda mixer: mixer.state_bytes(mixer.kept_tokens(position, ranks)))
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         """Per token, on average over a sequence of `tokens`; hidden states only, no read-out."""
-        return self._all_layers(self.mixer.prefill_flops(tokens, ranks))
+        return self._all_layers(lambda mixer: mixer.prefill_flops(tokens, ranks))
 
     def decode_flops(self, position: int = 0) -> TokenFlops:
         """Of the token at `position`, with the read-out."""
-        parts = self._all_layers(self.mixer.decode_flops(position))
+        parts = self._all_layers(lambda mixer: mixer.decode_flops(position))
         return replace(parts, readout=2.0 * self.hidden_size * self.vocab_size)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
@@ -71,15 +100,16 @@ class LanguageModelCosts:
         plus the tokens' positions, and the state after the block, which is made beside the one before it.
         """
         mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
-        layer = max(mlp, self.mixer.activation_bytes(tokens, batch))
+        layer = max(mlp, *(mixer.activation_bytes(tokens, batch) for mixer in self.kinds))
         return layer + 2 * POSITION_BYTES * batch * tokens + self.state_bytes(tokens, batch)
 
-    def _all_layers(self, mixer: TokenFlops) -> TokenFlops:
+    def _all_layers(self, count: Callable[[MixerCosts], TokenFlops]) -> TokenFlops:
+        parts = [(layers, count(mixer)) for mixer, layers in self.kinds.items()]
         return TokenFlops(
-            projections=self.num_layers * mixer.projections + self._position_flops,
-            features=self.num_layers * mixer.features,
-            scores=self.num_layers * mixer.scores,
-            state=self.num_layers * mixer.state,
+            projections=sum(layers * part.projections for layers, part in parts) + self._position_flops,
+            features=sum(layers * part.features for layers, part in parts),
+            scores=sum(layers * part.scores for layers, part in parts),
+            state=sum(layers * part.state for layers, part in parts),
             mlp=2.0 * self.num_layers * self._mlp_weights,
         )
 
@@ -121,6 +151,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     form: str = "scan"
     outputs: Count = 1
     transition: str = "fixed"
+    pattern: tuple["_MixerConfig", ...] = ()  # of a hybrid stack
 
 
 class _NormConfig(msgspec.Struct, frozen=True):
@@ -149,7 +180,7 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     kind: str
     vocab_size: Count
     hidden_size: Count
-    num_layers: Count
+    num_layers: Annotated[int, Meta(ge=1, le=10_000)]
     mlp_size: Count
     mixer: _MixerConfig
     positions: str | _LearnedPositions = "none"
@@ -176,9 +207,8 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
     return LanguageModelCosts(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        num_layers=config.num_layers,
         mlp_size=config.mlp_size,
-        mixer=_mixer_costs(path, config.mixer, config.hidden_size),
+        mixers=_mixers_of_layers(path, config),
         norm=config.block.norm.kind,
         mlp=config.block.mlp.kind,
         mlp_bias=config.block.mlp.bias,
@@ -186,6 +216,14 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
         learned_positions=0 if isinstance(config.positions, str) else config.positions.length,
         readout=config.readout,
     )
+
+
+def _mixers_of_layers(path: Path, config: _ModelConfig) -> tuple[MixerCosts, ...]:
+    if config.mixer.kind == "hybrid" and not config.mixer.pattern:
+        raise ConfigError(f"{path}: the mixer is hybrid and has no pattern; it needs the mixers of its layers")
+    named = config.mixer.pattern if config.mixer.kind == "hybrid" else (config.mixer,)
+    pattern = [_mixer_costs(path, mixer, config.hidden_size) for mixer in named]
+    return tuple(pattern[layer % len(pattern)] for layer in range(config.num_layers))
 
 
 def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCosts:

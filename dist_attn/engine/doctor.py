@@ -155,7 +155,7 @@ def _needs(folder: Path | None, ranks: int) -> tuple[int, int]:
         with contextlib.suppress(ConfigError):
             model = read_model_costs(folder)
             at = estimate(model, 1 << 20, ranks=ranks)
-            return at.memory.peak, model.mixer.carry_bytes() or USUAL_MESSAGE_BYTES
+            return at.memory.peak, model.carry_bytes or USUAL_MESSAGE_BYTES
     return 0, USUAL_MESSAGE_BYTES
 
 

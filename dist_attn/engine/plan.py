@@ -68,9 +68,10 @@ def plan(
 
 def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:
     """The exchange that ranks choose on this machine: the one measured fastest, if any was; None without a choice."""
-    message = costs.mixer.scan_message()
-    if message is None or ranks < 2:
+    messages = [message for mixer in costs.kinds if (message := mixer.scan_message()) is not None]
+    if not messages or ranks < 2:
         return None
+    message = max(messages, key=lambda one: one.bytes)
     known = read_calibration(calibration_file(os.environ))
     return known.choose(backend, ranks, message.bytes, (tuple(range(ranks)),))
 

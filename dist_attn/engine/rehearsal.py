@@ -91,7 +91,7 @@ def measured_rates(
     Raises: EngineError when the processes cannot be started, fail or are late; MissingExtraError for a back end that is
         not installed.
     """
-    message_bytes = max(costs.mixer.carry_bytes(), 2 * SMALL_MESSAGE_BYTES)
+    message_bytes = max(costs.carry_bytes, 2 * SMALL_MESSAGE_BYTES)
     settings = RehearsalSettings(
         rank=0,
         ranks=ranks,

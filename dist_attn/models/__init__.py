@@ -15,6 +15,7 @@ from dist_attn.models.encoder_config import (
 )
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel, ModelState
+from dist_attn.models.mixer_stack import HybridConfig
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
@@ -27,6 +28,7 @@ __all__ = [
     "EncoderConfig",
     "EncoderDecoder",
     "EncoderDecoderConfig",
+    "HybridConfig",
     "ImageConfig",
     "LanguageModel",
     "LanguageModelConfig",

@@ -3,11 +3,8 @@
 Turner's printed normalisation runs over the sequence instead, which would leak the future into a causal model.
 """
 
-from typing import TypeVar
-
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel
 from torch import nn
 
 from dist_attn.mixers import BidirectionalConfig, MixerConfig, MixerState, build_mixer
@@ -15,9 +12,7 @@ from dist_attn.models.config import BlockConfig, NormConfig
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.ops import SequenceOps
 
-__all__ = ["Block", "build_norm", "with_layer_seed"]
-
-Config = TypeVar("Config", bound=BaseModel)
+__all__ = ["Block", "build_norm"]
 
 
 def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
@@ -97,8 +92,3 @@ class Block(Recomputable):
                 return F.silu(x)
             case "relu":
                 return F.relu(x)
-
-
-def with_layer_seed(mixer: Config, layer: int) -> Config:
-    """The mixer of one layer: the same random vectors everywhere would correlate the layers' estimation errors."""
-    return mixer.model_copy(update={"seed": mixer.seed + layer}) if hasattr(mixer, "seed") else mixer

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import MixerConfig
+from dist_attn.models.mixer_stack import HybridConfig, check_streams, check_uses_all
 
 __all__ = [
     "MAX_LAYERS",
@@ -74,14 +75,14 @@ TokenPositions = Literal["none", "sinusoidal", "concatenated"] | LearnedPosition
 
 
 class LanguageModelConfig(_Config):
-    """A causal language model over any causal mixer."""
+    """A causal language model over any mixer that goes on from a state, or several kinds of them."""
 
     kind: Literal["language_model"] = "language_model"
     vocab_size: int = Field(ge=1)
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
-    mixer: MixerConfig
+    mixer: MixerConfig | HybridConfig = Field(discriminator="kind")
     positions: TokenPositions = "none"
     block: BlockConfig = BlockConfig()
     # The read-out has the embedding's weights, or a matrix of its own.
@@ -101,9 +102,6 @@ class LanguageModelConfig(_Config):
             raise ValueError(
                 f"the mixer's hidden_size {self.mixer.hidden_size} must equal the model's {self.hidden_size}"
             )
-        if not self.mixer.streams:
-            raise ValueError(
-                f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a language model needs one "
-                "that goes on from a state, as rfa_gate, scaleformer, convolution or s4d as a scan do"
-            )
+        check_uses_all(self.mixer, self.num_layers)
+        check_streams(self.mixer, "language model")
         return self

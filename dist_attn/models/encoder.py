@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.models.blocks import Block, build_norm, with_layer_seed
+from dist_attn.models.blocks import Block, build_norm
 from dist_attn.models.encoder_config import EncoderConfig
+from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.models.positions import sinusoidal
 from dist_attn.ops import SequenceOps, current_watch
 
@@ -30,8 +31,7 @@ class Encoder(nn.Module):
         self.position_embedding = None if config.max_length is None else nn.Embedding(config.max_length, size)
         self.position_map = nn.Linear(2 * size, size) if config.positions == "concatenated" else None
         self.blocks = nn.ModuleList(
-            Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
-            for layer in range(config.num_layers)
+            Block(mixer, config.mlp_size, config.block) for mixer in mixers_of_layers(config.mixer, config.num_layers)
         )
         self.embedding_norm = build_norm(config.block.norm, size) if config.embedding_norm else None
         # Blocks that end with a norm leave nothing for a final one to do.

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import BidirectionalConfig, CrossConfig, MixerConfig
 from dist_attn.models.config import MAX_LAYERS, BlockConfig, TokenPositions
+from dist_attn.models.mixer_stack import HybridConfig, check_streams, check_uses_all
 
 __all__ = [
     "DecoderConfig",
@@ -23,12 +24,12 @@ class _Config(BaseModel):
 
 
 class EncoderConfig(_Config):
-    """A stack of blocks with positions, over any mixer, causal or bidirectional."""
+    """A stack of blocks with positions, over any mixer, causal or bidirectional, or several kinds of them."""
 
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
-    mixer: MixerConfig | BidirectionalConfig = Field(discriminator="kind")
+    mixer: MixerConfig | BidirectionalConfig | HybridConfig = Field(discriminator="kind")
     block: BlockConfig = BlockConfig()
     positions: Literal["none", "sinusoidal", "learned", "concatenated"] = "sinusoidal"
     # How many positions have a learned vector; needed with learned positions, of no use without.
@@ -40,6 +41,7 @@ class EncoderConfig(_Config):
     def _fits(self) -> "EncoderConfig":
         if self.mixer.hidden_size != self.hidden_size:
             raise ValueError(f"the mixer's hidden_size {self.mixer.hidden_size} must equal {self.hidden_size}")
+        check_uses_all(self.mixer, self.num_layers)
         if (self.positions == "learned") != (self.max_length is not None):
             raise ValueError("learned positions need max_length, and only they; give both or neither")
         return self
@@ -108,7 +110,7 @@ class DecoderConfig(_Config):
 
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
-    mixer: MixerConfig
+    mixer: MixerConfig | HybridConfig = Field(discriminator="kind")
     cross: CrossConfig
     block: BlockConfig = BlockConfig()
     positions: TokenPositions = "sinusoidal"
@@ -117,11 +119,8 @@ class DecoderConfig(_Config):
     def _fits(self) -> "DecoderConfig":
         if self.block.residual != "sequential":
             raise ValueError("a decoder's attention, cross attention and MLP follow each other: residual = sequential")
-        if not self.mixer.streams:
-            raise ValueError(
-                f"a mixer of kind {self.mixer.kind} as configured takes a sequence whole; a decoder needs one "
-                "that goes on from a state"
-            )
+        check_uses_all(self.mixer, self.num_layers)
+        check_streams(self.mixer, "decoder")
         if self.block.norm_placement != "pre":
             raise ValueError("a decoder's norms stand before attention, cross attention and MLP: norm_placement = pre")
         return self

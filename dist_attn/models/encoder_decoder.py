@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import ShapeError
-from dist_attn.mixers import CrossAttention, MemoryState, MixerState
-from dist_attn.models.blocks import Block, build_norm, with_layer_seed
+from dist_attn.mixers import BidirectionalConfig, CrossAttention, MemoryState, MixerConfig, MixerState
+from dist_attn.models.blocks import Block, build_norm
 from dist_attn.models.encoder import Encoder, initialise
 from dist_attn.models.encoder_config import DecoderConfig, EncoderDecoderConfig
+from dist_attn.models.mixer_stack import mixers_of_layers, with_layer_seed
 from dist_attn.models.positions import position_layers, with_positions
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.models.tokens import check_tokens
@@ -37,9 +38,9 @@ class DecoderState:
 class DecoderBlock(Recomputable):
     """x + self-attention, x + attention over the memory, x + MLP, each over normed tokens."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, mixer: MixerConfig | BidirectionalConfig) -> None:
         super().__init__()
-        self.block = Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
+        self.block = Block(mixer, config.mlp_size, config.block)
         self.cross_norm = build_norm(config.block.norm, config.cross.hidden_size)
         self.cross = CrossAttention(with_layer_seed(config.cross, layer))
 
@@ -87,7 +88,8 @@ class EncoderDecoder(nn.Module):
         if config.source_vocab_size is not None:
             self.source_embedding = nn.Embedding(config.source_vocab_size, size)
         self.encoder = Encoder(config.encoder)
-        self.blocks = nn.ModuleList(DecoderBlock(config.decoder, layer) for layer in range(config.decoder.num_layers))
+        mixers = mixers_of_layers(config.decoder.mixer, config.decoder.num_layers)
+        self.blocks = nn.ModuleList(DecoderBlock(config.decoder, layer, mixer) for layer, mixer in enumerate(mixers))
         self.norm = build_norm(config.decoder.block.norm, size)
         self.position_embedding, self.position_map = position_layers(config.decoder.positions, size)
         initialise(self, config.encoder.num_layers + config.decoder.num_layers)

@@ -11,8 +11,9 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
-from dist_attn.models.blocks import Block, build_norm, with_layer_seed
+from dist_attn.models.blocks import Block, build_norm
 from dist_attn.models.config import LanguageModelConfig
+from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.models.positions import position_layers, with_positions
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
@@ -75,10 +76,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        # One seed per layer: the same random vectors everywhere would correlate the layers' estimation errors.
         self.blocks = nn.ModuleList(
-            Block(with_layer_seed(config.mixer, layer), config.mlp_size, config.block)
-            for layer in range(config.num_layers)
+            Block(mixer, config.mlp_size, config.block) for mixer in mixers_of_layers(config.mixer, config.num_layers)
         )
         self.norm = build_norm(config.block.norm, config.hidden_size)
         self.position_embedding, self.position_map = position_layers(config.positions, config.hidden_size)

@@ -31,12 +31,17 @@ WITH_HEADS = ("rfa", "rfa_gate", "softmax", "scaleformer")
 """Kinds of mixers that divide a token among heads."""
 
 
+HYBRID_PATTERN = ("rfa_gate", "rfa_gate", "rfa_gate", "softmax")
+"""Mostly states of constant size, and now and then a look at every token so far."""
+
+
 def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of a model's configuration with those of its `preset` where nothing else is said.
 
-    The mixer is `rfa_gate` with 64 random vectors unless the values name another.
+    The mixer is `rfa_gate` with 64 random vectors unless the values name another. Of kind `hybrid` it is three of these
+    and then `softmax`, unless a pattern is given, whose entries may be just the names of kinds.
 
-    Raises: ConfigError for a preset that there is not.
+    Raises: ConfigError for a preset that there is not, and for a pattern that is no list.
     Reference: Random Feature Attention, Sec. 4.1: about 38M and 242M parameters.
     """
     given = dict(values)
@@ -46,15 +51,25 @@ def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     preset = PRESETS.get(name) if isinstance(name, str) else None
     if preset is None:
         raise ConfigError(f"there is no preset {name!r} of a model; there are {', '.join(PRESETS)}")
-    mixer = given.get("mixer", {})
     sizes = {
         "hidden_size": preset.hidden_size,
         "num_layers": preset.num_layers,
         "mlp_size": preset.mlp_size,
     }
     expanded: dict[str, Any] = {**sizes, **given}
-    if isinstance(mixer, Mapping):
-        own: dict[str, Any] = {"kind": "rfa_gate", "hidden_size": expanded["hidden_size"], **mixer}
-        heads = {"num_heads": preset.num_heads} if own["kind"] in WITH_HEADS else {}
-        expanded["mixer"] = {**heads, **own}
+    expanded["mixer"] = _expand_mixer(given.get("mixer", {}), expanded["hidden_size"], preset.num_heads)
     return expanded
+
+
+def _expand_mixer(mixer: Any, hidden_size: int, num_heads: int) -> Any:
+    """With the width and, where the kind has them, the heads; so too every mixer of a pattern, which may be a word."""
+    if not isinstance(mixer, Mapping):
+        return mixer
+    if "pattern" in mixer or mixer.get("kind") == "hybrid":
+        pattern = mixer.get("pattern", HYBRID_PATTERN)
+        if not isinstance(pattern, list | tuple):
+            raise ConfigError(f"the mixer's pattern is {pattern!r}; a pattern is a list of mixers or of their kinds")
+        named = [{"kind": one} if isinstance(one, str) else one for one in pattern]
+        return {"kind": "hybrid", **mixer, "pattern": [_expand_mixer(one, hidden_size, num_heads) for one in named]}
+    own: dict[str, Any] = {"kind": "rfa_gate", "hidden_size": hidden_size, **mixer}
+    return {**({"num_heads": num_heads} if own["kind"] in WITH_HEADS else {}), **own}

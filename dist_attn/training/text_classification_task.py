@@ -9,8 +9,16 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig, redraw_pools
+from dist_attn.mixers import (
+    LsslConfig,
+    RandomFeatureConfig,
+    S4Config,
+    ScaleformerConfig,
+    TokenMlpConfig,
+    redraw_pools,
+)
 from dist_attn.models import TextClassifier, TextClassifierConfig
+from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.training.classification import Tally, cross_entropy
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig
@@ -87,14 +95,19 @@ class TextClassificationTask(Task):
 
 def _check_packs(model: TextClassifierConfig) -> None:
     """Raises ConfigError for mixers that would tell packed texts from single ones."""
-    mixer = model.encoder.mixer
-    if isinstance(mixer, ScaleformerConfig):
-        raise ConfigError(
-            "model.encoder.mixer scaleformer is causal and takes no packed texts; take kind bidirectional with "
-            'attention = "scaleformer", or another mixer'
-        )
-    if isinstance(mixer, RandomFeatureConfig) and mixer.rotary is not None:
-        raise ConfigError(
-            "model.encoder.mixer has rotary positions, whose random features depend on where in a batch a text is "
-            "packed; leave rotary out, and take model.encoder.positions"
-        )
+    for mixer in mixers_of_layers(model.encoder.mixer, model.encoder.num_layers):
+        if isinstance(mixer, ScaleformerConfig):
+            raise ConfigError(
+                "model.encoder.mixer scaleformer is causal and takes no packed texts; take kind bidirectional with "
+                'attention = "scaleformer", or another mixer'
+            )
+        if isinstance(mixer, LsslConfig | TokenMlpConfig) or (isinstance(mixer, S4Config) and mixer.form == "scan"):
+            raise ConfigError(
+                f"model.encoder.mixer {mixer.kind} takes no packed texts; take s4d, s4 as a convolution, or another "
+                "mixer"
+            )
+        if isinstance(mixer, RandomFeatureConfig) and mixer.rotary is not None:
+            raise ConfigError(
+                "model.encoder.mixer has rotary positions, whose random features depend on where in a batch a text is "
+                "packed; leave rotary out, and take model.encoder.positions"
+            )

@@ -106,6 +106,24 @@ def test_kernel_attention_has_the_same_weights(shape: str, tmp_path: Path) -> No
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
+def test_some_layers_stay_exact(tmp_path: Path) -> None:
+    """Layers that stay exact are softmax beside rfa, with the same weights; a layer that there is not is refused."""
+    write_foreign_folder(tmp_path / "theirs", "llama")
+    convert_folder(tmp_path / "theirs", tmp_path / "exact")
+    convert_folder(tmp_path / "theirs", tmp_path / "mixed", Conversion("rfa", 8, exact_layers=(1,)))
+    exact, mixed = load_model(tmp_path / "exact"), load_model(tmp_path / "mixed")
+    assert [block.mixer.config.kind for block in mixed.blocks][:2] == ["rfa", "softmax"]
+    weights = mixed.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in exact.state_dict().items())
+    assert {name.split(".")[1] for name in weights.keys() - exact.state_dict().keys()} == {
+        str(layer) for layer in range(len(mixed.blocks)) if layer != 1
+    }
+    for conversion in (Conversion("rfa", exact_layers=(9,)), Conversion("softmax", exact_layers=(0,))):
+        with pytest.raises(InputError, match=r"layers from 0 to \d+ and a conversion to kernel attention"):
+            convert_folder(tmp_path / "theirs", tmp_path / "refused", conversion)
+        assert not (tmp_path / "refused").exists()
+
+
 def test_weights_in_several_files(tmp_path: Path) -> None:
     """A folder whose weights are split over files by an index gives the same model as one file."""
     for name, shards in (("one", False), ("many", True)):

@@ -16,9 +16,9 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.sharded import Algorithm, Exchange, ShardedSequenceOps
 from dist_attn.wire.messages import Rows
 from service.rows import format_rows
-from tests.support.model_cases import MODEL_CASES, small_model, write_config
+from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
-KERNEL_CASES = [name for name, case in MODEL_CASES.items() if case["mixer"]["kind"] != "softmax"]
+KERNEL_CASES = [name for name in MODEL_CASES if "softmax" not in kinds_of(name)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -74,7 +74,7 @@ def test_the_exchange_that_is_estimated(tmp_path: Path) -> None:
     assert estimate(exact, 1000, ranks=9, exchange="log_step").exchange == ""
     # What a rank holds of the others' states grows with them only where it gathers them.
     held = [estimate(kernel, 10**6, ranks=p, exchange="log_step").memory.exchange for p in (16, 64)]
-    assert held[1] - held[0] == 3 * (64 - 16) * kernel.mixer.halo_bytes()
+    assert held[1] - held[0] == 3 * (64 - 16) * kernel.mixers[0].halo_bytes()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -152,10 +152,10 @@ def test_time_of_a_chosen_exchange(tmp_path: Path) -> None:
         estimate(model, 8 * 2048, ranks=8, rates=rates, exchange=name).exchange_seconds
         for name in ("log_step", "gather")
     )
-    message_s = 1e-3 + model.mixer.carry_bytes() / 1e6
+    message_s = 1e-3 + model.carry_bytes / 1e6
     assert gather - steps == pytest.approx(model.num_layers * (7 - 3) * message_s)
     pair = estimate(model, 2 * 2048, ranks=2, rates=rates).exchange_seconds
-    assert pair == pytest.approx(model.num_layers * (message_s + 1e-3 + model.mixer.halo_bytes() / 1e6))
+    assert pair == pytest.approx(model.num_layers * (message_s + 1e-3 + model.mixers[0].halo_bytes() / 1e6))
 
 
 def test_measured_times_take_the_place_of_the_links(tmp_path: Path) -> None:

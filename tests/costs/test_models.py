@@ -17,11 +17,10 @@ from dist_attn.ops.diagonal import chunked
 from dist_attn.ops.linear_attention import streaming
 from dist_attn.ops.relative_attention import windowed
 from dist_attn.ops.softmax_attention import tiled
-from tests.support.model_cases import MODEL_CASES, small_model, write_config
+from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
-KINDS = {name: case["mixer"]["kind"] for name, case in MODEL_CASES.items()}
-DENSE_CASES = [name for name, kind in KINDS.items() if kind in ("lssl", "s4")]
-KERNEL_CASES = [name for name, kind in KINDS.items() if kind not in ("softmax", "lssl", "s4")]
+DENSE_CASES = [name for name in MODEL_CASES if kinds_of(name) & {"lssl", "s4"}]
+KERNEL_CASES = [name for name in MODEL_CASES if not kinds_of(name) & {"softmax", "lssl", "s4"}]
 
 
 @pytest.fixture(params=MODEL_CASES)
@@ -122,7 +121,7 @@ def test_every_mixer_with_a_state_has_formulas() -> None:
         for kind in get_args(config.model_fields["kind"].annotation):
             needed = {name: 4 for name, field in config.model_fields.items() if field.is_required() and name != "kind"}
             kinds |= {kind} if config(kind=kind, **needed).streams else set()
-    assert kinds == {case["mixer"]["kind"] for case in MODEL_CASES.values()}
+    assert kinds == {kind for case in MODEL_CASES for kind in kinds_of(case)}
 
 
 def test_second_pass_of_several_ranks() -> None:
@@ -155,6 +154,10 @@ def test_second_pass_of_several_ranks() -> None:
          '"mixer": {"kind": "rfa"}}', "multiple of num_heads 0"),
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
          '"mixer": {"kind": "s4d", "form": "convolution"}}', "s4 and s4d as a scan"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
+         '"mixer": {"kind": "hybrid"}}', "has no pattern"),
+        ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 2, "mlp_size": 1, '
+         '"mixer": {"kind": "hybrid", "pattern": [MIXER, {"kind": "fnet"}]}}', "'fnet'"),
     ],
 )  # fmt: skip
 def test_refuses_what_it_has_no_formula_for(text: str, says: str, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_the_exchange_is_the_one_that_ranks_would_choose(
 ) -> None:
     """The plan counts the bytes of the exchange measured fastest here, else of the rule's, else of the one named."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    message = read_model_costs(Path(folder)).mixer.carry_bytes()
+    message = read_model_costs(Path(folder)).carry_bytes
     times = [ScanTime("gloo", 3, "log_step", message, 1e-3), ScanTime("gloo", 3, "gather", message, 2e-3)]
     Calibration(tuple(times)).write(calibration_file({"XDG_CACHE_HOME": str(tmp_path)}))
 

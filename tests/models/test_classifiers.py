@@ -44,14 +44,22 @@ MIXERS: dict[str, dict[str, Any]] = {
     "causal": {"kind": "rfa_gate", "num_random": 6},
     "causal scaleformer": {"kind": "scaleformer", "reach": 3},
     "fnet": {"kind": "fnet"},
+    "hybrid": {
+        "kind": "hybrid",
+        "pattern": [
+            {"kind": "bidirectional", "attention": "softmax", "num_heads": 2, "hidden_size": SIZE},
+            {"kind": "fnet", "hidden_size": SIZE},
+        ],
+    },
     "s4d both ways": {"kind": "s4d", "state_size": 4, "form": "convolution", "bidirectional": True},
 }
 CUTS = [(7, 6), (0, 5, 1, 7), (13, 0)]
 
 
 def _encoder(mixer: str, **changes: Any) -> dict[str, Any]:
-    heads = {} if MIXERS[mixer]["kind"] in ("fnet", "s4d") else {"num_heads": 2}
-    own = {"hidden_size": SIZE, **heads, **MIXERS[mixer]}
+    heads = {} if MIXERS[mixer]["kind"] in ("fnet", "s4d", "hybrid") else {"num_heads": 2}
+    size = {} if MIXERS[mixer]["kind"] == "hybrid" else {"hidden_size": SIZE}
+    own = {**size, **heads, **MIXERS[mixer]}
     return {"hidden_size": SIZE, "num_layers": 2, "mlp_size": 12, "mixer": own, **changes}
 
 

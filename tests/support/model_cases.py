@@ -6,7 +6,7 @@ from typing import Any
 
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 
-__all__ = ["MODEL_CASES", "small_model", "write_config"]
+__all__ = ["MODEL_CASES", "kinds_of", "small_model", "write_config"]
 
 # Each says only what it means to differ in, so the defaults of the configuration are part of the case.
 MODEL_CASES: dict[str, dict[str, Any]] = {
@@ -48,6 +48,19 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "softmax, relative keys, shared": {
         "mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 0, "values": False, "shared": True}}
     },
+    "hybrid, twice around": {
+        "num_layers": 3,
+        "mixer": {
+            "kind": "hybrid",
+            "pattern": [{"kind": "rfa_gate", "num_heads": 4, "num_random": 16}, {"kind": "s4d", "state_size": 12}],
+        },
+    },
+    "hybrid, with exact attention": {
+        "mixer": {
+            "kind": "hybrid",
+            "pattern": [{"kind": "scaleformer", "num_heads": 4, "reach": 5}, {"kind": "softmax", "num_heads": 2}],
+        },
+    },
     "concatenated positions": {"positions": "concatenated", "mixer": {"kind": "rfa", "num_heads": 4, "num_random": 8}},
     "learned positions and biases": {
         "positions": {"kind": "learned", "length": 16, "beyond": "repeat"},
@@ -76,8 +89,14 @@ def model_config(case: str) -> dict[str, Any]:
         "num_layers": 2,
         "mlp_size": 128,
         **own,
-        "mixer": {"hidden_size": size, **own["mixer"]},
+        "mixer": _with_size(own["mixer"], size),
     }
+
+
+def kinds_of(case: str) -> set[str]:
+    """The kinds of mixers of its layers."""
+    mixer = MODEL_CASES[case]["mixer"]
+    return {one["kind"] for one in mixer.get("pattern", [mixer])}
 
 
 def small_model(case: str) -> LanguageModel:
@@ -90,3 +109,9 @@ def write_config(case: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(model_config(case)))
     return folder
+
+
+def _with_size(mixer: dict[str, Any], size: int) -> dict[str, Any]:
+    if "pattern" in mixer:
+        return {**mixer, "pattern": [_with_size(one, size) for one in mixer["pattern"]]}
+    return {"hidden_size": size, **mixer}

@@ -204,11 +204,22 @@ def test_data_that_does_not_fit_is_named(tmp_path: Path, kind: str, sections: di
     [
         ({"kind": "scaleformer", "hidden_size": 16, "num_heads": 2}, "is causal and takes no packed texts"),
         ({"kind": "rfa", "hidden_size": 16, "num_heads": 2, "rotary": {"size": 4}}, "has rotary positions"),
+        ({"kind": "lssl", "hidden_size": 16}, "lssl takes no packed texts"),
+        (
+            {
+                "kind": "hybrid",
+                "pattern": [
+                    {"kind": "fnet", "hidden_size": 16},
+                    {"kind": "mlp_mixer", "hidden_size": 16, "length": 9, "token_mlp_size": 4},
+                ],
+            },
+            "mlp_mixer takes no packed texts",
+        ),
     ],
 )
 def test_mixers_that_packing_would_change_are_refused(tmp_path: Path, mixer: dict[str, Any], words: str) -> None:
     """A mixer that would tell packed texts from single ones is refused with what to take instead."""
-    encoder = {"hidden_size": 16, "num_layers": 1, "mlp_size": 32, "mixer": mixer}
+    encoder = {"hidden_size": 16, "num_layers": 2, "mlp_size": 32, "mixer": mixer}
     with pytest.raises(ConfigError, match=words):
         build_task(small_task("labelled_text", tmp_path, model={"encoder": encoder}), Whole())
 
