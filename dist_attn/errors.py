@@ -5,13 +5,17 @@
     │   ├── ShapeError                tensors whose shapes or dtypes do not fit together
     │   ├── ConfigError               a configuration value or key that is not accepted
     │   ├── ModelFolderError          a model folder that is missing, incomplete or of another kind
-    │   └── TokenError                bytes or token ids that the tokeniser cannot take
+    │   ├── TokenError                bytes or token ids that the tokeniser cannot take
+    │   ├── StateMismatchError        a stored state that belongs to another model; names both values
+    │   ├── UnknownStateError         a session, checkpoint or snapshot that is not there, or not this caller's
+    │   └── ConflictError             a session that stands elsewhere than the caller thinks, or is being written to
     ├── CommError                     an exchange between ranks failed; names the rank and the operation
     │   └── MismatchError             ranks called different operations, shapes, dtypes or layouts
     ├── WireError                     a message between processes that cannot be read or is out of order
     ├── NotFiniteError                a NaN or an infinity, named where `check_finite` asks for it
     ├── EngineError                   the rank group failed while it held work
     ├── StorageError                  a file could not be written, as on a full disk
+    │   └── QuotaError                a caller's share of the store is used up
     └── MissingExtraError             an optional dependency is needed; says which `pip install` gives it
 
 A message says what was given, what was needed and what to do about it.
@@ -20,6 +24,7 @@ A message says what was given, what was needed and what to do about it.
 __all__ = [
     "CommError",
     "ConfigError",
+    "ConflictError",
     "DistAttnError",
     "EngineError",
     "InputError",
@@ -27,9 +32,12 @@ __all__ = [
     "MissingExtraError",
     "ModelFolderError",
     "NotFiniteError",
+    "QuotaError",
     "ShapeError",
+    "StateMismatchError",
     "StorageError",
     "TokenError",
+    "UnknownStateError",
     "WireError",
 ]
 
@@ -58,6 +66,18 @@ class TokenError(InputError):
     """Bytes or token ids that the tokeniser cannot take."""
 
 
+class StateMismatchError(InputError):
+    """A stored state that belongs to another model."""
+
+
+class UnknownStateError(InputError):
+    """A session, checkpoint or snapshot that is not there, or not this caller's."""
+
+
+class ConflictError(InputError):
+    """A session that stands elsewhere than the caller thinks, or is being written to."""
+
+
 class CommError(DistAttnError):
     """An exchange between ranks failed."""
 
@@ -80,6 +100,10 @@ class EngineError(DistAttnError):
 
 class StorageError(DistAttnError):
     """A file could not be written, as on a full disk."""
+
+
+class QuotaError(StorageError):
+    """A caller's share of the store is used up."""
 
 
 class MissingExtraError(DistAttnError):

@@ -28,6 +28,7 @@ TORCH_FREE = (
     "dist_attn.store",
     "dist_attn.text",
     "dist_attn.wire.messages",
+    "dist_attn.wire.snapshot",
     "dist_attn.wire.sockets",
 )
 SERVICE_MAY_IMPORT = {"wire", "text", "store", "costs", "settings", "errors", "__version__"}

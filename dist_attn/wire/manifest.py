@@ -1,0 +1,94 @@
+"""What a stored state says about itself: whose model it belongs to, how it was computed, what a restore came to."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, structs
+
+from dist_attn.errors import StateMismatchError
+
+__all__ = ["Computation", "Manifest", "ModelIdentity", "RestoreReport", "require_same_model", "why_other_bits"]
+
+# \Z, not $: the latter also matches before a newline at the end.
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Kind = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,40}\Z")]
+Version = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+_-]{1,64}\Z")]
+Size = Annotated[int, Meta(ge=1, le=1 << 40)]
+
+
+class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that decides what a state's numbers mean: a state goes on only in a model of which all this is equal.
+
+    `weights`, `config`, `tokeniser` and `features` are SHA-256 in hex: of the weights' file, of the configuration as
+    canonical JSON, of what decides the tokens, and of the fixed arrays (such as random matrices) as they are loaded.
+    None stands for what a model does not have. `mixers` names the kind of every layer.
+    """
+
+    weights: Digest
+    config: Digest
+    tokeniser: Digest | None
+    features: Digest | None
+    feature_seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None
+    hidden_size: Size
+    vocab_size: Size
+    mixers: Annotated[list[Kind], Meta(min_length=1, max_length=10_000)]
+
+
+class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a state was computed: elsewhere it goes on as well, but the last bits of what follows may be others.
+
+    `chunk_tokens` is the grid on which blocks are cut, `decode_slots` the rows of a decode batch.
+    """
+
+    chunk_tokens: Size
+    decode_slots: Size
+    ranks: Size
+    threads: Size
+    device: Kind
+    library_version: Version
+    torch_version: Version
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Whose state this is, and how it came about."""
+
+    model: ModelIdentity
+    computed: Computation
+
+
+class RestoreReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a restore came to: the position reached, the tokens that had to be read again, and whether bits are equal.
+
+    `bit_exact` promises that what follows has the bits of a run that was never interrupted; `reason` says why not.
+    """
+
+    restored_position: int
+    recomputed_tokens: int
+    bit_exact: bool
+    reason: str
+
+
+def require_same_model(stored: ModelIdentity, present: ModelIdentity) -> None:
+    """Raises: StateMismatchError naming the first thing in which the models differ, and both values."""
+    for name in structs.asdict(stored):
+        ours, theirs = getattr(present, name), getattr(stored, name)
+        if ours != theirs:
+            raise StateMismatchError(
+                f"the state belongs to another model: its {name} is {_short(theirs)}, that of the model here is "
+                f"{_short(ours)}; restore it with the model it was made with"
+            )
+
+
+def why_other_bits(stored: Computation, present: Computation) -> str:
+    """Why what follows may have other bits than where the state was made; empty when nothing differs."""
+    differences = [
+        f"{name} was {getattr(stored, name)} and is {getattr(present, name)}"
+        for name in structs.asdict(stored)
+        if getattr(stored, name) != getattr(present, name)
+    ]
+    return "; ".join(differences)
+
+
+def _short(value: object) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
