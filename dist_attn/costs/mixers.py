@@ -74,29 +74,35 @@ class MixerCosts(Protocol):
 
 @dataclass(frozen=True)
 class KernelAttention:
-    """`rfa` and `rfa_gate`: a state of M (V + 1) + 2 numbers per head, whatever the length."""
+    """`rfa`, `rfa_gate` and `elu`: a state of M (V + 1) + 2 numbers per head, whatever the length.
 
-    kind: Literal["rfa", "rfa_gate"]
+    `elu` has no random vectors: it is given none, and has as many features as a head has numbers.
+    """
+
+    kind: Literal["rfa", "rfa_gate", "elu"]
     hidden_size: int
     num_heads: int
     num_random: int
-    feature: Literal["gaussian", "arc_cosine"]
+    feature: Literal["gaussian", "arc_cosine", "elu_plus_one"]
     taps: int
     projection_bias: bool = False
     rotary: bool = False
     shared_gate: bool = False
     key_weights: bool = False
     value_rank: int | None = None
+    gated: bool = False  # beside kind `rfa_gate`, which always is
 
     @property
     def num_features(self) -> int:
         """M: a Gaussian feature map has a sine and a cosine for every random vector."""
+        if self.feature == "elu_plus_one":
+            return self.head_size
         return self.num_random * (2 if self.feature == "gaussian" else 1)
 
     @property
     def num_gates(self) -> int:
         """One per head, one for all, or none."""
-        if self.kind == "rfa":
+        if not self._has_gates:
             return 0
         return 1 if self.shared_gate else self.num_heads
 
@@ -112,11 +118,12 @@ class KernelAttention:
 
     @property
     def parameters(self) -> int:
-        """Projections 2 D (D + H V) and their biases 3 D + H V if any, taps K D, sigma D, and D + 1 for each gate."""
+        """Projections 2 D (D + H V), their biases 3 D + H V if any, taps K D, sigma D of `rfa`, D + 1 for each gate."""
         size, values = self.hidden_size, self.num_heads * self.value_size
         gate = self.num_gates * (size + 1)
         bias = 3 * size + values if self.projection_bias else 0
-        return 2 * size * (size + values) + bias + self.taps * size + size + gate
+        sigma = 0 if self.kind == "elu" else size
+        return 2 * size * (size + values) + bias + self.taps * size + sigma + gate
 
     @property
     def buffers(self) -> int:
@@ -162,7 +169,7 @@ class KernelAttention:
         one_pass = 2.0 * self.num_heads * self.num_features * (self.value_size + 1)
         passes = 2 if ranks == 1 else 3
         # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
-        per_head = self.num_features + self.value_size + 1 + (self.kind == "rfa_gate" or self.key_weights)
+        per_head = self.num_features + self.value_size + 1 + (self._has_gates or self.key_weights)
         return TokenFlops(
             projections=self._projections,
             features=passes * one_side,
@@ -189,6 +196,10 @@ class KernelAttention:
         values = self.num_heads * self.value_size
         numbers = (6 if self.rotary else 4) * self.hidden_size + 4 * max(values, self.hidden_size)
         return FLOAT_BYTES * (batch * tokens * numbers + block)
+
+    @property
+    def _has_gates(self) -> bool:
+        return self.gated or self.kind == "rfa_gate"
 
     @property
     def _state_numbers(self) -> int:

@@ -140,6 +140,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     feature: str = "gaussian"
     projection_bias: bool = False
     rotary: dict[str, float] | None = None
+    gated: bool = False
     shared_gate: bool = False
     weighting: str = "unit_norm"
     value_rank: Count | None = None
@@ -242,6 +243,20 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
                 key_weights=mixer.weighting == "norm",
                 value_rank=mixer.value_rank,
             )
+        case "elu", _:
+            return KernelAttention(
+                "elu",
+                hidden_size,
+                _heads(path, mixer, hidden_size),
+                0,
+                "elu_plus_one",
+                mixer.short_convolution,
+                projection_bias=mixer.projection_bias,
+                rotary=mixer.rotary is not None,
+                shared_gate=mixer.shared_gate,
+                value_rank=mixer.value_rank,
+                gated=mixer.gated,
+            )
         case "softmax", _:
             near = mixer.relative or _RelativeConfig()
             return SoftmaxAttention(
@@ -267,7 +282,7 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
             return DenseStateSpace("lssl", hidden_size, mixer.state_size, mixer.outputs, learned)
     raise ConfigError(
         f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; mixers with a state have formulas: "
-        "rfa and rfa_gate (gaussian, arc_cosine), softmax, scaleformer, convolution, lssl, s4 and s4d as a scan"
+        "rfa and rfa_gate (gaussian, arc_cosine), elu, softmax, scaleformer, convolution, lssl, s4 and s4d as a scan"
     )
 
 

@@ -5,15 +5,14 @@ from dist_attn.mixers.build import build_mixer
 from dist_attn.mixers.config import (
     BidirectionalConfig,
     CrossConfig,
-    DenominatorConfig,
+    EluConfig,
     MixerConfig,
     RandomFeatureConfig,
-    RelativeConfig,
-    RotaryConfig,
     ScaleformerConfig,
     SoftmaxConfig,
 )
 from dist_attn.mixers.cross import CrossAttention, MemoryState
+from dist_attn.mixers.head_config import DenominatorConfig, RelativeConfig, RotaryConfig
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
@@ -32,6 +31,7 @@ __all__ = [
     "CrossAttention",
     "CrossConfig",
     "DenominatorConfig",
+    "EluConfig",
     "FourierConfig",
     "LsslConfig",
     "MemoryState",

@@ -2,8 +2,9 @@
 
 from dist_attn.mixers.base import TokenMixer
 from dist_attn.mixers.bidirectional import BidirectionalAttention
-from dist_attn.mixers.config import BidirectionalConfig, MixerConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.mixers.config import BidirectionalConfig, EluConfig, MixerConfig, ScaleformerConfig, SoftmaxConfig
 from dist_attn.mixers.convolution import CausalConvolution, CentredConvolution
+from dist_attn.mixers.elu import EluAttention
 from dist_attn.mixers.fourier import FourierMixing
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
@@ -33,6 +34,8 @@ def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
             return SoftmaxAttention(config)
         case ScaleformerConfig():
             return ScaleformerAttention(config)
+        case EluConfig():
+            return EluAttention(config)
         case BidirectionalConfig():
             return BidirectionalAttention(config)
         case ConvolutionConfig():

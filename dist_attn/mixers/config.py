@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig, HeadSizes, RelativeConfig
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
@@ -13,100 +14,20 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
+from dist_attn.mixers.kernel_config import EluConfig
 
 __all__ = [
     "BidirectionalConfig",
     "CrossConfig",
-    "DenominatorConfig",
+    "EluConfig",
     "MixerConfig",
     "RandomFeatureConfig",
-    "RelativeConfig",
-    "RotaryConfig",
     "ScaleformerConfig",
     "SoftmaxConfig",
 ]
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DenominatorConfig(_Config):
-    """The saved form of `ops.Denominator`."""
-
-    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
-    # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0002).
-    eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
-
-
-class RotaryConfig(_Config):
-    """Queries and keys turned by their position, as `mixers.rotary` does."""
-
-    # Leading numbers of each head that turn; the others stay as they are.
-    size: int = Field(ge=2, multiple_of=2)
-    base: float = Field(default=10_000.0, gt=1, allow_inf_nan=False)
-
-
-class RelativeConfig(_Config):
-    """Learned vectors for the distance of a key from its query, added to keys and values (Shaw et al. 2018)."""
-
-    # Distance from which on all are alike.
-    reach: int = Field(default=16, ge=0, le=1024)
-    values: bool = True  # vectors for the values too, not for the keys alone
-    shared: bool = False  # the same vectors for all heads
-
-
-class _HeadSizes(_Config):
-    hidden_size: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    # Rank of each head's map from a token to its contribution. None: hidden_size / num_heads; hidden_size: full rank.
-    value_rank: int | None = Field(default=None, ge=1)
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> "_HeadSizes":
-        if self.hidden_size % self.num_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
-        return self
-
-    @property
-    def value_size(self) -> int:
-        """Numbers in a head's values."""
-        return self.head_size if self.value_rank is None else self.value_rank
-
-    @property
-    def qkv_sizes(self) -> tuple[int, int, int]:
-        """Numbers of a token's queries, keys and values in all heads."""
-        return self.hidden_size, self.hidden_size, self.num_heads * self.value_size
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def causal(self) -> bool:
-        """Whether no token sees a later one."""
-        return True
-
-    @property
-    def streams(self) -> bool:
-        """Whether there is a state to go on from."""
-        return self.causal
-
-
-class _HeadsConfig(_HeadSizes):
-    # Taps of a causal depthwise convolution over the input, before q, k and v; 0 switches it off.
-    short_convolution: int = Field(default=4, ge=0, le=64)
-    projection_bias: bool = False  # of q, k, v and the output
-    rotary: RotaryConfig | None = None
-
-    @model_validator(mode="after")
-    def _rotary_fits(self) -> "_HeadsConfig":
-        if self.rotary is not None and self.rotary.size > self.head_size:
-            raise ValueError(f"rotary.size {self.rotary.size} must be at most the head's size, {self.head_size}")
-        return self
-
-
-class _FeaturesConfig(_HeadSizes):
+class _FeaturesConfig(HeadSizes):
     feature: Literal["gaussian", "arc_cosine"] = "gaussian"
     num_random: int = Field(default=64, ge=1)
     seed: int = 0
@@ -142,7 +63,7 @@ def _check_weighting(weighting: str, denominator: DenominatorConfig | None) -> N
         )
 
 
-class RandomFeatureConfig(_HeadsConfig, _FeaturesConfig):
+class RandomFeatureConfig(HeadsConfig, _FeaturesConfig):
     """Random feature attention (`rfa`) and its gated form (`rfa_gate`)."""
 
     kind: Literal["rfa", "rfa_gate"]
@@ -150,22 +71,27 @@ class RandomFeatureConfig(_HeadsConfig, _FeaturesConfig):
     # One gate for all heads in place of one each; of rfa_gate.
     shared_gate: bool = False
 
+    @property
+    def gated(self) -> bool:
+        """Whether the state forgets."""
+        return self.kind == "rfa_gate"
+
     @model_validator(mode="after")
     def _options_fit(self) -> "RandomFeatureConfig":
         _check_weighting(self.weighting, self.denominator)
-        if self.shared_gate and self.kind != "rfa_gate":
+        if self.shared_gate and not self.gated:
             raise ValueError("shared_gate was given to a mixer without gates; take kind rfa_gate")
         return self
 
 
-class SoftmaxConfig(_HeadsConfig):
+class SoftmaxConfig(HeadsConfig):
     """Exact softmax attention."""
 
     kind: Literal["softmax"]
     relative: RelativeConfig | None = None
 
 
-class ScaleformerConfig(_HeadSizes):
+class ScaleformerConfig(HeadSizes):
     """Causal kernel attention (elu + 1) with Shaw's relative positions, clipped at `reach` tokens."""
 
     kind: Literal["scaleformer"]
@@ -219,6 +145,7 @@ MixerConfig = Annotated[
     RandomFeatureConfig
     | SoftmaxConfig
     | ScaleformerConfig
+    | EluConfig
     | ConvolutionConfig
     | FourierConfig
     | TokenMlpConfig

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, elu_plus_one
-from dist_attn.mixers.config import BidirectionalConfig, CrossConfig, DenominatorConfig
+from dist_attn.mixers.config import BidirectionalConfig, CrossConfig
+from dist_attn.mixers.head_config import DenominatorConfig
 from dist_attn.mixers.key_weights import log_key_weights, stable_key_weights
 from dist_attn.mixers.random_matrices import matrices_at_test, matrices_of_step
 from dist_attn.mixers.relative import RelativeRows

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.config import RelativeConfig
+from dist_attn.mixers.head_config import RelativeConfig
 from dist_attn.ops import RelativePositions
 
 __all__ = ["RelativeRows"]

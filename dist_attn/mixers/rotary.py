@@ -2,7 +2,7 @@
 
 import torch
 
-from dist_attn.mixers.config import RotaryConfig
+from dist_attn.mixers.head_config import RotaryConfig
 
 __all__ = ["rotate"]
 

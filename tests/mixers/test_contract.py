@@ -9,6 +9,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
     ConvolutionConfig,
+    EluConfig,
     LsslConfig,
     RandomFeatureConfig,
     RelativeConfig,
@@ -66,6 +67,10 @@ CONFIGS = {
     ),
     "rfa-one-gate": RandomFeatureConfig(
         kind="rfa_gate", hidden_size=SIZE, num_heads=HEADS, num_random=6, shared_gate=True, orthogonal=True, pool=5
+    ),
+    "elu": EluConfig(kind="elu", hidden_size=SIZE, num_heads=HEADS),
+    "elu-gated": EluConfig(
+        kind="elu", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, rotary=RotaryConfig(size=4)
     ),
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
     "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),

@@ -26,14 +26,15 @@ def test_presets_have_the_promised_size(name: str, millions: float, kind: str, t
     assert read_model_costs(tmp_path).parameters / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["rfa", "softmax", "scaleformer", "convolution", "lssl", "s4", "s4d"])
+@pytest.mark.parametrize("kind", ["rfa", "softmax", "scaleformer", "elu", "convolution", "lssl", "s4", "s4d"])
 def test_a_preset_takes_any_causal_mixer(kind: str) -> None:
     """Only the kind of a mixer has to be said; those without heads are given none."""
     config = LanguageModelConfig.model_validate(
         expand_preset({"preset": "tiny", "vocab_size": 300, "mixer": {"kind": kind}})
     )
     assert (config.mixer.kind, config.mixer.hidden_size) == (kind, 128)
-    assert getattr(config.mixer, "num_heads", None) == (4 if kind in ("rfa", "softmax", "scaleformer") else None)
+    without_heads = ("convolution", "lssl", "s4", "s4d")
+    assert getattr(config.mixer, "num_heads", None) == (None if kind in without_heads else 4)
 
 
 def test_the_count_is_that_of_the_model(tmp_path: Path) -> None:

@@ -20,6 +20,19 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "one gate, orthogonal, a pool": {
         "mixer": {"kind": "rfa_gate", "num_heads": 4, "shared_gate": True, "orthogonal": True, "pool": 20}
     },
+    "elu": {"mixer": {"kind": "elu", "num_heads": 4}},
+    "elu, one gate, rotary, biases": {
+        "mixer": {
+            "kind": "elu",
+            "num_heads": 2,
+            "gated": True,
+            "shared_gate": True,
+            "short_convolution": 0,
+            "rotary": {"size": 8},
+            "projection_bias": True,
+            "value_rank": 24,
+        }
+    },
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},

@@ -1,0 +1,92 @@
+"""What the configurations of attention mixers share: heads, projections, positions, and how sums are divided."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = ["DenominatorConfig", "FrozenConfig", "HeadSizes", "HeadsConfig", "RelativeConfig", "RotaryConfig"]
+
+
+class FrozenConfig(BaseModel):
+    """A value that does not change; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DenominatorConfig(FrozenConfig):
+    """The saved form of `ops.Denominator`."""
+
+    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
+    # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0002).
+    eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
+
+
+class RotaryConfig(FrozenConfig):
+    """Queries and keys turned by their position, as `mixers.rotary` does."""
+
+    # Leading numbers of each head that turn; the others stay as they are.
+    size: int = Field(ge=2, multiple_of=2)
+    base: float = Field(default=10_000.0, gt=1, allow_inf_nan=False)
+
+
+class RelativeConfig(FrozenConfig):
+    """Learned vectors for the distance of a key from its query, added to keys and values (Shaw et al. 2018)."""
+
+    # Distance from which on all are alike.
+    reach: int = Field(default=16, ge=0, le=1024)
+    values: bool = True  # vectors for the values too, not for the keys alone
+    shared: bool = False  # the same vectors for all heads
+
+
+class HeadSizes(FrozenConfig):
+    """How a token is divided among heads."""
+
+    hidden_size: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    # Rank of each head's map from a token to its contribution. None: hidden_size / num_heads; hidden_size: full rank.
+    value_rank: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "HeadSizes":
+        if self.hidden_size % self.num_heads:
+            raise ValueError(f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}")
+        return self
+
+    @property
+    def value_size(self) -> int:
+        """Numbers in a head's values."""
+        return self.head_size if self.value_rank is None else self.value_rank
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values in all heads."""
+        return self.hidden_size, self.hidden_size, self.num_heads * self.value_size
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return self.causal
+
+
+class HeadsConfig(HeadSizes):
+    """Options of causal attention over heads: what is done before q, k and v, and to them."""
+
+    # Taps of a causal depthwise convolution over the input, before q, k and v; 0 switches it off.
+    short_convolution: int = Field(default=4, ge=0, le=64)
+    projection_bias: bool = False  # of q, k, v and the output
+    rotary: RotaryConfig | None = None
+
+    @model_validator(mode="after")
+    def _rotary_fits(self) -> "HeadsConfig":
+        if self.rotary is not None and self.rotary.size > self.head_size:
+            raise ValueError(f"rotary.size {self.rotary.size} must be at most the head's size, {self.head_size}")
+        return self

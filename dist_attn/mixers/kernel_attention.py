@@ -1,0 +1,154 @@
+"""What causal kernel attention is, whatever the feature map: projections, positions, gates, and a walk over a state."""
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
+from dist_attn.mixers.config import EluConfig, RandomFeatureConfig
+from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
+from dist_attn.mixers.kernel_state import KernelState
+from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
+from dist_attn.mixers.rotary import rotate
+from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
+
+__all__ = ["CausalKernelAttention"]
+
+# Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
+GATE_BIAS_RANGE = (-1.0, 5.0)
+
+
+class CausalKernelAttention(TokenMixer):
+    """Multi-head attention phi(q) . S / (phi(q) . z) over a state of constant size; a kind of it says what phi is.
+
+    Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
+    """
+
+    def __init__(self, config: RandomFeatureConfig | EluConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, heads = config.hidden_size, config.num_heads
+        self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
+        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
+        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
+        self.gate: nn.Linear | None = None
+        if config.gated:
+            self.gate = nn.Linear(size, 1 if config.shared_gate else heads)
+            with torch.no_grad():
+                self.gate.weight.normal_(std=0.02)
+                biases = torch.linspace(*GATE_BIAS_RANGE, heads)
+                self.gate.bias.copy_(biases.mean() if config.shared_gate else biases)
+        self.denominator = Denominator(config.denominator.kind, config.denominator.eps)
+
+    @property
+    @abstractmethod
+    def num_features(self) -> int:
+        """Numbers in phi of a head's key."""
+
+    @abstractmethod
+    def feature_map(self) -> FeatureMap:
+        """phi, with what is learned of it."""
+
+    def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
+        """Logarithms of the weights of keys [B, H, S, K] or, of one token, [B, H, K]; None where all weigh the same."""
+        return None
+
+    def first_unit(self) -> float | None:
+        """Of a state without tokens, where keys have weights: the logarithm of the unit in which it is held."""
+        return None
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, KernelState]:
+        before = self._own(state, x_BLD.shape[0])
+        tail_BKD = before.tail_BKD
+        if self.convolution is not None:
+            x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
+        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
+        if before.position_B is not None:
+            positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1]).to(x_BLD.device)
+            q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
+        log_gate, key_scale = (None if t is None else t.transpose(1, 2) for t in self._gates(x_BLD))
+        weights, unit_BH = self.log_key_weights(k), before.unit_BH
+        if weights is not None and unit_BH is not None:
+            log_gate, key_scale, unit_BH = stable_key_weights(
+                weights, ops, unit_BH, log_gate_BHS=log_gate, key_scale_BHS=key_scale
+            )
+        out_BHLV, attention = ops.linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map(),
+            log_gate_BHS=log_gate,
+            key_scale_BHS=key_scale,
+            causal=True,
+            state=before.attention,
+            denominator=self.denominator,
+        )
+        total = ops.total_length(x_BLD.shape[1])
+        return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, total, unit_BH)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
+        before = self._own(state, x_BD.shape[0])
+        tail_BKD = before.tail_BKD
+        if self.convolution is not None:
+            x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
+        q, k, v = (
+            t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).split(self.config.qkv_sizes, dim=-1)
+        )
+        if before.position_B is not None:
+            q, k = (rotate(t[:, :, None], before.position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
+        log_gate, key_scale = self._gates(x_BD)
+        weights, unit_BH = self.log_key_weights(k), before.unit_BH
+        if weights is not None and unit_BH is not None:
+            log_gate, key_scale, unit_BH = step_key_weights(
+                weights, unit_BH, log_gate_BH=log_gate, key_scale_BH=key_scale
+            )
+        out_BHV, attention = linear_attention_step(
+            q,
+            k,
+            v,
+            before.attention,
+            feature_map=self.feature_map(),
+            log_gate_BH=log_gate,
+            key_scale_BH=key_scale,
+            denominator=self.denominator,
+        )
+        return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
+
+    def initial_state(self, batch: int) -> KernelState:
+        config, weight = self.config, self.qkv.weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        attention = LinearState.identity(
+            batch, config.num_heads, self.num_features, config.value_size, dtype=dtype, device=weight.device
+        )
+        position_B = unit_BH = None
+        if config.rotary is not None:
+            position_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+        unit = self.first_unit()
+        if unit is not None:
+            unit_BH = torch.full((batch, config.num_heads), unit, dtype=torch.float64, device=weight.device)
+        if self.convolution is None:
+            tail_BKD = state_zeros(weight, (batch, 0, config.hidden_size))
+        else:
+            tail_BKD = self.convolution.initial_tail(batch)
+        return KernelState(attention, tail_BKD, position_B, unit_BH)
+
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""
+        if self.gate is None:
+            return None, None
+        logit = linear_float32(self.gate, x)
+        if self.config.shared_gate:
+            logit = logit.expand(*logit.shape[:-1], self.config.num_heads)
+        return F.logsigmoid(logit), torch.sigmoid(-logit)
+
+    def _own(self, state: MixerState | None, batch: int) -> KernelState:
+        if state is None:
+            return self.initial_state(batch)
+        if not isinstance(state, KernelState):
+            raise InputError(f"a {type(state).__name__} was given to kernel attention; it needs its own state")
+        return state

@@ -1,0 +1,31 @@
+"""What causal attention by fixed and by exponential kernels is made of: frozen values with a `kind`."""
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig
+
+__all__ = ["EluConfig"]
+
+
+class _KernelConfig(HeadsConfig):
+    """Kernels whose features are positive, so that a divisor is never small by chance."""
+
+    # Only keeps 0 / 0 away where all weights have underflowed.
+    denominator: DenominatorConfig = DenominatorConfig(kind="floor", eps=1e-6)
+    # The state forgets by a gate of each head, or by one of all heads.
+    gated: bool = False
+    shared_gate: bool = False
+
+    @model_validator(mode="after")
+    def _gates_fit(self) -> "_KernelConfig":
+        if self.shared_gate and not self.gated:
+            raise ValueError("shared_gate was given to a mixer without gates; set gated = true")
+        return self
+
+
+class EluConfig(_KernelConfig):
+    """Causal attention with the feature map elu + 1."""
+
+    kind: Literal["elu"]
