@@ -1,8 +1,9 @@
 """All experiments by name, in the order of the papers."""
 
 from benchmarks.papers.experiment import Experiment
+from benchmarks.papers.rfa_table3_speed import RFA_TABLE3_SPEED
 
 __all__ = ["EXPERIMENTS"]
 
-_ALL: tuple[Experiment, ...] = ()
+_ALL: tuple[Experiment, ...] = (RFA_TABLE3_SPEED,)
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
