@@ -1,0 +1,117 @@
+"""A job that trains a small language model on shuffled books and reads the held-out one in windows of some lengths."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.book_text import BookText, prepare_books
+from benchmarks.papers.experiment import Job, Scores, Watch
+from benchmarks.papers.training_job import training_job
+from benchmarks.perplexity_by_position import token_nats
+from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.training.run_log import Metrics
+
+__all__ = ["PARAMETERS", "TRAINED", "VOCAB_SIZE", "BooksModel", "BooksRun", "books_job", "late", "perplexity"]
+
+VOCAB_SIZE = 1024
+PARAMETERS, TRAINED = "parameters", "train_perplexity"
+OPTIMISER = {
+    "kind": "muon",
+    "learning_rate": 4e-3,
+    "matrix_learning_rate": 3e-3,
+    "final_ratio": 0.05,
+    "weight_decay": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class BooksModel:
+    """The mixer without its sizes, and the positions of its tokens; the rest is the same for all arms."""
+
+    mixer: Mapping[str, Any]
+    positions: str = "none"
+    hidden_size: int = 128
+    num_layers: int = 3
+    num_heads: int = 2
+    mlp_size: int = 512
+
+    def section(self) -> dict[str, Any]:
+        """The section [model] of a training file."""
+        values = asdict(self)
+        heads = values.pop("num_heads")
+        values["mixer"] = {"hidden_size": self.hidden_size, "num_heads": heads, **self.mixer}
+        return {"vocab_size": VOCAB_SIZE, **values}
+
+
+@dataclass(frozen=True)
+class BooksRun:
+    """How long is trained on what, and in windows of which lengths the held-out book is read.
+
+    `scored` tokens are read, a multiple of every length, each window from the empty state.
+    """
+
+    segment: int
+    batch: int
+    steps: int
+    parts: int
+    lengths: tuple[int, ...]
+    scored: int
+
+
+def perplexity(length: int) -> str:
+    """The name of the score: perplexity of all tokens in windows of so many."""
+    return f"perplexity_at_{length}"
+
+
+def late(length: int) -> str:
+    """The name of the score: perplexity of the tokens in the second half of each window of so many."""
+    return f"late_perplexity_at_{length}"
+
+
+def books_job(arm: str, seed: int, model: BooksModel, run: BooksRun) -> Job:
+    """One model at one seed; texts and vocabulary lie beside the arms, made by the job that comes first."""
+    settings = {"model": model.section(), "run": asdict(run), "optimiser": OPTIMISER, "seed": seed}
+
+    def work(folder: Path, watch: Watch) -> Scores:
+        text = prepare_books(folder.parent.parent / "text", run.parts, VOCAB_SIZE)
+        sections = _sections(model, run, text)
+        return training_job(arm, seed, sections, lambda *found: _measure(run, text, *found)).work(folder, watch)
+
+    return Job(arm, seed, settings, work)
+
+
+def _sections(model: BooksModel, run: BooksRun, text: BookText) -> dict[str, Any]:
+    return {
+        "model": model.section(),
+        "data": {
+            "train": [str(text.train)],
+            "tokeniser": str(text.tokeniser),
+            "batch": run.batch,
+            "segment": run.segment,
+            "stateful": False,
+        },
+        "optimiser": {**OPTIMISER, "warmup_steps": max(1, run.steps // 10)},
+        "run": {
+            "steps": run.steps,
+            "log_every": max(1, run.steps // 10),
+            "evaluate_every": run.steps,
+            "checkpoint_every": max(1, run.steps // 4),
+        },
+    }
+
+
+def _measure(run: BooksRun, text: BookText, folder: Path, last: Metrics, watch: Watch) -> Scores:
+    model, _ = load_model_and_tokeniser(folder)
+    tokens = text.held_out(run.scored + 1)
+    scores = {
+        PARAMETERS: float(sum(parameter.numel() for parameter in model.parameters())),
+        TRAINED: math.exp(last["loss"]),
+    }
+    for length in run.lengths:
+        nats_NL = token_nats(model, tokens, length).reshape(-1, length)
+        scores[perplexity(length)] = math.exp(nats_NL.mean())
+        scores[late(length)] = math.exp(nats_NL[:, length // 2 :].mean())
+        watch.tell(f"windows of {length}: perplexity {scores[perplexity(length)]:.2f}")
+    return scores
