@@ -43,8 +43,49 @@ from dist_attn.ops.softmax_attention import (
 )
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.token_mixing import Activation, mix_tokens
+from dist_attn.ops.token_routing import route_tokens
+from dist_attn.ops.token_selection import select_tokens
+from dist_attn.ops.upsampling import Interpolation, upsample
 
-__all__ = ["LocalSequenceOps", "SequenceOps"]
+__all__ = ["LocalSequenceOps", "RoutedTokens", "SelectedTokens", "SequenceOps"]
+
+
+class RoutedTokens(Protocol):
+    """Tokens at the experts that were chosen for them; `dropped` assignments of all processes found no room."""
+
+    @property
+    def dropped(self) -> int: ...
+
+    def by_expert(self) -> tuple[torch.Tensor, ...]:
+        """The rows of every expert, [R_e, C]; none of experts that another process takes care of."""
+        ...
+
+    def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
+        """From what experts made of their rows, one expert after the other, to the tokens: [R, D] -> [K, N, D]."""
+        ...
+
+
+class SelectedTokens(Protocol):
+    """The tokens that were kept, spread evenly, with their positions and the operations along them.
+
+    `total` counts them on all processes.
+    """
+
+    @property
+    def x_NC(self) -> torch.Tensor: ...
+
+    @property
+    def position_N(self) -> torch.Tensor: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def ops(self) -> "SequenceOps": ...
+
+    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
+        """Values at all positions of the sequence that was selected from, [N, D] of the kept ones -> [L, D]."""
+        ...
 
 
 class SequenceOps(Protocol):
@@ -148,6 +189,14 @@ class SequenceOps(Protocol):
     ) -> torch.Tensor: ...
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor: ...
+
+    def select_tokens(
+        self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
+    ) -> SelectedTokens: ...
+
+    def route_tokens(
+        self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
+    ) -> RoutedTokens: ...
 
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
@@ -346,6 +395,21 @@ class LocalSequenceOps:
             return packed_fourier_mix(x_BLD, norm=norm, documents=self.documents)
         return fourier_mix(x_BLD, norm=norm)
 
+    def select_tokens(
+        self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
+    ) -> SelectedTokens:
+        """See `dist_attn.ops.token_selection.select_tokens`; one unbroken sequence only."""
+        self._refuse_documents("select_tokens")
+        kept = select_tokens(x_LC, score_L, threshold=threshold, at_most=at_most)
+        return _LocallySelected(*kept, length=len(x_LC), ops=self)
+
+    def route_tokens(
+        self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
+    ) -> RoutedTokens:
+        """See `dist_attn.ops.token_routing.route_tokens`; one unbroken sequence only."""
+        self._refuse_documents("route_tokens")
+        return route_tokens(x_LC, expert_LK, num_experts=num_experts, capacity=capacity)
+
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
     ) -> Maxima:
@@ -392,3 +456,21 @@ class LocalSequenceOps:
                 f"{operation} was given {len(self.documents)} packed documents; it takes one unbroken sequence. Call "
                 "it once per document"
             )
+
+
+@dataclass(frozen=True)
+class _LocallySelected:
+    """What is kept of a sequence that lies whole in this process."""
+
+    x_NC: torch.Tensor
+    position_N: torch.Tensor
+    length: int
+    ops: SequenceOps
+
+    @property
+    def total(self) -> int:
+        return len(self.position_N)
+
+    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
+        """See `dist_attn.ops.upsampling.upsample`."""
+        return upsample(z_ND, self.position_N, torch.arange(self.length, device=z_ND.device), how)

@@ -9,10 +9,13 @@ from collections.abc import Mapping
 
 import torch
 
+from dist_attn import __version__
 from dist_attn.comm import Communicator
+from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap
+from dist_attn.sharded.prefix_scan import Exchange
 
-__all__ = ["Setting", "agree_on_call"]
+__all__ = ["Setting", "agree_on_call", "layouts_in_words"]
 
 Setting = bool | int | float | str | Denominator | FeatureMap | torch.Tensor | None
 
@@ -37,6 +40,21 @@ def agree_on_call(
     words = [f"{name}={_kind(x, dim)}" for name, x in along.items()]
     words += [f"{name}={_word(value)}" for name, value in settings.items()]
     comm.agree_once(f"arguments of {operation}", " ".join(words))
+
+
+def layouts_in_words(
+    layout: SequenceLayout, memory: SequenceLayout, exchange: Exchange, choices: Mapping[str, object]
+) -> str:
+    """All that ranks must have in common before they call anything, of which the first that differs can be named."""
+    words = {
+        "version": __version__,
+        "exchange": exchange.algorithm,
+        "pieces": exchange.pieces,
+        "hosts": ";".join("+".join(map(str, host)) for host in exchange.hosts) or "none",
+        **choices,
+    }
+    named = " ".join(f"{name}={value}" for name, value in words.items())
+    return f"{named} {layout.description} {' '.join(f'memory_{word}' for word in memory.description.split(' '))}"
 
 
 def _kind(x: torch.Tensor | None, dim: int | None = None) -> str:

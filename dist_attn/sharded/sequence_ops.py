@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 
-from dist_attn import __version__
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import InputError, ShapeError
@@ -17,7 +16,7 @@ from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_t
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.token_mixing import Activation
-from dist_attn.sharded.call_agreement import Setting, agree_on_call
+from dist_attn.sharded.call_agreement import Setting, agree_on_call, layouts_in_words
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.dense_space import sharded_dense_scan
 from dist_attn.sharded.diagonal import sharded_diagonal_scan
@@ -38,6 +37,8 @@ from dist_attn.sharded.relative import sharded_relative_attention, sharded_relat
 from dist_attn.sharded.running_maximum import sharded_running_maximum
 from dist_attn.sharded.softmax import CacheKept, ShardedSoftmax, SoftmaxExchange, relative_settings
 from dist_attn.sharded.token_mixing import sharded_mix_tokens
+from dist_attn.sharded.token_routing import ShardedRoutes, sharded_route_tokens
+from dist_attn.sharded.token_selection import ShardedSelection, sharded_select_tokens
 from dist_attn.sharded.two_layouts import over_two_layouts
 
 __all__ = ["CacheKept", "ShardedSequenceOps", "SoftmaxExchange"]
@@ -90,24 +91,10 @@ class ShardedSequenceOps:
             check_grid(self._memory)
         self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
         # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
-        comm.agree_on("layout and exchange", self._description())
+        choices = {"softmax": softmax, "cache": cache, "deterministic": deterministic}
+        words = layouts_in_words(layout, self._memory, self._exchange, choices)
+        comm.agree_on("layout and exchange", words)
         self._exchange = settle(comm, self._exchange)
-
-    def _description(self) -> str:
-        """All that ranks must have in common, in words of which the first that differs can be named."""
-        exchange = self._exchange
-        words = {
-            "version": __version__,
-            "softmax": self._softmax,
-            "cache": self._cache,
-            "exchange": exchange.algorithm,
-            "pieces": exchange.pieces,
-            "hosts": ";".join("+".join(map(str, host)) for host in exchange.hosts) or "none",
-            "deterministic": self._deterministic,
-        }
-        choices = " ".join(f"{name}={value}" for name, value in words.items())
-        memory = " ".join(f"memory_{word}" for word in self._memory.description.split(" "))
-        return f"{choices} {self._layout.description} {memory}"
 
     def linear_attention(
         self,
@@ -388,6 +375,27 @@ class ShardedSequenceOps:
         if self._packed:
             return sharded_packed_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
         return sharded_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
+
+    def select_tokens(
+        self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
+    ) -> ShardedSelection:
+        """See `sharded.token_selection.sharded_select_tokens`; one unbroken sequence only."""
+        self._refuse_documents("select_tokens")
+        self._refuse_deterministic("the selection of tokens")
+        self._check("tokens", len(x_LC), self._layout)
+        self._agree("select_tokens", {"x": x_LC, "score": score_L}, 0, threshold=threshold, at_most=at_most)
+        along = partial(ShardedSequenceOps, self._comm, softmax=self._softmax, exchange=self._exchange)
+        return sharded_select_tokens(self._comm, self._layout, along, x_LC, score_L, threshold, at_most)
+
+    def route_tokens(
+        self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
+    ) -> ShardedRoutes:
+        """See `sharded.token_routing.sharded_route_tokens`; one unbroken sequence only."""
+        self._refuse_documents("route_tokens")
+        self._refuse_deterministic("the routing of tokens")
+        self._check("tokens", len(x_LC), self._layout)
+        self._agree("route_tokens", {"x": x_LC, "expert": expert_LK}, 0, experts=num_experts, capacity=capacity)
+        return sharded_route_tokens(self._comm, x_LC, expert_LK, num_experts, capacity)
 
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None

@@ -1,0 +1,115 @@
+"""Selection of tokens over ranks: who is kept is found from a few scores, then ranks get equally many kept tokens.
+
+Counts of all ranks say where each rank's kept tokens stand among all; one exchange spreads them evenly, in order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops.sequence_ops import SequenceOps
+from dist_attn.ops.token_selection import (
+    check_selection,
+    comparable,
+    first_of_highest,
+    highest_scores,
+    share_of_highest,
+)
+from dist_attn.ops.upsampling import Interpolation
+from dist_attn.sharded.realignment import realign_tokens
+from dist_attn.sharded.upsampling import sharded_upsample
+
+__all__ = ["ShardedSelection", "sharded_select_tokens"]
+
+
+@dataclass(frozen=True)
+class ShardedSelection:
+    """This rank's share of the kept tokens. `found` is the layout in which they were found, `layout` the even one."""
+
+    x_NC: torch.Tensor
+    position_N: torch.Tensor
+    ops: SequenceOps
+    comm: Communicator
+    source: SequenceLayout
+    found: SequenceLayout
+    layout: SequenceLayout
+
+    @property
+    def total(self) -> int:
+        """Kept tokens on all ranks."""
+        return self.layout.total
+
+    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
+        """See `sharded.upsampling.sharded_upsample`."""
+        return sharded_upsample(self.comm, self.source, self.found, self.layout, z_ND, self.position_N, how)
+
+
+def sharded_select_tokens(
+    comm: Communicator,
+    layout: SequenceLayout,
+    along: Callable[[SequenceLayout], SequenceOps],
+    x_LC: torch.Tensor,
+    score_L: torch.Tensor,
+    threshold: float,
+    at_most: int | None,
+) -> ShardedSelection:
+    """`ops.token_selection.select_tokens` of this rank's slice; `along` makes operations along a layout.
+
+    Shapes: x [L local, C], score [L local] -> this rank's even share of the kept [N, C], [N].
+    Cost: an all-gather of 2 numbers; with more candidates than `at_most`, one of that many scores from each rank; an
+        all-to-all of the kept rows that change ranks, and one of their positions. 2 small agreements of layouts.
+    Raises: as the local form.
+    """
+    check_selection(x_LC, score_L, at_most)
+    own_N, counts = _chosen(comm, layout, comparable(score_L), threshold, at_most)
+    position_N = own_N + layout.range(comm.rank)[0]
+    found = SequenceLayout.from_lengths(counts)
+    even = SequenceLayout.even(found.total, comm.size)
+
+    def spread(rows_NC: torch.Tensor, label: str) -> torch.Tensor:
+        return realign_tokens(comm, found, even, rows_NC[None, None], label=label)[0, 0]
+
+    rows_NC = spread(x_LC.index_select(0, own_N), "kept tokens")
+    positions_N = spread(position_N[:, None], "kept positions")[:, 0]
+    return ShardedSelection(rows_NC, positions_N, along(even), comm, layout, found, even)
+
+
+def _chosen(
+    comm: Communicator, layout: SequenceLayout, score_L: torch.Tensor, threshold: float, at_most: int | None
+) -> tuple[torch.Tensor, list[int]]:
+    """Places of the tokens kept here, rising, and how many each rank keeps; every rank decides by the same numbers."""
+    own_N = (score_L >= threshold).nonzero()[:, 0]
+    best = score_L.max().double() if len(score_L) else score_L.new_tensor(-torch.inf, dtype=torch.float64)
+    told_2 = torch.stack([torch.full_like(best, len(own_N)), best])
+    told_P2 = comm.all_gather(told_2, label="candidates").cpu()
+    counts = [int(count) for count in told_P2[:, 0].tolist()]
+    if not sum(counts):
+        # All are below the threshold: the best token stays, on the first rank that has it.
+        ranks = [rank for rank, length in enumerate(layout.lengths) if length]
+        winner = max(ranks, key=told_P2[:, 1].tolist().__getitem__, default=-1)
+        own_N = first_of_highest(score_L) if winner == comm.rank else own_N
+        return own_N, [int(rank == winner) for rank in range(comm.size)]
+    if at_most is None or sum(counts) <= at_most:
+        return own_N, counts
+    kept = _share_of_ranks(comm, score_L[own_N], counts, at_most)
+    return own_N[share_of_highest(score_L[own_N], kept[comm.rank])], kept
+
+
+def _share_of_ranks(comm: Communicator, score_N: torch.Tensor, counts: list[int], at_most: int) -> list[int]:
+    """How many of each rank's candidates are among the `at_most` highest of all; of equal ones earlier ranks' first."""
+    width = min(max(counts), at_most)
+    padded_W = score_N.new_full((width,), -torch.inf)
+    highest_N = highest_scores(score_N, width)
+    padded_W[: len(highest_N)] = highest_N
+    scores_PW = comm.all_gather(padded_W, label="highest scores")
+    limit = scores_PW.flatten().topk(at_most).values[-1]
+    above_P = (scores_PW > limit).sum(dim=1).tolist()
+    equal_P = (scores_PW == limit).sum(dim=1).tolist()
+    left, kept = at_most - sum(above_P), []
+    for above, equal in zip(above_P, equal_P, strict=True):
+        kept.append(above + min(equal, left))
+        left -= kept[-1] - above
+    return kept
