@@ -1,0 +1,51 @@
+"""Claims that one arm of a comparison is better than another, judged over the seeds that both have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import ClassVar
+
+from benchmarks.papers.experiment import Done
+from benchmarks.papers.finding import mean_and_spread
+
+__all__ = ["Claim", "judge", "of_arm"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What is printed, and which arm is then better than which by a score of which less is better."""
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ("the paper", "first", "second", "difference", "same sign here")
+
+    printed: str
+    better: str
+    worse: str
+    score: str
+
+
+def of_arm(done: Sequence[Done], arm: str, score: str) -> list[float]:
+    """An arm's scores in the order of its seeds, of the seeds that have it."""
+    of = sorted((one for one in done if one.arm == arm and score in one.scores), key=lambda one: one.seed)
+    return [one.scores[score] for one in of]
+
+
+def judge(done: Sequence[Done], claim: Claim) -> tuple[str, ...]:
+    """A row under `Claim.COLUMNS`: the difference over the seeds that both arms have, and whether it has the sign.
+
+    A difference whose mean is within one standard deviation of its own is not told from noise.
+    """
+    scores = {(one.arm, one.seed): one.scores.get(claim.score) for one in done}
+    seeds = sorted({one.seed for one in done})
+    pairs = [(scores.get((claim.better, seed)), scores.get((claim.worse, seed))) for seed in seeds]
+    gains = [worse - better for better, worse in pairs if better is not None and worse is not None]
+    return (claim.printed, claim.better, claim.worse, mean_and_spread(gains), _verdict(gains))
+
+
+def _verdict(gains: Sequence[float]) -> str:
+    if not gains:
+        return "not measured"
+    mean = fmean(gains)
+    says = "yes" if mean > 0 else "no, the opposite"
+    if len(gains) == 1:
+        return f"{says} (one seed)"
+    return says if abs(mean) > stdev(gains) else "not told from noise"
