@@ -15,6 +15,7 @@ from dist_attn.costs.exchanges import (
 )
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
+from dist_attn.costs.legs import LegsMemory
 from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
 from dist_attn.costs.operations import (
@@ -38,6 +39,7 @@ __all__ = [
     "Estimate",
     "KernelAttention",
     "LanguageModelCosts",
+    "LegsMemory",
     "Link",
     "MemoryPerRank",
     "MixerCosts",

@@ -13,6 +13,7 @@ from msgspec import Meta
 from dist_attn.costs.dense_space import DenseStateSpace
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
+from dist_attn.costs.legs import LegsMemory
 from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
 from dist_attn.costs.relative_attention import RelativeAttention
 from dist_attn.errors import ConfigError
@@ -148,7 +149,7 @@ class _MixerConfig(msgspec.Struct, frozen=True):
     relative: _RelativeConfig | None = None
     taps: Count = 16
     centred: bool = False
-    state_size: Count = 64
+    state_size: Count | None = None
     form: str = "scan"
     outputs: Count = 1
     transition: str = "fixed"
@@ -274,15 +275,18 @@ def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCost
         case "convolution", _ if not mixer.centred:
             return CausalConvolution(hidden_size, mixer.taps)
         case "s4d", _ if mixer.form == "scan":
-            return DiagonalStateSpace(hidden_size, mixer.state_size // 2)
+            return DiagonalStateSpace(hidden_size, (mixer.state_size or 64) // 2)
         case "s4", _ if mixer.form == "scan":
-            return DenseStateSpace("s4", hidden_size, mixer.state_size)
+            return DenseStateSpace("s4", hidden_size, mixer.state_size or 64)
+        case "hippo", _:
+            return LegsMemory(hidden_size, mixer.state_size or 32)
         case "lssl", _:
             learned = mixer.transition == "learned"
-            return DenseStateSpace("lssl", hidden_size, mixer.state_size, mixer.outputs, learned)
+            return DenseStateSpace("lssl", hidden_size, mixer.state_size or 64, mixer.outputs, learned)
     raise ConfigError(
         f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; mixers with a state have formulas: "
-        "rfa and rfa_gate (gaussian, arc_cosine), elu, softmax, scaleformer, convolution, lssl, s4 and s4d as a scan"
+        "rfa and rfa_gate (gaussian, arc_cosine), elu, softmax, scaleformer, convolution, lssl, hippo, s4 and s4d as a "
+        "scan"
     )
 
 

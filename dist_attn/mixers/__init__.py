@@ -16,6 +16,7 @@ from dist_attn.mixers.head_config import DenominatorConfig, RelativeConfig, Rota
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
+    HippoConfig,
     LsslConfig,
     S4Config,
     S4DConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "DenominatorConfig",
     "EluConfig",
     "FourierConfig",
+    "HippoConfig",
     "LsslConfig",
     "MemoryState",
     "MixerConfig",

@@ -6,9 +6,11 @@ from dist_attn.mixers.config import BidirectionalConfig, EluConfig, MixerConfig,
 from dist_attn.mixers.convolution import CausalConvolution, CentredConvolution
 from dist_attn.mixers.elu import EluAttention
 from dist_attn.mixers.fourier import FourierMixing
+from dist_attn.mixers.hippo import LegsMemory
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
+    HippoConfig,
     LsslConfig,
     S4Config,
     S4DConfig,
@@ -46,6 +48,8 @@ def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
             return TokenMlp(config)
         case SgConvConfig():
             return StructuredConvolution(config)
+        case HippoConfig():
+            return LegsMemory(config)
         case LsslConfig():
             return LinearStateSpace(config)
         case S4Config():

@@ -8,6 +8,7 @@ from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig, HeadSiz
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
+    HippoConfig,
     LsslConfig,
     S4Config,
     S4DConfig,
@@ -152,6 +153,7 @@ MixerConfig = Annotated[
     | SgConvConfig
     | S4DConfig
     | S4Config
-    | LsslConfig,
+    | LsslConfig
+    | HippoConfig,
     Field(discriminator="kind"),
 ]

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 __all__ = [
     "ConvolutionConfig",
     "FourierConfig",
+    "HippoConfig",
     "LsslConfig",
     "S4Config",
     "S4DConfig",
@@ -86,6 +87,23 @@ class SgConvConfig(_Config):
     def causal(self) -> bool:
         """Whether no token sees a later one."""
         return not self.bidirectional
+
+
+class HippoConfig(_Config):
+    """The memory of the whole past by LegS, of `state_size` coefficients for every channel."""
+
+    kind: Literal["hippo"]
+    state_size: int = Field(default=32, ge=1, le=512)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return True
+
+    @property
+    def streams(self) -> bool:
+        """Whether there is a state to go on from."""
+        return True
 
 
 class _StateSpaceConfig(_Config):

@@ -6,6 +6,7 @@ from dist_attn.ops.dense_space import dense_scan
 from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import fourier_mix
+from dist_attn.ops.legs import LegsState, legs_memory, legs_step, reconstruct
 from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_step
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
@@ -30,6 +31,7 @@ __all__ = [
     "FeatureMap",
     "FiniteCheck",
     "KeyValueCache",
+    "LegsState",
     "LinearState",
     "LocalSequenceOps",
     "RelativePositions",
@@ -43,6 +45,8 @@ __all__ = [
     "dense_scan",
     "diagonal_scan",
     "fourier_mix",
+    "legs_memory",
+    "legs_step",
     "linear_attention",
     "linear_attention_step",
     "long_convolve",
@@ -50,6 +54,7 @@ __all__ = [
     "relative_attention",
     "relative_attention_step",
     "relative_attention_streaming",
+    "reconstruct",
     "softmax_attention",
     "softmax_attention_streaming",
     "watching",

@@ -24,6 +24,7 @@ from dist_attn.ops.documents import (
 )
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
+from dist_attn.ops.legs import LegsState, legs_memory
 from dist_attn.ops.linear_attention import linear_attention
 from dist_attn.ops.linear_attention.prefix import check_prefix
 from dist_attn.ops.long_convolution import long_convolve, packed_long_convolve
@@ -176,6 +177,10 @@ class SequenceOps(Protocol):
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def legs_memory(
+        self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+    ) -> tuple[torch.Tensor, LegsState]: ...
 
     def mix_tokens(
         self,
@@ -374,6 +379,13 @@ class LocalSequenceOps:
         """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
         self._refuse_documents("dense_scan")
         return dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=state)
+
+    def legs_memory(
+        self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+    ) -> tuple[torch.Tensor, LegsState]:
+        """See `dist_attn.ops.legs_memory`; one unbroken sequence only."""
+        self._refuse_documents("legs_memory")
+        return legs_memory(f_BLD, read_DN, state=state)
 
     def mix_tokens(
         self,

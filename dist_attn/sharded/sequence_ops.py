@@ -12,6 +12,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
+from dist_attn.ops.legs import LegsState
 from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
@@ -23,6 +24,7 @@ from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.in_order import attention_in_order, check_grid
+from dist_attn.sharded.legs import sharded_legs_memory
 from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.packed_diagonal import sharded_packed_diagonal_scan
 from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
@@ -322,6 +324,17 @@ class ShardedSequenceOps:
         self._check("tokens", u_BLD.shape[1], self._layout)
         self._agree("dense_scan", {"u": u_BLD}, 1, a=a_DNN, b=b_DN, c=c_DMN, state=state)
         return sharded_dense_scan(self._comm, self._layout, u_BLD, a_DNN, b_DN, c_DMN, state=state)
+
+    def legs_memory(
+        self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+    ) -> tuple[torch.Tensor, LegsState]:
+        """See `sharded.legs.sharded_legs_memory`; one unbroken sequence only."""
+        self._refuse_documents("legs_memory")
+        self._refuse_deterministic("the memory of the whole past")
+        self._check("tokens", f_BLD.shape[1], self._layout)
+        before = None if state is None else state.c_BDN
+        self._agree("legs_memory", {"f": f_BLD}, 1, read=read_DN, state=before)
+        return sharded_legs_memory(self._comm, self._layout, f_BLD, read_DN, state=state)
 
     def mix_tokens(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import (
+    HippoConfig,
     LsslConfig,
     RandomFeatureConfig,
     S4Config,
@@ -101,7 +102,9 @@ def _check_packs(model: TextClassifierConfig) -> None:
                 "model.encoder.mixer scaleformer is causal and takes no packed texts; take kind bidirectional with "
                 'attention = "scaleformer", or another mixer'
             )
-        if isinstance(mixer, LsslConfig | TokenMlpConfig) or (isinstance(mixer, S4Config) and mixer.form == "scan"):
+        if isinstance(mixer, HippoConfig | LsslConfig | TokenMlpConfig) or (
+            isinstance(mixer, S4Config) and mixer.form == "scan"
+        ):
             raise ConfigError(
                 f"model.encoder.mixer {mixer.kind} takes no packed texts; take s4d, s4 as a convolution, or another "
                 "mixer"

@@ -9,18 +9,20 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_attn.costs import KernelAttention, LanguageModelCosts, RelativeAttention, input_independent, read_model_costs
+from dist_attn.costs import legs as legs_costs
 from dist_attn.costs import mixers as formulas
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import MixerConfig
 from dist_attn.models import LanguageModel
 from dist_attn.ops.diagonal import chunked
+from dist_attn.ops.legs import chunked as legs_chunked
 from dist_attn.ops.linear_attention import streaming
 from dist_attn.ops.relative_attention import windowed
 from dist_attn.ops.softmax_attention import tiled
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
-DENSE_CASES = [name for name in MODEL_CASES if kinds_of(name) & {"lssl", "s4"}]
-KERNEL_CASES = [name for name in MODEL_CASES if not kinds_of(name) & {"softmax", "lssl", "s4"}]
+DENSE_CASES = [name for name in MODEL_CASES if kinds_of(name) & {"hippo", "lssl", "s4"}]
+KERNEL_CASES = [name for name in MODEL_CASES if not kinds_of(name) & {"softmax", "hippo", "lssl", "s4"}]
 
 
 @pytest.fixture(params=MODEL_CASES)
@@ -112,6 +114,9 @@ def test_constants_are_those_of_the_kernel() -> None:
     assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)
     assert formulas.CHUNK_TOKENS == windowed.CHUNK_TOKENS == chunked.CHUNK_TOKENS
     assert input_independent.STATE_BLOCK_CHUNKS == chunked.BLOCK_CHUNKS
+    legs = (legs_costs.LEGS_CHUNK_TOKENS, legs_costs.BLOCK_CHUNKS, legs_costs.BLOCK_WEIGHTS)
+    assert legs == (legs_chunked.CHUNK_TOKENS, legs_chunked.BLOCK_CHUNKS, legs_chunked.BLOCK_WEIGHTS)
+    assert legs_costs.BLOCK_COEFFICIENTS == legs_chunked.BLOCK_COEFFICIENTS
 
 
 def test_every_mixer_with_a_state_has_formulas() -> None:
@@ -153,7 +158,7 @@ def test_second_pass_of_several_ranks() -> None:
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
          '"mixer": {"kind": "rfa"}}', "multiple of num_heads 0"),
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
-         '"mixer": {"kind": "s4d", "form": "convolution"}}', "s4 and s4d as a scan"),
+         '"mixer": {"kind": "s4d", "form": "convolution"}}', "convolution, lssl, hippo, s4 and s4d"),
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 1, "mlp_size": 1, '
          '"mixer": {"kind": "hybrid"}}', "has no pattern"),
         ('{"kind": "language_model", "vocab_size": 1, "hidden_size": 2, "num_layers": 2, "mlp_size": 1, '

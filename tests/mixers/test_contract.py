@@ -10,6 +10,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
     ConvolutionConfig,
     EluConfig,
+    HippoConfig,
     LsslConfig,
     RandomFeatureConfig,
     RelativeConfig,
@@ -80,6 +81,8 @@ CONFIGS = {
     "s4d": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=8),
     "s4": S4Config(kind="s4", hidden_size=SIZE, state_size=6),
     "lssl": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=6, outputs=2),
+    "hippo": HippoConfig(kind="hippo", hidden_size=SIZE, state_size=7),
+    "hippo-one-coefficient": HippoConfig(kind="hippo", hidden_size=SIZE, state_size=1),
     "lssl-backward": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=4, alpha=1.0),
     "s4d-bilinear": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=6, spectrum="legs", rule="bilinear"),
 }

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dist_attn import feature_maps
-from dist_attn.ops import Denominator, LinearState, RelativeState, SequenceOps
+from dist_attn.ops import Denominator, LegsState, LinearState, RelativeState, SequenceOps
 from dist_attn.ops.relative_attention import WindowState
 
 __all__ = ["CASES", "KERNEL_CASES", "Case", "Tensors", "inputs_of", "linear", "softmax"]
@@ -107,6 +107,11 @@ def _diagonal() -> Case:
     return _tokens(run, a=(3, 2, 2), b=(3, 2, 2), c=(3, 2, 2), state=(BATCH, 3, 2, 2))
 
 
+def _legs(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
+    y, after = ops.legs_memory(x["x"], x["read"], state=LegsState(x["state"], torch.full((BATCH,), 5)))
+    return y, after.c_BDN
+
+
 KERNEL_CASES = {
     "linear": linear(causal=True, gated=False, given_state=False),
     "linear, gated, from a state": linear(causal=True, gated=True, given_state=True),
@@ -142,6 +147,7 @@ CASES = KERNEL_CASES | {
         c=(3, 2, 2),
         state=(BATCH, 3, 2),
     ),
+    "LegS memory": _tokens(_legs, read=(3, 4), state=(BATCH, 3, 4)),
     "sum": _tokens(lambda ops, x: (x["x"], ops.sum_over_sequence(x["x"]))),
     "sum over documents": _tokens(lambda ops, x: (x["x"], ops.sum_over_documents(x["x"]))),
 }

@@ -8,7 +8,7 @@ import torch
 from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import LocalSequenceOps
+from dist_attn.ops import LegsState, LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.ranks import run_ranks
@@ -62,6 +62,25 @@ def test_dense_scan(lengths, given_state):
         SequenceLayout.from_lengths(lengths),
         [random_tensor(2, sum(lengths), 3, seed=0)],
         whole=[random_tensor(*shape, seed=s) for s, shape in enumerate([(3, 4, 4), (3, 4), (3, 2, 4), (2, 3, 4)], 1)],
+    )
+
+
+@pytest.mark.parametrize("given_state", [False, True])
+@pytest.mark.parametrize("lengths", [*LENGTHS, (0, 0, 90), (70, 0, 1, 33)])
+def test_legs_memory(lengths, given_state):
+    """The memory over ranks equals one rank's: what is read, every rank's state, all gradients, at other positions."""
+
+    def call(ops, t):
+        f, read, c = t
+        state = LegsState(c, torch.tensor([3, 1000])) if given_state else None
+        y_BLD, after = ops.legs_memory(f, read, state=state)
+        return y_BLD, after.c_BDN, after.seen_B
+
+    check_sharded(
+        call,
+        SequenceLayout.from_lengths(lengths),
+        [random_tensor(2, sum(lengths), 3, seed=0)],
+        whole=[random_tensor(3, 6, seed=1), random_tensor(2, 3, 6, seed=2)],
     )
 
 

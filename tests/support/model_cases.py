@@ -40,6 +40,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     "low-rank state space": {"mixer": {"kind": "s4", "state_size": 8}},
     "full state space": {"mixer": {"kind": "lssl", "state_size": 6, "outputs": 2}},
     "full state space, learned": {"mixer": {"kind": "lssl", "state_size": 8, "transition": "learned", "alpha": 1.0}},
+    "memory of the whole past": {"mixer": {"kind": "hippo", "state_size": 12}},
     "values of full rank": {"mixer": {"kind": "rfa_gate", "num_heads": 2, "num_random": 16, "value_rank": 64}},
     "values of low rank": {
         "mixer": {"kind": "rfa", "num_heads": 4, "num_random": 16, "value_rank": 3, "projection_bias": True}

@@ -1,0 +1,164 @@
+"""The LegS memory in chunks: all coefficients of a chunk are one product with the state before it and its tokens.
+
+The step changes with every token, so each chunk has matrices of its own. They depend on nothing but the tokens' numbers
+and are the same for all channels, so making them costs as much as N + T further channels. It takes T steps, for some
+chunks side by side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.legs.state import LegsState
+from dist_attn.ops.legs.transition import forgetting
+from dist_attn.ops.linear_attention.checkpointed_scan import scan
+
+__all__ = ["CHUNK_TOKENS", "absorb_signal", "legs_memory", "side_by_side"]
+
+CHUNK_TOKENS = 32
+# At most so many chunks side by side, and numbers in their matrices (float64) and in their tokens' coefficients.
+BLOCK_CHUNKS, BLOCK_WEIGHTS, BLOCK_COEFFICIENTS = 16, 1 << 19, 1 << 22
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+def legs_memory(
+    f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+) -> tuple[torch.Tensor, LegsState]:
+    """Every channel's whole past as N coefficients, optimal for the Legendre basis, and what is read of them.
+
+    (I - A / 2t) c_t = (I + A / 2t) c_{t-1} + (B / t) f_t and y_t = read . c_t, with LegS's A and B and t counted from 1
+    at the beginning of the text, which a `state` may come from. Only states are kept for the backward pass.
+
+    Shapes: f [B, L, D], read [D, N] -> y [B, L, D] in f's dtype; the state in float64.
+    Cost: per token 2 D N (N + T) operations and 2 N^2 (N + T / 2) for the matrices, T = 32.
+    Raises: ShapeError when they do not fit together.
+    Reference: Gu et al. 2020 (HiPPO), LegS with the bilinear rule; A Unified View of Long-Sequence Models, Sec. 7.
+    """
+    before = _before(f_BLD, read_DN, state)
+    real = torch.promote_types(torch.promote_types(f_BLD.dtype, read_DN.dtype), torch.float32)
+    f_BDL = f_BLD.to(real).transpose(1, 2)
+    y_BDL, (c_BDN,) = scan(
+        _Respond(),
+        _blocks(f_BLD.shape, read_DN.shape[1]),
+        (f_BDL, _times(before, f_BLD.shape[1], alike=state is None)),
+        (before.c_BDN,),
+        (read_DN.to(real),),
+        output_shape=tuple(f_BDL.shape),
+        output_dtype=real,
+    )
+    return y_BDL.transpose(1, 2).to(f_BLD.dtype), LegsState(c_BDN, before.seen_B + f_BLD.shape[1])
+
+
+def absorb_signal(f_BLD: torch.Tensor, state: LegsState) -> LegsState:
+    """The memory after these tokens, without reading it."""
+    f_BDL = f_BLD.to(torch.promote_types(f_BLD.dtype, torch.float32)).transpose(1, 2)
+    times = _times(state, f_BLD.shape[1], alike=False)
+    _, (c_BDN,) = scan(_Absorb(), _blocks(f_BLD.shape, state.c_BDN.shape[2]), (f_BDL, times), (state.c_BDN,), ())
+    return LegsState(c_BDN, state.seen_B + f_BLD.shape[1])
+
+
+@dataclass(frozen=True)
+class _Respond:
+    """Some chunks: what is read [B, D, T] and the coefficients after them, [B, D, N]."""
+
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        (read_DN,) = parameters
+        weights_RKTNJ, f_BKTD, c_BKND, after_BDN = _walk(sequence, carry)
+        given_BKJD = torch.cat([c_BKND.to(read_DN.dtype), f_BKTD.to(read_DN.dtype)], dim=2)
+        flat_RKFJ = weights_RKTNJ.flatten(2, 3).to(read_DN.dtype)
+        outputs = []
+        for chunk in range(flat_RKFJ.shape[1]):  # one by one, so that coefficients stay in the cache
+            c_BFD = flat_RKFJ[:, chunk] @ given_BKJD[:, chunk]
+            outputs.append((c_BFD.unflatten(1, weights_RKTNJ.shape[2:4]) * read_DN.mT).sum(2))
+        return torch.cat(outputs, dim=1).mT, (after_BDN,)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return (_walk(sequence, carry)[3],)
+
+
+@dataclass(frozen=True)
+class _Absorb:
+    """Some chunks of which nothing is read."""
+
+    has_output = False
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        return None, self.advance(sequence, carry, parameters)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return (_walk(sequence, carry)[3],)
+
+
+def _walk(sequence: _Optional, carry: _Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """From chunk to chunk: their weights and tokens, the coefficients before each, and those after the last one."""
+    f_BDL, t_R1L = sequence
+    (c_BDN,) = carry
+    assert f_BDL is not None and t_R1L is not None
+    chunks, size = max(1, f_BDL.shape[2] // CHUNK_TOKENS), c_BDN.shape[2]
+    f_BKTD = f_BDL.unflatten(2, (chunks, -1)).permute(0, 2, 3, 1)
+    t_RKT = t_R1L[:, 0].unflatten(1, (chunks, -1))
+    weights_RKTNJ = _weights(t_RKT.flatten(0, 1), size).unflatten(0, t_RKT.shape[:2])
+    last_RKNJ = weights_RKTNJ[:, :, -1]
+    gained_BKND = last_RKNJ[..., size:] @ f_BKTD.to(c_BDN.dtype)
+    c_BND, before = c_BDN.mT, []
+    for chunk in range(chunks):
+        before.append(c_BND)
+        c_BND = last_RKNJ[:, chunk, :, :size] @ c_BND + gained_BKND[:, chunk]
+    return weights_RKTNJ, f_BKTD, torch.stack(before, dim=1), c_BND.mT
+
+
+def _weights(t_RT: torch.Tensor, size: int) -> torch.Tensor:
+    """What the coefficients at each time of a chunk are of those before it and of its tokens, [R, T, N, N + T]."""
+    with torch.no_grad():
+        forget_RTNN = forgetting(t_RT, size)
+        rows, length = t_RT.shape
+        weights_RTNJ = forget_RTNN.new_zeros((rows, length, size, size + length))
+        weights_RTNJ[:, 0, :, :size] = torch.eye(size, dtype=torch.float64, device=t_RT.device) - forget_RTNN[:, 0]
+        for step in range(length):
+            if step:
+                known_RNK = weights_RTNJ[:, step - 1, :, : size + step]
+                weights_RTNJ[:, step, :, : size + step] = known_RNK - forget_RTNN[:, step] @ known_RNK
+            # (I - M) e_0 f_t: the first column of F.
+            weights_RTNJ[:, step, :, size + step] = forget_RTNN[:, step, :, 0]
+        return weights_RTNJ
+
+
+def _blocks(shape: torch.Size, size: int) -> list[tuple[int, int]]:
+    """Token ranges of several whole chunks, then of the rest, which is less than one; nothing is padded or dropped."""
+    batch, length, channels = shape
+    whole, step = length - length % CHUNK_TOKENS, side_by_side(batch * channels, size) * CHUNK_TOKENS
+    blocks = [(start, min(start + step, whole)) for start in range(0, whole, step)]
+    return blocks if whole == length else [*blocks, (whole, length)]
+
+
+def side_by_side(channels: int, size: int) -> int:
+    """How many chunks are worked on at once, for so many channels times batch."""
+    of_weights = BLOCK_WEIGHTS // (CHUNK_TOKENS * size * (size + CHUNK_TOKENS))
+    of_coefficients = BLOCK_COEFFICIENTS // (CHUNK_TOKENS * size * max(1, channels))
+    return max(1, min(BLOCK_CHUNKS, of_weights, of_coefficients))
+
+
+def _times(before: LegsState, length: int, *, alike: bool) -> torch.Tensor:
+    """Numbers of the tokens, counted from 1, [R, 1, L]: one row where all sequences are known to begin."""
+    seen_R = before.seen_B[:1] if alike else before.seen_B
+    return (seen_R[:, None] + torch.arange(1, length + 1, device=seen_R.device)).double()[:, None]
+
+
+def _before(f: torch.Tensor, read: torch.Tensor, state: LegsState | None) -> LegsState:
+    """The state before the first token. Raises ShapeError in words when the inputs do not fit together."""
+    if f.dim() != 3 or read.dim() != 2 or read.shape[0] != f.shape[2] or not read.shape[1]:
+        raise ShapeError(f"f {tuple(f.shape)} and read {tuple(read.shape)}: needed are f [B, L, D] and read [D, N]")
+    if state is None:
+        return LegsState.empty(f.shape[0], read.shape[0], read.shape[1], device=f.device)
+    wanted = (f.shape[0], *read.shape)
+    if tuple(state.c_BDN.shape) != wanted or tuple(state.seen_B.shape) != wanted[:1]:
+        raise ShapeError(
+            f"the state has coefficients {tuple(state.c_BDN.shape)} and tokens seen {tuple(state.seen_B.shape)}; "
+            f"needed are [B, D, N] = {wanted} and [B]"
+        )
+    return LegsState(state.c_BDN.double(), state.seen_B)
