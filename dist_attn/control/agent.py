@@ -16,17 +16,19 @@ from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.tether import adopt_orphans, die_with_parent, parent_is_gone
 from dist_attn.errors import WireError
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
+from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
     GroupStarted,
     KillGroup,
-    Ping,
     RankExited,
     StartGroup,
     StopAgent,
     WatchRanks,
+)
+from dist_attn.wire.messages import (
+    PROTOCOL_VERSION,
+    Ping,
 )
 from dist_attn.wire.sockets import Dealer
 

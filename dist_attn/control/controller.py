@@ -10,23 +10,27 @@ from dist_attn.control.guard_tally import GuardTally
 from dist_attn.control.identities import beat_identity, rank_identity
 from dist_attn.control.scheduler import Limits, Turn, View, plan
 from dist_attn.control.settings import ControlSettings
+from dist_attn.control.state_files import StateKeeper
 from dist_attn.control.steps import StepBook
 from dist_attn.errors import WireError
-from dist_attn.wire.messages import (
+from dist_attn.wire.agent_messages import (
     AgentHello,
-    AnyMessage,
-    GetStatus,
     GroupExited,
     GroupStarted,
+    RankExited,
+    StopAgent,
+)
+from dist_attn.wire.messages import (
+    AnyMessage,
+    GetStatus,
     Heartbeat,
     Ping,
-    RankExited,
     RankFailed,
     RankHello,
     Shutdown,
+    StatePart,
     Status,
     StepDone,
-    StopAgent,
 )
 from dist_attn.wire.sockets import Sent
 
@@ -48,7 +52,7 @@ class Port(Protocol):
 class Controller:
     """All open requests and the group of ranks that works on them."""
 
-    def __init__(self, settings: ControlSettings, rank_address: str, port: Port) -> None:
+    def __init__(self, settings: ControlSettings, rank_address: str, port: Port, states: StateKeeper) -> None:
         self._settings = settings
         self._port = port
         self._limits = Limits(
@@ -63,10 +67,13 @@ class Controller:
         self._now = 0.0
         self._ticked_at = 0.0
         self._down_since = 0.0
-        self._desk = Desk(settings, port.to_api)
+        self._desk = Desk(settings, port.to_api, states)
+        self._states = states
         self._group = RankGroup(settings, rank_address, self)
         self._steps = StepBook(settings.ranks)
         self._guards = GuardTally()
+        self._lost_groups = 0
+        self._replayed_tokens = 0
 
     # ---- messages ------------------------------------------------------------------------------
 
@@ -93,7 +100,9 @@ class Controller:
                 group.group_exited(message, now)
             case RankExited():
                 group.rank_exited(message, now)
-            case RankHello() | StepDone() | RankFailed() if identity == rank_identity(group.epoch, message.rank):
+            case RankHello() | StatePart() | StepDone() | RankFailed() if identity == rank_identity(
+                group.epoch, message.rank
+            ):
                 self._on_rank(message, now)
             case Heartbeat() if identity == beat_identity(group.epoch, message.rank):
                 group.heartbeat(message, now)
@@ -102,7 +111,10 @@ class Controller:
                 # Ranks of an older epoch hear nothing, so they exit by themselves if nobody kills them.
                 log.debug("message dropped", kind=type(message).__name__, identity=identity.hex())
 
-    def _on_rank(self, message: RankHello | StepDone | RankFailed, now: float) -> None:
+    def _is_from(self, identity: bytes, rank: int) -> bool:
+        return identity == rank_identity(self._group.epoch, rank)
+
+    def _on_rank(self, message: RankHello | StatePart | StepDone | RankFailed, now: float) -> None:
         if message.epoch != self._group.epoch:
             return
         match message:
@@ -110,12 +122,15 @@ class Controller:
                 self._group.rank_hello(message, now)
             case RankFailed():
                 self._group.rank_failed(message, now)
+            case StatePart() if message.session in self._desk.sessions:
+                self._states.append(message.session, message.rank, message.start, message.data)
             case StepDone() if self._group.running and message.rank in self._group.ranks:
                 self._step_done(message, now)
 
     def _step_done(self, done: StepDone, now: float) -> None:
         try:
-            self._steps.finish(done)
+            for number, position in self._steps.finish(done):
+                self._desk.progress(number, position)
             for pieces in done.pieces:
                 self._desk.take_pieces(pieces)
         except WireError as error:
@@ -125,6 +140,8 @@ class Controller:
             self._guards.add(done.guards)
         for drawn in done.drawn:
             self._desk.take_draw(drawn.session, drawn.token, drawn.logprobs)
+        for saved in done.saved:
+            self._desk.take_saved(done.rank, saved)
         for fault in done.faults:
             session = self._desk.sessions.get(fault.session)
             if session is not None:
@@ -151,8 +168,8 @@ class Controller:
             self._ring = chosen.ring
             if chosen.empty and not self._desk.closing:
                 return
-            for rank, step in enumerate(self._steps.compose(chosen, self._desk, now)):
-                if self._port.to_engine(rank_identity(self._group.epoch, rank), step) is not Sent.DONE:
+            for rank, message in self._steps.compose(chosen, self._desk, now):
+                if self._port.to_engine(rank_identity(self._group.epoch, rank), message) is not Sent.DONE:
                     self._group.rank_unreachable(rank, now)
 
     @property
@@ -163,7 +180,10 @@ class Controller:
     def _view(self, now: float) -> View:
         desk, model, patience_s = self._desk, self._desk.model, self._settings.patience_s
         hidden_size, text_tokens = (model.hidden_size, model.text_tokens) if model else (0, None)
-        views = (s.view(now, patience_s, hidden_size, desk.blocked(s), text_tokens) for s in desk.sessions.values())
+        chunk = self._settings.ranks * self._settings.chunk_tokens
+        views = (
+            s.view(now, patience_s, hidden_size, desk.blocked(s), chunk, text_tokens) for s in desk.sessions.values()
+        )
         return View(self._limits, tuple(views), self._ring)
 
     def _fail_the_unserved(self, now: float) -> None:
@@ -187,14 +207,14 @@ class Controller:
         self._desk.set_model(hello)
 
     def group_lost(self, reason: str) -> None:
-        """The state of every request that the ranks had begun is gone with them; those not begun go on waiting."""
+        """What the ranks had begun goes back to its last saved state, and is done again by those that come next."""
         self._down_since = self._now
         self._steps.begin_epoch(self._group.epoch)
         self._ring = ()
-        text = f"the engine lost its ranks while it worked on this request ({reason}); they start again, so try again"
-        for session in [s for s in self._desk.sessions.values() if s.opened or s.dispatched]:
-            self._desk.fail(session, "engine_failed", text)
-        self._desk.closing.clear()
+        self._lost_groups += 1
+        again = self._desk.rewind(reason)
+        self._replayed_tokens += again
+        log.info("requests go back", open=len(self._desk.sessions), tokens_again=again)
 
     # ---- state and end -------------------------------------------------------------------------
 
@@ -216,6 +236,8 @@ class Controller:
             tokens_per_second=round(self._steps.tokens_per_second(now), 1),
             ranks=group.status(now),
             guards=self._guards.counts(),
+            lost_groups=self._lost_groups,
+            replayed_tokens=self._replayed_tokens,
         )
 
     def stop(self, now: float) -> None:

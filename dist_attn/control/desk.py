@@ -13,6 +13,7 @@ from dist_attn.control.outboxes import Outboxes
 from dist_attn.control.rows import RowAssembler, RowBatch
 from dist_attn.control.sessions import Session
 from dist_attn.control.settings import ControlSettings
+from dist_attn.control.state_files import StateKeeper
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
@@ -26,6 +27,7 @@ from dist_attn.wire.messages import (
     RankHello,
     RowPieces,
     Rows,
+    SavedState,
     TokenLogprobs,
     Tokens,
 )
@@ -35,6 +37,7 @@ __all__ = ["Desk"]
 
 ROWS_MESSAGE_BYTES = 256 << 10
 PROBE_S = 2.0
+SUSPECT = 2  # losses after which it is worked on without others that are suspect too
 
 log = structlog.get_logger("dist_attn.control")
 
@@ -42,8 +45,12 @@ log = structlog.get_logger("dist_attn.control")
 class Desk:
     """Every open request by number, in order of arrival. `send` hands a message to ZeroMQ and never waits."""
 
-    def __init__(self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent]) -> None:
+    def __init__(
+        self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent], states: StateKeeper
+    ) -> None:
         self._settings = settings
+        self.states = states
+        self.save_tokens, self.save_draws = settings.save_tokens * settings.ranks, settings.save_draws
         self._outboxes = Outboxes(send, settings.reader_deadline_s)
         self._numbers = count(1)
         self._by_name: dict[tuple[bytes, str], Session] = {}
@@ -160,16 +167,66 @@ class Desk:
         session = self.sessions.get(number)
         if session is None or session.sampling is None or self.model is None:
             return
+        session.draws_back += 1
+        session.progress(session.received, session.draws_back)
+        if session.draws_back <= session.draws:
+            self._compare(session, token)
+            return
         if token == self.model.end_token:
             self.post(session.peer, Generated(session.request_id, [], "stop"))
             self._remove(session, "done")
             return
         session.draws += 1
+        session.journal.draw(token)
         last = session.draws >= session.sampling.max_tokens
         reason, told = "length" if last else None, None if logprobs is None else [logprobs]
         self.post(session.peer, Generated(session.request_id, [token], reason, told))
         if last:
             self._remove(session, "done")
+
+    def _compare(self, session: Session, token: int) -> None:
+        """A draw that is made again must give the token that was sent; the one that was sent is fed on in any case."""
+        sent = session.journal.drawn(session.draws_back - 1)
+        if token != sent:
+            log.error("replay differs", request=session.request_id, draw=session.draws_back, sent=sent, again=token)
+
+    def take_saved(self, rank: int, saved: SavedState) -> None:
+        """A rank has sent a session's state whole: its journal begins there."""
+        session = self.sessions.get(saved.session)
+        if session is None:
+            self.states.drop(saved.session)
+            return
+        # The last token of a prompt is fed by the first draw.
+        position = session.received if saved.draws else saved.position
+        # Two ranks may save one after the other and be heard the other way round.
+        later = (position, saved.draws) > (session.journal.position, session.journal.draws)
+        if later and self.states.commit(saved.session, rank, saved.num_bytes):
+            session.journal.advance(position, saved.draws)
+            session.saved = saved
+
+    def rewind(self, reason: str) -> int:
+        """The ranks are lost: every request goes back to its last saved state; how many tokens will be done again.
+
+        A request that was there at every one of some losses in a row, and came no further, fails: it may be the cause.
+        """
+        self.states.forget_unfinished()
+        self.closing.clear()
+        again = 0
+        for session in [s for s in self.sessions.values() if s.exposed]:
+            session.losses += 1
+            if session.losses >= self._settings.losses_to_fail:
+                text = f"the ranks were lost {session.losses} times while they worked on this request ({reason})"
+                self.fail(session, "engine_failed", text)
+            else:
+                again += session.rewind()
+        self.closing.clear()
+        return again
+
+    def progress(self, number: int, position: int) -> None:
+        """All ranks have read a request up to here."""
+        session = self.sessions.get(number)
+        if session is not None:
+            session.progress(position, 0)
 
     def settle(self, session: Session) -> None:
         """End an encoding whose every row has been sent."""
@@ -227,8 +284,14 @@ class Desk:
             self._drop(peer)
 
     def blocked(self, session: Session) -> bool:
-        """Whether its API process does not take what is sent."""
-        return self._outboxes.blocked(session.peer)
+        """Whether its API process does not take what is sent, or it is not its turn to be tried again."""
+        return self._outboxes.blocked(session.peer) or self._waits_as_suspect(session)
+
+    def _waits_as_suspect(self, session: Session) -> bool:
+        """Of the requests that may have killed the ranks, one at a time is worked on: so the guilty one is found."""
+        if session.losses < SUSPECT:
+            return False
+        return session is not next(s for s in self.sessions.values() if s.losses >= SUSPECT)
 
     def tick(self, now: float) -> None:
         """Send what waits, notice API processes that died or hang, and requests whose tokens stopped coming."""
@@ -259,6 +322,7 @@ class Desk:
         if self.sessions.pop(session.number, None) is None:
             return
         del self._by_name[session.peer, session.request_id]
+        self.states.drop(session.number)
         if session.opened:
             self.closing.append(session.number)
         log.info(

@@ -16,20 +16,22 @@ import structlog
 
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.vitals import RankVitals, name_culprit, name_ending
+from dist_attn.wire.agent_messages import (
+    AgentHello,
+    GroupExited,
+    KillGroup,
+    RankExited,
+    StartGroup,
+    WatchRanks,
+)
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
-    AgentHello,
     AnyMessage,
-    GroupExited,
     Heartbeat,
-    KillGroup,
     Ping,
-    RankExited,
     RankFailed,
     RankHello,
     RankStatus,
-    StartGroup,
-    WatchRanks,
 )
 
 __all__ = ["Outlet", "Phase", "RankGroup"]

@@ -14,7 +14,9 @@ from dist_attn.control.passing_on import PassOn
 from dist_attn.control.processes import GROUP_MARK, kill_processes
 from dist_attn.control.settings import ControlSettings
 from dist_attn.launchers import find_mpiexec
-from dist_attn.wire.messages import StartGroup
+from dist_attn.wire.agent_messages import (
+    StartGroup,
+)
 
 __all__ = ["RankProcesses", "child_environment"]
 

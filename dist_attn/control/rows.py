@@ -83,6 +83,7 @@ class RowAssembler:
         self._waiting: dict[int, tuple[Ints, Ints, Floats]] = {}
         self._open: _OpenRow | None = None
         self._rows = 0
+        self._again = 0  # pieces before this position may come a second time
         self.position = 0
         """Every token before this position is in a row that has been taken, or in the one that is open."""
 
@@ -94,7 +95,7 @@ class RowAssembler:
     def add(self, pieces: RowPieces, total: int | None) -> list[RowBatch]:
         """Take pieces in; the rows that they complete. `total` is the length of the input once it is known.
 
-        Raises: WireError for pieces that do not fit together or arrive twice.
+        Raises: WireError for pieces that do not fit together, or arrive twice without a `rewind` between.
         """
         if not pieces.starts:
             return []
@@ -105,6 +106,11 @@ class RowAssembler:
         while (segment := self._waiting.pop(self.position, None)) is not None:
             batches += self._consume(*segment, total)
         return batches
+
+    def rewind(self) -> None:
+        """What is ahead of its turn is lost, and pieces that were added before may come again."""
+        self._waiting.clear()
+        self._again = self.position
 
     def finish(self, total: int) -> list[RowBatch]:
         """The last, shorter row when the end of the input became known only after its tokens."""
@@ -122,9 +128,14 @@ class RowAssembler:
         first = int(starts[0])
         if bool((stops <= starts).any()) or bool((starts[1:] != stops[:-1]).any()):
             raise WireError(f"the row pieces from token {first} are not one gapless run of ranges")
-        if first < self.position or first in self._waiting:
+        if (first < self.position and first >= self._again) or first in self._waiting:
             raise WireError(f"row pieces from token {first} came twice; tokens before {self.position} are done")
         vectors = np.frombuffer(pieces.vectors, dtype="<f4").reshape(len(starts), self._dim)
+        new = int(np.searchsorted(starts, self.position)) if first < self._again else 0
+        if new == len(starts):
+            return first
+        starts, stops, vectors = starts[new:], stops[new:], vectors[new:]
+        first = int(starts[0])
         self._waiting[first] = (starts, stops, vectors)
         return first
 

@@ -3,6 +3,9 @@
 Decoding comes first, then short prompts in order of arrival, then long documents by deficit round-robin. While anything
 decodes, a step carries little prefill, so that the time between tokens stays bounded. When short and long work wait
 together each gets half of the step, and one block at least: nobody starves.
+
+A text is always cut into the same blocks: at multiples of its chunk, however much a step has room for and whatever else
+waits. So its rows and its state have the same bits in a busy engine, in an idle one, and when it is read a second time.
 """
 
 from collections.abc import Iterator
@@ -22,7 +25,7 @@ class Limits:
     block_tokens: int = 2048
     beside_decode_tokens: int = 512
     short_tokens: int = 2048
-    max_blocks: int = 4
+    max_sessions: int = 4  # whose blocks share a step
     max_active: int = 128
 
 
@@ -38,8 +41,9 @@ class SessionView:
     overdue: bool = False  # its tokens have waited long enough for more to come
     row_length: int | None = None  # a row ends at every multiple of it; None: only at the end of the input
     grid: int = GRAIN  # tokens; blocks and the slices of ranks are cut at multiples of it
+    chunk: int = GRAIN  # tokens on all ranks; a block ends at every multiple of it
+    due: tuple[int, ...] = ()  # where its next blocks ended when they were read before; they end there again
     home: int = 0  # the rank that reads what is too short to be shared
-    block_limit: int = 1 << 30  # tokens per block, so that the rows of one step fit into a message
     ready: bool = False  # its prompt is prefilled: a token can be drawn
     owner: int | None = None  # the rank that keeps its state while it decodes
     blocked: bool = False  # its reader is slow: no work for now
@@ -111,7 +115,7 @@ def _admitted(view: View) -> tuple[SessionView, ...]:
         if session.blocked:
             continue
         if not session.opened:
-            if room <= 0 or not (session.ready or _cut(session, max(GRAIN, session.grid))):
+            if room <= 0 or not (session.ready or _next(session, session.start)):
                 continue
             room -= 1
         chosen.append(session)
@@ -135,39 +139,40 @@ def _decodes(sessions: tuple[SessionView, ...], ranks: int) -> tuple[tuple[int, 
 def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
     """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round.
 
-    It is a grain at least: what fits into no step would never be read.
+    It is a chunk at least: what fits into no step would never be read.
     """
     limits = view.limits
-    grain = max([GRAIN, *(s.grid for s in sessions)])
-    budget = max(grain, budget)
-    runnable = {s.session: s for s in sessions if _cut(s, budget)}
+    chunk = max([GRAIN, *(s.chunk for s in sessions)])
+    budget = max(chunk, budget)
+    runnable = {s.session: s for s in sessions if _next(s, s.start)}
     shorts = [s for s in runnable.values() if s.final and s.available <= limits.short_tokens]
     longs = runnable.keys() - {s.session for s in shorts}
-    share = max(grain, budget // 2) if shorts and longs else budget
+    share = max(chunk, budget // 2) if shorts and longs else budget
 
     blocks: list[Block] = []
-    left = share
+    left, served = share, 0
     for session in shorts:
-        count = _cut(session, left)
-        if not count or len(blocks) == limits.max_blocks - bool(longs):
+        made = _blocks(session, left, limits.ranks)
+        if not made or served == limits.max_sessions - bool(longs):
             break
-        blocks.append(_block(session, count, limits.ranks))
-        left -= count
+        blocks += made
+        served += 1
+        left -= _tokens(made)
 
     left = share if longs else 0
     waiting: list[Turn] = []
-    served: list[Turn] = []
+    done: list[Turn] = []
     for turn in _round(view.ring, longs):
-        session = runnable[turn.session]
         owed = min(turn.deficit + share, 2 * share)
-        count = _cut(session, min(owed, left)) if len(blocks) < limits.max_blocks else 0
-        if not count:
+        made = _blocks(runnable[turn.session], min(owed, left), limits.ranks) if served < limits.max_sessions else []
+        if not made:
             waiting.append(turn)
             continue
-        blocks.append(_block(session, count, limits.ranks))
-        served.append(Turn(turn.session, owed - count))
-        left -= count
-    return tuple(blocks), tuple(waiting + served)
+        blocks += made
+        served += 1
+        done.append(Turn(turn.session, owed - _tokens(made)))
+        left -= _tokens(made)
+    return tuple(blocks), tuple(waiting + done)
 
 
 def _round(ring: tuple[Turn, ...], longs: set[int]) -> Iterator[Turn]:
@@ -177,27 +182,41 @@ def _round(ring: tuple[Turn, ...], longs: set[int]) -> Iterator[Turn]:
     yield from (Turn(session, 0) for session in sorted(longs - known))
 
 
-def _cut(session: SessionView, limit: int) -> int:
-    """How many tokens of the session form its next block of at most `limit`; 0 while it is better to wait.
+def _blocks(session: SessionView, limit: int, ranks: int) -> list[Block]:
+    """The next blocks of the session, `limit` tokens at most together; none while it is better to wait."""
+    blocks: list[Block] = []
+    at = session.start
+    while (stop := _next(session, at)) and stop - session.start <= limit:
+        blocks.append(Block(session.session, at, split(at, stop - at, ranks, session.grid, session.home % ranks)))
+        at = stop
+    return blocks
 
-    A block ends at the end of the input or on the grid. Only a client that sends slowly, and whose rows are shorter
-    than the grid, gets a cut at the last row edge: its rows should not wait for tokens that may come much later.
+
+def _tokens(blocks: list[Block]) -> int:
+    return sum(block.tokens for block in blocks)
+
+
+def _next(session: SessionView, at: int) -> int:
+    """Where a block that begins at `at` ends; 0 while it is better to wait.
+
+    A block ends at the end of the input or of a chunk. Only a client that sends slowly gets a cut on the grid before,
+    or at the last row edge where rows are shorter: they should not wait for tokens that come much later.
     """
-    limit = min(limit, session.block_limit)
-    if session.final and session.available <= limit:
-        return session.available
-    if not (session.final or session.overdue or session.available >= limit):
+    stop = session.start + session.available
+    if at >= stop:
         return 0
-    stop = session.start + min(session.available, limit)
-    on_grid = stop - stop % session.grid - session.start
-    if on_grid > 0:
-        return on_grid
-    on_row = stop - stop % session.row_length - session.start if session.row_length else 0
-    return max(0, on_row)
-
-
-def _block(session: SessionView, count: int, ranks: int) -> Block:
-    return Block(session.session, session.start, split(session.start, count, ranks, session.grid, session.home % ranks))
+    if at < (session.due[-1] if session.due else 0):
+        return min(edge for edge in session.due if edge > at)
+    edge = (at // session.chunk + 1) * session.chunk
+    if edge <= stop:
+        return edge
+    if session.final:
+        return stop
+    if not session.overdue:
+        return 0
+    on_grid = stop - stop % session.grid
+    on_row = stop - stop % session.row_length if session.row_length else 0
+    return next((cut for cut in (on_grid, on_row) if cut > at), 0)
 
 
 def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import zmq
 from dist_attn.control.controller import Controller
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
+from dist_attn.control.state_files import StateFiles
 from dist_attn.control.tether import parent_is_gone
 from dist_attn.errors import WireError
 from dist_attn.wire.messages import AnyMessage
@@ -44,9 +45,13 @@ def run_controller(settings: ControlSettings) -> int:
     context = zmq.Context[zmq.Socket[bytes]](1)
     try:
         with Router(context, settings.api_address) as api, Router(context, rank_address) as engine:
-            server = _Server(settings, rank_address, api, engine)
-            print(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}", flush=True)
-            return server.run()
+            states = StateFiles(Path(settings.data_dir) / "states")
+            try:
+                server = _Server(settings, rank_address, api, engine, states)
+                print(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}", flush=True)
+                return server.run()
+            finally:
+                states.close()
     finally:
         context.term()
         for address in (settings.api_address, rank_address):
@@ -65,12 +70,14 @@ def _remove(address: str) -> None:
 
 
 class _Server:
-    def __init__(self, settings: ControlSettings, rank_address: str, api: Router, engine: Router) -> None:
+    def __init__(
+        self, settings: ControlSettings, rank_address: str, api: Router, engine: Router, states: StateFiles
+    ) -> None:
         self._settings = settings
         self._rank_address = rank_address
         self._api = api
         self._engine = engine
-        self._controller = Controller(settings, rank_address, self)
+        self._controller = Controller(settings, rank_address, self, states)
         self._agent: subprocess.Popen[bytes] | None = None
         self._agent_due = 0.0
         self._agent_started = 0.0

@@ -1,58 +1,16 @@
 """One open request: the tokens that wait for the ranks, how far it has come, and what the scheduler may know of it."""
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
+from dist_attn.control.journal import Journal
 from dist_attn.control.rows import GRAIN, RowAssembler, row_length, sequence_length
 from dist_attn.control.scheduler import SessionView
-from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.control.token_queue import TokenQueue
+from dist_attn.wire.messages import RowSpec, SamplingSpec, SavedState
 
-__all__ = ["Session", "TokenQueue"]
+__all__ = ["Session"]
 
-TOKEN_BYTES = 4
-ROW_BYTES_PER_BLOCK = 8 << 20  # so that the rows of a step stay far below the size of a message
-
-
-class TokenQueue:
-    """Tokens (raw little-endian int32) in the order they came."""
-
-    def __init__(self) -> None:
-        self._pieces: deque[memoryview] = deque()
-        self._count = 0
-
-    def __len__(self) -> int:
-        return self._count
-
-    def push(self, tokens: bytes) -> None:
-        """Append the tokens."""
-        if tokens:
-            self._pieces.append(memoryview(tokens))
-            self._count += len(tokens) // TOKEN_BYTES
-
-    def take(self, count: int) -> bytes:
-        """Remove and return the first `count` tokens; there must be as many."""
-        needed = count * TOKEN_BYTES
-        parts: list[memoryview] = []
-        while needed:
-            piece = self._pieces.popleft()
-            if len(piece) > needed:
-                self._pieces.appendleft(piece[needed:])
-                piece = piece[:needed]
-            parts.append(piece)
-            needed -= len(piece)
-        self._count -= count
-        return b"".join(parts)
-
-    def first_outside(self, vocab_size: int) -> int | None:
-        """A token that is not in [0, vocab_size), or None."""
-        for piece in self._pieces:
-            tokens = np.frombuffer(piece, dtype="<i4")
-            outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-            if len(outside):
-                return int(outside[0])
-        return None
+ROW_BYTES_PER_BLOCK = 8 << 20  # so that the rows of a step stay below the size of a message
 
 
 @dataclass
@@ -79,7 +37,15 @@ class Session:
     assembler: RowAssembler | None = None
     owner: int | None = None
     draws_asked: int = 0
-    draws: int = 0
+    draws_back: int = 0  # draws that came back from the ranks; fewer than `draws` while they are made a second time
+    draws: int = 0  # draws that were sent on
+
+    journal: Journal = field(default_factory=Journal)
+    saved: SavedState | None = None  # the state that the journal begins after; None: the empty one
+    saved_at: tuple[int, int] = (0, 0)  # tokens and draws at which a state was last asked for
+    exposed: bool = False  # the ranks of this epoch have worked on it
+    losses: int = 0  # groups lost in a row while they worked on it and it came no further
+    best: tuple[int, int] = (0, 0)  # tokens and draws that have come back from the ranks
 
     @property
     def kind(self) -> str:
@@ -91,10 +57,44 @@ class Session:
         """Whether every token that a block may hold is in one; a completion's last token is left for decoding."""
         return self.final and len(self.queue) <= (self.sampling is not None and self.draws_asked == 0)
 
+    @property
+    def is_read(self) -> bool:
+        """Whether it is an encoding of which every token is in a block."""
+        return self.rows is not None and self.prefilled
+
+    def rewind(self) -> int:
+        """The ranks are lost: go back to the last saved state; how many tokens will be done again.
+
+        What was sent to the client stays sent: it is made again, and not sent again.
+        """
+        journal = self.journal
+        again = len(journal.given) + self.draws_back - journal.draws
+        self.queue.push_front(journal.given)
+        self.dispatched, self.draws_asked, self.draws_back = journal.position, journal.draws, journal.draws
+        self.saved_at = (journal.position, journal.draws)
+        self.opened, self.exposed, self.owner = False, False, None
+        if self.assembler is not None:
+            self.assembler.rewind()
+        return again
+
+    def progress(self, tokens: int, draws: int) -> None:
+        """The ranks have come so far; further than ever before means that this request is not what kills them."""
+        if (tokens, draws) > self.best:
+            self.best, self.losses = (tokens, draws), 0
+
     def view(
-        self, now: float, patience_s: float, hidden_size: int, blocked: bool, text_tokens: int | None = None
+        self,
+        now: float,
+        patience_s: float,
+        hidden_size: int,
+        blocked: bool,
+        chunk: int,
+        text_tokens: int | None = None,
     ) -> SessionView:
-        """What the scheduler may know of it; `text_tokens` is how much the model reads at once, None any length."""
+        """What the scheduler may know of it: `chunk` tokens at most to a block (all ranks together).
+
+        `text_tokens` is how much the model reads at once, None any length.
+        """
         common = SessionView(
             session=self.number,
             opened=self.opened,
@@ -102,6 +102,8 @@ class Session:
             final=self.final,
             overdue=now - self.waiting_since >= patience_s,
             blocked=blocked,
+            chunk=chunk,
+            due=self.journal.due(self.dispatched),
         )
         if self.sampling is not None:
             ready = self.prefilled and self.draws_asked < self.sampling.max_tokens
@@ -109,10 +111,11 @@ class Session:
             return replace(common, available=available, ready=ready, owner=self.owner)
         assert self.rows is not None
         length = row_length(self.rows)
-        limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, hidden_size))) * (length or ROW_BYTES_PER_BLOCK)
-        common = replace(common, available=len(self.queue))
-        if text_tokens is None:
-            return replace(common, row_length=length, block_limit=max(GRAIN, limit))
         # No block ends at a row inside a sequence; sequences need no other rank, so short texts go around.
-        grid = sequence_length(self.rows, text_tokens)
-        return replace(common, grid=grid, home=self.number, block_limit=max(grid, limit))
+        grid = GRAIN if text_tokens is None else sequence_length(self.rows, text_tokens)
+        limit = (ROW_BYTES_PER_BLOCK // (4 * max(1, hidden_size))) * (length or ROW_BYTES_PER_BLOCK)
+        chunk = max(1, min(chunk, limit) // grid) * grid
+        common = replace(common, available=len(self.queue), grid=grid, chunk=chunk)
+        if text_tokens is None:
+            return replace(common, row_length=length)
+        return replace(common, home=self.number)

@@ -48,6 +48,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # how work is cut
     block_tokens: int = 2048
     beside_decode_tokens: int = GRAIN
+    chunk_tokens: int = GRAIN  # every text is cut into blocks of so many, always the same
+    save_tokens: int = 16 * GRAIN  # states are saved so often; after a loss so much is read again at most
+    save_draws: int = 256  # the same for drawn tokens
     steps_in_flight: int = 2
     blocks_of_credit: int = 4
     patience_s: float = 0.05  # how long tokens wait for more of them to fill a block
@@ -74,6 +77,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stable_s: float = 60.0  # a group that ran this long has recovered
     crashes_to_open: int = 5  # within stable_s: open the circuit
     cool_down_s: float = 30.0
+    losses_to_fail: int = (
+        4  # in a row: then a request that the ranks worked on each time, without coming further, fails
+    )
 
     def __post_init__(self) -> None:
         check_address(self.api_address)
@@ -93,7 +99,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 f"heartbeat_deadline_s is {self.heartbeat_deadline_s:g}; it must be at least twice heartbeat_s, "
                 f"which is {self.heartbeat_s:g}"
             )
-        for name in ("block_tokens", "beside_decode_tokens"):
+        for name in ("block_tokens", "beside_decode_tokens", "chunk_tokens", "save_tokens"):
             if getattr(self, name) < GRAIN or getattr(self, name) % GRAIN:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be a multiple of {GRAIN}")
         for name, kind in get_type_hints(type(self)).items():

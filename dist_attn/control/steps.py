@@ -1,18 +1,23 @@
-"""Numbered steps: turns a plan into one message per rank, and keeps account of the steps that are under way."""
+"""Numbered steps: turns a plan into the messages of each rank, and keeps account of the steps that are under way."""
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dist_attn.control.desk import Desk
 from dist_attn.control.scheduler import Block, Plan
+from dist_attn.control.sessions import Session
 from dist_attn.errors import WireError
 from dist_attn.wire.messages import (
+    AnyMessage,
     CloseOp,
     DecodeEntry,
     DecodeOp,
     Op,
     OpenOp,
     PrefillOp,
+    SaveOp,
+    StatePart,
     Step,
     StepDone,
 )
@@ -27,6 +32,7 @@ class _UnderWay:
     k: int
     sent_at: float
     waiting: set[int]
+    reached: list[tuple[int, int]]  # sessions, and the position after this step
 
 
 @dataclass
@@ -51,39 +57,70 @@ class StepBook:
         """When the oldest unfinished step was sent, and its number."""
         return (self.under_way[0].sent_at, self.under_way[0].k) if self.under_way else None
 
-    def compose(self, plan: Plan, desk: Desk, now: float) -> list[Step]:
-        """The next step for every rank; takes the tokens that it needs out of the sessions.
+    def compose(self, plan: Plan, desk: Desk, now: float) -> Iterator[tuple[int, AnyMessage]]:
+        """The next step of every rank, and before it the states it begins with; takes tokens out of the sessions.
 
         Decoding stands before prefill, and operations that all ranks take part in stand in the same order everywhere.
         """
         ops: list[list[Op]] = [[CloseOp(number) for number in desk.closing] for _ in range(self.ranks)]
         desk.closing.clear()
-        tokens = 0
+        restores: list[tuple[int, int]] = []
         for number in plan.opens:
-            session = desk.sessions[number]
-            session.opened = True
-            for of_rank in ops:
-                of_rank.append(OpenOp(number, session.rows, session.sampling))
+            restores += self._open(desk.sessions[number], plan, ops)
         for rank, numbers in enumerate(plan.decodes):
             if numbers:
                 ops[rank].append(DecodeOp([_entry(desk, number, rank) for number in numbers]))
-                tokens += len(numbers)
             for number in numbers:
                 if desk.sessions[number].draws_asked == 1:
                     for other in range(self.ranks):
                         if other != rank:
                             ops[other].append(CloseOp(number))
+                self._save(desk, desk.sessions[number], ops, rank)
         for block in plan.blocks:
             _prefill(desk, block, ops, now)
-            tokens += block.tokens
+        for number in dict.fromkeys(block.session for block in plan.blocks):
+            self._save(desk, desk.sessions[number], ops, number % self.ranks)
+            _close_read(desk.sessions[number], ops)
         self.last_k += 1
-        self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks))))
+        reached = [(block.session, block.start + block.tokens) for block in plan.blocks]
+        self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks)), reached))
         self._forget_old_rates(now)
-        self._rate.append((now, tokens))
-        return [Step(self.epoch, self.last_k, of_rank) for of_rank in ops]
+        self._rate.append((now, sum(map(len, plan.decodes)) + sum(block.tokens for block in plan.blocks)))
+        return self._messages(desk, restores, ops)
 
-    def finish(self, done: StepDone) -> None:
-        """One rank has finished a step.
+    def _messages(
+        self, desk: Desk, restores: list[tuple[int, int]], ops: list[list[Op]]
+    ) -> Iterator[tuple[int, AnyMessage]]:
+        for rank, number in restores:
+            start = 0
+            for part in desk.states.parts(number):
+                yield rank, StatePart(self.epoch, rank, number, start, part)
+                start += len(part)
+        for rank, of_rank in enumerate(ops):
+            yield rank, Step(self.epoch, self.last_k, of_rank)
+
+    def _open(self, session: Session, plan: Plan, ops: list[list[Op]]) -> list[tuple[int, int]]:
+        """Let the ranks begin with the session, or the one that draws for it; which of them need its saved state."""
+        session.opened = session.exposed = True
+        journal, number = session.journal, session.number
+        owners = [rank for rank, numbers in enumerate(plan.decodes) if number in numbers]
+        ranks = owners if journal.draws else list(range(self.ranks))
+        for rank in ranks:
+            ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved))
+        return [(rank, number) for rank in ranks if session.saved is not None]
+
+    def _save(self, desk: Desk, session: Session, ops: list[list[Op]], rank: int) -> None:
+        """Ask for the session's state where it has gone far since the last one that was asked for."""
+        if desk.model is None or desk.model.state_bytes is None:
+            return
+        tokens, draws = session.saved_at
+        far = session.dispatched - tokens >= desk.save_tokens or session.draws_asked - draws >= desk.save_draws
+        if far and not session.is_read:
+            session.saved_at = (session.dispatched, session.draws_asked)
+            ops[rank].append(SaveOp(session.number))
+
+    def finish(self, done: StepDone) -> list[tuple[int, int]]:
+        """One rank has finished a step; the sessions that have come further, now that all ranks have, and how far.
 
         Raises: WireError if it is not the step that is due from this rank.
         """
@@ -92,8 +129,10 @@ class StepBook:
             raise WireError(f"finished step {done.k}, due was step {due} of {self.last_k}")
         self._done[done.rank] = done.k
         self.under_way[done.k - self.under_way[0].k].waiting.discard(done.rank)
+        reached: list[tuple[int, int]] = []
         while self.under_way and not self.under_way[0].waiting:
-            self.under_way.popleft()
+            reached += self.under_way.popleft().reached
+        return reached
 
     def tokens_per_second(self, now: float) -> float:
         """Tokens prefilled and drawn per second, over the last seconds."""
@@ -107,22 +146,31 @@ class StepBook:
 
 def _entry(desk: Desk, number: int, rank: int) -> DecodeEntry:
     session = desk.sessions[number]
+    index = session.draws_asked
     session.draws_asked += 1
     session.owner = rank
-    if session.draws_asked > 1:
-        return DecodeEntry(number)
-    return DecodeEntry(number, int.from_bytes(session.queue.take(1), "little"))
+    if index:
+        return DecodeEntry(number, session.journal.drawn(index - 1))
+    last = session.queue.take(1)
+    session.journal.give(last)
+    return DecodeEntry(number, int.from_bytes(last, "little"))
 
 
 def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
     session = desk.sessions[block.session]
     for of_rank, length in zip(ops, block.lengths, strict=True):
-        of_rank.append(PrefillOp(block.session, block.start, list(block.lengths), session.queue.take(length)))
+        tokens = session.queue.take(length)
+        session.journal.give(tokens)
+        of_rank.append(PrefillOp(block.session, block.start, list(block.lengths), tokens))
     session.dispatched += block.tokens
+    session.journal.cut(session.dispatched)
     session.waiting_since = now
     desk.grant(session)
-    if session.rows is not None and session.prefilled:
-        # Every rank may forget it now; the session itself ends when its last row has come back.
+
+
+def _close_read(session: Session, ops: list[list[Op]]) -> None:
+    """An encoding whose last block is given may be forgotten; the session itself ends when its last row is back."""
+    if session.is_read:
         session.opened = False
         for of_rank in ops:
-            of_rank.append(CloseOp(block.session))
+            of_rank.append(CloseOp(session.number))

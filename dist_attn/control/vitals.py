@@ -4,7 +4,14 @@ import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dist_attn.wire.messages import GroupExited, Heartbeat, RankHello, RankStatus
+from dist_attn.wire.agent_messages import (
+    GroupExited,
+)
+from dist_attn.wire.messages import (
+    Heartbeat,
+    RankHello,
+    RankStatus,
+)
 
 __all__ = ["RankVitals", "name_culprit", "name_ending"]
 

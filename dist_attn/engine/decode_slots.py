@@ -28,6 +28,7 @@ class _Seat:
     spec: SamplingSpec
     generator: torch.Generator
     token: int = 0  # the one to feed next
+    draws: int = 0
 
 
 @dataclass
@@ -49,10 +50,18 @@ class DecodeSlots:
     def __contains__(self, session: int) -> bool:
         return session in self._seats
 
-    def take_in(self, session: int, state: ModelState, spec: SamplingSpec) -> None:
-        """A session whose prompt is prefilled but for its last token."""
-        self._seats[session] = _Seat(spec, generator_for(spec, session))
+    def take_in(self, session: int, state: ModelState, spec: SamplingSpec, *, draws: int = 0) -> None:
+        """A session whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before."""
+        self._seats[session] = _Seat(spec, generator_for(spec, session, draws), draws=draws)
         self._apart[session] = state
+
+    def state_of(self, session: int) -> tuple[ModelState, int]:
+        """The session's state, which does not hold the last drawn token yet, and how many were drawn."""
+        draws = self._seats[session].draws
+        if session in self._apart:
+            return self._apart[session], draws
+        batch = next(batch for batch in self._batches if session in batch.sessions)
+        return batch.state.select(batch.sessions.index(session)), draws
 
     def forget(self, session: int) -> None:
         """Drop the session and its state; an unknown one is ignored."""
@@ -94,6 +103,7 @@ class DecodeSlots:
         for session, seat, logits_V in zip(batch.sessions, seats, logits_BV, strict=True):
             try:
                 (seat.token,) = sample(logits_V[None], [seat.spec], [seat.generator])
+                seat.draws += 1
                 results.append(Drawn(session, seat.token, token_logprobs(logits_V, seat.token, seat.spec.logprobs)))
             except EngineError as error:
                 results.append(SessionFault(session, str(error)))

@@ -15,6 +15,7 @@ from dist_attn.engine.decode_slots import DecodeSlots
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.engine.sequence_executor import SequenceExecutor
+from dist_attn.engine.state_bytes import read_state, state_size, write_state
 from dist_attn.errors import EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
@@ -32,6 +33,7 @@ from dist_attn.wire.messages import (
     RowPieces,
     RowSpec,
     SamplingSpec,
+    SavedState,
     SessionFault,
 )
 
@@ -104,12 +106,31 @@ class ModelExecutor:
         self._prefilling: dict[int, _Prefilling] = {}
         self._decoding = DecodeSlots(model)
         self._watch = Watch(finite)
+        self.state_bytes: int | None = None
         self._warm_up()
 
     @torch.inference_mode()
-    def open(self, op: OpenOp) -> None:
-        """Begin a session with the empty state."""
-        self._prefilling[op.session] = _Prefilling(self._language_model.initial_state(1), op.rows, op.sampling)
+    def open(self, op: OpenOp, state: bytes = b"") -> None:
+        """Begin a session with the empty state, or go on from the bytes of a saved one."""
+        empty, restore = self._language_model.initial_state(1), op.restore
+        if restore is None:
+            self._prefilling[op.session] = _Prefilling(empty, op.rows, op.sampling)
+        elif restore.draws and op.sampling is not None:
+            self._decoding.take_in(op.session, read_state(state, empty), op.sampling, draws=restore.draws)
+        else:
+            restored = read_state(state, empty)
+            self._prefilling[op.session] = _Prefilling(restored, op.rows, op.sampling, restore.position)
+
+    @torch.inference_mode()
+    def save(self, session: int) -> tuple[SavedState, bytes]:
+        """The session's state as it is now."""
+        if session in self._decoding:
+            state, draws = self._decoding.state_of(session)
+        else:
+            known = self._known(session)
+            state, draws = known.state, 0
+        data = write_state(state)
+        return SavedState(session, state.position, draws, len(data)), data
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp) -> RowPieces | None:
@@ -187,3 +208,4 @@ class ModelExecutor:
         if self._comm.size > 1:
             ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
         self._language_model.hidden(torch.zeros(1, 8, dtype=torch.int64, device=self._device), ops)
+        self.state_bytes = state_size(self._language_model)

@@ -11,7 +11,7 @@ from dist_attn.engine.sequences import read_sequences
 from dist_attn.errors import EngineError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, Watch, watching
-from dist_attn.wire.messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec
+from dist_attn.wire.messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec, SavedState
 
 __all__ = ["SequenceExecutor"]
 
@@ -29,6 +29,7 @@ class SequenceExecutor:
     """The sessions of this rank. A sequence is read whole, by one rank, so nothing is kept between blocks."""
 
     end_token: int | None = None
+    state_bytes: int | None = 0
 
     def __init__(self, model: TextEncoder, rank: int, *, name: str, finite: FiniteCheck | None = None) -> None:
         self.model = name
@@ -43,14 +44,18 @@ class SequenceExecutor:
         with torch.inference_mode():
             model(torch.zeros(1, 8, dtype=torch.int64, device=self._device)[:, : model.config.max_tokens])
 
-    def open(self, op: OpenOp) -> None:
-        """Begin an encoding.
+    def open(self, op: OpenOp, state: bytes = b"") -> None:
+        """Begin an encoding, or go on with one; there is no state but the place in the text.
 
         Raises: EngineError for a completion.
         """
         if op.rows is None:
             raise EngineError(f"session {op.session} wants text from {self.model!r}, which makes vectors only")
-        self._sessions[op.session] = _Reading(op.rows)
+        self._sessions[op.session] = _Reading(op.rows, op.restore.position if op.restore else 0)
+
+    def save(self, session: int) -> tuple[SavedState, bytes]:
+        """The place in the text."""
+        return SavedState(session, self._known(session).position, 0, 0), b""
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp) -> RowPieces | None:

@@ -7,12 +7,13 @@ import time
 import traceback
 from collections.abc import Callable
 from os import getpid
-from typing import Protocol
+from typing import Protocol, final
 
 import zmq
 
 from dist_attn.control.heartbeat import HeartbeatThread, Pulse
 from dist_attn.control.identities import rank_identity
+from dist_attn.control.state_files import PART_BYTES
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import InputError, WireError
 from dist_attn.wire.messages import (
@@ -26,18 +27,23 @@ from dist_attn.wire.messages import (
     RankFailed,
     RankHello,
     RowPieces,
+    SavedState,
+    SaveOp,
     SessionFault,
     Shutdown,
+    StatePart,
     Step,
     StepDone,
 )
 from dist_attn.wire.sockets import Dealer
 
-__all__ = ["Executor", "run_rank"]
+__all__ = ["Executor", "ReceivedStates", "perform", "run_rank"]
 
 WAIT_S = 1.0
 SEND_S = 30.0
 ERROR_CHARACTERS = 2000
+
+Send = Callable[[StatePart], object]
 
 
 class Executor(Protocol):
@@ -58,11 +64,16 @@ class Executor(Protocol):
     @property
     def text_tokens(self) -> int | None: ...
 
-    def open(self, op: OpenOp) -> None: ...
+    @property
+    def state_bytes(self) -> int | None: ...
+
+    def open(self, op: OpenOp, state: bytes = b"") -> None: ...
 
     def prefill(self, op: PrefillOp) -> RowPieces | None: ...
 
     def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
+
+    def save(self, session: int) -> tuple[SavedState, bytes]: ...
 
     def close(self, session: int) -> None: ...
 
@@ -124,10 +135,12 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             executor.vocab_size,
             executor.end_token,
             executor.text_tokens,
+            executor.state_bytes,
         ),
         SEND_S,
     )
     pulse.phase = "idle"
+    states = ReceivedStates(executor.state_bytes or 0)
     while True:
         # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
         message = dealer.receive(WAIT_S)
@@ -135,8 +148,12 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             continue
         if isinstance(message, Shutdown) and message.epoch == settings.epoch:
             return
+        if isinstance(message, StatePart) and message.epoch == settings.epoch:
+            states.add(message)
+            continue
         step = _due(message, settings.epoch, pulse.step_done + 1)
-        dealer.send(_perform(step, settings.rank, executor, pulse), SEND_S)
+        done = perform(step, settings.rank, executor, pulse, states, lambda part: dealer.send(part, SEND_S))
+        dealer.send(done, SEND_S)
         pulse.step_done = step.k
         pulse.phase = "idle"
 
@@ -153,14 +170,56 @@ def _due(message: object, epoch: int, k: int) -> Step:
     return message
 
 
-def _perform(step: Step, rank: int, executor: Executor, pulse: Pulse) -> StepDone:
+@final
+class ReceivedStates:
+    """States that are to be gone on from, as far as they have come. Memory: one state each, until it is restored."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._coming: dict[int, bytearray] = {}
+
+    def add(self, part: StatePart) -> None:
+        """Take a part.
+
+        Raises: WireError for one that does not follow, or goes beyond what a state of this model has.
+        """
+        state = self._coming.setdefault(part.session, bytearray())
+        if part.start != len(state) or part.start + len(part.data) > self._num_bytes:
+            raise WireError(
+                f"bytes [{part.start}, {part.start + len(part.data)}) of a state of {self._num_bytes} came after "
+                f"{len(state)}"
+            )
+        state += part.data
+
+    def take(self, op: OpenOp) -> bytes:
+        """The state that a session begins with; nothing for the empty one.
+
+        Raises: WireError where it has not come whole.
+        """
+        state = self._coming.pop(op.session, bytearray())
+        needed = 0 if op.restore is None else op.restore.num_bytes
+        if len(state) != needed:
+            raise WireError(f"{len(state)} bytes of the state of session {op.session} came; it has {needed}")
+        return bytes(state)
+
+
+def _send_state(session: int, step: Step, rank: int, executor: Executor, send: Send) -> SavedState:
+    saved, state = executor.save(session)
+    for start in range(0, len(state), PART_BYTES):
+        send(StatePart(step.epoch, rank, session, start, state[start : start + PART_BYTES]))
+    return saved
+
+
+def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: ReceivedStates, send: Send) -> StepDone:
+    """Perform the operations of a step in order; parts of states that it asks for go out through `send`."""
     began = time.monotonic()
+    saved: list[SavedState] = []
     pieces: list[RowPieces] = []
     drawn: list[Drawn | SessionFault] = []
     for op in step.ops:
         match op:
             case OpenOp():
-                executor.open(op)
+                executor.open(op, states.take(op))
             case PrefillOp():
                 pulse.phase = "prefill"
                 result = executor.prefill(op)
@@ -169,10 +228,12 @@ def _perform(step: Step, rank: int, executor: Executor, pulse: Pulse) -> StepDon
             case DecodeOp():
                 pulse.phase = "decode"
                 drawn += executor.decode(op)
+            case SaveOp():
+                saved.append(_send_state(op.session, step, rank, executor, send))
             case CloseOp():
                 executor.close(op.session)
         pulse.advance()
     faults = [result for result in drawn if isinstance(result, SessionFault)]
     tokens = [result for result in drawn if isinstance(result, Drawn)]
     seconds = time.monotonic() - began
-    return StepDone(step.epoch, step.k, rank, seconds, pieces, tokens, faults, executor.take_guards())
+    return StepDone(step.epoch, step.k, rank, seconds, pieces, tokens, faults, executor.take_guards(), saved)

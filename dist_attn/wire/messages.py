@@ -3,7 +3,8 @@
 Who speaks to whom:
 
     API  <-> controller : Open… / Tokens / Cancel / GetStatus   and   Accepted / Credit / Rows / … / Failed / Status
-    controller <-> rank : Step / Shutdown / Ping   and   RankHello / StepDone / Heartbeat / RankFailed
+    controller <-> rank : StatePart / Step / Shutdown / Ping
+                          and RankHello / StatePart / StepDone / Heartbeat / RankFailed
     controller <-> agent: StartGroup / WatchRanks / KillGroup / StopAgent / Ping
                           and AgentHello / GroupStarted / RankExited / GroupExited
 
@@ -17,18 +18,20 @@ import msgspec
 from msgspec import Meta
 
 from dist_attn.errors import WireError
+from dist_attn.wire.agent_messages import (
+    AgentHello,
+    GroupExited,
+    GroupStarted,
+    KillGroup,
+    RankExited,
+    StartGroup,
+    StopAgent,
+    WatchRanks,
+)
+from dist_attn.wire.message import Count, Message, Name
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_MESSAGE_BYTES = 64 << 20
-
-# What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-Name = Annotated[str, Meta(min_length=1, max_length=200)]
-
-
-class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Base of every message: a frozen, tagged value; unknown fields are refused."""
-
 
 # ---- API -> controller -------------------------------------------------------------------------
 
@@ -199,17 +202,35 @@ class Status(Message, frozen=True):
     tokens_per_second: float
     ranks: list[RankStatus]
     guards: GuardCounts | None = None  # of all ranks since the controller started
+    lost_groups: int = 0
+    replayed_tokens: int = 0  # prefilled or drawn a second time after a loss
 
 
 # ---- controller -> rank ------------------------------------------------------------------------
 
 
+class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A session's state after `position` tokens of its input and `draws` drawn tokens; its bytes travel as `StatePart`.
+
+    With draws the last drawn token is not in the state yet: it is the next one to feed.
+    """
+
+    session: Count
+    position: Count
+    draws: Count
+    num_bytes: Count
+
+
 class OpenOp(msgspec.Struct, frozen=True, tag="open"):
-    """A session begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions."""
+    """A session begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions.
+
+    With `restore` it goes on from a state whose parts have come before this step.
+    """
 
     session: Count
     rows: RowSpec | None = None
     sampling: SamplingSpec | None = None
+    restore: SavedState | None = None
 
 
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
@@ -226,7 +247,7 @@ class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
 
 
 class DecodeEntry(msgspec.Struct, frozen=True):
-    """One session in a decode batch; `token` feeds the last prompt token first, None the last drawn one."""
+    """One session in a decode batch; `token` is fed to it, the last prompt token first; None: the last drawn one."""
 
     session: Count
     token: Count | None = None
@@ -244,7 +265,23 @@ class CloseOp(msgspec.Struct, frozen=True, tag="close"):
     session: Count
 
 
-Op = OpenOp | PrefillOp | DecodeOp | CloseOp
+class SaveOp(msgspec.Struct, frozen=True, tag="save"):
+    """Send the session's state as it is now: its parts, and a `SavedState` in the `StepDone` of this step."""
+
+    session: Count
+
+
+Op = OpenOp | PrefillOp | DecodeOp | CloseOp | SaveOp
+
+
+class StatePart(Message, frozen=True):
+    """Bytes [start, start + n) of a session's state, in order; to a rank before the step that restores it."""
+
+    epoch: Count
+    rank: Count  # which rank it comes from or goes to
+    session: Count
+    start: Count
+    data: bytes
 
 
 class Step(Message, frozen=True):
@@ -285,6 +322,8 @@ class RankHello(Message, frozen=True):
     vocab_size: Count
     end_token: Count | None = None
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
+    # Bytes of a session's state; None where it grows with the text and is not saved.
+    state_bytes: Count | None = None
 
 
 class RowPieces(msgspec.Struct, frozen=True):
@@ -323,8 +362,9 @@ class StepDone(Message, frozen=True):
     seconds: float
     pieces: list[RowPieces]
     drawn: list[Drawn]
-    faults: list[SessionFault] = []
+    faults: list[SessionFault] = msgspec.field(default_factory=list)
     guards: GuardCounts | None = None  # of this step, where attention formed denominators
+    saved: list[SavedState] = msgspec.field(default_factory=list)
 
 
 class Heartbeat(Message, frozen=True):
@@ -348,68 +388,6 @@ class RankFailed(Message, frozen=True):
     error: str
 
 
-# ---- controller <-> agent ----------------------------------------------------------------------
-
-
-class StartGroup(Message, frozen=True):
-    """Start `ranks` rank processes for `epoch`; the agent kills what is left of older epochs first."""
-
-    epoch: Count
-    ranks: Count
-    backend: str
-    model: str
-    controller_address: str
-
-
-class WatchRanks(Message, frozen=True):
-    """All ranks of `epoch` have said hello: report at once when one of these processes ends; pids in order of rank."""
-
-    epoch: Count
-    pids: list[Count]
-
-
-class KillGroup(Message, frozen=True):
-    """Kill every process of `epoch`: the launcher and the pids that its ranks reported."""
-
-    epoch: Count
-    pids: list[Count]
-
-
-class StopAgent(Message, frozen=True):
-    """Kill all ranks and exit."""
-
-
-class AgentHello(Message, frozen=True):
-    """First message of an agent, repeated every second: it also says that the agent is alive."""
-
-    protocol_version: int
-    host: str
-    pid: Count
-
-
-class GroupStarted(Message, frozen=True):
-    """The launcher of `epoch` runs."""
-
-    epoch: Count
-    launcher_pid: Count
-
-
-class RankExited(Message, frozen=True):
-    """The process of this rank of `epoch` has ended, whatever the launcher says about it later."""
-
-    epoch: Count
-    rank: Count
-    pid: Count
-
-
-class GroupExited(Message, frozen=True):
-    """No process of `epoch` is left; the launcher ended with `exit_code`, `tail` is the end of its output."""
-
-    epoch: Count
-    exit_code: int
-    tail: str
-
-
 AnyMessage = (
     OpenEncoding
     | OpenCompletion
@@ -423,6 +401,7 @@ AnyMessage = (
     | Generated
     | Failed
     | Status
+    | StatePart
     | Step
     | Shutdown
     | Ping

@@ -23,6 +23,7 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from dist_attn.wire.sockets import Sent
+from tests.support.states import MemoryStates
 
 SETTINGS = ControlSettings(
     api_address="ipc:///none", model="m", max_open=3, blocks_of_credit=4, tokens_deadline_s=60, reader_deadline_s=10
@@ -36,7 +37,7 @@ class Counter:
 
     def __init__(self):
         self.outcome, self.sent = Sent.DONE, []
-        self.desk = Desk(SETTINGS, self.send)
+        self.desk = Desk(SETTINGS, self.send, MemoryStates())
         self.desk.set_model(RankHello(1, 1, 0, 1, 2, "h", "m", 2, 100, end_token=9))
 
     def send(self, peer, message):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import uuid
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from dist_attn.control.launch import start_engine
 from dist_attn.control.server import AGENT_STUCK_S
 from dist_attn.errors import ConfigError, EngineError
-from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.messages import RowSpec, SamplingSpec
 from tests.support import fake_rank
 from tests.support.controller_client import ControllerClient
 from tests.support.engines import (
@@ -53,6 +54,37 @@ def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(rank):
         assert client.encode("b", np.arange(900)).done.rows == 2
         assert sorted(r.pid for r in status.ranks) == rank_processes(mark)
         assert not set(before) & set(rank_processes(mark))
+
+
+@pytest.mark.parametrize("launcher", ["direct", "torchrun"])
+def test_open_requests_survive_killed_ranks(launcher):
+    """Rows and tokens are those of an undisturbed run, each once, though ranks are killed while they are made."""
+    texts = {f"t{n}": np.arange(30_000 + n) % 900 for n in range(2)}
+    slow = np.arange(9_000) % 900
+    slow[::BLOCK] = fake_rank.SLOW
+    fields = {"ranks": 2, "save_tokens": 4 * BLOCK, "losses_to_fail": 9, "launcher": launcher}
+    with running_engine(**fields, wait=False) as (_, client, mark):
+        client.wait_ready(60)
+        for name, tokens in {**texts, "slow": slow}.items():
+            client.open_encoding(name, RowSpec("window", 300))
+            client.feed(name, tokens)
+        client.open_completion("p", SamplingSpec(2_000, temperature=0.0))
+        client.feed("p", [5] * 700)
+        for kill in range(2):
+            client.wait_until(lambda kill=kill: len(client.requests["p"].tokens) > 100 * (kill + 1), 60)
+            os.kill(rank_processes(mark)[kill], signal.SIGKILL)
+            client.wait_for_status(lambda status, kill=kill: status.ready and status.epoch == kill + 2, 60)
+        for name in (*texts, "slow", "p"):
+            assert client.finish(name).failed is None
+        assert client.status().lost_groups == 2
+        for name, tokens in {**texts, "slow": slow}.items():
+            hidden = fake_rank.fake_hidden(tokens, 0).astype(np.float64)
+            edges = [*range(0, len(tokens), 300), len(tokens)]
+            means = np.array([hidden[a:b].mean(0) for a, b in pairwise(edges)], dtype=np.float32)
+            assert np.array_equal(client.requests[name].rows, means)
+        drawn = client.requests["p"].tokens
+        assert len(drawn) == 2_000 or client.requests["p"].finish_reason == "stop"
+        assert all(after == fake_rank.fake_next(before) for before, after in pairwise([5, *drawn]))
 
 
 def test_a_rank_that_raises_is_reported_with_its_error():

@@ -5,17 +5,19 @@ import pytest
 
 from dist_attn.control.group import Phase, RankGroup
 from dist_attn.control.settings import ControlSettings
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
+from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
-    Heartbeat,
     KillGroup,
     RankExited,
-    RankFailed,
-    RankHello,
     StartGroup,
     WatchRanks,
+)
+from dist_attn.wire.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    RankFailed,
+    RankHello,
 )
 
 SETTINGS = ControlSettings(

@@ -19,7 +19,7 @@ def decoder(session, owner=None):
 
 def long_document(session, available=1 << 20, **fields):
     """A document of which much waits."""
-    return SessionView(session, available=available, row_length=512, **fields)
+    return SessionView(session, **{"available": available, "row_length": 512, "chunk": 1024, **fields})
 
 
 def short_prompt(session, tokens=700):
@@ -34,7 +34,15 @@ def planned(*sessions, limits=LIMITS, ring=()):
 
 def tokens_of(made):
     """Tokens that a plan prefills, by session."""
-    return {block.session: block.tokens for block in made.blocks}
+    sums = {}
+    for block in made.blocks:
+        sums[block.session] = sums.get(block.session, 0) + block.tokens
+    return sums
+
+
+def edges_of(made):
+    """Where the blocks of a plan end."""
+    return [block.start + block.tokens for block in made.blocks]
 
 
 def test_nothing_to_do_is_an_empty_plan():
@@ -83,11 +91,11 @@ def test_long_documents_take_turns():
 
 def test_blocks_wait_for_more_tokens_only_while_that_helps():
     """A part of a block waits while its client is fast; a slow client's goes on the grid, or at a row edge below it."""
-    few = long_document(1, available=1500)
+    few = long_document(1, available=1023)
     assert planned(few).empty
-    assert tokens_of(planned(replace(few, overdue=True))) == {1: 1024}
-    assert tokens_of(planned(replace(few, final=True))) == {1: 1500}
-    tiny = SessionView(1, start=512, available=100, overdue=True)
+    assert tokens_of(planned(replace(few, overdue=True))) == {1: 512}
+    assert tokens_of(planned(replace(few, final=True))) == {1: 1023}
+    tiny = SessionView(1, start=512, available=100, overdue=True, chunk=1024)
     assert planned(replace(tiny, row_length=512)).empty
     assert planned(replace(tiny, row_length=None)).empty
     assert tokens_of(planned(replace(tiny, row_length=64))) == {1: 64}
@@ -109,9 +117,44 @@ def test_no_more_sessions_hold_states_than_allowed():
     assert made.opens == (3,)
 
 
-def test_rows_that_would_not_fit_into_a_message_limit_the_block():
-    """A session with big rows gets smaller blocks."""
-    assert tokens_of(planned(long_document(1, block_limit=1024))) == {1: 1024}
+def test_blocks_end_at_chunks_whatever_waits_beside_them():
+    """The same text is cut at the same places alone, beside other work, while others decode, and however it arrives."""
+    alone = planned(long_document(1, available=5000, final=True, chunk=512))
+    assert edges_of(alone) == [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096]
+    beside = planned(long_document(1, available=5000, final=True, chunk=512), decoder(2), short_prompt(3))
+    assert [b.start + b.tokens for b in beside.blocks if b.session == 1] == [512]
+    last = planned(long_document(1, start=4096, available=904, final=True, chunk=512))
+    assert edges_of(last) == [4608, 5000]
+    assert edges_of(planned(long_document(1, start=700, available=500, chunk=512))) == [1024]
+
+
+def test_blocks_that_are_read_again_end_where_they_ended():
+    """The cuts of a slow client come again after a loss, and chunks follow them."""
+    again = long_document(1, available=3000, due=(100, 800, 1024), chunk=1024)
+    assert edges_of(planned(again)) == [100, 800, 1024, 2048]
+
+
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=12),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 3)), min_size=1, max_size=8),
+    st.sampled_from([512, 1024, 1536]),
+)
+def test_a_text_has_the_same_blocks_in_any_company(arrivals, company, chunk):
+    """Whatever arrives when, and whatever else is worked on, a quick client's text is cut at its chunks and its end."""
+    total, sent, done, ring, edges, turn = sum(arrivals), 0, 0, (), [], 0
+    while done < total:
+        sent += arrivals[turn] if turn < len(arrivals) else 0
+        decoding, others = company[turn % len(company)]
+        turn += 1
+        own = SessionView(1, start=done, available=sent - done, final=sent == total, row_length=64, chunk=chunk)
+        beside = [long_document(10 + n, chunk=chunk) for n in range(others)]
+        made = planned(own, *beside, *([decoder(2, owner=0)] if decoding else []), ring=ring)
+        ring = made.ring
+        mine = [block for block in made.blocks if block.session == 1]
+        edges += [block.start + block.tokens for block in mine]
+        done += sum(block.tokens for block in mine)
+        assert turn < 1000
+    assert edges == [*range(chunk, total, chunk), total]
 
 
 @given(st.integers(0, 100_000), st.integers(1, 70_000), st.integers(1, 9))
@@ -138,7 +181,8 @@ def test_few_tokens_go_to_few_ranks(count, parts):
 class Simulated:
     """A session whose client sends its tokens over some steps; completions draw tokens after their prompt."""
 
-    def __init__(self, number, total, draws, steps, row_length, cancel_at):
+    def __init__(self, number, total, draws, steps, row_length, cancel_at, chunk):
+        self.chunk = chunk
         self.number, self.total, self.draws, self.rate = number, total, draws, -(-total // steps)
         self.row_length, self.cancel_at = row_length, cancel_at
         self.sent = self.done = 0
@@ -158,6 +202,7 @@ class Simulated:
             final=final,
             overdue=True,
             row_length=self.row_length,
+            chunk=self.chunk,
             ready=final and self.done == self.total and self.draws > 0,
             owner=self.owner,
         )
@@ -181,7 +226,7 @@ SIMULATED = st.tuples(
 def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_tokens, max_active):
     """Whatever the clients do, steps stay bounded, work that could be done waits a bounded time, and all of it ends."""
     limits = Limits(ranks=ranks, block_tokens=block_tokens, max_active=max_active, short_tokens=block_tokens)
-    sessions = {n: Simulated(n, *client) for n, client in enumerate(clients)}
+    sessions = {n: Simulated(n, *client, ranks * GRAIN) for n, client in enumerate(clients)}
     ring, step = (), 0
     while sessions:
         step += 1
@@ -197,9 +242,9 @@ def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_t
         assert drawing >= {view.session for view in views if view.ready and view.opened}
         worked = drawing | {block.session for block in made.blocks}
         assert worked <= sessions.keys(), "cancelled work goes on"
-        assert len(worked) == len(drawing) + len(made.blocks), "a session is twice in a step"
+        assert not drawing & {block.session for block in made.blocks}, "a session decodes and reads in one step"
         budget = ranks * (limits.beside_decode_tokens if drawing else block_tokens)
-        assert sum(block.tokens for block in made.blocks) <= max(budget, 2 * GRAIN)
+        assert sum(block.tokens for block in made.blocks) <= max(budget, 2 * ranks * GRAIN)
         for number in made.opens:
             sessions[number].opened = True
         assert sum(session.opened for session in sessions.values()) <= max_active

@@ -10,7 +10,9 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import ConfigError
 from dist_attn.shipped import default_model_folder
-from dist_attn.wire.messages import StartGroup
+from dist_attn.wire.agent_messages import (
+    StartGroup,
+)
 
 GIVEN = {"api_address": "ipc:///tmp/a", "model": "m"}
 

@@ -6,13 +6,14 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.control.steps import RATE_WINDOW_S, StepBook
 from dist_attn.wire.messages import StepDone
 from dist_attn.wire.sockets import Sent
+from tests.support.states import MemoryStates
 
 SETTINGS = ControlSettings(api_address="ipc:///none", model="m")
 
 
 def test_the_rate_is_forgotten_without_anybody_asking():
     """An engine that nobody asks for its status keeps the rates of the last seconds and no others."""
-    desk, book = Desk(SETTINGS, lambda *_: Sent.DONE), StepBook(ranks=1)
+    desk, book = Desk(SETTINGS, lambda *_: Sent.DONE, MemoryStates()), StepBook(ranks=1)
     book.begin_epoch(1)
     for k in range(1, 1001):
         book.compose(Plan((), (), ((),), ()), desk, now=float(k))

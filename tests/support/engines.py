@@ -24,6 +24,7 @@ QUICK = {
     "stall_limit_s": 2.0,
     "start_deadline_s": 30.0,
     "backoff_s": 0.1,
+    "losses_to_fail": 1,
 }
 """Settings that notice failures soon; a busy machine still has two seconds to send a heartbeat."""
 

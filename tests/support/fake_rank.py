@@ -12,7 +12,7 @@ from dist_attn.control.heartbeat import Pulse
 from dist_attn.control.rows import piece_edges
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.worker import run_rank
-from dist_attn.wire.messages import DecodeOp, Drawn, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec
+from dist_attn.wire.messages import DecodeOp, Drawn, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec, SavedState
 
 VOCAB, DIM, END = 1000, 4, 7
 RAISE, HANG, DIE, STOP, SLOW = 991, 992, 993, 994, 995
@@ -36,17 +36,29 @@ class FakeExecutor:
     """Remembers which tokens each session should be given next, and refuses a gap."""
 
     model, hidden_size, vocab_size, end_token, text_tokens = "fake", DIM, VOCAB, END, None
+    state_bytes = 24
 
     def __init__(self, settings: RankSettings, pulse: Pulse) -> None:
         self.rank = settings.rank
         self.rows: dict[int, RowSpec | None] = {}
         self.position: dict[int, int] = {}
         self.last: dict[int, int] = {}
+        self.draws: dict[int, int] = {}
         self.denominators = 0
 
-    def open(self, op: OpenOp) -> None:
+    def open(self, op: OpenOp, state: bytes = b"") -> None:
         assert op.session not in self.position, "opened twice"
         self.rows[op.session], self.position[op.session] = op.rows, 0
+        self.draws[op.session] = 0
+        if op.restore is not None:
+            position, last, draws = np.frombuffer(state, dtype="<i8").tolist()
+            assert (position, draws) == (op.restore.position, op.restore.draws)
+            self.position[op.session], self.last[op.session], self.draws[op.session] = position, last, draws
+
+    def save(self, session: int) -> tuple[SavedState, bytes]:
+        position, draws = self.position[session], self.draws[session]
+        state = np.array([position, self.last.get(session, 0), draws], dtype="<i8").tobytes()
+        return SavedState(session, position, draws, len(state)), state
 
     def prefill(self, op: PrefillOp) -> RowPieces | None:
         assert op.start == self.position[op.session], (op.start, self.position[op.session])
@@ -75,6 +87,7 @@ class FakeExecutor:
             token = fake_next(self.last[entry.session] if entry.token is None else entry.token)
             self.last[entry.session] = token
             self.position[entry.session] += 1
+            self.draws[entry.session] += 1
             drawn.append(Drawn(entry.session, token))
         return drawn
 

@@ -1,0 +1,68 @@
+"""A session's state as plain bytes, for a rank that goes on from it: all tensors in a fixed order, little-endian.
+
+Whoever reads it has the same model, so shapes and types are those of its empty state, and nothing else is stored.
+"""
+
+import numpy as np
+import torch
+
+from dist_attn.errors import WireError
+from dist_attn.models import LanguageModel, ModelState
+
+__all__ = ["read_state", "state_size", "write_state"]
+
+
+def state_size(model: LanguageModel) -> int | None:
+    """Bytes of a session's state; None where it grows with the text.
+
+    A state that two tokens leave as large as the empty one stays so.
+    """
+    empty = model.initial_state(1)
+    _, after = model.hidden(torch.zeros(1, 2, dtype=torch.int64, device=empty.position_B.device), None, empty)
+    if _layout(empty) != _layout(after):
+        return None
+    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(empty))
+
+
+def write_state(state: ModelState) -> bytes:
+    """The bytes of a state of one sequence."""
+    return b"".join(_bytes(tensor) for tensor in _tensors(state))
+
+
+def read_state(data: bytes, empty: ModelState) -> ModelState:
+    """The state that `write_state` wrote, where `empty` lies.
+
+    Raises: WireError for a number of bytes that is not that of a state.
+    """
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(empty))
+    if len(data) != needed:
+        raise WireError(f"{len(data)} bytes came for a state of {needed}")
+    # One copy: the tensors share it, and bytes cannot be written to.
+    whole = torch.from_numpy(np.frombuffer(bytearray(data), dtype=np.uint8))
+    at = 0
+
+    def take(like: torch.Tensor) -> torch.Tensor:
+        nonlocal at
+        size = like.numel() * like.element_size()
+        # A tensor of its own: what precedes it may have left the place of another type's numbers unaligned.
+        part = whole[at : at + size].clone()
+        at += size
+        return part.view(like.dtype).reshape(like.shape).to(like.device)
+
+    layers = tuple(layer.replace(tuple(take(t) for t in layer.tensors())) for layer in empty.layers)
+    return ModelState(layers, take(empty.position_B))
+
+
+def _tensors(state: ModelState) -> list[torch.Tensor]:
+    return [*(tensor for layer in state.layers for tensor in layer.tensors()), state.position_B]
+
+
+def _layout(state: ModelState) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(tensor.shape, tensor.dtype) for tensor in _tensors(state)]
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    if not flat.numel():
+        return b""
+    return flat.view(torch.uint8).numpy().tobytes()

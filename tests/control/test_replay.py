@@ -1,0 +1,317 @@
+"""Ranks are lost at any moment: open requests end as in an undisturbed run, and nothing is sent twice."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_attn.control.controller import Controller
+from dist_attn.control.heartbeat import Pulse
+from dist_attn.control.identities import rank_identity
+from dist_attn.control.settings import ControlSettings
+from dist_attn.engine.rank_settings import RankSettings
+from dist_attn.engine.worker import ReceivedStates, perform
+from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
+from dist_attn.wire.messages import (
+    PROTOCOL_VERSION,
+    EncodingDone,
+    Failed,
+    Generated,
+    OpenCompletion,
+    OpenEncoding,
+    RankFailed,
+    RankHello,
+    Rows,
+    RowSpec,
+    SamplingSpec,
+    StatePart,
+    Step,
+    Tokens,
+)
+from dist_attn.wire.sockets import Sent
+from tests.support.fake_rank import DIE, END, FakeExecutor, fake_hidden, fake_next
+from tests.support.states import MemoryStates
+
+RANKS = 2
+SETTINGS = ControlSettings(
+    api_address="ipc:///none",
+    model="m",
+    ranks=RANKS,
+    save_tokens=512,
+    save_draws=3,
+    crashes_to_open=1000,
+    stall_limit_s=1e6,  # time passes in leaps here, and nobody sends heartbeats
+    heartbeat_deadline_s=1e6,
+)
+API = b"api"
+
+
+class _Died(Exception):
+    pass
+
+
+class _Mortal(FakeExecutor):
+    """A fake rank that dies of a token as a process would."""
+
+    def _misbehave(self, tokens):
+        if DIE in tokens:
+            raise _Died
+
+
+class Engine:
+    """A controller, an agent and ranks in one thread: what happens next is up to the test."""
+
+    def __init__(self, settings=SETTINGS):
+        self.settings, self.states, self.now, self.epoch = settings, MemoryStates(), 1.0, 0
+        self.inboxes, self.ranks, self.received, self.epochs = {}, {}, [], []
+        self.controller = Controller(settings, "ipc:///ranks", self, self.states)
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5))
+
+    # ---- Port
+
+    def to_api(self, peer, message):
+        self.received.append(message)
+        return Sent.DONE
+
+    def to_engine(self, identity, message):
+        if isinstance(message, StartGroup):
+            self._start(message.epoch)
+        elif isinstance(message, KillGroup):
+            self.ranks = {}
+            self.epochs.append(message.epoch)
+        elif isinstance(message, Step | StatePart):
+            if message.epoch != self.epoch or not self.ranks:
+                return Sent.GONE
+            self.inboxes[int(identity.decode()[-1])].append(message)
+        return Sent.DONE
+
+    def _start(self, epoch):
+        self.epoch = epoch
+        self.inboxes = {rank: [] for rank in range(self.settings.ranks)}
+        self.ranks = {
+            rank: _Mortal(RankSettings("ipc:///x", epoch, self.settings.ranks, rank, "m"), Pulse())
+            for rank in range(self.settings.ranks)
+        }
+        self.coming = {rank: ReceivedStates(FakeExecutor.state_bytes) for rank in self.ranks}
+        self.hello = True
+
+    # ---- what happens
+
+    def engine(self, identity, message):
+        self.controller.on_engine(identity, message, self.now)
+
+    def api(self, message):
+        self.controller.on_api(API, message, self.now)
+
+    def turn(self):
+        """A moment passes: fresh ranks say hello, killed groups are reported, new steps go out."""
+        self.now += 1.0
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5))
+        for epoch in self.epochs:
+            self.engine(b"agent", GroupExited(epoch, -9, ""))
+        self.epochs.clear()
+        self.controller.tick(self.now)
+        if self.ranks and self.hello:
+            self.hello = False
+            for rank in self.ranks:
+                hello = RankHello(
+                    PROTOCOL_VERSION, self.epoch, rank, len(self.ranks), 70 + rank, "h", "m", 4, 1000, END, None, 24
+                )
+                self.engine(rank_identity(self.epoch, rank), hello)
+            self.controller.tick(self.now)
+
+    def work(self, rank):
+        """The rank takes what it was sent first; false when there is nothing."""
+        if rank not in self.ranks or not self.inboxes[rank]:
+            return False
+        message = self.inboxes[rank].pop(0)
+        if isinstance(message, StatePart):
+            self.coming[rank].add(message)
+            return True
+        identity, epoch = rank_identity(self.epoch, rank), self.epoch
+        sent = []
+        try:
+            done = perform(message, rank, self.ranks[rank], Pulse(), self.coming[rank], sent.append)
+        except _Died:
+            self.kill(rank)
+            return True
+        for result in [*sent, done]:
+            if self.epoch == epoch:
+                self.engine(identity, result)
+        return True
+
+    def kill(self, rank):
+        """The rank is lost, and with it its group."""
+        if self.ranks:
+            self.engine(rank_identity(self.epoch, rank), RankFailed(self.epoch, rank, 0, "gone"))
+            self.now += 1.0
+            self.controller.tick(self.now)
+
+    def to_the_end(self, requests, until=4000):
+        """Work on until every request has ended."""
+        for _ in range(until):
+            if all(self.ended(name) for name in requests):
+                return
+            self.turn()
+            for rank in range(self.settings.ranks):
+                while self.work(rank):
+                    pass
+        raise AssertionError(f"not ended: {[name for name in requests if not self.ended(name)]}")
+
+    def ended(self, name):
+        """Whether the request has its last message."""
+        return any(
+            isinstance(m, EncodingDone | Failed) or (isinstance(m, Generated) and m.finish_reason is not None)
+            for m in self.of(name)
+        )
+
+    def of(self, name):
+        """All that was sent for a request."""
+        return [m for m in self.received if getattr(m, "request_id", None) == name]
+
+    def rows(self, name):
+        """Starts of rows and their vectors."""
+        rows = [m for m in self.of(name) if isinstance(m, Rows)]
+        starts = [start for m in rows for start in m.starts]
+        return starts, np.concatenate([np.frombuffer(m.vectors, "<f4").reshape(-1, 4) for m in rows])
+
+    def tokens(self, name):
+        """The tokens that were drawn."""
+        return [token for m in self.of(name) if isinstance(m, Generated) for token in m.tokens]
+
+
+def drawn_after(token, count):
+    """What the fake model draws after a prompt's last token, up to the end token."""
+    tokens = []
+    while len(tokens) < count and (token := fake_next(token)) != END:
+        tokens.append(token)
+    return tokens
+
+
+def check(engine, texts, prompts):
+    """Every row and every token is there once, as an undisturbed run gives them."""
+    for name, (tokens, window) in texts.items():
+        starts, vectors = engine.rows(name)
+        assert starts == list(range(0, len(tokens), window))
+        hidden = fake_hidden(tokens, 0).astype(np.float64)
+        means = [hidden[at : at + window].mean(0) for at in starts]
+        assert np.array_equal(vectors, np.array(means, dtype=np.float32))
+    for name, (prompt, count) in prompts.items():
+        assert engine.tokens(name) == drawn_after(prompt[-1], count)
+
+
+def open_all(engine, texts, prompts):
+    """Open the requests and send all of their tokens."""
+    for name, (tokens, window) in texts.items():
+        engine.api(OpenEncoding(name, RowSpec("window", window)))
+        engine.api(Tokens(name, 0, np.asarray(tokens, dtype="<i4").tobytes(), True))
+    for name, (prompt, count) in prompts.items():
+        engine.api(OpenCompletion(name, SamplingSpec(count, temperature=0.0)))
+        engine.api(Tokens(name, 0, np.asarray(prompt, dtype="<i4").tobytes(), True))
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 7000), st.sampled_from([64, 300, 512])), max_size=3),
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 20)), max_size=4),
+    st.integers(0, 1 << 32),
+)
+@settings(deadline=None)
+def test_a_rank_may_be_lost_at_any_moment(lengths, asked, seed):
+    """Kills between any two messages, in prefill, in decoding and during a replay, change no row and no token."""
+    chance = random.Random(seed)
+    engine = Engine()
+    texts = {f"t{n}": (np.arange(length) * 7 % 900, window) for n, (length, window) in enumerate(lengths)}
+    prompts = {f"p{n}": ((np.arange(length) * 11 + n) % 900, count) for n, (length, count) in enumerate(asked)}
+    open_all(engine, texts, prompts)
+    kills = 3
+    for _ in range(chance.randrange(120)):
+        action = chance.randrange(20)
+        if action == 0 and kills:
+            kills -= 1
+            engine.kill(chance.randrange(RANKS))
+        elif action < 5:
+            engine.turn()
+        else:
+            engine.work(chance.randrange(RANKS))
+    engine.to_the_end([*texts, *prompts])
+    assert not [m for m in engine.received if isinstance(m, Failed)]
+    check(engine, texts, prompts)
+    assert not engine.states.kept and not engine.states.unfinished
+
+
+def test_no_more_than_an_interval_is_read_again():
+    """With states saved every 1,024 tokens a loss costs that much and what was under way, however long the text."""
+    engine = Engine()
+    texts = {"a": (np.arange(60_000) % 900, 512)}
+    engine.api(OpenEncoding("a", RowSpec()))
+    sent = 0
+    for _ in range(12):
+        credit = max((m.upto for m in engine.of("a") if hasattr(m, "upto")), default=0)
+        stop = min(60_000, credit)
+        engine.api(Tokens("a", sent, np.asarray(texts["a"][0][sent:stop], dtype="<i4").tobytes(), stop == 60_000))
+        sent = stop
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    read = engine.controller.status(engine.now)
+    assert sent > 40_000
+    engine.kill(1)
+    again = engine.controller.status(engine.now).replayed_tokens - read.replayed_tokens
+    assert 0 <= again <= RANKS * SETTINGS.save_tokens + SETTINGS.steps_in_flight * RANKS * SETTINGS.block_tokens
+
+
+def test_a_request_that_kills_the_ranks_fails_alone():
+    """A request of which the ranks die at every try is given up; those beside it end as if it had not been there."""
+    engine = Engine()
+    good = {"a": (np.arange(3000) % 900, 512), "b": (np.arange(900), 64)}
+    prompts = {"p": (np.arange(700), 9)}
+    engine.api(OpenEncoding("bad", RowSpec()))
+    engine.api(Tokens("bad", 0, np.full(700, DIE, dtype="<i4").tobytes(), True))
+    open_all(engine, good, prompts)
+    engine.to_the_end(["bad", *good, *prompts])
+    (failed,) = [m for m in engine.received if isinstance(m, Failed)]
+    assert (failed.request_id, failed.code) == ("bad", "engine_failed")
+    assert "4 times" in failed.message
+    check(engine, good, prompts)
+
+
+def test_decoding_goes_on_from_a_state_between_its_draws():
+    """A loss late in a long answer draws again only what came after the last saved state."""
+    engine = Engine()
+    prompts = {"p": (np.arange(40), 30)}
+    open_all(engine, {}, prompts)
+    while len(engine.tokens("p")) < 20:
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    engine.kill(0)
+    assert engine.controller.status(engine.now).replayed_tokens <= SETTINGS.save_draws + SETTINGS.steps_in_flight
+    engine.to_the_end(prompts)
+    check(engine, {}, prompts)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_cancelled_request_is_not_done_again(when):
+    """Cancelling around a loss leaves nothing behind, on the ranks or among the states."""
+    from dist_attn.wire.messages import Cancel
+
+    engine = Engine()
+    open_all(engine, {"a": (np.arange(6000) % 900, 512)}, {})
+    engine.turn()
+    engine.turn()
+    for rank in range(RANKS):
+        while engine.work(rank):
+            pass
+    if when == "before":
+        engine.api(Cancel("a"))
+    engine.kill(0)
+    if when == "after":
+        engine.api(Cancel("a"))
+    for _ in range(3):
+        engine.turn()
+    assert engine.controller.idle and not engine.states.kept
+    assert all(not executor.position for executor in engine.ranks.values())

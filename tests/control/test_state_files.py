@@ -1,0 +1,96 @@
+"""Keepers of states: a state is there whole or not at all, and the last one stays until the next is whole."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dist_attn.control.state_files import PREFIX, StateFiles
+from tests.support.states import MemoryStates
+
+
+@pytest.fixture(params=["files", "memory"])
+def keeper(request, tmp_path):
+    """Each kind of keeper, without states."""
+    return StateFiles(tmp_path) if request.param == "files" else MemoryStates()
+
+
+def test_the_last_whole_state_is_kept(keeper):
+    """Parts become the state when all of them are there; a later state takes its place when it is whole."""
+    keeper.append(1, 0, 0, b"ab")
+    keeper.append(1, 0, 2, b"cd")
+    assert keeper.commit(1, 0, 4)
+    assert b"".join(keeper.parts(1)) == b"abcd"
+    keeper.append(1, 0, 0, b"xy")
+    assert b"".join(keeper.parts(1)) == b"abcd"
+    assert not keeper.commit(1, 0, 4)
+    assert b"".join(keeper.parts(1)) == b"abcd"
+    assert keeper.commit(1, 0, 2)
+    assert b"".join(keeper.parts(1)) == b"xy"
+
+
+def test_a_gap_makes_no_state(keeper):
+    """A part that does not follow is not taken, so the state is never whole."""
+    keeper.append(1, 0, 0, b"ab")
+    keeper.append(1, 0, 3, b"d")
+    assert not keeper.commit(1, 0, 4)
+
+
+def test_ranks_do_not_mix(keeper):
+    """What two ranks send of one session stays apart."""
+    keeper.append(1, 0, 0, b"ab")
+    keeper.append(1, 1, 0, b"xy")
+    keeper.append(1, 0, 2, b"cd")
+    assert keeper.commit(1, 0, 4)
+    assert b"".join(keeper.parts(1)) == b"abcd"
+
+
+def test_what_was_not_whole_is_forgotten(keeper):
+    """After a loss, parts of states that never came whole count no more; whole ones do."""
+    keeper.append(1, 0, 0, b"ab")
+    assert keeper.commit(1, 0, 2)
+    keeper.append(1, 0, 0, b"x")
+    keeper.forget_unfinished()
+    keeper.append(1, 0, 1, b"y")
+    assert not keeper.commit(1, 0, 2)
+    assert b"".join(keeper.parts(1)) == b"ab"
+
+
+def test_an_empty_state_is_a_state(keeper):
+    """Models without a state between blocks have one of no bytes."""
+    assert keeper.commit(1, 0, 0)
+    assert b"".join(keeper.parts(1)) == b""
+
+
+def test_a_dropped_session_leaves_nothing(keeper, tmp_path):
+    """Neither its state nor parts of the next one stay."""
+    keeper.append(1, 0, 0, b"ab")
+    keeper.commit(1, 0, 2)
+    keeper.append(1, 1, 0, b"x")
+    keeper.append(11, 0, 0, b"x")
+    keeper.drop(1)
+    assert not keeper.commit(1, 1, 1)
+    assert keeper.commit(11, 0, 1)
+    assert len(list(tmp_path.glob("*/*"))) == isinstance(keeper, StateFiles)
+
+
+def test_what_killed_controllers_left_is_removed(tmp_path):
+    """Folders of processes that are gone are removed, those of living ones are not."""
+    gone = tmp_path / f"{PREFIX}999999999-abc"
+    living = tmp_path / f"{PREFIX}{os.getppid()}-abc"
+    other = tmp_path / f"{PREFIX}nobody"
+    for folder in (gone, living, other):
+        folder.mkdir()
+    kept = StateFiles(tmp_path)
+    assert not gone.exists() and living.exists() and other.exists()
+    kept.close()
+    assert not kept.folder.exists()
+
+
+def test_a_folder_that_cannot_be_written_keeps_no_state(tmp_path):
+    """Where nothing can be written, no state is kept, and nothing else goes wrong."""
+    kept = StateFiles(tmp_path)
+    kept.close()
+    kept.append(1, 0, 0, b"ab")
+    assert not kept.commit(1, 0, 2)
+    assert not Path(kept.folder).exists()
