@@ -139,6 +139,9 @@ class EngineSettings(_Section):
     )
     block_tokens: Number = 2048
     beside_decode_tokens: Number = 512
+    chunk_tokens: Number = 512
+    save_tokens: Number = 8192
+    save_draws: Number = 256
     steps_in_flight: Number = 2
     blocks_of_credit: Number = 4
     patience_s: Seconds = 0.05
@@ -159,6 +162,7 @@ class EngineSettings(_Section):
     stable_s: Seconds = 60.0
     crashes_to_open: Number = 5
     cool_down_s: Seconds = 30.0
+    losses_to_fail: Number = 4
 
 
 class Settings(_Section):
