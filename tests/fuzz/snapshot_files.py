@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import io
 import random
+import re
 import sys
 import time
 import tracemalloc
@@ -63,8 +64,13 @@ def run(inputs: int, seed: int) -> Counter[str]:
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
             assert peak <= CAP_BYTES + SLACK_BYTES, f"{peak} bytes were allocated"
-        outcomes["read" if isinstance(result, Snapshot) else " ".join(str(result).split()[:4])] += 1
+        outcomes["read" if isinstance(result, Snapshot) else _kind(result)] += 1
     return outcomes
+
+
+def _kind(refusal: WireError) -> str:
+    """The first words of a refusal, without its numbers."""
+    return " ".join(re.sub("[0-9]+", "N", str(refusal)).split()[:6])
 
 
 def _by_coverage() -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from copy import deepcopy
 from typing import Any
 
 import msgspec
@@ -141,13 +142,13 @@ def _mutate_value(value: Any, rng: random.Random) -> None:
         case 0:
             del value[key]
         case 1 if isinstance(value, dict):
-            value[rng.choice(("name", "x", "position"))] = rng.choice(ODD_VALUES)
+            value[rng.choice(("name", "x", "position"))] = deepcopy(rng.choice(ODD_VALUES))
         case 1:
-            value.insert(key, rng.choice((value[key], rng.choice(ODD_VALUES))))
+            value.insert(key, deepcopy(rng.choice((value[key], rng.choice(ODD_VALUES)))))
         case 2 if isinstance(value[key], int) and not isinstance(value[key], bool):
             value[key] = max(-(1 << 63), min((1 << 64) - 1, value[key] + rng.choice((-1, 1, 2, 1000))))
         case 3:
             other = rng.choice(keys)
             value[key], value[other] = value[other], value[key]
         case _:
-            value[key] = rng.choice(ODD_VALUES)
+            value[key] = deepcopy(rng.choice(ODD_VALUES))

@@ -1,0 +1,108 @@
+"""The store in memory: for tests and for services that may forget; it keeps every promise but that of durability."""
+
+import asyncio
+from bisect import bisect_right, insort
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from typing import TypeVar, final
+
+from dist_attn.errors import StorageError
+from dist_attn.store.blobs import PIECE_BYTES, Blobs
+from dist_attn.store.records import BufferedTransaction, Records, RecordView
+
+__all__ = ["MemoryBlobs", "MemoryRecords"]
+
+T = TypeVar("T")
+
+
+@final
+class MemoryRecords(Records):
+    """A dictionary and its keys in order."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._keys: list[str] = []
+        self._lock = asyncio.Lock()
+
+    async def transact(self, work: Callable[[BufferedTransaction], Awaitable[T]]) -> T:
+        """Run the work; one at a time."""
+        async with self._lock:
+            transaction = BufferedTransaction(_MemoryView(self._values, self._keys))
+            result = await work(transaction)
+            for key, value in transaction.changes.items():
+                self._set(key, value)
+            return result
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    def _set(self, key: str, value: bytes | None) -> None:
+        known = key in self._values
+        if value is not None:
+            self._values[key] = value
+            if not known:
+                insort(self._keys, key)
+        elif known:
+            del self._values[key]
+            del self._keys[bisect_right(self._keys, key) - 1]
+
+
+@final
+class _MemoryView(RecordView):
+    def __init__(self, values: dict[str, bytes], keys: list[str]) -> None:
+        self._values, self._keys = values, keys
+
+    async def read(self, keys: list[str]) -> list[bytes | None]:
+        return [self._values.get(key) for key in keys]
+
+    async def range(self, prefix: str, after: str, limit: int) -> list[tuple[str, bytes]]:
+        start = bisect_right(self._keys, after) if after >= prefix else _first(self._keys, prefix)
+        found = []
+        for key in self._keys[start : start + limit]:
+            if not key.startswith(prefix):
+                break
+            found.append((key, self._values[key]))
+        return found
+
+
+def _first(keys: list[str], prefix: str) -> int:
+    """Where keys that begin with `prefix` would begin."""
+    at = bisect_right(keys, prefix)
+    return at - 1 if at and keys[at - 1] == prefix else at
+
+
+@final
+class MemoryBlobs(Blobs):
+    """Bytes by name; `capacity` stands for the size of the disk."""
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self._blobs: dict[str, bytes] = {}
+        self.capacity = capacity
+
+    async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
+        """Keep the bytes."""
+        data, others = bytearray(), sum(map(len, self._blobs.values()))
+        async for piece in pieces:
+            data += piece
+            if self.capacity is not None and others + len(data) > self.capacity:
+                raise StorageError(f"a snapshot could not be kept: memory for {self.capacity} bytes is full")
+        self._blobs[name] = bytes(data)
+
+    async def read(self, name: str) -> AsyncIterator[bytes]:
+        """The bytes."""
+        if name not in self._blobs:
+            raise StorageError(f"blob {name} is not there: it was deleted")
+        data = self._blobs[name]
+        for at in range(0, len(data), PIECE_BYTES):
+            yield data[at : at + PIECE_BYTES]
+
+    async def delete(self, name: str) -> None:
+        """Forget the bytes."""
+        self._blobs.pop(name, None)
+
+    async def names(self) -> AsyncIterator[str]:
+        """All names."""
+        for name in list(self._blobs):
+            yield name
+
+    async def close(self) -> None:
+        """Nothing to let go of."""

@@ -1,0 +1,46 @@
+"""Which store an address names."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dist_attn.errors import ConfigError
+from dist_attn.store.disk import DiskBlobs, DiskRecords
+from dist_attn.store.entries import StoreLimits
+from dist_attn.store.memory import MemoryBlobs, MemoryRecords
+from dist_attn.store.redis import RedisBlobs, RedisRecords, connect
+from dist_attn.store.state_store import StateStore
+
+__all__ = ["open_store"]
+
+NAMESPACE = "dist-attn"
+REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
+
+
+async def open_store(
+    address: str, limits: StoreLimits | None = None, *, clock: Callable[[], float] = time.time
+) -> StateStore:
+    """The store at an address: a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
+
+    Raises: StorageError when it cannot be opened, MissingExtraError when redis-py is needed and not there, ConfigError
+        for an address of another kind.
+    """
+    if address == "memory:":
+        return await StateStore.over(MemoryRecords(), MemoryBlobs(), limits, clock)
+    if address.startswith(REDIS_SCHEMES):
+        client = connect(address)
+        records = RedisRecords(client, NAMESPACE)
+        try:
+            return await StateStore.over(records, RedisBlobs(client, NAMESPACE), limits, clock)
+        except BaseException:
+            await records.close()
+            raise
+    if "://" in address or not address:
+        raise ConfigError(f"states were to be kept at {address!r}; needed is a folder, redis://HOST:PORT, or memory:")
+    folder = Path(address)
+    catalogue = await DiskRecords.open(folder / "catalogue.sqlite")
+    try:
+        return await StateStore.over(catalogue, DiskBlobs(folder / "snapshots"), limits, clock)
+    except BaseException:
+        await catalogue.close()
+        raise

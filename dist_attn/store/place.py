@@ -1,0 +1,76 @@
+"""One place with its secret, its bounds and its clock: what all parts of a store work with."""
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dist_attn.errors import StorageError
+from dist_attn.store.blobs import Blobs
+from dist_attn.store.entries import StoreLimits
+from dist_attn.store.ledger import Ledger
+from dist_attn.store.records import BufferedTransaction, Records
+
+__all__ = ["Place"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Records and blobs, the secret that salts every id, and the time in seconds since 1970."""
+
+    records: Records
+    blobs: Blobs
+    limits: StoreLimits
+    secret: bytes = field(repr=False)
+    clock: Callable[[], float] = time.time
+
+    @staticmethod
+    async def open(
+        records: Records, blobs: Blobs, limits: StoreLimits, clock: Callable[[], float] = time.time
+    ) -> "Place":
+        """The place, with the secret that was drawn when it was first opened.
+
+        Raises: StorageError.
+        """
+
+        async def settle(transaction: BufferedTransaction) -> bytes:
+            known = await transaction.get("secret")
+            if known is None:
+                known = secrets.token_bytes(32)
+                transaction.put("secret", known)
+            return known
+
+        return Place(records, blobs, limits, await records.transact(settle), clock)
+
+    def tenant(self, name: str) -> str:
+        """A caller's name as it stands in keys: a salted hash, so that names are neither shown nor misread."""
+        return self.salted("tenant", name.encode())[:32]
+
+    def salted(self, use: str, *parts: bytes) -> str:
+        """HMAC-SHA256 of some bytes in hex; no two uses, and no two ways to cut the bytes, have equal ones."""
+        message = b"".join(len(part).to_bytes(8, "little") + part for part in (use.encode(), *parts))
+        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
+
+    async def change(self, work: Callable[[Ledger], Awaitable[T]]) -> T:
+        """Run work on the books in one transaction, and delete the blobs that it has dropped.
+
+        Raises: StorageError; whatever `work` raises, and then nothing changes.
+        """
+        ledgers: list[Ledger] = []
+
+        async def run(transaction: BufferedTransaction) -> T:
+            ledgers[:] = [Ledger(transaction, self.limits, self.clock())]
+            return await work(ledgers[0])
+
+        result = await self.records.transact(run)
+        for blob in ledgers[0].dropped:
+            # The change is made; bytes that stay are swept away later.
+            with contextlib.suppress(StorageError):
+                await self.blobs.delete(blob)
+        return result

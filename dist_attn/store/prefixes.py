@@ -1,0 +1,114 @@
+"""Which part of a text has been read before: the longest stored prefix of a token sequence, at points of a grid."""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import final
+
+from dist_attn.errors import ConfigError, InputError
+from dist_attn.store.entries import Checkpoint, PrefixRecord
+from dist_attn.store.ledger import Ledger
+from dist_attn.store.place import Place
+from dist_attn.store.prefix_records import add_prefix, drop_prefix, find_prefix, touch_prefix
+
+__all__ = ["PrefixHasher", "Prefixes"]
+
+TOKEN_BYTES = 4
+LOOKED_UP = 256  # keys of one transaction
+
+
+@final
+class PrefixHasher:
+    """Keys of the prefixes of a stream of tokens, one at every point of the grid.
+
+    Each key is the SHA-256 of the one before and the tokens since, so a text is hashed once however long it is. The
+    first one depends on the caller, the model and the grid: what two callers have read has nothing in common.
+    """
+
+    def __init__(self, salt: str, model: str, grid: int) -> None:
+        if grid < 1:
+            raise ConfigError(f"a grid of {grid} tokens was given; it must be 1 or more")
+        self._link = hashlib.sha256(f"{salt}/{model}/{grid}".encode()).digest()
+        self._grid_bytes = grid * TOKEN_BYTES
+        self._grid = grid
+        self._rest = bytearray()
+        self.points = 0
+        """Points of the grid that have been passed."""
+
+    def update(self, tokens: bytes | memoryview) -> list[tuple[int, str]]:
+        """Take the next tokens, raw little-endian int32: the positions that are passed now, and their keys."""
+        self._rest += tokens
+        found = []
+        at = 0
+        while len(self._rest) - at >= self._grid_bytes:
+            self._link = hashlib.sha256(self._link + self._rest[at : at + self._grid_bytes]).digest()
+            at += self._grid_bytes
+            self.points += 1
+            found.append((self.points * self._grid, self._link.hex()))
+        del self._rest[:at]
+        return found
+
+
+@final
+class Prefixes:
+    """The prefix index of a place."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def hasher(self, tenant: str, model: str, grid: int) -> PrefixHasher:
+        """A hasher for texts of this caller, read by this model (named by its identity) in blocks of this grid."""
+        return PrefixHasher(self._place.salted("prefix", self._place.tenant(tenant).encode()), model, grid)
+
+    async def remember(self, tenant: str, key: str, position: int, snapshot: str) -> None:
+        """The state after this prefix is in that snapshot, which is kept as long as the entry is.
+
+        Raises: UnknownStateError when the snapshot is not there.
+        """
+        if not re.fullmatch("[0-9a-f]{64}", key):
+            raise InputError(f"{key[:80]!r} is not the key of a prefix; take those that a PrefixHasher gives")
+        tag = self._place.tenant(tenant)
+
+        async def enter(ledger: Ledger) -> None:
+            known = await find_prefix(ledger, key)
+            if known is not None:
+                touch_prefix(ledger, key, known)
+            else:
+                await add_prefix(ledger, key, PrefixRecord(tag, position, snapshot, ledger.now))
+
+        await self._place.change(enter)
+
+    async def longest(self, tenant: str, keys: Sequence[tuple[int, str]]) -> Checkpoint | None:
+        """The last of these prefixes, given in order, whose state is stored; it counts as used.
+
+        Raises: StorageError.
+        """
+        tag = self._place.tenant(tenant)
+        for stop in range(len(keys), 0, -LOOKED_UP):
+            part = keys[max(0, stop - LOOKED_UP) : stop]
+
+            async def look(ledger: Ledger, part: Sequence[tuple[int, str]] = part) -> Checkpoint | None:
+                values = await ledger.transaction.get_many(f"prefix/{key}" for _, key in part)
+                for (position, key), value in reversed(list(zip(part, values, strict=True))):
+                    record = None if value is None else await find_prefix(ledger, key)
+                    if record is not None and record.tenant == tag and record.position == position:
+                        snapshot = await ledger.owned_snapshot(tag, record.snapshot)
+                        touch_prefix(ledger, key, record)
+                        return Checkpoint(position, record.snapshot, snapshot.made_at)
+                return None
+
+            found = await self._place.change(look)
+            if found is not None:
+                return found
+        return None
+
+    async def forget(self, tenant: str, key: str) -> None:
+        """Drop an entry, if it is there and this caller's."""
+        tag = self._place.tenant(tenant)
+
+        async def drop(ledger: Ledger) -> None:
+            record = await find_prefix(ledger, key)
+            if record is not None and record.tenant == tag:
+                await drop_prefix(ledger, key)
+
+        await self._place.change(drop)

@@ -1,0 +1,257 @@
+"""Sessions: where each stands, its checkpoints and forks, and appends that are fed once however often they come."""
+
+import secrets
+from typing import final
+
+from dist_attn.errors import ConflictError, InputError, QuotaError, UnknownStateError
+from dist_attn.store.entries import Append, Checkpoint, Session, SessionRecord, Writer, changed, public_session
+from dist_attn.store.ledger import Ledger
+from dist_attn.store.place import Place
+
+__all__ = ["Sessions"]
+
+WRITER_S = 60.0  # a writer that says nothing for so long is taken for dead
+LONGEST_KEY = 256
+
+
+@final
+class Sessions:
+    """The sessions of a place. A session's truth is what stands here: a writer that dies has fed nothing more."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    async def create(self, tenant: str, *, ttl_s: float | None = None) -> Session:
+        """A new session at position 0, which ends `ttl_s` after it was used last.
+
+        Raises: QuotaError when the caller has as many as may be.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def enter(ledger: Ledger) -> Session:
+            return await _begin(ledger, SessionRecord(tag, ledger.now, 0.0, _ttl(ledger, ttl_s)))
+
+        return await self._place.change(enter)
+
+    async def get(self, tenant: str, name: str) -> Session:
+        """A session.
+
+        Raises: UnknownStateError when it is not there, has expired, or is not this caller's.
+        """
+        tag = self._place.tenant(tenant)
+        return public_session(name, await self._place.change(lambda ledger: ledger.owned_session(tag, name)))
+
+    async def listed(self, tenant: str, *, after: str = "", limit: int = 100) -> list[Session]:
+        """Up to `limit` sessions of a caller, in the order of their ids, after this one."""
+        tag = self._place.tenant(tenant)
+        prefix = f"owned/{tag}/"
+
+        async def read(ledger: Ledger) -> list[Session]:
+            rows = await ledger.transaction.scan(prefix, min(limit, 1000), f"{prefix}{after}" if after else "")
+            found = []
+            for key, _ in rows:
+                name = key.removeprefix(prefix)
+                record = await ledger.session(name)
+                if record is not None and record.expires_at > ledger.now:
+                    found.append(public_session(name, record))
+            return found
+
+        return await self._place.change(read)
+
+    async def touch(self, tenant: str, name: str, *, ttl_s: float | None = None) -> Session:
+        """The session was used: it lives on for as long as it did, or from now on for `ttl_s`.
+
+        Raises: UnknownStateError.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def renew(ledger: Ledger) -> Session:
+            before = await ledger.owned_session(tag, name)
+            life = before.ttl_s if ttl_s is None else _ttl(ledger, ttl_s)
+            return _save(ledger, name, changed(before, ttl_s=life), before)
+
+        return await self._place.change(renew)
+
+    async def delete(self, tenant: str, name: str) -> None:
+        """End a session and let go of its snapshots; forks of it live on.
+
+        Raises: UnknownStateError.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def end(ledger: Ledger) -> None:
+            await ledger.drop_session(name, await ledger.owned_session(tag, name))
+
+        await self._place.change(end)
+
+    async def fork(self, tenant: str, name: str, *, position: int | None = None) -> Session:
+        """A new session that goes on from a checkpoint of this one; nothing is copied. Cost: O(1), for any length.
+
+        Without `position` it is where the session stands, which must be a checkpoint. The two never touch each other.
+
+        Raises: UnknownStateError for a session or position that is not there; QuotaError.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def split(ledger: Ledger) -> Session:
+            parent = await ledger.owned_session(tag, name)
+            at = parent.position if position is None else position
+            points = tuple(point for point in parent.checkpoints if point.position == at)
+            if not points and at:
+                where = ", ".join(str(point.position) for point in parent.checkpoints) or "none"
+                raise UnknownStateError(f"session {name} has no checkpoint at {at}; it has {where}")
+            for point in points:
+                await ledger.refer(tag, point.snapshot)
+            child = SessionRecord(tag, ledger.now, 0.0, parent.ttl_s, at, name, at, points)
+            return await _begin(ledger, child)
+
+        return await self._place.change(split)
+
+    async def begin_append(
+        self, tenant: str, name: str, key: str, *, expected_position: int | None = None, digest: str = ""
+    ) -> tuple[Append, str]:
+        """Become the writer of a session: the append under this key, and a token that only this writer has.
+
+        A key that is known is the same append: done, it is answered from what it came to and nothing is fed again (the
+        token is ""); half done, it goes on at its `position`, up to which all is in the state. `expected_position` is
+        where the caller thinks the session stands, or stood when the append began.
+
+        Raises: UnknownStateError; InputError for an unusable key; ConflictError when the session stands elsewhere,
+            somebody else writes to it now, or the key was used for other contents.
+        """
+        tag = self._place.tenant(tenant)
+        if not 0 < len(key) <= LONGEST_KEY:
+            raise InputError(f"an idempotency key of {len(key)} characters was given; it has 1 to {LONGEST_KEY}")
+
+        async def begin(ledger: Ledger) -> tuple[Append, str]:
+            before = await ledger.owned_session(tag, name)
+            append = next((known for known in before.appends if known.key == key), None)
+            if append is not None and not _same_append(append, digest, expected_position):
+                raise ConflictError(
+                    f"the key {key!r} was used for another append, which began at {append.start}; take a new key"
+                )
+            if append is not None and append.done:
+                return append, ""
+            writer = before.writer
+            if writer is not None and writer.until > ledger.now:
+                raise ConflictError(f"session {name} is being written to; try again when that append has ended")
+            expected = expected_position if append is None else append.position
+            if expected is not None and expected != before.position:
+                raise ConflictError(f"session {name} stands at {before.position}, not at {expected}; append from there")
+            append = append or Append(key, before.position, before.position, digest)
+            token = secrets.token_hex(8)
+            record = changed(
+                before,
+                appends=_with(before.appends, append, ledger),
+                writer=Writer(key, token, ledger.now + WRITER_S),
+            )
+            _save(ledger, name, record, before)
+            return append, token
+
+        return await self._place.change(begin)
+
+    async def advance(
+        self, tenant: str, name: str, token: str, position: int, snapshot: str, *, done: bool = False, result: str = ""
+    ) -> Session:
+        """The session stands at `position` now, its state is in that snapshot, and all up to there has been fed.
+
+        With `done` the append has ended, and `result` is what a caller who sends it again is told.
+
+        Raises: UnknownStateError for a session or snapshot that is not there; ConflictError when this writer was taken
+            for dead, or the position lies before the one that the session has.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def move(ledger: Ledger) -> Session:
+            before = await ledger.owned_session(tag, name)
+            writer = before.writer
+            if writer is None or writer.token != token:
+                raise ConflictError(f"session {name} was given to another writer; nothing of this one is kept")
+            if position < before.position:
+                raise ConflictError(f"session {name} stands at {before.position} and cannot go back to {position}")
+            await ledger.refer(tag, snapshot)
+            points = [point for point in before.checkpoints if point.position != position]
+            gone = [point for point in before.checkpoints if point.position == position]
+            points.append(Checkpoint(position, snapshot, ledger.now))
+            spare = max(0, len(points) - ledger.limits.session_checkpoints)
+            for point in gone + points[:spare]:
+                await ledger.release(point.snapshot)
+            append = next(known for known in before.appends if known.key == writer.key)
+            append = changed(append, position=position, done=done, result=result)
+            record = changed(
+                before,
+                position=position,
+                checkpoints=tuple(points[spare:]),
+                appends=_with(before.appends, append, ledger),
+                writer=None if done else changed(writer, until=ledger.now + WRITER_S),
+            )
+            return _save(ledger, name, record, before)
+
+        return await self._place.change(move)
+
+    async def keep_writing(self, tenant: str, name: str, token: str) -> None:
+        """The writer lives; to be said more often than every WRITER_S.
+
+        Raises: UnknownStateError; ConflictError when it was taken for dead.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def renew(ledger: Ledger) -> None:
+            before = await ledger.owned_session(tag, name)
+            if before.writer is None or before.writer.token != token:
+                raise ConflictError(f"session {name} was given to another writer; nothing of this one is kept")
+            _save(ledger, name, changed(before, writer=changed(before.writer, until=ledger.now + WRITER_S)), before)
+
+        await self._place.change(renew)
+
+    async def stop_writing(self, tenant: str, name: str, token: str) -> None:
+        """The writer gives up: what it has advanced stays, and the same key goes on from there.
+
+        Raises: UnknownStateError.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def stop(ledger: Ledger) -> None:
+            before = await ledger.owned_session(tag, name)
+            if before.writer is not None and before.writer.token == token:
+                _save(ledger, name, changed(before, writer=None), before)
+
+        await self._place.change(stop)
+
+
+async def _begin(ledger: Ledger, record: SessionRecord) -> Session:
+    limit = ledger.limits.tenant_sessions
+    if (await ledger.usage(record.tenant)).sessions >= limit:
+        raise QuotaError(f"this caller has {limit} sessions, which is the limit; delete some, or let them expire")
+    name = f"sess_{secrets.token_hex(20)}"
+    await ledger.count(record.tenant, sessions=1)
+    ledger.transaction.put(f"owned/{record.tenant}/{name}", b"")
+    return _save(ledger, name, record, None)
+
+
+def _save(ledger: Ledger, name: str, record: SessionRecord, before: SessionRecord | None) -> Session:
+    """Write a session that was used now."""
+    record = changed(record, expires_at=ledger.now + record.ttl_s)
+    ledger.save_session(name, record, before)
+    return public_session(name, record)
+
+
+def _same_append(append: Append, digest: str, expected_position: int | None) -> bool:
+    """Whether what is sent under a known key may be the same as before."""
+    same_digest = not digest or not append.digest or digest == append.digest
+    return same_digest and expected_position in (None, append.start)
+
+
+def _with(appends: tuple[Append, ...], append: Append, ledger: Ledger) -> tuple[Append, ...]:
+    """The appends with this one, the newest, last; the oldest are forgotten."""
+    others = tuple(known for known in appends if known.key != append.key)
+    return (*others, append)[-ledger.limits.session_appends :]
+
+
+def _ttl(ledger: Ledger, seconds: float | None) -> float:
+    wanted = ledger.limits.session_ttl_s if seconds is None else seconds
+    if not 0 < wanted <= ledger.limits.longest_ttl_s:
+        raise InputError(
+            f"a session's life of {wanted:g} s was asked for; it has up to {ledger.limits.longest_ttl_s:g}"
+        )
+    return wanted

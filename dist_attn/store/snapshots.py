@@ -1,0 +1,158 @@
+"""Snapshots by their content: put, get, stat, pin and delete, as streams."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import final
+
+from dist_attn.errors import ConflictError, QuotaError, StorageError
+from dist_attn.store.blobs import new_name, within
+from dist_attn.store.entries import SnapshotInfo, SnapshotRecord, Usage, changed
+from dist_attn.store.ledger import Ledger
+from dist_attn.store.place import Place
+from dist_attn.store.upkeep import Upkeep
+
+__all__ = ["Snapshots"]
+
+
+@final
+class Snapshots:
+    """The snapshots of a place. Equal bytes of one caller are kept once; those of two callers have different ids."""
+
+    def __init__(self, place: Place, upkeep: Upkeep) -> None:
+        self._place = place
+        self._upkeep = upkeep
+        self._writers = asyncio.Semaphore(place.limits.writers)
+
+    async def put(self, tenant: str, pieces: AsyncIterable[bytes]) -> SnapshotInfo:
+        """Keep a snapshot, for `hold_s` at least; after that for as long as something refers to it.
+
+        Memory: a piece. Raises: QuotaError when the caller has no room, StorageError when the store has none or it
+        cannot be written; whatever `pieces` raises. Nothing is kept then.
+        """
+        place, tag = self._place, self._place.tenant(tenant)
+        name, digest, size = new_name(place.clock()), hashlib.sha256(), 0
+
+        async def measured() -> AsyncIterator[bytes]:
+            nonlocal size
+            async for piece in within(pieces, place.limits.snapshot_bytes):
+                size += len(piece)
+                digest.update(piece)
+                yield piece
+
+        async with self._writers:
+            try:
+                # Bytes that are older than `orphan_s` and have no record may be swept away by another process.
+                async with asyncio.timeout(place.limits.orphan_s / 2):
+                    await place.blobs.write(name, measured())
+            except TimeoutError:
+                raise StorageError(
+                    f"a snapshot did not come within {place.limits.orphan_s / 2:g} s; send it faster"
+                ) from None
+            if not size:
+                await place.blobs.delete(name)
+                raise StorageError("an empty snapshot was given; needed is at least one byte")
+            return await self._settle(tag, name, digest.hexdigest(), size)
+
+    async def _settle(self, tag: str, blob: str, digest: str, size: int) -> SnapshotInfo:
+        """Record bytes that are written, or let go of them where they are kept already or there is no room."""
+        place = self._place
+        name = place.salted("snapshot", tag.encode(), bytes.fromhex(digest))
+
+        async def enter(ledger: Ledger) -> SnapshotInfo | StorageError:
+            hold = ledger.now + place.limits.hold_s
+            known = await ledger.snapshot(name)
+            if known is not None:
+                record = changed(known, held_until=max(known.held_until, hold))
+                ledger.dropped.append(blob)
+                ledger.save_snapshot(name, record, known)
+                return record.info(name)
+            if (await ledger.usage(tag)).bytes + size > place.limits.tenant_bytes:
+                return _over_quota(place.limits.tenant_bytes)
+            total = (await ledger.usage()).bytes
+            if total + size > place.limits.store_bytes:
+                limit = place.limits.store_bytes
+                return StorageError(f"the store holds {total} of {limit} bytes and cannot take {size} more; keep less")
+            record = SnapshotRecord(tag, blob, size, digest, 0, hold, ledger.now)
+            ledger.save_snapshot(name, record, None)
+            await ledger.count(tag, size=size, snapshots=1)
+            return record.info(name)
+
+        # An exception here leaves the bytes to the next sweep: whether the record was written may be unknown.
+        result = await place.change(enter)
+        if isinstance(result, StorageError) and not isinstance(result, QuotaError):
+            await self._upkeep.make_room(size)
+            result = await place.change(enter)
+        if isinstance(result, StorageError):
+            await place.blobs.delete(blob)
+            raise result
+        return result
+
+    async def get(self, tenant: str, name: str) -> AsyncIterator[bytes]:
+        """The bytes of a snapshot; it is held while it is read.
+
+        Raises: UnknownStateError; StorageError when it cannot be read, or at its end when its bytes have changed.
+        """
+        record = await self._hold(tenant, name, self._place.limits.hold_s)
+        digest = hashlib.sha256()
+        async for piece in self._place.blobs.read(record.blob):
+            digest.update(piece)
+            yield piece
+        if digest.hexdigest() != record.digest:
+            raise StorageError(f"snapshot {name} is damaged: its bytes are not those that were stored")
+
+    async def stat(self, tenant: str, name: str) -> SnapshotInfo:
+        """What is known of a snapshot.
+
+        Raises: UnknownStateError.
+        """
+        tag = self._place.tenant(tenant)
+        record = await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name))
+        return record.info(name)
+
+    async def pin(self, tenant: str, name: str, seconds: float) -> None:
+        """Keep a snapshot for so long, although nobody may refer to it; at most the longest life of a session.
+
+        Raises: UnknownStateError.
+        """
+        await self._hold(tenant, name, seconds)
+
+    async def _hold(self, tenant: str, name: str, seconds: float) -> SnapshotRecord:
+        tag = self._place.tenant(tenant)
+
+        async def hold(ledger: Ledger) -> SnapshotRecord:
+            before = await ledger.owned_snapshot(tag, name)
+            until = ledger.now + min(seconds, ledger.limits.longest_ttl_s)
+            if until <= before.held_until:
+                return before
+            record = changed(before, held_until=until)
+            ledger.save_snapshot(name, record, before)
+            return record
+
+        return await self._place.change(hold)
+
+    async def delete(self, tenant: str, name: str) -> None:
+        """Forget a snapshot that nothing refers to, pinned or not.
+
+        Raises: UnknownStateError; ConflictError when sessions or prefixes refer to it.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def drop(ledger: Ledger) -> None:
+            record = await ledger.owned_snapshot(tag, name)
+            if record.references:
+                raise ConflictError(
+                    f"snapshot {name} is referred to {record.references} times; delete the sessions that do it first"
+                )
+            await ledger.drop_snapshot(name, record)
+
+        await self._place.change(drop)
+
+    async def usage(self, tenant: str) -> Usage:
+        """How much a caller has."""
+        tag = self._place.tenant(tenant)
+        return await self._place.change(lambda ledger: ledger.usage(tag))
+
+
+def _over_quota(limit: int) -> QuotaError:
+    return QuotaError(f"this caller's {limit} bytes of stored states are used up; delete sessions, or let them expire")

@@ -1,0 +1,173 @@
+"""Collection, eviction and repair: what expires goes, what is needed stays, and the books agree with the bytes.
+
+When the store is full, this goes, in this order: snapshots that nobody refers to, sessions that have expired, prefixes
+that were used longest ago, then all but the newest checkpoint of the sessions that end soonest. The newest state of a
+session that lives is never evicted.
+"""
+
+from collections import Counter
+from typing import TypeVar, final
+
+import msgspec
+
+from dist_attn.errors import StorageError
+from dist_attn.store.blobs import born_at
+from dist_attn.store.entries import (
+    PrefixRecord,
+    SessionRecord,
+    SnapshotRecord,
+    Usage,
+    changed,
+    decode,
+    moment,
+)
+from dist_attn.store.ledger import Ledger
+from dist_attn.store.place import Place
+from dist_attn.store.prefix_records import drop_prefix
+
+__all__ = ["Collected", "Upkeep"]
+
+BATCH = 64  # records of one transaction
+T = TypeVar("T")
+
+
+class Collected(msgspec.Struct, frozen=True):
+    """What was removed."""
+
+    sessions: int = 0
+    snapshots: int = 0
+    orphans: int = 0
+
+
+@final
+class Upkeep:
+    """Keeps a place in order; any process that shares it may, at any time."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    async def collect(self) -> Collected:
+        """Remove expired sessions, then snapshots that nobody refers to and nobody holds.
+
+        Raises: StorageError.
+        """
+        sessions = snapshots = 0
+        while found := await self._place.change(_end_expired):
+            sessions += found
+        while found := await self._place.change(lambda ledger: ledger.drop_loose(BATCH, ledger.now)):
+            snapshots += found
+        return Collected(sessions, snapshots)
+
+    async def make_room(self, size: int) -> bool:
+        """Evict until `size` more bytes fit into the store; whether they do.
+
+        Raises: StorageError.
+        """
+        await self.collect()
+        for evict in (_evict_prefixes, _evict_checkpoints):
+            while await self._lacks(size):
+                if not await self._place.change(evict):
+                    break
+                # What was evicted was kept by its references alone, so nobody waits for it.
+                while await self._place.change(lambda ledger: ledger.drop_loose(BATCH, ledger.now)):
+                    pass
+        return not await self._lacks(size)
+
+    async def _lacks(self, size: int) -> bool:
+        usage = await self._place.change(lambda ledger: ledger.usage())
+        return usage.bytes + size > self._place.limits.store_bytes
+
+    async def repair(self) -> Collected:
+        """Remove bytes that no record names and no writer can still be writing; to be done at every start.
+
+        Raises: StorageError.
+        """
+        orphans = 0
+        names = {record.blob for _, record in await self._all("snapshot/", SnapshotRecord)}
+        now = self._place.clock()
+        async for blob in self._place.blobs.names():
+            if blob not in names and born_at(blob) + self._place.limits.orphan_s <= now:
+                await self._place.blobs.delete(blob)
+                orphans += 1
+        return Collected(orphans=orphans)
+
+    async def audit(self) -> list[str]:
+        """What is wrong, in words: references and sums that do not agree, bytes that are missing. Nothing is changed.
+
+        Raises: StorageError.
+        """
+        snapshots = dict(await self._all("snapshot/", SnapshotRecord))
+        sessions = await self._all("session/", SessionRecord)
+        prefixes = await self._all("prefix/", PrefixRecord)
+        references = Counter(point.snapshot for _, session in sessions for point in session.checkpoints)
+        references.update(prefix.snapshot for _, prefix in prefixes)
+        lost = references.keys() - snapshots.keys()
+        wrong = [f"a session or prefix refers to snapshot {name}, which is not there" for name in lost]
+        blobs = {blob async for blob in self._place.blobs.names()}
+        for name, record in snapshots.items():
+            if record.references != references[name]:
+                wrong.append(f"snapshot {name} counts {record.references} references; there are {references[name]}")
+            if record.blob not in blobs:
+                wrong.append(f"the bytes of snapshot {name} are missing")
+        sums: dict[str, Usage] = {}
+        for tenant, change in (
+            *((record.tenant, {"size": record.size, "snapshots": 1}) for record in snapshots.values()),
+            *((session.tenant, {"sessions": 1}) for _, session in sessions),
+            *((prefix.tenant, {"prefixes": 1}) for _, prefix in prefixes),
+        ):
+            for name in (tenant, ""):
+                sums[name] = sums.get(name, Usage()).plus(**change)
+        stored = dict(await self._all("usage/", Usage)) | {"": await self._place.change(lambda ledger: ledger.usage())}
+        for name in sums.keys() | stored.keys():
+            if stored.get(name, Usage()) != sums.get(name, Usage()):
+                wrong.append(f"usage of {name or 'all'} is {stored.get(name)}; it should be {sums.get(name)}")
+        return wrong
+
+    async def _all(self, prefix: str, kind: type[T]) -> list[tuple[str, T]]:
+        """All records under a prefix, a batch at a time, so that others may work meanwhile."""
+        found: list[tuple[str, T]] = []
+        after = ""
+        while True:
+            page = await self._place.records.transact(lambda t, after=after: t.scan(prefix, 1000, after))  # type: ignore[misc]
+            found += [(key.removeprefix(prefix), decode(value, kind)) for key, value in page]
+            if len(page) < 1000:
+                return found
+            after = page[-1][0]
+
+
+async def _end_expired(ledger: Ledger) -> int:
+    ended = 0
+    for key, _ in await ledger.transaction.scan("expiry/", BATCH):
+        _, time, name = key.split("/")
+        if time > moment(ledger.now):
+            break
+        record = await ledger.session(name)
+        if record is None:
+            raise StorageError(f"the catalogue lists session {name}, which it does not have; it is damaged")
+        await ledger.drop_session(name, record)
+        ended += 1
+    return ended
+
+
+async def _evict_prefixes(ledger: Ledger) -> int:
+    """Drop the prefixes that were used longest ago."""
+    oldest = await ledger.transaction.scan("lru/", BATCH)
+    for key, _ in oldest:
+        await drop_prefix(ledger, key.split("/")[2])
+    return len(oldest)
+
+
+async def _evict_checkpoints(ledger: Ledger) -> int:
+    """Drop all but the newest checkpoint of some session that has several; those that end soonest come first."""
+    after = ""
+    while page := await ledger.transaction.scan("expiry/", BATCH, after):
+        for key, _ in page:
+            name = key.split("/")[2]
+            record = await ledger.session(name)
+            if record is not None and len(record.checkpoints) > 1:
+                for point in record.checkpoints[:-1]:
+                    await ledger.release(point.snapshot)
+                ledger.save_session(name, changed(record, checkpoints=record.checkpoints[-1:]), record)
+                return len(record.checkpoints) - 1
+        after = page[-1][0]
+    return 0

@@ -1,0 +1,487 @@
+"""What every store promises, wherever it keeps things: memory, local disk and Redis pass the same tests."""
+
+import asyncio
+import hashlib
+import random
+
+import pytest
+
+from dist_attn.errors import ConflictError, InputError, QuotaError, StorageError, UnknownStateError
+from dist_attn.store import Usage
+from dist_attn.store.entries import changed
+from tests.support.stores import KINDS, place_of, stream, why_no_redis
+
+DATA = random.Random(0).randbytes(70_000)
+
+
+@pytest.fixture(params=KINDS)
+def place(request, tmp_path):
+    """A fresh place of every kind."""
+    if request.param == "redis" and (lack := why_no_redis()):
+        pytest.skip(lack)
+    with place_of(request.param, tmp_path) as fresh:
+        yield fresh
+
+
+async def read(store, tenant, name):
+    """All bytes of a snapshot."""
+    return b"".join([piece async for piece in store.snapshots.get(tenant, name)])
+
+
+async def kept(store, tenant, data):
+    """The id of a snapshot of these bytes."""
+    return (await store.snapshots.put(tenant, stream(data))).id
+
+
+async def written(store, tenant, session, position, data=None, **options):
+    """Append up to `position` in one go."""
+    _, token = await store.sessions.begin_append(tenant, session.id, f"to {position}")
+    snapshot = await kept(store, tenant, data or f"{session.id} {position}".encode())
+    return await store.sessions.advance(tenant, session.id, token, position, snapshot, done=True, **options)
+
+
+def test_snapshots_stream_in_and_out(place):
+    """Bytes come back as they went in, however they were cut, and equal bytes of one caller are kept once."""
+    large = bytes(3 << 20) + DATA
+
+    async def work(store):
+        first = await store.snapshots.put("ann", stream(DATA, (1, 1, 50_000)))
+        again = await store.snapshots.put("ann", stream(DATA))
+        assert (first.id, first.size, first.digest) == (again.id, len(DATA), hashlib.sha256(DATA).hexdigest())
+        assert await read(store, "ann", first.id) == DATA
+        pieces = [piece async for piece in store.snapshots.get("ann", await kept(store, "ann", large))]
+        assert b"".join(pieces) == large and max(map(len, pieces)) <= 1 << 20
+        assert await store.snapshots.usage("ann") == Usage(len(DATA) + len(large), 2)
+        return len([name async for name in store._place.blobs.names()])
+
+    assert place.run(work) == 2
+
+
+def test_callers_have_nothing_in_common(place):
+    """Equal bytes of two callers have other ids, and whatever is somebody else's is as if it were not there."""
+
+    async def work(store):
+        ann, bob = await kept(store, "ann", DATA), await kept(store, "bob", DATA)
+        assert ann != bob and "ann" not in ann
+        session = await store.sessions.create("ann")
+        await written(store, "ann", session, 8)
+        key = store.prefixes.hasher("ann", "model", 1).update(b"\1\0\0\0")[0][1]
+        attempts = [
+            lambda: read(store, "bob", ann),
+            lambda: store.snapshots.stat("bob", ann),
+            lambda: store.snapshots.pin("bob", ann, 9),
+            lambda: store.snapshots.delete("bob", ann),
+            lambda: store.sessions.get("bob", session.id),
+            lambda: store.sessions.fork("bob", session.id),
+            lambda: store.sessions.touch("bob", session.id),
+            lambda: store.sessions.delete("bob", session.id),
+            lambda: store.sessions.begin_append("bob", session.id, "key"),
+            lambda: store.prefixes.remember("bob", key, 1, ann),
+            lambda: read(store, "ann", "../../etc/passwd"),
+        ]
+        for attempt in attempts:
+            with pytest.raises(UnknownStateError, match="there is no"):
+                await attempt()
+        _, token = await store.sessions.begin_append("ann", session.id, "next")
+        with pytest.raises(UnknownStateError):
+            await store.sessions.advance("ann", session.id, token, 9, bob)
+        assert [s.id for s in await store.sessions.listed("ann")] == [session.id]
+        assert await store.sessions.listed("bob") == []
+        return await store.snapshots.stat("ann", ann)
+
+    assert place.run(work).references == 0
+
+
+def test_what_nobody_needs_goes_and_what_is_needed_stays(place):
+    """A snapshot is collected once nothing refers to it and its time is over; a pin or a reference keeps it."""
+
+    async def work(store):
+        loose, pinned, used = [await kept(store, "ann", DATA[:n]) for n in (10, 20, 30)]
+        session = await store.sessions.create("ann", ttl_s=10_000)
+        await written(store, "ann", session, 4, DATA[:30])
+        await store.snapshots.pin("ann", pinned, 5000)
+        await store.upkeep.collect()
+        assert (await store.snapshots.stat("ann", loose)).references == 0
+        place.clock.now += 301
+        assert (await store.upkeep.collect()).snapshots == 1
+        with pytest.raises(UnknownStateError):
+            await read(store, "ann", loose)
+        place.clock.now += 4000
+        await store.upkeep.collect()
+        assert [len(await read(store, "ann", name)) for name in (pinned, used)] == [20, 30]
+        with pytest.raises(ConflictError, match="referred to 1 times"):
+            await store.snapshots.delete("ann", used)
+        await store.snapshots.delete("ann", pinned)
+        place.clock.now += 2000
+        await store.sessions.delete("ann", session.id)
+        await store.upkeep.collect()
+        return await store.snapshots.usage("ann"), [name async for name in store._place.blobs.names()]
+
+    assert place.run(work) == (Usage(), [])
+
+
+def test_a_session_ends_by_itself(place):
+    """A session that is not used for its time is gone, and what it kept is collected; one that is used lives on."""
+
+    async def work(store):
+        short, long = [await store.sessions.create("ann", ttl_s=seconds) for seconds in (100, 1000)]
+        for session in (short, long):
+            await written(store, "ann", session, 4)
+        place.clock.now += 99
+        await store.sessions.touch("ann", short.id)
+        place.clock.now += 99
+        assert (await store.sessions.get("ann", short.id)).position == 4
+        place.clock.now += 2
+        with pytest.raises(UnknownStateError, match="expired"):
+            await store.sessions.get("ann", short.id)
+        assert (await store.upkeep.collect()).sessions == 1
+        place.clock.now += 1000
+        await store.upkeep.collect()
+        with pytest.raises(InputError, match="life of 0 s"):
+            await store.sessions.create("ann", ttl_s=0)
+        return await store.snapshots.usage("ann")
+
+    assert place.run(work, hold_s=1.0) == Usage()
+
+
+def test_forks_share_bytes_and_nothing_else(place):
+    """A fork copies nothing, and what is done to it or to its parent is not seen by the other."""
+
+    async def work(store):
+        parent = await store.sessions.create("ann")
+        for position in (512, 1024, 1500):
+            parent = await written(store, "ann", parent, position)
+        before = await store.snapshots.usage("ann")
+        child, early = (
+            await store.sessions.fork("ann", parent.id),
+            await store.sessions.fork("ann", parent.id, position=512),
+        )
+        after = await store.snapshots.usage("ann")
+        assert (after.bytes, after.snapshots, after.sessions) == (before.bytes, before.snapshots, before.sessions + 2)
+        assert (child.position, child.parent, early.position, early.parent_position) == (1500, parent.id, 512, 512)
+        with pytest.raises(UnknownStateError, match="no checkpoint at 700; it has 512, 1024, 1500"):
+            await store.sessions.fork("ann", parent.id, position=700)
+        grown = await written(store, "ann", child, 1600)
+        assert (await store.sessions.get("ann", parent.id)) == parent
+        await store.sessions.delete("ann", parent.id)
+        place.clock.now += 1000
+        await store.upkeep.collect()
+        states = [await read(store, "ann", point.snapshot) for point in (grown.checkpoints[0], early.checkpoints[0])]
+        return states == [f"{parent.id} {position}".encode() for position in (1500, 512)]
+
+    assert place.run(work)
+
+
+def test_an_append_that_comes_again_is_not_fed_again(place):
+    """A key that is done answers with its result, half done it goes on, and for other contents it is refused."""
+
+    async def work(store):
+        session, sessions = await store.sessions.create("ann"), store.sessions
+        append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
+        assert (append.start, append.position, append.done) == (0, 0, False)
+        await sessions.advance("ann", session.id, token, 512, await kept(store, "ann", b"512"))
+        await sessions.stop_writing("ann", session.id, token)
+        append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
+        assert (append.start, append.position) == (0, 512)
+        await sessions.advance(
+            "ann", session.id, token, 700, await kept(store, "ann", b"700"), done=True, result="usage"
+        )
+        append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
+        assert (append.position, append.done, append.result, token) == (700, True, "usage", "")
+        for position, digest in ((0, "d2"), (5, "d1")):
+            with pytest.raises(ConflictError, match="used for another append, which began at 0"):
+                await sessions.begin_append("ann", session.id, "key", expected_position=position, digest=digest)
+        with pytest.raises(ConflictError, match="stands at 700, not at 512"):
+            await sessions.begin_append("ann", session.id, "new", expected_position=512)
+        with pytest.raises(InputError, match="1 to 256"):
+            await sessions.begin_append("ann", session.id, "")
+        return await sessions.get("ann", session.id)
+
+    session = place.run(work)
+    assert [point.position for point in session.checkpoints] == [512, 700]
+
+
+def test_one_writes_at_a_time(place):
+    """A second writer is refused while the first lives; one that was taken for dead can change nothing any more."""
+
+    async def work(store):
+        session, sessions = await store.sessions.create("ann"), store.sessions
+        _, first = await sessions.begin_append("ann", session.id, "a")
+        with pytest.raises(ConflictError, match="being written to"):
+            await sessions.begin_append("ann", session.id, "b")
+        place.clock.now += 50
+        await sessions.keep_writing("ann", session.id, first)
+        place.clock.now += 50
+        with pytest.raises(ConflictError, match="being written to"):
+            await sessions.begin_append("ann", session.id, "b")
+        place.clock.now += 11
+        _, second = await sessions.begin_append("ann", session.id, "b")
+        snapshot = await kept(store, "ann", b"state")
+        for late in (
+            sessions.advance("ann", session.id, first, 9, snapshot),
+            sessions.keep_writing("ann", session.id, first),
+        ):
+            with pytest.raises(ConflictError, match="given to another writer"):
+                await late
+        await sessions.stop_writing("ann", session.id, first)
+        moved = await sessions.advance("ann", session.id, second, 7, snapshot)
+        with pytest.raises(ConflictError, match="cannot go back to 6"):
+            await sessions.advance("ann", session.id, second, 6, snapshot)
+        return moved
+
+    assert place.run(work).position == 7
+
+
+def test_everything_has_a_bound(place):
+    """Bytes, sessions, prefixes, checkpoints, remembered appends and the size of a snapshot are limited."""
+
+    async def work(store):
+        one, two = await store.sessions.create("ann"), await store.sessions.create("ann")
+        with pytest.raises(QuotaError, match="has 2 sessions"):
+            await store.sessions.create("ann")
+        with pytest.raises(QuotaError, match="has 2 sessions"):
+            await store.sessions.fork("ann", one.id)
+        await store.sessions.create("bob")
+        for position in range(1, 6):
+            one = await written(store, "ann", one, position, bytes([position]) * 10)
+        assert [point.position for point in one.checkpoints] == [3, 4, 5]
+        record = await store._place.change(lambda ledger: ledger.session(one.id))
+        assert [append.position for append in record.appends] == [4, 5]
+        with pytest.raises(StorageError, match="more than 100 bytes"):
+            await kept(store, "ann", bytes(101))
+        with pytest.raises(StorageError, match="empty snapshot"):
+            await kept(store, "ann", b"")
+        await kept(store, "ann", bytes(100))
+        with pytest.raises(QuotaError, match="240 bytes of stored states are used up"):
+            await kept(store, "ann", bytes(99))
+        await kept(store, "ann", bytes(100))  # it is there already and takes nothing
+        await kept(store, "bob", bytes(99))
+        keys = [key for _, key in store.prefixes.hasher("ann", "m", 1).update(bytes(16))]
+        for position, key in enumerate(keys):
+            place.clock.now += 1
+            await store.prefixes.remember("ann", key, position + 1, one.checkpoints[0].snapshot)
+        found = [await store.prefixes.longest("ann", [(position + 1, key)]) for position, key in enumerate(keys)]
+        assert [point is not None for point in found] == [False, False, True, True]
+        with pytest.raises(InputError, match="not the key of a prefix"):
+            await store.prefixes.remember("ann", "a/b", 1, one.checkpoints[0].snapshot)
+        return two.id, await store.snapshots.usage("ann")
+
+    limits = {
+        "snapshot_bytes": 100,
+        "tenant_bytes": 240,
+        "tenant_sessions": 2,
+        "tenant_prefixes": 2,
+        "session_checkpoints": 3,
+        "session_appends": 2,
+    }
+    assert place.run(work, **limits)[1].prefixes == 2
+
+
+def test_the_longest_prefix_that_was_read_is_found(place):
+    """Of a text that begins like one that was read, the last common grid point with a stored state is found."""
+    tokens = random.Random(1).randbytes(4 * 1000)
+
+    async def work(store):
+        keys = dict(store.prefixes.hasher("ann", "model", 100).update(tokens))
+        pieces = store.prefixes.hasher("ann", "model", 100)
+        cut = [point for at in range(0, 4000, 37) for point in pieces.update(tokens[at : at + 37])]
+        assert cut == list(keys.items()) and list(keys) == list(range(100, 1001, 100))
+        for position in (200, 400, 900):
+            await store.prefixes.remember(
+                "ann", keys[position], position, await kept(store, "ann", f"{position}".encode())
+            )
+
+        async def longest(tenant, model, text, grid=100):
+            found = await store.prefixes.longest(tenant, store.prefixes.hasher(tenant, model, grid).update(text))
+            return found and found.position
+
+        other = tokens[: 4 * 450] + bytes(4 * 400)
+        found = [await longest("ann", "model", text) for text in (tokens, tokens[: 4 * 899], other, tokens[:400], b"")]
+        assert found == [900, 400, 400, None, None]
+        for tenant, model, grid in (("bob", "model", 100), ("ann", "other", 100), ("ann", "model", 50)):
+            assert await longest(tenant, model, tokens, grid) is None
+        point = await store.prefixes.longest("ann", list(keys.items()))
+        assert await read(store, "ann", point.snapshot) == b"900"
+        await store.prefixes.forget("ann", keys[900])
+        await store.prefixes.forget("bob", keys[400])
+        return await longest("ann", "model", tokens)
+
+    assert place.run(work) == 400
+
+
+def test_a_full_store_lets_go_of_what_is_needed_least(place):
+    """Snapshots without reference go first, then prefixes, then older checkpoints, and a newest state never."""
+
+    async def work(store):
+        session = await store.sessions.create("ann")
+        for position in (1, 2, 3):
+            session = await written(store, "ann", session, position, bytes([position]) * 100)
+        prefix = await kept(store, "ann", b"p" * 100)
+        key = store.prefixes.hasher("ann", "m", 1).update(bytes(4))[0][1]
+        await store.prefixes.remember("ann", key, 1, prefix)
+        place.clock.now += 1000
+        loose = await kept(store, "ann", b"l" * 100)
+        place.clock.now += 1000
+
+        async def left():
+            found = [loose, prefix, *(point.snapshot for point in session.checkpoints)]
+            stored = {key.removeprefix("snapshot/") for key, _ in await store.upkeep._all("snapshot/", dict)}
+            return [name in stored for name in found]
+
+        steps = []
+        for letter in b"abcdef":
+            try:
+                fresh = await kept(store, "ann", bytes([letter]) * 100)
+            except StorageError as error:
+                assert "cannot take 100 more" in str(error)
+            else:
+                await store.snapshots.pin("ann", fresh, 10_000)
+            steps.append(await left())
+        assert (await store.sessions.get("ann", session.id)).position == 3
+        return steps
+
+    assert place.run(work, store_bytes=500) == [
+        [False, True, True, True, True],
+        [False, False, True, True, True],
+        [False, False, False, False, True],
+        [False, False, False, False, True],
+        [False, False, False, False, True],
+        [False, False, False, False, True],
+    ]
+
+
+def test_an_upload_that_fails_leaves_nothing(place):
+    """When the bytes stop with an error, or the work is cancelled, no bytes and no records stay."""
+
+    async def broken():
+        yield DATA
+        raise ConnectionResetError("gone")
+
+    async def slow():
+        yield DATA
+        await asyncio.sleep(3600)
+        yield DATA
+
+    async def work(store):
+        with pytest.raises((ConnectionResetError, StorageError)):
+            await store.snapshots.put("ann", broken())
+        task = asyncio.create_task(store.snapshots.put("ann", slow()))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(StorageError, match="did not come within"):
+            await store.snapshots.put("ann", slow())
+        return await store.snapshots.usage("ann"), [name async for name in store._place.blobs.names()]
+
+    assert place.run(work, orphan_s=0.4) == (Usage(), [])
+
+
+def test_many_at_once_do_not_disturb_each_other(place):
+    """Of many writers at once exactly one gets a session, and sums and references agree after forks from all sides."""
+
+    async def work(store):
+        async with place.open() as other:
+            session = await store.sessions.create("ann")
+            await written(store, "ann", session, 3)
+            stores = [store, other] * 6
+            begun = await asyncio.gather(
+                *(s.sessions.begin_append("ann", session.id, f"k{n}") for n, s in enumerate(stores)),
+                return_exceptions=True,
+            )
+            assert sum(isinstance(result, tuple) for result in begun) == 1
+            forks = await asyncio.gather(*(s.sessions.fork("ann", session.id) for s in stores))
+            await asyncio.gather(*(written(s, "ann", f, 9, DATA) for s, f in zip(stores, forks, strict=True)))
+            await asyncio.gather(*(s.sessions.delete("ann", f.id) for s, f in zip(stores[:6], forks[:6], strict=True)))
+            return await store.snapshots.usage("ann")
+
+    usage = place.run(work)
+    assert (usage.sessions, usage.snapshots) == (7, 2)
+
+
+def test_what_is_kept_is_there_after_opening_again(place):
+    """Sessions, snapshots, prefixes and ids outlive the closing of a store, and bytes without a record are swept."""
+
+    async def first(store):
+        session = await written(store, "ann", await store.sessions.create("ann"), 12, DATA)
+        key = store.prefixes.hasher("ann", "m", 1).update(bytes(4))[0][1]
+        await store.prefixes.remember("ann", key, 1, session.checkpoints[0].snapshot)
+        await store._place.blobs.write("00000000ff" + "ab" * 16, stream(b"left behind"))
+        return session, key
+
+    session, key = place.run(first)
+
+    async def second(store):
+        assert await store.sessions.get("ann", session.id) == session
+        assert await read(store, "ann", session.checkpoints[0].snapshot) == DATA
+        assert (await store.prefixes.longest("ann", [(1, key)])).snapshot == session.checkpoints[0].snapshot
+        assert await kept(store, "ann", DATA) == session.checkpoints[0].snapshot
+        return [name async for name in store._place.blobs.names()]
+
+    assert len(place.run(second)) == 1
+
+
+def test_damaged_bytes_are_not_passed_off_as_sound(place):
+    """Bytes that have changed where they lie, or are gone, end in an error that names the snapshot."""
+
+    async def work():
+        async with place.open() as store:
+            name = await kept(store, "ann", DATA)
+            record = await store._place.change(lambda ledger: ledger.snapshot(name))
+            await store._place.blobs.delete(record.blob)
+            with pytest.raises(StorageError, match=record.blob):
+                await read(store, "ann", name)
+            assert await store.upkeep.audit() == [f"the bytes of snapshot {name} are missing"]
+            await store._place.blobs.write(record.blob, stream(DATA[:-1] + b"\0"))
+            with pytest.raises(StorageError, match=f"{name} is damaged"):
+                await read(store, "ann", name)
+            await store._place.change(lambda ledger: _miscount(ledger, name))
+            return await store.upkeep.audit()
+
+    assert "counts 3 references; there are 0" in asyncio.run(work())[0]
+
+
+async def _miscount(ledger, name):
+    record = await ledger.snapshot(name)
+    ledger.save_snapshot(name, changed(record, references=3), record)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_books_agree_after_anything(place, seed):
+    """After any mixture of changes, expiry and eviction, references and sums are right, and all places agree."""
+
+    async def work(store):
+        rng, sessions, outcomes = random.Random(seed), [], []
+        for step in range(60):
+            tenant = rng.choice(("ann", "bob"))
+            place.clock.now += rng.choice((0, 1, 400))
+            known = [s for t, s in sessions if t == tenant] or [None]
+            session = rng.choice(known)
+            try:
+                match rng.randrange(8):
+                    case 0 | 1:
+                        sessions.append((tenant, await store.sessions.create(tenant, ttl_s=rng.choice((500, 9000)))))
+                    case 2 | 3 if session:
+                        await written(store, tenant, session, step + 1, bytes([rng.randrange(6)]) * 100)
+                    case 4 if session:
+                        sessions.append((tenant, await store.sessions.fork(tenant, session.id)))
+                    case 5 if session:
+                        snapshot = await kept(store, tenant, bytes([rng.randrange(6)]) * 100)
+                        key = hashlib.sha256(bytes([rng.randrange(9)]) + tenant.encode()).hexdigest()
+                        await store.prefixes.remember(tenant, key, step, snapshot)
+                    case 6 if session:
+                        await store.sessions.delete(tenant, session.id)
+                    case _:
+                        await store.upkeep.collect()
+                outcomes.append("done")
+            except (UnknownStateError, ConflictError, QuotaError, StorageError) as error:
+                outcomes.append(type(error).__name__)
+            if step % 10 == 0:
+                assert await store.upkeep.audit() == []
+        return outcomes
+
+    outcomes = place.run(work, store_bytes=700, tenant_bytes=500, tenant_sessions=5, tenant_prefixes=3)
+    with place_of("memory", None) as memory:
+        place = memory
+        assert memory.run(work, store_bytes=700, tenant_bytes=500, tenant_sessions=5, tenant_prefixes=3) == outcomes
+    assert len(set(outcomes)) >= 3

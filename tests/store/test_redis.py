@@ -1,0 +1,91 @@
+"""The store in Redis: what is wrong with the server is said in words and leaves the store sound."""
+
+import asyncio
+import builtins
+import sys
+
+import pytest
+
+from dist_attn.errors import MissingExtraError, StorageError
+from dist_attn.store import Usage, open_store
+from tests.support.stores import started_redis, stream, why_no_redis
+
+pytestmark = pytest.mark.skipif(bool(why_no_redis()), reason=why_no_redis())
+
+
+def test_a_server_without_memory_is_a_storage_error():
+    """When Redis has used its memory a put is refused, nothing of it stays, and what was kept before is there."""
+
+    async def work(url):
+        async with await open_store(url) as store:
+            kept = await store.snapshots.put("ann", stream(b"small" * 1000))
+            with pytest.raises(StorageError, match="raise maxmemory"):
+                await store.snapshots.put("ann", stream(bytes(64 << 20)))
+            await store._place.records._client.config_set("maxmemory", 0)
+            assert await store.upkeep.audit() == []
+            assert b"".join([piece async for piece in store.snapshots.get("ann", kept.id)]) == b"small" * 1000
+            return [name async for name in store._place.blobs.names()]
+
+    with started_redis("--maxmemory", "16mb", "--maxmemory-policy", "noeviction") as (url, _):
+        assert len(asyncio.run(work(url))) == 1
+
+
+def test_a_server_that_goes_away_is_a_storage_error():
+    """Every call after the server has ended fails in words and at once, and so does opening."""
+
+    async def work(url, process):
+        async with await open_store(url) as store:
+            kept = await store.snapshots.put("ann", stream(b"data"))
+            process.kill()
+            process.wait()
+            for call in (
+                store.snapshots.stat("ann", kept.id),
+                store.sessions.create("ann"),
+                store.snapshots.put("ann", stream(b"more")),
+            ):
+                with pytest.raises(StorageError, match="Redis did not do as asked"):
+                    await call
+        with pytest.raises(StorageError, match="Redis did not do as asked"):
+            await open_store(url)
+        return kept.size
+
+    with started_redis() as (url, process):
+        assert asyncio.run(work(url, process)) == 4
+
+
+def test_two_replicas_share_sessions():
+    """What one process creates another one sees at once, under the same ids."""
+
+    async def work(url):
+        async with await open_store(url) as one, await open_store(url) as two:
+            session = await one.sessions.create("ann")
+            assert await two.sessions.get("ann", session.id) == session
+            ids = {(await store.snapshots.put("ann", stream(b"same"))).id for store in (one, two)}
+            await two.sessions.delete("ann", session.id)
+            return len(ids), await one.snapshots.usage("ann")
+
+    with started_redis() as (url, _):
+        assert asyncio.run(work(url)) == (1, Usage(4, 1))
+
+
+def test_without_the_library_one_is_told_what_to_install(monkeypatch):
+    """An address of Redis without redis-py says which extra gives it, and shows no password."""
+    whole = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("redis"):
+            raise ImportError(name)
+        return whole(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    for name in [name for name in sys.modules if name == "redis" or name.startswith("redis.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingExtraError, match=r"dist-attn\[redis\]") as refused:
+        asyncio.run(open_store("redis://user:secret@host:6379"))
+    assert "secret" not in str(refused.value)
+
+
+def test_an_address_that_is_none_is_refused():
+    """An address that redis-py does not understand is a StorageError."""
+    with pytest.raises(StorageError, match="not one of Redis"):
+        asyncio.run(open_store("redis://host:port-that-is-none"))
