@@ -20,7 +20,18 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 
-__all__ = ["ArcCosine", "EluPlusOne", "Gaussian", "Positive", "arc_cosine", "elu_plus_one", "gaussian", "positive"]
+__all__ = [
+    "ArcCosine",
+    "EluPlusOne",
+    "Gaussian",
+    "Positive",
+    "PositiveRatios",
+    "arc_cosine",
+    "elu_plus_one",
+    "gaussian",
+    "positive",
+    "positive_ratios",
+]
 
 
 def _project(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
@@ -88,6 +99,19 @@ def positive(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
     return exponent.exp() * (1.0 / math.sqrt(w_HDK.shape[1]))
 
 
+def positive_ratios(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
+    """Positive features relative to the largest of each token, D^-1/2 exp(w x - max w x): none above D^-1/2.
+
+    `positive` is exp(max w x - |x|^2 / 2) times this. Of a query that factor cancels in attention, of a key it is a
+    weight that can be carried as a logarithm.
+
+    Shapes: x [B, H, L, K], w [H, D, K] -> [B, H, L, D].
+    """
+    exponent = _project(x_BHLK, w_HDK)
+    # A constant: the factor that is taken out here is put back elsewhere, so their product does not depend on it.
+    return (exponent - exponent.detach().amax(dim=-1, keepdim=True)).exp() * (1.0 / math.sqrt(w_HDK.shape[1]))
+
+
 @dataclass(frozen=True, eq=False)
 class Gaussian:
     """`gaussian` as a frozen callable; `unit_norm` first normalises x per head, as RFA does."""
@@ -140,6 +164,23 @@ class Positive:
     def with_tensors(self, *tensors: torch.Tensor) -> "Positive":
         (w_HDK,) = tensors
         return Positive(w_HDK, self.unit_norm)
+
+
+@dataclass(frozen=True, eq=False)
+class PositiveRatios:
+    """`positive_ratios` as a frozen callable."""
+
+    w_HDK: torch.Tensor
+
+    def __call__(self, x_BHLK: torch.Tensor) -> torch.Tensor:
+        return positive_ratios(x_BHLK, self.w_HDK)
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self.w_HDK,)
+
+    def with_tensors(self, *tensors: torch.Tensor) -> "PositiveRatios":
+        (w_HDK,) = tensors
+        return PositiveRatios(w_HDK)
 
 
 @dataclass(frozen=True, eq=False)

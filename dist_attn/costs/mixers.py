@@ -74,16 +74,16 @@ class MixerCosts(Protocol):
 
 @dataclass(frozen=True)
 class KernelAttention:
-    """`rfa`, `rfa_gate` and `elu`: a state of M (V + 1) + 2 numbers per head, whatever the length.
+    """`rfa`, `rfa_gate`, `elu` and `performer`: a state of M (V + 1) + 2 numbers per head, whatever the length.
 
     `elu` has no random vectors: it is given none, and has as many features as a head has numbers.
     """
 
-    kind: Literal["rfa", "rfa_gate", "elu"]
+    kind: Literal["rfa", "rfa_gate", "elu", "performer"]
     hidden_size: int
     num_heads: int
     num_random: int
-    feature: Literal["gaussian", "arc_cosine", "elu_plus_one"]
+    feature: Literal["gaussian", "arc_cosine", "elu_plus_one", "positive"]
     taps: int
     projection_bias: bool = False
     rotary: bool = False
@@ -122,7 +122,7 @@ class KernelAttention:
         size, values = self.hidden_size, self.num_heads * self.value_size
         gate = self.num_gates * (size + 1)
         bias = 3 * size + values if self.projection_bias else 0
-        sigma = 0 if self.kind == "elu" else size
+        sigma = size if self.kind in ("rfa", "rfa_gate") else 0
         return 2 * size * (size + values) + bias + self.taps * size + sigma + gate
 
     @property
@@ -164,7 +164,10 @@ class KernelAttention:
         return FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size
 
     def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
-        """The blocked form; with several ranks each reads its keys a second time, for the state it sends."""
+        """The blocked form; with several ranks each reads its keys a second time, for the state it sends.
+
+        The weights of positive features are found first, by the random vectors once more.
+        """
         one_side = 2.0 * self.hidden_size * self.num_random
         one_pass = 2.0 * self.num_heads * self.num_features * (self.value_size + 1)
         passes = 2 if ranks == 1 else 3
@@ -172,7 +175,7 @@ class KernelAttention:
         per_head = self.num_features + self.value_size + 1 + (self._has_gates or self.key_weights)
         return TokenFlops(
             projections=self._projections,
-            features=passes * one_side,
+            features=(passes + (self.kind == "performer")) * one_side,
             scores=1.0 * self.num_heads * CHUNK_TOKENS * per_head,
             state=passes * one_pass,
         )

@@ -10,17 +10,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from dist_attn.costs.dense_space import DenseStateSpace
+from dist_attn.costs.build import Count, MixerNumbers, mixer_costs
 from dist_attn.costs.flops import TokenFlops
-from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
-from dist_attn.costs.legs import LegsMemory
-from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, KernelAttention, MixerCosts, SoftmaxAttention
-from dist_attn.costs.relative_attention import RelativeAttention
+from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, MixerCosts
 from dist_attn.errors import ConfigError
 
 __all__ = ["LanguageModelCosts", "read_model_costs"]
-
-Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
 @dataclass(frozen=True)
@@ -127,35 +122,6 @@ class LanguageModelCosts:
         return self.hidden_size * (self._mlp_inner + self.mlp_size)
 
 
-class _RelativeConfig(msgspec.Struct, frozen=True):
-    reach: Annotated[int, Meta(ge=0)] = 16
-    values: bool = True
-    shared: bool = False
-
-
-class _MixerConfig(msgspec.Struct, frozen=True):
-    kind: str
-    num_heads: Count = 0  # that of a mixer without heads; where there are heads, it must be given
-    short_convolution: Annotated[int, Meta(ge=0)] = 4
-    num_random: Count = 64
-    feature: str = "gaussian"
-    projection_bias: bool = False
-    rotary: dict[str, float] | None = None
-    gated: bool = False
-    shared_gate: bool = False
-    weighting: str = "unit_norm"
-    value_rank: Count | None = None
-    reach: Annotated[int, Meta(ge=0)] = 16
-    relative: _RelativeConfig | None = None
-    taps: Count = 16
-    centred: bool = False
-    state_size: Count | None = None
-    form: str = "scan"
-    outputs: Count = 1
-    transition: str = "fixed"
-    pattern: tuple["_MixerConfig", ...] = ()  # of a hybrid stack
-
-
 class _NormConfig(msgspec.Struct, frozen=True):
     kind: Literal["layer", "rms"] = "layer"
 
@@ -184,7 +150,7 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     hidden_size: Count
     num_layers: Annotated[int, Meta(ge=1, le=10_000)]
     mlp_size: Count
-    mixer: _MixerConfig
+    mixer: MixerNumbers
     positions: str | _LearnedPositions = "none"
     block: _BlockConfig = _BlockConfig()
     readout: Literal["tied", "own"] = "tied"
@@ -224,75 +190,5 @@ def _mixers_of_layers(path: Path, config: _ModelConfig) -> tuple[MixerCosts, ...
     if config.mixer.kind == "hybrid" and not config.mixer.pattern:
         raise ConfigError(f"{path}: the mixer is hybrid and has no pattern; it needs the mixers of its layers")
     named = config.mixer.pattern if config.mixer.kind == "hybrid" else (config.mixer,)
-    pattern = [_mixer_costs(path, mixer, config.hidden_size) for mixer in named]
+    pattern = [mixer_costs(path, mixer, config.hidden_size) for mixer in named]
     return tuple(pattern[layer % len(pattern)] for layer in range(config.num_layers))
-
-
-def _mixer_costs(path: Path, mixer: _MixerConfig, hidden_size: int) -> MixerCosts:
-    match mixer.kind, mixer.feature:
-        case ("rfa" | "rfa_gate") as kind, ("gaussian" | "arc_cosine") as feature:
-            return KernelAttention(
-                kind,
-                hidden_size,
-                _heads(path, mixer, hidden_size),
-                mixer.num_random,
-                feature,
-                mixer.short_convolution,
-                projection_bias=mixer.projection_bias,
-                rotary=mixer.rotary is not None,
-                shared_gate=mixer.shared_gate,
-                key_weights=mixer.weighting == "norm",
-                value_rank=mixer.value_rank,
-            )
-        case "elu", _:
-            return KernelAttention(
-                "elu",
-                hidden_size,
-                _heads(path, mixer, hidden_size),
-                0,
-                "elu_plus_one",
-                mixer.short_convolution,
-                projection_bias=mixer.projection_bias,
-                rotary=mixer.rotary is not None,
-                shared_gate=mixer.shared_gate,
-                value_rank=mixer.value_rank,
-                gated=mixer.gated,
-            )
-        case "softmax", _:
-            near = mixer.relative or _RelativeConfig()
-            return SoftmaxAttention(
-                hidden_size,
-                _heads(path, mixer, hidden_size),
-                mixer.short_convolution,
-                mixer.projection_bias,
-                reach=None if mixer.relative is None else near.reach,
-                relative_values=near.values,
-                relative_shared=near.shared,
-                value_rank=mixer.value_rank,
-            )
-        case "scaleformer", _:
-            return RelativeAttention(hidden_size, _heads(path, mixer, hidden_size), mixer.reach, mixer.value_rank)
-        case "convolution", _ if not mixer.centred:
-            return CausalConvolution(hidden_size, mixer.taps)
-        case "s4d", _ if mixer.form == "scan":
-            return DiagonalStateSpace(hidden_size, (mixer.state_size or 64) // 2)
-        case "s4", _ if mixer.form == "scan":
-            return DenseStateSpace("s4", hidden_size, mixer.state_size or 64)
-        case "hippo", _:
-            return LegsMemory(hidden_size, mixer.state_size or 32)
-        case "lssl", _:
-            learned = mixer.transition == "learned"
-            return DenseStateSpace("lssl", hidden_size, mixer.state_size or 64, mixer.outputs, learned)
-    raise ConfigError(
-        f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; mixers with a state have formulas: "
-        "rfa and rfa_gate (gaussian, arc_cosine), elu, softmax, scaleformer, convolution, lssl, hippo, s4 and s4d as a "
-        "scan"
-    )
-
-
-def _heads(path: Path, mixer: _MixerConfig, hidden_size: int) -> int:
-    if not mixer.num_heads or hidden_size % mixer.num_heads:
-        raise ConfigError(
-            f"{path}: hidden_size {hidden_size} is not a multiple of num_heads {mixer.num_heads}; it must be"
-        )
-    return mixer.num_heads

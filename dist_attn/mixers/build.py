@@ -2,7 +2,14 @@
 
 from dist_attn.mixers.base import TokenMixer
 from dist_attn.mixers.bidirectional import BidirectionalAttention
-from dist_attn.mixers.config import BidirectionalConfig, EluConfig, MixerConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.mixers.config import (
+    BidirectionalConfig,
+    EluConfig,
+    MixerConfig,
+    PerformerConfig,
+    ScaleformerConfig,
+    SoftmaxConfig,
+)
 from dist_attn.mixers.convolution import CausalConvolution, CentredConvolution
 from dist_attn.mixers.elu import EluAttention
 from dist_attn.mixers.fourier import FourierMixing
@@ -18,6 +25,7 @@ from dist_attn.mixers.input_independent_config import (
     TokenMlpConfig,
 )
 from dist_attn.mixers.lssl import LinearStateSpace
+from dist_attn.mixers.performer import PerformerAttention
 from dist_attn.mixers.random_feature import RandomFeatureAttention
 from dist_attn.mixers.s4 import S4Convolution, S4Scan
 from dist_attn.mixers.s4d import S4DConvolution, S4DScan
@@ -38,6 +46,8 @@ def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
             return ScaleformerAttention(config)
         case EluConfig():
             return EluAttention(config)
+        case PerformerConfig():
+            return PerformerAttention(config)
         case BidirectionalConfig():
             return BidirectionalAttention(config)
         case ConvolutionConfig():

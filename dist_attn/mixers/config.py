@@ -1,10 +1,18 @@
 """What a mixer is made of: frozen configuration values with a `kind`, read from a model folder's config.json."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig, HeadSizes, RelativeConfig
+from dist_attn.mixers.head_config import (
+    DenominatorConfig,
+    HeadsConfig,
+    HeadSizes,
+    MatricesConfig,
+    RelativeConfig,
+    check_key_weights,
+)
 from dist_attn.mixers.input_independent_config import (
     ConvolutionConfig,
     FourierConfig,
@@ -15,53 +23,37 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
-from dist_attn.mixers.kernel_config import EluConfig
+from dist_attn.mixers.kernel_config import EluConfig, PerformerConfig
 
 __all__ = [
     "BidirectionalConfig",
     "CrossConfig",
     "EluConfig",
     "MixerConfig",
+    "PerformerConfig",
     "RandomFeatureConfig",
     "ScaleformerConfig",
     "SoftmaxConfig",
 ]
 
+RANDOM_KERNELS = ("rfa", "performer")
 
-class _FeaturesConfig(HeadSizes):
+
+class _FeaturesConfig(MatricesConfig):
     feature: Literal["gaussian", "arc_cosine"] = "gaussian"
-    num_random: int = Field(default=64, ge=1)
-    seed: int = 0
-    # Rows of a head's random matrix are orthogonal to each other, `head_size` at a time.
-    orthogonal: bool = False
-    # In training every head draws its matrix at every step from so many; 0: each keeps the one it has.
-    pool: int = Field(default=0, ge=0)
     # Queries and keys have unit norm, or keys weigh exp(|sigma k|^2 / 2) and neither is normalised.
     weighting: Literal["unit_norm", "norm"] = "unit_norm"
 
     @property
     def first_sigma(self) -> float:
         """Where sigma begins: 1 for unit norms; else at softmax's temperature, logits q.k / sqrt(K)."""
-        return 1.0 if self.weighting == "unit_norm" else self.head_size**-0.25
+        return 1.0 if self.weighting == "unit_norm" else self.softmax_scale
 
     @model_validator(mode="after")
     def _features_fit(self) -> "_FeaturesConfig":
-        if 0 < self.pool < self.num_heads:
-            raise ValueError(
-                f"a pool of {self.pool} matrices is too small for {self.num_heads} heads, which all differ"
-            )
         if self.weighting == "norm" and self.feature != "gaussian":
             raise ValueError(f"weighting 'norm' is that of the Gaussian kernel; feature is {self.feature!r}")
         return self
-
-
-def _check_weighting(weighting: str, denominator: DenominatorConfig | None) -> None:
-    """Key weights have no fixed unit, so a divisor must not have one either."""
-    if weighting == "norm" and denominator is not None and denominator.kind not in ("floor", "exact"):
-        raise ValueError(
-            f"weighting 'norm' was given with the denominator {denominator.kind!r}, which compares with a fixed "
-            "number; take 'floor' or 'exact'"
-        )
 
 
 class RandomFeatureConfig(HeadsConfig, _FeaturesConfig):
@@ -79,7 +71,8 @@ class RandomFeatureConfig(HeadsConfig, _FeaturesConfig):
 
     @model_validator(mode="after")
     def _options_fit(self) -> "RandomFeatureConfig":
-        _check_weighting(self.weighting, self.denominator)
+        if self.weighting == "norm":
+            check_key_weights(self.denominator, "weighting 'norm'")
         if self.shared_gate and not self.gated:
             raise ValueError("shared_gate was given to a mixer without gates; take kind rfa_gate")
         return self
@@ -100,22 +93,33 @@ class ScaleformerConfig(HeadSizes):
 
 
 class _AttentionConfig(_FeaturesConfig):
-    """Attention that sees all keys: random features, elu + 1, elu + 1 with relative positions, or exact softmax.
+    """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
 
-    The options of features are those of `rfa`.
-    """
-
-    attention: Literal["rfa", "elu", "scaleformer", "softmax"]
-    # Of rfa and elu. None: the default floor for rfa; exact division for elu, whose weights are positive.
+    attention: Literal["rfa", "elu", "performer", "scaleformer", "softmax"]
+    # Of rfa, elu and performer. None: the default floor for rfa; exact division for elu, whose weights are positive; a
+    # floor that only keeps 0 / 0 away for performer.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None  # of softmax
 
+    @model_validator(mode="before")
+    @classmethod
+    def _performer_is_orthogonal(cls, values: Any) -> Any:
+        """Unless it is said otherwise, as for the causal mixer."""
+        if isinstance(values, Mapping) and values.get("attention") == "performer":
+            return {"orthogonal": True, **values}
+        return values
+
     @model_validator(mode="after")
     def _options_fit(self) -> "_AttentionConfig":
-        _check_weighting(self.weighting, self.denominator)
-        if self.attention != "rfa" and (self.pool or self.orthogonal or self.weighting != "unit_norm"):
-            raise ValueError(f"pool, orthogonal and weighting are options of 'rfa'; attention is {self.attention!r}")
+        if self.weighting == "norm" or self.attention == "performer":
+            check_key_weights(self.denominator, "attention by weighted keys")
+        if self.attention != "rfa" and self.weighting != "unit_norm":
+            raise ValueError(f"weighting is an option of 'rfa'; attention is {self.attention!r}")
+        if self.attention not in RANDOM_KERNELS and (self.pool or self.orthogonal):
+            raise ValueError(
+                f"pool and orthogonal are options of 'rfa' and 'performer'; attention is {self.attention!r}"
+            )
         if self.relative is not None and self.attention != "softmax":
             raise ValueError(
                 f"relative positions in the manner of Shaw were given to attention {self.attention!r}; take 'softmax', "
@@ -147,6 +151,7 @@ MixerConfig = Annotated[
     | SoftmaxConfig
     | ScaleformerConfig
     | EluConfig
+    | PerformerConfig
     | ConvolutionConfig
     | FourierConfig
     | TokenMlpConfig

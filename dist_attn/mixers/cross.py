@@ -20,8 +20,8 @@ __all__ = ["CrossAttention", "MemoryState"]
 class MemoryState:
     """What later queries need of the memory.
 
-    Of `rfa` and `elu` it is a state of constant size, equal on all ranks; of `scaleformer` and `softmax` all keys and
-    values, or None where they are spread over ranks.
+    Of `rfa`, `elu` and `performer` it is a state of constant size, equal on all ranks; of `scaleformer` and `softmax`
+    all keys and values, or None where they are spread over ranks.
     """
 
     sums: LinearState | None
@@ -57,7 +57,8 @@ class CrossAttention(nn.Module):
         `ops` have the layout of x and, as memory layout, that of the memory.
 
         Shapes: x [B, L, D], memory [B, S, D] -> [B, L, D].
-        Cost: across ranks one exchange of states for `rfa` and `elu`, 4 B H (M (V + 1) + 2) bytes per rank.
+        Cost: across ranks one exchange of states for `rfa`, `elu` and `performer`, 4 B H (M (V + 1) + 2) bytes per
+            rank.
         """
         heads = self.config.num_heads
         k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).split(self.sizes, dim=-1))
@@ -68,7 +69,7 @@ class CrossAttention(nn.Module):
     def read(self, x_BLD: torch.Tensor, state: MemoryState, positions_BL: torch.Tensor) -> torch.Tensor:
         """`forward` for later tokens, at these positions, over a memory that was absorbed before: no exchange.
 
-        Cost: O(1) per token in the length of the memory for `rfa` and `elu`, O(S) for the others.
+        Cost: O(1) per token in the length of the memory where it is a state, O(S) for the others.
         Raises: InputError where keys are needed and spread over ranks.
         """
         q_BHLK = split_heads(self.q(x_BLD), self.config.num_heads)
@@ -86,7 +87,7 @@ class CrossAttention(nn.Module):
         elif state.kept is None:
             raise InputError(
                 f"{self.config.attention} cross attention reads every key of the memory, which is spread over ranks; "
-                "decode on one rank, or take 'rfa' or 'elu', whose memory is a state"
+                "decode on one rank, or take 'rfa', 'elu' or 'performer', whose memory is a state"
             )
         elif self.config.attention == "scaleformer":
             out_BHLV = self._read_scaleformer(q_BHLK, *state.kept, positions_BL)

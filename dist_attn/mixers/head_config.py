@@ -4,7 +4,16 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = ["DenominatorConfig", "FrozenConfig", "HeadSizes", "HeadsConfig", "RelativeConfig", "RotaryConfig"]
+__all__ = [
+    "DenominatorConfig",
+    "FrozenConfig",
+    "HeadSizes",
+    "HeadsConfig",
+    "MatricesConfig",
+    "RelativeConfig",
+    "RotaryConfig",
+    "check_key_weights",
+]
 
 
 class FrozenConfig(BaseModel):
@@ -90,3 +99,39 @@ class HeadsConfig(HeadSizes):
         if self.rotary is not None and self.rotary.size > self.head_size:
             raise ValueError(f"rotary.size {self.rotary.size} must be at most the head's size, {self.head_size}")
         return self
+
+
+class MatricesConfig(HeadSizes):
+    """Random vectors of feature maps."""
+
+    num_random: int = Field(default=64, ge=1)
+    seed: int = 0
+    # Rows of a head's random matrix are orthogonal to each other, `head_size` at a time.
+    orthogonal: bool = False
+    # In training every head draws its matrix at every step from so many; 0: each keeps the one it has.
+    pool: int = Field(default=0, ge=0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Of queries and keys, so that q.k comes out as softmax attention has it, q.k / sqrt(K)."""
+        return float(self.head_size**-0.25)
+
+    @model_validator(mode="after")
+    def _pool_fits(self) -> "MatricesConfig":
+        if 0 < self.pool < self.num_heads:
+            raise ValueError(
+                f"a pool of {self.pool} matrices is too small for {self.num_heads} heads, which all differ"
+            )
+        return self
+
+
+def check_key_weights(denominator: DenominatorConfig | None, what: str) -> None:
+    """Key weights have no fixed unit, so a divisor must not have one either.
+
+    Raises: ValueError for a denominator that compares with a fixed number.
+    """
+    if denominator is not None and denominator.kind not in ("floor", "exact"):
+        raise ValueError(
+            f"{what} was given with the denominator {denominator.kind!r}, which compares with a fixed number; take "
+            "'floor' or 'exact'"
+        )

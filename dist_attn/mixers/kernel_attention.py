@@ -8,7 +8,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.config import EluConfig, RandomFeatureConfig
+from dist_attn.mixers.config import EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
 from dist_attn.mixers.kernel_state import KernelState
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
@@ -27,7 +27,7 @@ class CausalKernelAttention(TokenMixer):
     Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
     """
 
-    def __init__(self, config: RandomFeatureConfig | EluConfig) -> None:
+    def __init__(self, config: RandomFeatureConfig | EluConfig | PerformerConfig) -> None:
         super().__init__()
         self.config = config
         size, heads = config.hidden_size, config.num_heads

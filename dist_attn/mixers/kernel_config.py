@@ -4,16 +4,16 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig
+from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig, MatricesConfig, check_key_weights
 
-__all__ = ["EluConfig"]
+__all__ = ["EluConfig", "PerformerConfig"]
 
 
 class _KernelConfig(HeadsConfig):
     """Kernels whose features are positive, so that a divisor is never small by chance."""
 
     # Only keeps 0 / 0 away where all weights have underflowed.
-    denominator: DenominatorConfig = DenominatorConfig(kind="floor", eps=1e-6)
+    denominator: DenominatorConfig = DenominatorConfig(kind="floor", eps=1e-12)
     # The state forgets by a gate of each head, or by one of all heads.
     gated: bool = False
     shared_gate: bool = False
@@ -29,3 +29,15 @@ class EluConfig(_KernelConfig):
     """Causal attention with the feature map elu + 1."""
 
     kind: Literal["elu"]
+
+
+class PerformerConfig(_KernelConfig, MatricesConfig):
+    """Causal attention by positive random features."""
+
+    kind: Literal["performer"]
+    orthogonal: bool = True  # the paper's FAVOR+
+
+    @model_validator(mode="after")
+    def _divisor_fits(self) -> "PerformerConfig":
+        check_key_weights(self.denominator, "attention by weighted keys")
+        return self

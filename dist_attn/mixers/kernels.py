@@ -3,25 +3,31 @@
 import torch
 from torch import nn
 
-from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, elu_plus_one
-from dist_attn.mixers.config import BidirectionalConfig, CrossConfig
+from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, PositiveRatios, elu_plus_one
+from dist_attn.mixers.config import RANDOM_KERNELS, BidirectionalConfig, CrossConfig
 from dist_attn.mixers.head_config import DenominatorConfig
-from dist_attn.mixers.key_weights import log_key_weights, stable_key_weights
-from dist_attn.mixers.random_matrices import matrices_at_test, matrices_of_step
+from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights, stable_key_weights
+from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.mixers.relative import RelativeRows
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps
+from dist_attn.ops.running_maximum import NO_TOKENS
 
 __all__ = ["AllKeys"]
 
 
-class AllKeys(nn.Module):
+# Performer's and elu's weights are positive: elu's are divided as they are, Performer's may underflow together.
+DIVISORS = {"rfa": DenominatorConfig(), "performer": DenominatorConfig(kind="floor", eps=1e-12)}
+
+
+class AllKeys(RandomMatrices):
     """Attention of queries over all keys, by the kernel that the configuration names.
 
     Reference: Random Feature Attention, Eq. 5 or 12 and Algorithm 2 (`rfa`, with sigma of Eq. 8); Katharopoulos et al.
-    2020 (`elu`); Scaleformer, Eq. 9 (`scaleformer`); Shaw et al. 2018 (`softmax` with relative positions).
+    2020 (`elu`); Choromanski et al. 2021, Eq. 7 (`performer`); Scaleformer, Eq. 9 (`scaleformer`); Shaw et al. 2018
+    (`softmax` with relative positions).
     """
 
-    w_HDK: torch.Tensor
+    config: BidirectionalConfig | CrossConfig
 
     def __init__(self, config: BidirectionalConfig | CrossConfig) -> None:
         super().__init__()
@@ -29,13 +35,12 @@ class AllKeys(nn.Module):
         heads, head_size = config.num_heads, config.head_size
         policy = config.denominator
         if policy is None:
-            policy = DenominatorConfig() if config.attention == "rfa" else DenominatorConfig(kind="exact", eps=0.0)
+            policy = DIVISORS.get(config.attention, DenominatorConfig(kind="exact", eps=0.0))
         self.denominator = Denominator(policy.kind, policy.eps)
         if config.attention == "rfa":
             self.sigma_H1K = nn.Parameter(torch.full((heads, 1, head_size), config.first_sigma))
-            self.register_buffer("w_HDK", matrices_at_test(config))
-        # The pool's matrices of this training step; None at test, and without a pool.
-        self._drawn_HDK: torch.Tensor | None = None
+        if config.attention in RANDOM_KERNELS:
+            self.hold_matrices()
         if config.attention == "scaleformer":
             self.positions_HRK = nn.Parameter(0.02 * torch.randn(heads, 2 * config.reach + 1, head_size))
         self.relative: RelativeRows | None = None
@@ -43,26 +48,20 @@ class AllKeys(nn.Module):
             self.relative = RelativeRows(config.relative, heads, head_size, config.value_size, causal=False)
 
     def feature_map(self) -> FeatureMap:
-        """phi of `rfa`, with the learned sigma multiplied in, or of `elu`."""
+        """phi of `rfa`, with the learned sigma multiplied in, of `performer`, or of `elu`."""
+        if self.config.attention == "performer":
+            return PositiveRatios(self.config.softmax_scale * self.matrices())
         if self.config.attention != "rfa":
             return EluPlusOne()
-        drawn_HDK = self._drawn_HDK if self.training else None
-        w_HDK = self.sigma_H1K * (self.w_HDK if drawn_HDK is None else drawn_HDK)
+        w_HDK = self.sigma_H1K * self.matrices()
         if self.config.feature == "gaussian":
             return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
         return ArcCosine(w_HDK, unit_norm=True)
 
-    def redraw(self, step: int) -> bool:
-        """Take the pool's matrices of a training step; whether there is a pool."""
-        if not self.config.pool:
-            return False
-        self._drawn_HDK = matrices_of_step(self.config, step).to(self.w_HDK)
-        return True
-
     def forward(
         self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, ops: SequenceOps
     ) -> tuple[torch.Tensor, LinearState | None]:
-        """The outputs [B, H, L, V] and, for `rfa` and `elu`, the state that all keys of all ranks leave behind."""
+        """The outputs [B, H, L, V] and, where there is one, the state that all keys of all ranks leave behind."""
         match self.config.attention:
             case "softmax":
                 relative = None if self.relative is None else self.relative()
@@ -71,10 +70,11 @@ class AllKeys(nn.Module):
                 phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.positions_HRK))
                 return ops.relative_attention(phi_q, phi_k, v_BHSV, phi_rp, causal=False), None
         log_gate = key_scale = None
-        if self.config.weighting == "norm":
+        weights_BHS = self._log_key_weights(k_BHSK)
+        if weights_BHS is not None:
             # Also where all keys are seen: documents and ranks have their own largest weight, and one rule serves all.
-            unit_BH = torch.zeros(k_BHSK.shape[:2], dtype=torch.float64, device=k_BHSK.device)
-            log_gate, key_scale, _ = stable_key_weights(log_key_weights(k_BHSK, self.sigma_H1K), ops, unit_BH)
+            unit_BH = torch.full(k_BHSK.shape[:2], NO_TOKENS, dtype=torch.float64, device=k_BHSK.device)
+            log_gate, key_scale, _ = stable_key_weights(weights_BHS, ops, unit_BH)
         return ops.linear_attention(
             q_BHLK,
             k_BHSK,
@@ -85,3 +85,10 @@ class AllKeys(nn.Module):
             causal=False,
             denominator=self.denominator,
         )
+
+    def _log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor | None:
+        """None where all keys weigh the same."""
+        if self.config.attention == "performer":
+            scale = self.config.softmax_scale
+            return log_positive_weights(k_BHSK, scale * self.matrices(), scale)
+        return log_key_weights(k_BHSK, self.sigma_H1K) if self.config.weighting == "norm" else None

@@ -1,12 +1,19 @@
-"""Key weights exp(|sigma k|^2 / 2) of keys that are not normalised, as gates and key scales that never overflow."""
+"""Weights of keys that are given by logarithms, as gates and key scales that never overflow.
+
+Those of the Gaussian kernel without unit norms are exp(|sigma k|^2 / 2), those of positive features exp(max w k -
+|k|^2 / 2).
+"""
 
 from typing import NamedTuple
 
 import torch
 
 from dist_attn.ops import SequenceOps
+from dist_attn.ops.running_maximum import rise_from
 
-__all__ = ["KeyWeights", "log_key_weights", "step_key_weights", "stable_key_weights"]
+__all__ = ["KeyWeights", "log_key_weights", "log_positive_weights", "stable_key_weights", "step_key_weights"]
+
+PROJECTED_TOKENS = 512  # by random vectors at a time
 
 
 class KeyWeights(NamedTuple):
@@ -28,6 +35,24 @@ def log_key_weights(k: torch.Tensor, sigma_H1K: torch.Tensor) -> torch.Tensor:
         return 0.5 * (sigma.to(dtype) * k.to(dtype)).square().sum(dim=-1)
 
 
+def log_positive_weights(k: torch.Tensor, w_HDK: torch.Tensor, scale: float) -> torch.Tensor:
+    """max_d w_d k - |scale k|^2 / 2 of each key, in float32 or wider; k is [B, H, S, K], or [B, H, K] for one token.
+
+    `w` has the scale in it already. The maximum is a constant here, as in `feature_maps.positive_ratios`, which divides
+    by it.
+
+    Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Lemma 1, with the stabiliser for keys.
+    """
+    if k.dim() == 3:
+        return log_positive_weights(k[:, :, None], w_HDK, scale).squeeze(2)
+    with torch.autocast(k.device.type, enabled=False):
+        keys = k.to(torch.promote_types(k.dtype, torch.float32))
+        with torch.no_grad():
+            w_HKD = w_HDK.to(keys.dtype).transpose(1, 2)
+            largest = [(part @ w_HKD).amax(dim=-1) for part in keys.split(PROJECTED_TOKENS, dim=2)]
+        return torch.cat(largest, dim=2) - 0.5 * (scale * keys).square().sum(dim=-1)
+
+
 def stable_key_weights(
     log_weight_BHS: torch.Tensor,
     ops: SequenceOps,
@@ -42,7 +67,8 @@ def stable_key_weights(
     S_t / e^{m_t} = g_t e^{m_{t-1} - m_t} S_{t-1} / e^{m_{t-1}} + e^{log_weight_t - m_t} phi(k_t) v_t^T. The unit
     cancels in outputs, which is exact for the denominators `floor` and `exact`; nothing looks at a later key.
 
-    `unit_BH` is that of the state before the first global token; 0 for the empty one, as no log weight is below 0.
+    `unit_BH` is that of the state before the first global token. Of the empty one it is `NO_TOKENS`, or 0 where no log
+    weight is below 0.
     Cost: across ranks one exchange of 16 B H bytes.
     """
     level_BHS, rise_BHS, after_BH = ops.running_maximum(log_weight_BHS, unit_BH, log_gate_BHS=log_gate_BHS)
@@ -59,7 +85,7 @@ def step_key_weights(
     """`stable_key_weights` for one token."""
     faded_BH = unit_BH if log_gate_BH is None else unit_BH + log_gate_BH.detach().double()
     level_BH = torch.maximum(faded_BH, log_weight_BH.detach().double())
-    return _in_units(log_weight_BH, level_BH, level_BH - unit_BH, level_BH, log_gate_BH, key_scale_BH)
+    return _in_units(log_weight_BH, level_BH, rise_from(unit_BH, level_BH), level_BH, log_gate_BH, key_scale_BH)
 
 
 def _in_units(

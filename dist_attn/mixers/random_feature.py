@@ -9,14 +9,14 @@ from dist_attn.feature_maps import ArcCosine, Gaussian
 from dist_attn.mixers.config import RandomFeatureConfig
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
 from dist_attn.mixers.key_weights import log_key_weights
-from dist_attn.mixers.random_matrices import matrices_at_test, matrices_of_step
+from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.ops import FeatureMap
 
 __all__ = ["RandomFeatureAttention"]
 
 
 @final
-class RandomFeatureAttention(CausalKernelAttention):
+class RandomFeatureAttention(CausalKernelAttention, RandomMatrices):
     """Multi-head RFA: learned sigma per head, fixed random vectors; optional scalar gates.
 
     Queries and keys have unit norm, or keys the weights of those that have not.
@@ -25,30 +25,19 @@ class RandomFeatureAttention(CausalKernelAttention):
     """
 
     config: RandomFeatureConfig
-    w_HDK: torch.Tensor
 
     def __init__(self, config: RandomFeatureConfig) -> None:
         super().__init__(config)
         self.sigma_H1K = nn.Parameter(torch.full((config.num_heads, 1, config.head_size), config.first_sigma))
-        self.register_buffer("w_HDK", matrices_at_test(config))
-        # The pool's matrices of this training step; None at test, and without a pool.
-        self._drawn_HDK: torch.Tensor | None = None
+        self.hold_matrices()
 
     @property
     def num_features(self) -> int:
         return self.config.num_random * (2 if self.config.feature == "gaussian" else 1)
 
-    def redraw(self, step: int) -> bool:
-        """Take the pool's matrices of a training step; whether there is a pool, and so a state of other features."""
-        if not self.config.pool:
-            return False
-        self._drawn_HDK = matrices_of_step(self.config, step).to(self.w_HDK)
-        return True
-
     def feature_map(self) -> FeatureMap:
         """phi with the learned sigma multiplied in (RFA Eq. 8); float32 always."""
-        drawn_HDK = self._drawn_HDK if self.training else None
-        w_HDK = self.sigma_H1K * (self.w_HDK if drawn_HDK is None else drawn_HDK)
+        w_HDK = self.sigma_H1K * self.matrices()
         if self.config.feature == "gaussian":
             return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
         return ArcCosine(w_HDK, unit_norm=True)

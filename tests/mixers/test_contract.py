@@ -12,6 +12,7 @@ from dist_attn.mixers import (
     EluConfig,
     HippoConfig,
     LsslConfig,
+    PerformerConfig,
     RandomFeatureConfig,
     RelativeConfig,
     RotaryConfig,
@@ -72,6 +73,10 @@ CONFIGS = {
     "elu": EluConfig(kind="elu", hidden_size=SIZE, num_heads=HEADS),
     "elu-gated": EluConfig(
         kind="elu", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, rotary=RotaryConfig(size=4)
+    ),
+    "performer": PerformerConfig(kind="performer", hidden_size=SIZE, num_heads=HEADS, num_random=6),
+    "performer-gated": PerformerConfig(
+        kind="performer", hidden_size=SIZE, num_heads=HEADS, num_random=5, gated=True, shared_gate=True, pool=4
     ),
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
     "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),

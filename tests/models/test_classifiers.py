@@ -35,6 +35,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "rfa": {"kind": "bidirectional", "attention": "rfa", "num_random": 6},
     "arc-cosine": {"kind": "bidirectional", "attention": "rfa", "num_random": 6, "feature": "arc_cosine"},
     "elu": {"kind": "bidirectional", "attention": "elu"},
+    "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
     "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
     "softmax, relative": {"kind": "bidirectional", "attention": "softmax", "value_rank": 3, "relative": {"reach": 2}},

@@ -26,6 +26,11 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # encoder, decoder's self-attention, cross attention
     "rfa": ({"attention": "softmax"}, {"kind": "rfa_gate", "num_random": 6}, RFA),
     "elu": ({"attention": "elu"}, {"kind": "rfa", "num_random": 6}, {"attention": "elu", "value_rank": 3}),
+    "performer": (
+        {"attention": "performer", "num_random": 5},
+        {"kind": "performer", "num_random": 6},
+        {"attention": "performer", "num_random": 7},
+    ),
     "scaleformer": (
         {"attention": "scaleformer", "reach": 2},
         {"kind": "scaleformer", "reach": 3},
@@ -38,7 +43,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"attention": "softmax", "relative": {"reach": 2, "shared": True}, "value_rank": 3},
     ),
 }
-CONSTANT_STATE = ("rfa", "elu")
+CONSTANT_STATE = ("rfa", "elu", "performer")
 
 
 def _config(kind: str, **decoder: Any) -> dict[str, Any]:

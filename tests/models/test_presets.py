@@ -26,7 +26,9 @@ def test_presets_have_the_promised_size(name: str, millions: float, kind: str, t
     assert read_model_costs(tmp_path).parameters / 1e6 == pytest.approx(millions, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["rfa", "softmax", "scaleformer", "elu", "convolution", "lssl", "s4", "s4d"])
+@pytest.mark.parametrize(
+    "kind", ["rfa", "softmax", "scaleformer", "elu", "performer", "convolution", "lssl", "s4", "s4d"]
+)
 def test_a_preset_takes_any_causal_mixer(kind: str) -> None:
     """Only the kind of a mixer has to be said; those without heads are given none."""
     config = LanguageModelConfig.model_validate(

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
-from dist_attn.ops.running_maximum import running_maximum_naive
+from dist_attn.ops.running_maximum import NO_TOKENS, running_maximum_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import random_tensor
@@ -19,13 +19,15 @@ from tests.support.sharded_call import random_tensor
     gated=st.booleans(),
     closed=st.booleans(),
     documents=st.booleans(),
+    begins=st.booleans(),
     data=st.data(),
 )
-def test_any_cut_equals_the_oracle(lengths, gated, closed, documents, data):
-    """Gates, closed ones too, and documents, over any ranks: levels, rises and the end of one token after another."""
+def test_any_cut_equals_the_oracle(lengths, gated, closed, documents, begins, data):
+    """Gates, closed ones too, and documents, over any ranks, behind a maximum or nothing: levels, rises and the end."""
     total = sum(lengths)
     starts = sorted(data.draw(st.sets(st.integers(0, total - 1)))) if documents and total else []
     x, before = 9 * random_tensor(2, 3, total, seed=0), random_tensor(2, 3, seed=1)
+    before = torch.full_like(before, NO_TOKENS) if begins else before
     gates = -3 * random_tensor(2, 3, total, seed=2).abs() if gated else None
     if gates is not None and closed:
         gates = gates.masked_fill(random_tensor(2, 3, total, seed=3) > 0.8, -torch.inf)

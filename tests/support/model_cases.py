@@ -33,6 +33,20 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
             "value_rank": 24,
         }
     },
+    "positive features": {"mixer": {"kind": "performer", "num_heads": 4, "num_random": 16}},
+    "positive features, gated, a pool, biases": {
+        "mixer": {
+            "kind": "performer",
+            "num_heads": 2,
+            "num_random": 40,
+            "gated": True,
+            "pool": 3,
+            "orthogonal": False,
+            "short_convolution": 0,
+            "rotary": {"size": 8},
+            "projection_bias": True,
+        }
+    },
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},

@@ -6,7 +6,10 @@ import torch
 
 from dist_attn.ops.documents import start_flags
 
-__all__ = ["Element", "Maxima", "join", "maxima", "running_maximum", "scan_elements"]
+__all__ = ["NO_TOKENS", "Element", "Maxima", "join", "maxima", "rise_from", "running_maximum", "scan_elements"]
+
+NO_TOKENS = -1e30
+"""The maximum of no tokens where values may be negative: finite, as states are, and below all that is a value."""
 
 
 class Element(NamedTuple):
@@ -35,6 +38,8 @@ def running_maximum(
     documents: tuple[int, ...] = (),
 ) -> Maxima:
     """m_t = max(m_{t-1} + log_gate_t, x_t) from m_{-1} = before; where a document starts m_t = x_t, and the rise is 0.
+
+    Nothing rises from `NO_TOKENS`: at the first token after it the rise is 0.
 
     A rise may be negative where gates lower what came before. It is no function to differentiate: weights relative to
     it give the same quotients whatever it is, so it is a constant.
@@ -74,13 +79,18 @@ def join(earlier: Element, later: Element) -> Element:
     return Element(torch.where(cut, later.decay, earlier.decay + later.decay), level)
 
 
+def rise_from(earlier: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    """How far it is up from an earlier maximum; 0 from that of no tokens, which gates may have lowered."""
+    return torch.where(earlier < 0.5 * NO_TOKENS, torch.zeros_like(level), level - earlier)
+
+
 @torch.no_grad()
 def maxima(scanned: Element, before_BH: torch.Tensor, documents: tuple[int, ...]) -> Maxima:
     """The maxima of tokens that stand behind `before`, from the elements of the stretches up to them."""
     before_BH1 = before_BH.detach().double()[..., None]
     level_BHS = join(Element(torch.zeros_like(before_BH1), before_BH1), scanned).level
     from_before_BHT = torch.cat([before_BH1, level_BHS], dim=-1)
-    rise_BHS = level_BHS - from_before_BHT[..., :-1]
+    rise_BHS = rise_from(from_before_BHT[..., :-1], level_BHS)
     if documents:
         rise_BHS = rise_BHS.masked_fill(start_flags(documents, level_BHS.shape[2], level_BHS.device), 0.0)
     return Maxima(level_BHS, rise_BHS, from_before_BHT[..., -1].clone())

@@ -21,7 +21,8 @@ def running_maximum_naive(
         earlier_BH = level_BH
         level_BH = x_BH if t in documents else torch.maximum(level_BH + gate_BH, x_BH)
         levels.append(level_BH)
-        rises.append(torch.zeros_like(level_BH) if t in documents else level_BH - earlier_BH)
+        first_BH = (earlier_BH < -5e29) | (t in documents)  # nothing before it
+        rises.append(torch.where(first_BH, torch.zeros_like(level_BH), level_BH - earlier_BH))
     empty = before_BH.new_empty((*before_BH.shape, 0), dtype=torch.float64)
     return (
         torch.stack(levels, dim=2) if levels else empty,
