@@ -28,7 +28,7 @@ from dist_attn.ops import LinearState, linear_attention, softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 
-__all__ = ["TESTS", "LongestSoftmax", "measure"]
+__all__ = ["HEADS", "RANKS", "SIZE", "TESTS", "LongestSoftmax", "head_by_head", "measure"]
 
 TESTS = ("tests/sharded/test_softmax_across_ranks.py", "tests/ops/test_softmax_attention.py")
 HEADS, SIZE, NUM_RANDOM, RANKS = 12, 64, 64, 4
@@ -130,6 +130,15 @@ class LongestSoftmax:
         figure.savefig(path, dpi=110)
 
 
+def head_by_head(q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> torch.Tensor:
+    """Causal attention with the scores of one head at a time; outputs are written into one tensor."""
+    out = torch.empty_like(q_BHLK)
+    for head in range(HEADS):
+        one = (t[:, head : head + 1] for t in (q_BHLK, k_BHLK, v_BHLV))
+        out[:, head] = softmax_attention_naive(*one, causal=True)[:, 0]
+    return out
+
+
 def measure(smoke: bool) -> LongestSoftmax:
     """Run every form at its lengths; `smoke` looks at the smallest ones and confirms nothing."""
     setting = look_around()
@@ -225,15 +234,7 @@ def _all_heads(_: Communicator, length: int) -> int:
 
 
 def _head_by_head(_: Communicator, length: int) -> int:
-    """Outputs are written into one tensor, so that only one head's scores are there at a time."""
-
-    def attend(*x: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(x[0])
-        for head in range(HEADS):
-            out[:, head] = softmax_attention_naive(*(t[:, head : head + 1] for t in x), causal=True)[:, 0]
-        return out
-
-    return _tracked(length, attend)
+    return _tracked(length, head_by_head)
 
 
 def _fused(_: Communicator, length: int) -> int:

@@ -6,21 +6,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.papers.book_text import BookText, prepare_books
 from benchmarks.papers.experiment import Job, Scores, Watch
 from benchmarks.papers.training_job import training_job
 from benchmarks.perplexity_by_position import token_nats
-from dist_attn.checkpoints import load_model_and_tokeniser
+from dist_attn.checkpoints import load_model_and_tokeniser, save_model
+from dist_attn.models import LanguageModel, LanguageModelConfig
+from dist_attn.text import load_tokeniser
 from dist_attn.training.run_log import Metrics
 
 __all__ = ["PARAMETERS", "TRAINED", "VOCAB_SIZE", "BooksModel", "BooksRun", "books_job", "late", "perplexity"]
 
 VOCAB_SIZE = 1024
+EMBEDDING_DEVIATION = 2**-0.5  # of a sinusoid's numbers
 PARAMETERS, TRAINED = "parameters", "train_perplexity"
 OPTIMISER = {
     "kind": "muon",
-    "learning_rate": 4e-3,
-    "matrix_learning_rate": 3e-3,
+    "learning_rate": 1e-2,
+    "matrix_learning_rate": 1e-2,
     "final_ratio": 0.05,
     "weight_decay": 0.05,
 }
@@ -42,7 +47,8 @@ class BooksModel:
         values = asdict(self)
         heads = values.pop("num_heads")
         values["mixer"] = {"hidden_size": self.hidden_size, "num_heads": heads, **self.mixer}
-        return {"vocab_size": VOCAB_SIZE, **values}
+        # Weights of its own: with embeddings as long as sinusoids the logits would begin far too large.
+        return {"kind": "language_model", "vocab_size": VOCAB_SIZE, "readout": "own", **values}
 
 
 @dataclass(frozen=True)
@@ -72,11 +78,18 @@ def late(length: int) -> str:
 
 def books_job(arm: str, seed: int, model: BooksModel, run: BooksRun) -> Job:
     """One model at one seed; texts and vocabulary lie beside the arms, made by the job that comes first."""
-    settings = {"model": model.section(), "run": asdict(run), "optimiser": OPTIMISER, "seed": seed}
+    settings = {
+        "model": model.section(),
+        "embedding_deviation": EMBEDDING_DEVIATION,
+        "run": asdict(run),
+        "optimiser": OPTIMISER,
+        "seed": seed,
+    }
 
     def work(folder: Path, watch: Watch) -> Scores:
-        text = prepare_books(folder.parent.parent / "text", run.parts, VOCAB_SIZE)
+        text = prepare_books(folder.parents[1] / "text", run.parts, VOCAB_SIZE)
         sections = _sections(model, run, text)
+        sections["run"]["begin_from"] = str(_first_model(folder / "first", model, seed, text))
         return training_job(arm, seed, sections, lambda *found: _measure(run, text, *found)).work(folder, watch)
 
     return Job(arm, seed, settings, work)
@@ -100,6 +113,19 @@ def _sections(model: BooksModel, run: BooksRun, text: BookText) -> dict[str, Any
             "checkpoint_every": max(1, run.steps // 4),
         },
     }
+
+
+def _first_model(folder: Path, model: BooksModel, seed: int, text: BookText) -> Path:
+    """Weights to begin with in which a token is as long as its sinusoids, as in Vaswani et al. 2017.
+
+    There embeddings are multiplied by the root of their size. Short beside unit sinusoids, tokens would be learnt late.
+    """
+    if not folder.exists():
+        torch.manual_seed(seed)
+        first = LanguageModel(LanguageModelConfig.model_validate(model.section()))
+        torch.nn.init.normal_(first.embedding.weight, std=EMBEDDING_DEVIATION)
+        save_model(first, folder, tokeniser=load_tokeniser(text.tokeniser))
+    return folder
 
 
 def _measure(run: BooksRun, text: BookText, folder: Path, last: Metrics, watch: Watch) -> Scores:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers.book_text import BOOKS, HELD_OUT, PART_BYTES, cut_parts, prepare_books
-from benchmarks.papers.books_job import TRAINED, perplexity
+from benchmarks.papers.books_job import PARAMETERS, TRAINED, late, perplexity
 from benchmarks.papers.context_length import BATCH_TOKENS, CONTEXT_LENGTH, LENGTHS, TIMES
 from benchmarks.papers.experiment import Budget, Done, Experiment
+from benchmarks.papers.trained_on_short import LENGTHS as TESTED
+from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
 from dist_attn.errors import ConfigError
 
 
@@ -58,7 +60,7 @@ def test_what_is_scored(books: Path) -> None:
         prepare_books(books / "three", 99, 300)
 
 
-EXPERIMENTS = {"uv-context": CONTEXT_LENGTH}
+EXPERIMENTS = {"uv-context": CONTEXT_LENGTH, "scaleformer-lengths": TRAINED_ON_SHORT}
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -98,3 +100,27 @@ def test_the_best_context_length() -> None:
     assert claims["time of a batch, length 512 over length 8"] == "0.02"
     first = CONTEXT_LENGTH.report(done[1:2]).tables
     assert first[1].rows[0][2] == "not measured" and first[0].rows[0][2] == "298.00 (1)"
+
+
+def test_longer_than_trained() -> None:
+    """Perplexity at each length stands over that at the length trained on, seed by seed; what is missing is said."""
+
+    def scores(arm: str) -> dict[str, float]:
+        found = {perplexity(length): 60.0 * length / TESTED[0] for length in TESTED}
+        return {**found, **{late(length): 1.0 for length in TESTED}, PARAMETERS: 7e5}
+
+    done = _done(TRAINED_ON_SHORT, scores)
+    whole, _, ratios = TRAINED_ON_SHORT.report(done).tables
+    assert ratios.rows[0][1:] == ("4.000 (1)", "16.000 (1)", "64.000 (1)")
+    assert whole.rows[1][1:3] == ("700,000", "60.00 (1)")
+    assert TRAINED_ON_SHORT.report(done[:1]).tables[2].rows[1][1] == "not measured"
+
+
+def test_arms_differ_in_attention_and_positions_alone() -> None:
+    """All arms of the experiment about length have the same sizes, texts and steps."""
+    jobs = TRAINED_ON_SHORT.jobs(Budget(), (0,))
+    same = {
+        json.dumps([{**job.settings["model"], "mixer": 0, "positions": 0}, job.settings["run"]], sort_keys=True)
+        for job in jobs
+    }
+    assert len(jobs) == 6 and len(same) == 1
