@@ -5,6 +5,7 @@ from benchmarks.papers.distributed_softmax import DISTRIBUTED_SOFTMAX
 from benchmarks.papers.experiment import Experiment
 from benchmarks.papers.patch_size import PATCH_SIZE
 from benchmarks.papers.rfa_table1 import RFA_TABLE1
+from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import RFA_TABLE3_SPEED
 from benchmarks.papers.scaleformer_figures import SCALEFORMER_FIGURES
 from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
@@ -13,6 +14,7 @@ __all__ = ["EXPERIMENTS"]
 
 _ALL: tuple[Experiment, ...] = (
     RFA_TABLE1,
+    RFA_TABLE3,
     RFA_TABLE3_SPEED,
     SCALEFORMER_FIGURES,
     TRAINED_ON_SHORT,

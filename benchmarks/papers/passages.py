@@ -1,0 +1,144 @@
+"""Passages of the novels with their authors, cut from parts of the books that are trained on or held out, not both."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dist_attn.errors import ConfigError
+from dist_attn.text.bytes import ByteTokeniser
+
+__all__ = [
+    "AUTHORS",
+    "BOOKS",
+    "Passage",
+    "PassageSpec",
+    "author_files",
+    "plain",
+    "read_passages",
+    "tokeniser_folder",
+]
+
+BOOKS = "data/books"
+AUTHORS: Mapping[str, tuple[str, ...]] = {
+    "austen": ("emma", "pride_and_prejudice"),
+    "bronte": ("jane_eyre",),
+    "cervantes": ("don_quixote",),
+    "dickens": ("bleak_house", "david_copperfield", "great_expectations", "tale_of_two_cities"),
+    "dostoevsky": ("brothers_karamazov", "crime_and_punishment"),
+    "eliot": ("middlemarch",),
+    "hugo": ("les_miserables",),
+    "melville": ("moby_dick",),
+    "thackeray": ("vanity_fair",),
+    "tolstoy": ("anna_karenina", "war_and_peace"),
+}
+# A book is cut into so many parts of one length; every fifth is held out.
+PARTS, HELD_OUT_EVERY = 40, 5
+
+_MARKS = str.maketrans({'"': "'", "`": "'", "_": "", "*": "", "|": "", "[": "(", "]": ")", "{": "(", "}": ")"})
+_DASHES, _SPACE, _QUOTES = re.compile(r"-{2,}"), re.compile(r"\s+"), re.compile(r"'{2,}")
+
+
+@dataclass(frozen=True)
+class PassageSpec:
+    """How many passages of each author there are, and of how many bytes each one is; the seed draws which."""
+
+    train: int
+    held_out: int
+    min_length: int = 1024
+    max_length: int = 4096
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Bytes [start, start + len(text)) of a book as `plain` gives it."""
+
+    author: str
+    book: str
+    part: int
+    start: int
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """Whether no model is trained on it."""
+        return self.part % HELD_OUT_EVERY == HELD_OUT_EVERY - 1
+
+
+def plain(text: str) -> str:
+    """The text without the edition's ways with lines, quotation marks, dashes, brackets and italics.
+
+    What is left of an author is in letters, words and sentences, not in how a transcriber typed them.
+    """
+    return _SPACE.sub(" ", _DASHES.sub("-", _QUOTES.sub("'", text.translate(_MARKS)))).strip()
+
+
+def read_passages(spec: PassageSpec, folder: Path = Path(BOOKS)) -> tuple[list[Passage], list[Passage]]:
+    """Passages to train on and held-out ones, equally many of every author, in the order of the authors.
+
+    Raises: ConfigError for a book that is missing, and for authors who have not written enough.
+    """
+    draw = np.random.default_rng(spec.seed)
+    train: list[Passage] = []
+    held_out: list[Passage] = []
+    for author, books in AUTHORS.items():
+        every = [passage for book in books for passage in _cut(author, book, folder, spec, draw)]
+        for wanted, kept, is_held_out in ((spec.train, train, False), (spec.held_out, held_out, True)):
+            found = [passage for passage in every if passage.is_held_out is is_held_out]
+            if len(found) < wanted:
+                raise ConfigError(
+                    f"{author} has {len(found)} passages of {spec.min_length} to {spec.max_length} bytes that are "
+                    f"{'held out' if is_held_out else 'trained on'}; needed are {wanted}: give a smaller scale"
+                )
+            kept += [found[number] for number in draw.permutation(len(found))[:wanted]]
+    return train, held_out
+
+
+def author_files(made: Path, spec: PassageSpec) -> tuple[Path, Path]:
+    """Labelled texts in `made`, written once: {"text", "label"} to train on, and held out."""
+    name = f"authors-{spec.train}-{spec.held_out}-{spec.min_length}-{spec.max_length}-{spec.seed}"
+    paths = made / f"{name}-train.jsonl", made / f"{name}-held-out.jsonl"
+    if not all(path.exists() for path in paths):
+        for path, passages in zip(paths, read_passages(spec), strict=True):
+            write_lines(path, [{"text": passage.text, "label": passage.author} for passage in passages])
+    return paths
+
+
+def write_lines(path: Path, records: Sequence[Mapping[str, str | int]]) -> None:
+    """Write `.jsonl` that is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside.write_text("".join(json.dumps(record) + "\n" for record in records))
+    beside.replace(path)
+
+
+def tokeniser_folder(made: Path) -> Path:
+    """The folder of the byte tokeniser below `made`."""
+    folder = made / "bytes"
+    ByteTokeniser().save(folder)
+    return folder
+
+
+def _cut(author: str, book: str, folder: Path, spec: PassageSpec, draw: np.random.Generator) -> Iterator[Passage]:
+    """The passages of a book one after the other; none goes over the end of a part."""
+    path = folder / f"{book}.txt"
+    try:
+        text = plain(path.read_text(encoding="ascii"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; put the novels there") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not plain ASCII, as the passages' bytes need it") from None
+    edges = [len(text) * part // PARTS for part in range(PARTS + 1)]
+    for part in range(PARTS):
+        start = edges[part]
+        while True:
+            length = int(draw.integers(spec.min_length, spec.max_length + 1))
+            if start + length > edges[part + 1]:
+                break
+            yield Passage(author, book, part, start, text[start : start + length])
+            start += length
