@@ -37,7 +37,14 @@ __all__ = [
 
 Config = TypeVar("Config")
 
-OTHER_KINDS = ("text_encoder", "text_classifier", "vision_classifier", "masked_autoencoder", "encoder_decoder")
+OTHER_KINDS = (
+    "text_encoder",
+    "text_classifier",
+    "vision_classifier",
+    "masked_autoencoder",
+    "encoder_decoder",
+    "million",
+)
 
 
 def load_model(path_or_name: str | Path | None = None) -> LanguageModel:

@@ -15,6 +15,8 @@ from dist_attn.models.encoder_config import (
 )
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel, ModelState
+from dist_attn.models.million import MillionModel
+from dist_attn.models.million_config import MillionConfig
 from dist_attn.models.mixer_stack import HybridConfig
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.text_encoder_config import TextEncoderConfig
@@ -36,6 +38,8 @@ __all__ = [
     "MaskedAutoencoder",
     "MaskedAutoencoderConfig",
     "MlpConfig",
+    "MillionConfig",
+    "MillionModel",
     "Model",
     "ModelConfig",
     "ModelState",

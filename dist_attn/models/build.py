@@ -14,20 +14,25 @@ from dist_attn.models.encoder_config import (
 )
 from dist_attn.models.encoder_decoder import EncoderDecoder
 from dist_attn.models.language_model import LanguageModel
+from dist_attn.models.million import MillionModel
+from dist_attn.models.million_config import MillionConfig
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 
 __all__ = ["Model", "ModelConfig", "build_model"]
 
-Model = LanguageModel | TextEncoder | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder
+Model = (
+    LanguageModel | TextEncoder | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder | MillionModel
+)
 ModelConfig = Annotated[
     LanguageModelConfig
     | TextEncoderConfig
     | TextClassifierConfig
     | VisionClassifierConfig
     | MaskedAutoencoderConfig
-    | EncoderDecoderConfig,
+    | EncoderDecoderConfig
+    | MillionConfig,
     Field(discriminator="kind"),
 ]
 
@@ -57,4 +62,6 @@ def build_model(config: ModelConfig) -> Model:
             return MaskedAutoencoder(config)
         case EncoderDecoderConfig():
             return EncoderDecoder(config)
+        case MillionConfig():
+            return MillionModel(config)
     return LanguageModel(config)

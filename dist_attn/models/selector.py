@@ -1,0 +1,120 @@
+"""The Selector: a score for every token, and what a kept token weighs, in ways that can be learnt."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from dist_attn.mixers.heads import linear_float32
+from dist_attn.models.million_config import SelectorConfig
+from dist_attn.models.position_noise import logistic_noise
+
+__all__ = ["Gates", "Selector"]
+
+# The stretch of the hard-concrete distribution (Louizos et al. 2018, Sec. 2.2).
+LOW, HIGH = -0.1, 1.1
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Of every token here: what decides about it, what it weighs when it is kept, and how open its gate is."""
+
+    score_L: torch.Tensor
+    weight_L: torch.Tensor
+    open_L: torch.Tensor
+    threshold: float
+    at_most: int | None
+
+
+class Selector(nn.Module):
+    """p = sigmoid(f(norm(x))), token by token, and the gates of `SelectorConfig` over it.
+
+    With `against` it is learnt against what everything else is learnt for: the gradient of what kept tokens weigh is
+    turned round, and goes no further than here. Its rate term stays as it is.
+
+    Reference: A Unified View of Long-Sequence Models, Eq. 26 to 28; Jang et al. 2017 (Gumbel); Louizos et al. 2018.
+    """
+
+    def __init__(self, config: SelectorConfig, size: int, *, against: bool = False) -> None:
+        super().__init__()
+        self.config, self.against = config, against
+        self.step = 0
+        self.norm = nn.LayerNorm(size)
+        self.map_in = None if config.hidden_size is None else nn.Linear(size, config.hidden_size)
+        self.score = nn.Linear(config.hidden_size or size, 1)
+        with torch.no_grad():
+            self.score.bias.fill_(config.initial_logit + self.limit)
+        if config.frozen:
+            self.requires_grad_(False)
+
+    @property
+    def limit(self) -> float:
+        """The threshold as a logit."""
+        return math.log(self.config.threshold / (1.0 - self.config.threshold))
+
+    @property
+    def temperature(self) -> float:
+        """How soft gates are at this step of training."""
+        first, last = self.config.temperature, self.config.final_temperature
+        done = min(1.0, self.step / self.config.anneal_steps)
+        return first if last is None else float(first * (last / first) ** done)
+
+    def forward(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> Gates:
+        """The gates of this process's tokens at `position_L` of `total`; `draw` numbers the noise of training."""
+        gates = self._gates(x_LD, position_L, total, draw)
+        return replace(gates, weight_L=_turn_round(gates.weight_L)) if self.against else gates
+
+    def _gates(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> Gates:
+        logit_L = self._logits(x_LD)
+        p_L = torch.sigmoid(logit_L)
+        most = self.config.most_tokens
+        if self.config.gate == "top_k":
+            count = max(1, math.ceil(self.config.rate * total))
+            least = -math.inf
+            return Gates(p_L, p_L, p_L, least, count if most is None else min(count, most))
+        if not self.training:
+            return Gates(p_L, torch.ones_like(p_L), p_L, self.config.threshold, most)
+        above_L = logit_L - self.limit
+        match self.config.gate:
+            case "straight_through":
+                open_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
+                return Gates(p_L, _straight_through(open_L), open_L, self.config.threshold, most)
+            case "soft":
+                open_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
+                return Gates(p_L, open_L, open_L, 0.0, most)
+        noisy_L = torch.sigmoid((above_L + self._noise(above_L, position_L, draw)) / self.temperature)
+        if self.config.gate == "gumbel":
+            # The noise is above -a with probability sigmoid(a).
+            return Gates(noisy_L, _straight_through(noisy_L), torch.sigmoid(above_L), 0.5, most)
+        stretched_L = (noisy_L * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
+        open_L = torch.sigmoid(above_L - self.temperature * math.log(-LOW / HIGH))
+        return Gates(stretched_L, stretched_L, open_L, torch.finfo(stretched_L.dtype).tiny, most)
+
+    def rate_loss(self, share: torch.Tensor) -> torch.Tensor:
+        """What the share of open gates costs of one sequence; nothing where a fixed share is kept."""
+        if self.config.gate == "top_k":
+            return 0.0 * share
+        over = share - self.config.rate
+        if self.config.rate_penalty == "above":
+            over = over.clamp(min=0.0)
+        return self.config.rate_weight * over.square()
+
+    def _logits(self, x_LD: torch.Tensor) -> torch.Tensor:
+        h_LD = self.norm(x_LD.detach() if self.against else x_LD)
+        if self.map_in is not None:
+            h_LD = torch.relu(linear_float32(self.map_in, h_LD))
+        return linear_float32(self.score, h_LD)[:, 0]
+
+    def _noise(self, like_L: torch.Tensor, position_L: torch.Tensor, draw: int) -> torch.Tensor:
+        return logistic_noise(position_L, (self.config.seed, draw)).to(like_L)
+
+
+def _straight_through(open_L: torch.Tensor) -> torch.Tensor:
+    """1 with the gradient of the gate."""
+    return 1.0 + (open_L - open_L.detach())
+
+
+def _turn_round(x: torch.Tensor) -> torch.Tensor:
+    """x with the opposite gradient."""
+    return 2.0 * x.detach() - x
