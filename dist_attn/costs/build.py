@@ -61,6 +61,8 @@ def mixer_costs(path: Path, mixer: MixerNumbers, hidden_size: int) -> MixerCosts
             return _kernel(path, "elu", mixer, hidden_size, "elu_plus_one", 0)
         case "performer", _:
             return _kernel(path, "performer", mixer, hidden_size, "positive", mixer.num_random, key_weights=True)
+        case "efficient", _:
+            return _kernel(path, "efficient", mixer, hidden_size, "softmax", 0, key_weights=True)
         case "softmax", _:
             near = mixer.relative or _RelativeConfig()
             return SoftmaxAttention(
@@ -88,17 +90,17 @@ def mixer_costs(path: Path, mixer: MixerNumbers, hidden_size: int) -> MixerCosts
             return DenseStateSpace("lssl", hidden_size, mixer.state_size or 64, mixer.outputs, learned)
     raise ConfigError(
         f"{path} has a mixer {mixer.kind!r} with feature {mixer.feature!r}; mixers with a state have formulas: "
-        "rfa and rfa_gate (gaussian, arc_cosine), elu, performer, softmax, scaleformer, convolution, lssl, "
-        "hippo, s4 and s4d as a scan"
+        "rfa and rfa_gate (gaussian, arc_cosine), elu, performer, efficient, softmax, scaleformer, convolution, "
+        "lssl, hippo, s4 and s4d as a scan"
     )
 
 
 def _kernel(
     path: Path,
-    kind: Literal["rfa", "rfa_gate", "elu", "performer"],
+    kind: Literal["rfa", "rfa_gate", "elu", "performer", "efficient"],
     mixer: MixerNumbers,
     hidden_size: int,
-    feature: Literal["gaussian", "arc_cosine", "elu_plus_one", "positive"],
+    feature: Literal["gaussian", "arc_cosine", "elu_plus_one", "positive", "softmax"],
     num_random: int,
     key_weights: bool = False,
 ) -> KernelAttention:

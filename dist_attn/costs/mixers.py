@@ -74,16 +74,17 @@ class MixerCosts(Protocol):
 
 @dataclass(frozen=True)
 class KernelAttention:
-    """`rfa`, `rfa_gate`, `elu` and `performer`: a state of M (V + 1) + 2 numbers per head, whatever the length.
+    """All kinds with a state of M (V + 1) + 2 numbers per head, whatever the length: random and fixed features.
 
-    `elu` has no random vectors: it is given none, and has as many features as a head has numbers.
+    `elu` and `efficient` have no random vectors: they are given none, and have as many features as a head has numbers.
+    `efficient` walks twice, once for the means of its keys, with one feature and M values: M + 3 numbers more travel.
     """
 
-    kind: Literal["rfa", "rfa_gate", "elu", "performer"]
+    kind: Literal["rfa", "rfa_gate", "elu", "performer", "efficient"]
     hidden_size: int
     num_heads: int
     num_random: int
-    feature: Literal["gaussian", "arc_cosine", "elu_plus_one", "positive"]
+    feature: Literal["gaussian", "arc_cosine", "elu_plus_one", "positive", "softmax"]
     taps: int
     projection_bias: bool = False
     rotary: bool = False
@@ -95,7 +96,7 @@ class KernelAttention:
     @property
     def num_features(self) -> int:
         """M: a Gaussian feature map has a sine and a cosine for every random vector."""
-        if self.feature == "elu_plus_one":
+        if self.feature in ("elu_plus_one", "softmax"):
             return self.head_size
         return self.num_random * (2 if self.feature == "gaussian" else 1)
 
@@ -152,12 +153,12 @@ class KernelAttention:
         return 0
 
     def scan_message(self, batch: int = 1) -> ScanMessage | None:
-        """S, z and the mass of each head, and its log decay."""
-        return ScanMessage(batch * self.num_heads, self._state_numbers - 1, FLOAT_BYTES)
+        """S, z and the mass of each head, and its log decay; two such messages of `efficient` are told as one."""
+        return ScanMessage(batch * self.num_heads, self._state_numbers + self._mean_numbers - 1, FLOAT_BYTES)
 
     def carry_bytes(self, batch: int = 1) -> int:
-        """4 B H (M (V + 1) + 2)."""
-        return FLOAT_BYTES * batch * self.num_heads * self._state_numbers
+        """4 B H (M (V + 1) + 2), of `efficient` 4 B H (M + 3) more."""
+        return FLOAT_BYTES * batch * self.num_heads * (self._state_numbers + self._mean_numbers)
 
     def halo_bytes(self, batch: int = 1) -> int:
         """4 B (K - 1) D."""
@@ -169,10 +170,12 @@ class KernelAttention:
         The weights of positive features are found first, by the random vectors once more.
         """
         one_side = 2.0 * self.hidden_size * self.num_random
-        one_pass = 2.0 * self.num_heads * self.num_features * (self.value_size + 1)
+        one_pass = 2.0 * self.num_heads * (self.num_features * (self.value_size + 1) + max(0, self._mean_numbers - 2))
         passes = 2 if ranks == 1 else 3
         # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
         per_head = self.num_features + self.value_size + 1 + (self._has_gates or self.key_weights)
+        if self.kind == "efficient":
+            per_head += self.num_features + 3
         return TokenFlops(
             projections=self._projections,
             features=(passes + (self.kind == "performer")) * one_side,
@@ -186,7 +189,7 @@ class KernelAttention:
         return TokenFlops(projections=parts.projections, features=parts.features, state=parts.state)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
-        """About eight tensors of [B, L, D] around the attention (ten if rotary), features and scores of one block.
+        """Eight tensors of [B, L, D] around attention, ten if rotary or efficient; features and scores of a block.
 
         Half of them are of values, which may be wider.
         """
@@ -197,7 +200,8 @@ class KernelAttention:
         states = 3 * self.num_features * width * chunks
         block = groups * (per_token * min(tokens, chunks * CHUNK_TOKENS) + states)
         values = self.num_heads * self.value_size
-        numbers = (6 if self.rotary else 4) * self.hidden_size + 4 * max(values, self.hidden_size)
+        extra = 2 * (self.rotary + (self.kind == "efficient"))
+        numbers = (4 + extra) * self.hidden_size + 4 * max(values, self.hidden_size)
         return FLOAT_BYTES * (batch * tokens * numbers + block)
 
     @property
@@ -207,6 +211,11 @@ class KernelAttention:
     @property
     def _state_numbers(self) -> int:
         return self.num_features * (self.value_size + 1) + 2
+
+    @property
+    def _mean_numbers(self) -> int:
+        """Of the state of the keys' means."""
+        return self.num_features + 3 if self.kind == "efficient" else 0
 
     @property
     def _projections(self) -> float:

@@ -5,6 +5,7 @@ from dist_attn.mixers.build import build_mixer
 from dist_attn.mixers.config import (
     BidirectionalConfig,
     CrossConfig,
+    EfficientConfig,
     EluConfig,
     MixerConfig,
     PerformerConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "CrossAttention",
     "CrossConfig",
     "DenominatorConfig",
+    "EfficientConfig",
     "EluConfig",
     "FourierConfig",
     "HippoConfig",

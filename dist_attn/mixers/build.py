@@ -4,6 +4,7 @@ from dist_attn.mixers.base import TokenMixer
 from dist_attn.mixers.bidirectional import BidirectionalAttention
 from dist_attn.mixers.config import (
     BidirectionalConfig,
+    EfficientConfig,
     EluConfig,
     MixerConfig,
     PerformerConfig,
@@ -11,6 +12,7 @@ from dist_attn.mixers.config import (
     SoftmaxConfig,
 )
 from dist_attn.mixers.convolution import CausalConvolution, CentredConvolution
+from dist_attn.mixers.efficient import EfficientAttention
 from dist_attn.mixers.elu import EluAttention
 from dist_attn.mixers.fourier import FourierMixing
 from dist_attn.mixers.hippo import LegsMemory
@@ -46,6 +48,8 @@ def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
             return ScaleformerAttention(config)
         case EluConfig():
             return EluAttention(config)
+        case EfficientConfig():
+            return EfficientAttention(config)
         case PerformerConfig():
             return PerformerAttention(config)
         case BidirectionalConfig():

@@ -23,11 +23,12 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
-from dist_attn.mixers.kernel_config import EluConfig, PerformerConfig
+from dist_attn.mixers.kernel_config import EfficientConfig, EluConfig, PerformerConfig
 
 __all__ = [
     "BidirectionalConfig",
     "CrossConfig",
+    "EfficientConfig",
     "EluConfig",
     "MixerConfig",
     "PerformerConfig",
@@ -95,9 +96,9 @@ class ScaleformerConfig(HeadSizes):
 class _AttentionConfig(_FeaturesConfig):
     """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
 
-    attention: Literal["rfa", "elu", "performer", "scaleformer", "softmax"]
-    # Of rfa, elu and performer. None: the default floor for rfa; exact division for elu, whose weights are positive; a
-    # floor that only keeps 0 / 0 away for performer.
+    attention: Literal["rfa", "elu", "performer", "efficient", "scaleformer", "softmax"]
+    # Of rfa, elu, performer and efficient. None: the default floor for rfa; exact division for elu, whose weights are
+    # positive; a floor that only keeps 0 / 0 away for performer and efficient.
     denominator: DenominatorConfig | None = None
     reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
     relative: RelativeConfig | None = None  # of softmax
@@ -112,7 +113,7 @@ class _AttentionConfig(_FeaturesConfig):
 
     @model_validator(mode="after")
     def _options_fit(self) -> "_AttentionConfig":
-        if self.weighting == "norm" or self.attention == "performer":
+        if self.weighting == "norm" or self.attention in ("performer", "efficient"):
             check_key_weights(self.denominator, "attention by weighted keys")
         if self.attention != "rfa" and self.weighting != "unit_norm":
             raise ValueError(f"weighting is an option of 'rfa'; attention is {self.attention!r}")
@@ -151,6 +152,7 @@ MixerConfig = Annotated[
     | SoftmaxConfig
     | ScaleformerConfig
     | EluConfig
+    | EfficientConfig
     | PerformerConfig
     | ConvolutionConfig
     | FourierConfig

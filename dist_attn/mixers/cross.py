@@ -20,8 +20,8 @@ __all__ = ["CrossAttention", "MemoryState"]
 class MemoryState:
     """What later queries need of the memory.
 
-    Of `rfa`, `elu` and `performer` it is a state of constant size, equal on all ranks; of `scaleformer` and `softmax`
-    all keys and values, or None where they are spread over ranks.
+    Of `scaleformer` and `softmax` it is all keys and values, or None where they are spread over ranks; of the others a
+    state of constant size, equal on all ranks.
     """
 
     sums: LinearState | None
@@ -57,8 +57,8 @@ class CrossAttention(nn.Module):
         `ops` have the layout of x and, as memory layout, that of the memory.
 
         Shapes: x [B, L, D], memory [B, S, D] -> [B, L, D].
-        Cost: across ranks one exchange of states for `rfa`, `elu` and `performer`, 4 B H (M (V + 1) + 2) bytes per
-            rank.
+        Cost: across ranks, where the memory is a state, one exchange of 4 B H (M (V + 1) + 2) bytes per rank; of
+            `efficient` a second one, of 4 B H (M + 3).
         """
         heads = self.config.num_heads
         k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).split(self.sizes, dim=-1))
@@ -74,20 +74,11 @@ class CrossAttention(nn.Module):
         """
         q_BHLK = split_heads(self.q(x_BLD), self.config.num_heads)
         if state.sums is not None:
-            batch, heads = q_BHLK.shape[:2]
-            out_BHLV, _ = LocalSequenceOps().linear_attention(
-                q_BHLK,
-                q_BHLK[:, :, :0],
-                q_BHLK.new_empty((batch, heads, 0, self.config.value_size)),
-                feature_map=self.attend.feature_map(),
-                causal=False,
-                state=state.sums,
-                denominator=self.attend.denominator,
-            )
+            out_BHLV = self.attend.read(q_BHLK, state.sums)
         elif state.kept is None:
             raise InputError(
                 f"{self.config.attention} cross attention reads every key of the memory, which is spread over ranks; "
-                "decode on one rank, or take 'rfa', 'elu' or 'performer', whose memory is a state"
+                "decode on one rank, or take another kernel, whose memory is a state"
             )
         elif self.config.attention == "scaleformer":
             out_BHLV = self._read_scaleformer(q_BHLK, *state.kept, positions_BL)

@@ -4,14 +4,14 @@ from typing import final
 
 from dist_attn.feature_maps import EluPlusOne
 from dist_attn.mixers.config import EluConfig
-from dist_attn.mixers.kernel_attention import CausalKernelAttention
+from dist_attn.mixers.kernel_attention import FeatureMapAttention
 from dist_attn.ops import FeatureMap
 
 __all__ = ["EluAttention"]
 
 
 @final
-class EluAttention(CausalKernelAttention):
+class EluAttention(FeatureMapAttention):
     """Multi-head attention whose weights are (elu(q) + 1) . (elu(k) + 1), as many features as a head has numbers.
 
     Reference: Katharopoulos et al. 2020, Transformers are RNNs, Eq. 7 and 18; gates as in RFA-Gate (Random Feature

@@ -8,26 +8,26 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.config import EluConfig, PerformerConfig, RandomFeatureConfig
+from dist_attn.mixers.config import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
 from dist_attn.mixers.kernel_state import KernelState
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
 
-__all__ = ["CausalKernelAttention"]
+__all__ = ["CausalKernelAttention", "FeatureMapAttention"]
 
 # Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
 GATE_BIAS_RANGE = (-1.0, 5.0)
 
 
 class CausalKernelAttention(TokenMixer):
-    """Multi-head attention phi(q) . S / (phi(q) . z) over a state of constant size; a kind of it says what phi is.
+    """Multi-head attention over a state of constant size; a kind of it says how it attends, and by which features.
 
     Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
     """
 
-    def __init__(self, config: RandomFeatureConfig | EluConfig | PerformerConfig) -> None:
+    def __init__(self, config: RandomFeatureConfig | EluConfig | PerformerConfig | EfficientConfig) -> None:
         super().__init__()
         self.config = config
         size, heads = config.hidden_size, config.num_heads
@@ -48,10 +48,6 @@ class CausalKernelAttention(TokenMixer):
     def num_features(self) -> int:
         """Numbers in phi of a head's key."""
 
-    @abstractmethod
-    def feature_map(self) -> FeatureMap:
-        """phi, with what is learned of it."""
-
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
         """Logarithms of the weights of keys [B, H, S, K] or, of one token, [B, H, K]; None where all weigh the same."""
         return None
@@ -59,6 +55,31 @@ class CausalKernelAttention(TokenMixer):
     def first_unit(self) -> float | None:
         """Of a state without tokens, where keys have weights: the logarithm of the unit in which it is held."""
         return None
+
+    @abstractmethod
+    def attend(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        ops: SequenceOps,
+        state: LinearState,
+        log_gate_BHL: torch.Tensor | None,
+        key_scale_BHL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """What the queries see, [B, H, L, V], and the state after the last global token."""
+
+    @abstractmethod
+    def attend_step(
+        self,
+        q_BHK: torch.Tensor,
+        k_BHK: torch.Tensor,
+        v_BHV: torch.Tensor,
+        state: LinearState,
+        log_gate_BH: torch.Tensor | None,
+        key_scale_BH: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """`attend` for one token."""
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -77,17 +98,7 @@ class CausalKernelAttention(TokenMixer):
             log_gate, key_scale, unit_BH = stable_key_weights(
                 weights, ops, unit_BH, log_gate_BHS=log_gate, key_scale_BHS=key_scale
             )
-        out_BHLV, attention = ops.linear_attention(
-            q,
-            k,
-            v,
-            feature_map=self.feature_map(),
-            log_gate_BHS=log_gate,
-            key_scale_BHS=key_scale,
-            causal=True,
-            state=before.attention,
-            denominator=self.denominator,
-        )
+        out_BHLV, attention = self.attend(q, k, v, ops, before.attention, log_gate, key_scale)
         total = ops.total_length(x_BLD.shape[1])
         return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, total, unit_BH)
 
@@ -107,16 +118,7 @@ class CausalKernelAttention(TokenMixer):
             log_gate, key_scale, unit_BH = step_key_weights(
                 weights, unit_BH, log_gate_BH=log_gate, key_scale_BH=key_scale
             )
-        out_BHV, attention = linear_attention_step(
-            q,
-            k,
-            v,
-            before.attention,
-            feature_map=self.feature_map(),
-            log_gate_BH=log_gate,
-            key_scale_BH=key_scale,
-            denominator=self.denominator,
-        )
+        out_BHV, attention = self.attend_step(q, k, v, before.attention, log_gate, key_scale)
         return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
 
     def initial_state(self, batch: int) -> KernelState:
@@ -152,3 +154,53 @@ class CausalKernelAttention(TokenMixer):
         if not isinstance(state, KernelState):
             raise InputError(f"a {type(state).__name__} was given to kernel attention; it needs its own state")
         return state
+
+
+class FeatureMapAttention(CausalKernelAttention):
+    """phi(q) . S / (phi(q) . z), where one phi serves queries and keys; a kind of it says which."""
+
+    @abstractmethod
+    def feature_map(self) -> FeatureMap:
+        """phi, with what is learned of it."""
+
+    def attend(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        ops: SequenceOps,
+        state: LinearState,
+        log_gate_BHL: torch.Tensor | None,
+        key_scale_BHL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        return ops.linear_attention(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            feature_map=self.feature_map(),
+            log_gate_BHS=log_gate_BHL,
+            key_scale_BHS=key_scale_BHL,
+            causal=True,
+            state=state,
+            denominator=self.denominator,
+        )
+
+    def attend_step(
+        self,
+        q_BHK: torch.Tensor,
+        k_BHK: torch.Tensor,
+        v_BHV: torch.Tensor,
+        state: LinearState,
+        log_gate_BH: torch.Tensor | None,
+        key_scale_BH: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        return linear_attention_step(
+            q_BHK,
+            k_BHK,
+            v_BHV,
+            state,
+            feature_map=self.feature_map(),
+            log_gate_BH=log_gate_BH,
+            key_scale_BH=key_scale_BH,
+            denominator=self.denominator,
+        )

@@ -6,7 +6,7 @@ from pydantic import model_validator
 
 from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig, MatricesConfig, check_key_weights
 
-__all__ = ["EluConfig", "PerformerConfig"]
+__all__ = ["EfficientConfig", "EluConfig", "PerformerConfig"]
 
 
 class _KernelConfig(HeadsConfig):
@@ -29,6 +29,17 @@ class EluConfig(_KernelConfig):
     """Causal attention with the feature map elu + 1."""
 
     kind: Literal["elu"]
+
+
+class EfficientConfig(_KernelConfig):
+    """Causal attention by a softmax of queries over features and of keys over the tokens so far."""
+
+    kind: Literal["efficient"]
+
+    @model_validator(mode="after")
+    def _divisor_fits(self) -> "EfficientConfig":
+        check_key_weights(self.denominator, "attention by weighted keys")
+        return self
 
 
 class PerformerConfig(_KernelConfig, MatricesConfig):

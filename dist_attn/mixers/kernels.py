@@ -5,26 +5,28 @@ from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, PositiveRatios, elu_plus_one
 from dist_attn.mixers.config import RANDOM_KERNELS, BidirectionalConfig, CrossConfig
+from dist_attn.mixers.feature_softmax import efficient_attention, log_key_sizes, query_features
 from dist_attn.mixers.head_config import DenominatorConfig
 from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights, stable_key_weights
 from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.mixers.relative import RelativeRows
-from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps
+from dist_attn.ops import Denominator, FeatureMap, LinearState, LocalSequenceOps, SequenceOps
 from dist_attn.ops.running_maximum import NO_TOKENS
 
 __all__ = ["AllKeys"]
 
 
-# Performer's and elu's weights are positive: elu's are divided as they are, Performer's may underflow together.
-DIVISORS = {"rfa": DenominatorConfig(), "performer": DenominatorConfig(kind="floor", eps=1e-12)}
+# The weights of the others are positive: those of elu are divided as they are, the rest may underflow together.
+NEVER_ZERO = DenominatorConfig(kind="floor", eps=1e-12)
+DIVISORS = {"rfa": DenominatorConfig(), "performer": NEVER_ZERO, "efficient": NEVER_ZERO}
 
 
 class AllKeys(RandomMatrices):
     """Attention of queries over all keys, by the kernel that the configuration names.
 
     Reference: Random Feature Attention, Eq. 5 or 12 and Algorithm 2 (`rfa`, with sigma of Eq. 8); Katharopoulos et al.
-    2020 (`elu`); Choromanski et al. 2021, Eq. 7 (`performer`); Scaleformer, Eq. 9 (`scaleformer`); Shaw et al. 2018
-    (`softmax` with relative positions).
+    2020 (`elu`); Choromanski et al. 2021, Eq. 7 (`performer`); Shen et al. 2021 (`efficient`); Scaleformer, Eq. 9
+    (`scaleformer`); Shaw et al. 2018 (`softmax` with relative positions).
     """
 
     config: BidirectionalConfig | CrossConfig
@@ -75,6 +77,17 @@ class AllKeys(RandomMatrices):
             # Also where all keys are seen: documents and ranks have their own largest weight, and one rule serves all.
             unit_BH = torch.full(k_BHSK.shape[:2], NO_TOKENS, dtype=torch.float64, device=k_BHSK.device)
             log_gate, key_scale, _ = stable_key_weights(weights_BHS, ops, unit_BH)
+        if self.config.attention == "efficient":
+            return efficient_attention(
+                q_BHLK,
+                k_BHSK,
+                v_BHSV,
+                ops,
+                log_gate_BHS=log_gate,
+                key_scale_BHS=key_scale,
+                causal=False,
+                denominator=self.denominator,
+            )
         return ops.linear_attention(
             q_BHLK,
             k_BHSK,
@@ -86,9 +99,29 @@ class AllKeys(RandomMatrices):
             denominator=self.denominator,
         )
 
+    def read(self, q_BHLK: torch.Tensor, sums: LinearState) -> torch.Tensor:
+        """The outputs [B, H, L, V] of later queries, from the state that all keys left behind."""
+        feature_map = None
+        if self.config.attention == "efficient":
+            q_BHLK = query_features(q_BHLK, (sums.z_BHM / sums.mass_BH[..., None])[:, :, None])
+        else:
+            feature_map = self.feature_map()
+        out_BHLV, _ = LocalSequenceOps().linear_attention(
+            q_BHLK,
+            q_BHLK[:, :, :0],
+            q_BHLK.new_empty((*q_BHLK.shape[:2], 0, self.config.value_size)),
+            feature_map=feature_map,
+            causal=False,
+            state=sums,
+            denominator=self.denominator,
+        )
+        return out_BHLV
+
     def _log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor | None:
         """None where all keys weigh the same."""
         if self.config.attention == "performer":
             scale = self.config.softmax_scale
             return log_positive_weights(k_BHSK, scale * self.matrices(), scale)
+        if self.config.attention == "efficient":
+            return log_key_sizes(k_BHSK)
         return log_key_weights(k_BHSK, self.sigma_H1K) if self.config.weighting == "norm" else None

@@ -6,7 +6,7 @@ import torch
 
 from dist_attn.feature_maps import PositiveRatios
 from dist_attn.mixers.config import PerformerConfig
-from dist_attn.mixers.kernel_attention import CausalKernelAttention
+from dist_attn.mixers.kernel_attention import FeatureMapAttention
 from dist_attn.mixers.key_weights import log_positive_weights
 from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.ops import FeatureMap
@@ -16,7 +16,7 @@ __all__ = ["PerformerAttention"]
 
 
 @final
-class PerformerAttention(CausalKernelAttention, RandomMatrices):
+class PerformerAttention(FeatureMapAttention, RandomMatrices):
     """Multi-head attention whose weights estimate exp(q.k / sqrt(K)): features exp(w x - |x|^2 / 2) of x / K^(1/4).
 
     Every token's features are taken relative to its largest one. Of a query that factor cancels; of a key it is a

@@ -7,7 +7,7 @@ from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, Gaussian
 from dist_attn.mixers.config import RandomFeatureConfig
-from dist_attn.mixers.kernel_attention import CausalKernelAttention
+from dist_attn.mixers.kernel_attention import FeatureMapAttention
 from dist_attn.mixers.key_weights import log_key_weights
 from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.ops import FeatureMap
@@ -16,7 +16,7 @@ __all__ = ["RandomFeatureAttention"]
 
 
 @final
-class RandomFeatureAttention(CausalKernelAttention, RandomMatrices):
+class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
     """Multi-head RFA: learned sigma per head, fixed random vectors; optional scalar gates.
 
     Queries and keys have unit norm, or keys the weights of those that have not.

@@ -27,7 +27,7 @@ PRESETS = {
     "big": Preset(hidden_size=1024, num_layers=16, num_heads=16, mlp_size=4096),
 }
 
-WITH_HEADS = ("rfa", "rfa_gate", "softmax", "scaleformer", "elu", "performer")
+WITH_HEADS = ("rfa", "rfa_gate", "softmax", "scaleformer", "elu", "performer", "efficient")
 """Kinds of mixers that divide a token among heads."""
 
 

@@ -9,6 +9,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
     ConvolutionConfig,
+    EfficientConfig,
     EluConfig,
     HippoConfig,
     LsslConfig,
@@ -77,6 +78,10 @@ CONFIGS = {
     "performer": PerformerConfig(kind="performer", hidden_size=SIZE, num_heads=HEADS, num_random=6),
     "performer-gated": PerformerConfig(
         kind="performer", hidden_size=SIZE, num_heads=HEADS, num_random=5, gated=True, shared_gate=True, pool=4
+    ),
+    "efficient": EfficientConfig(kind="efficient", hidden_size=SIZE, num_heads=HEADS),
+    "efficient-gated": EfficientConfig(
+        kind="efficient", hidden_size=SIZE, num_heads=HEADS, gated=True, short_convolution=0, value_rank=5
     ),
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=5),
     "scaleformer-no-reach": ScaleformerConfig(kind="scaleformer", hidden_size=SIZE, num_heads=HEADS, reach=0),

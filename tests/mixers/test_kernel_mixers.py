@@ -10,10 +10,21 @@ from pydantic import ValidationError
 
 from dist_attn.feature_maps import positive
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import BidirectionalConfig, EluConfig, PerformerConfig, build_mixer, redraw_pools
+from dist_attn.mixers import (
+    BidirectionalConfig,
+    EfficientConfig,
+    EluConfig,
+    PerformerConfig,
+    build_mixer,
+    redraw_pools,
+)
+from dist_attn.mixers.efficient import EfficientAttention
+from dist_attn.mixers.feature_softmax import efficient_attention, log_key_sizes
 from dist_attn.mixers.kernels import AllKeys
+from dist_attn.mixers.key_weights import stable_key_weights
 from dist_attn.mixers.performer import PerformerAttention
-from dist_attn.ops import LocalSequenceOps, SequenceOps, softmax_attention
+from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOps, softmax_attention
+from dist_attn.ops.running_maximum import NO_TOKENS
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import check_sharded, random_tensor
 
@@ -144,6 +155,88 @@ def test_options_that_do_not_fit_performer_are_refused() -> None:
             PerformerConfig.model_validate({**values, **wrong})
     assert PerformerConfig.model_validate(values).orthogonal
     assert BidirectionalConfig(attention="performer", hidden_size=SIZE, num_heads=HEADS).orthogonal
+
+
+def _efficient_naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """softmax(q) over features times the keys' softmax over the sequence that each token sees, times the values."""
+    outs = []
+    for t in range(q.shape[2]):
+        seen = slice(t + 1) if causal else slice(None)
+        context = k[:, :, seen].softmax(dim=2).transpose(-1, -2) @ v[:, :, seen]
+        outs.append(q[:, :, t : t + 1].softmax(dim=-1) @ context)
+    return torch.cat(outs, dim=2)
+
+
+def _efficient(size: float = 1.0) -> tuple[EfficientAttention, torch.Tensor]:
+    """A mixer without a convolution, whose keys are so large, and tokens."""
+    config = EfficientConfig(kind="efficient", hidden_size=SIZE, num_heads=HEADS, short_convolution=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        mixer = EfficientAttention(config).double()
+    with torch.no_grad():
+        mixer.qkv.weight[SIZE : 2 * SIZE] *= size
+    return mixer, random_tensor(2, 70, SIZE, seed=6)
+
+
+def test_efficient_is_its_definition() -> None:
+    """Outputs and the gradients of the projections are those of a softmax over features and one over the sequence."""
+    mixer, x = _efficient()
+    weight = mixer.qkv.weight.detach().clone().requires_grad_()
+    got, _ = mixer(x, LocalSequenceOps())
+    mixed = _efficient_naive(*_heads(x, weight), causal=True).transpose(1, 2).flatten(2)
+    want = mixed @ mixer.out.weight.detach().T
+    assert_close(got, want)
+    weights = random_tensor(*want.shape, seed=7)
+    (gradient,) = torch.autograd.grad((got * weights).sum(), mixer.qkv.weight)
+    assert_close(gradient, torch.autograd.grad((want * weights).sum(), weight)[0], kind="gradient")
+
+
+def _attend_efficiently(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool
+) -> tuple[torch.Tensor, LinearState]:
+    ops, nothing = LocalSequenceOps(), torch.full(k.shape[:2], NO_TOKENS, dtype=torch.float64)
+    gate, scale, _ = stable_key_weights(log_key_sizes(k), ops, nothing)
+    policy = Denominator("floor", 1e-12)
+    return efficient_attention(q, k, v, ops, log_gate_BHS=gate, key_scale_BHS=scale, causal=causal, denominator=policy)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_efficient_of_large_keys(causal: bool) -> None:
+    """In float32, keys whose exponentials are 0 or infinite give the outputs of float64."""
+    q, k, v = (random_tensor(2, HEADS, 70, 4, seed=seed) for seed in range(3))
+    k = 3 * k + 400 * torch.sin(torch.arange(70.0))[:, None]
+    got, state = _attend_efficiently(q.float(), k.float(), v.float(), causal=causal)
+    want = _efficient_naive(q, k, v, causal=causal)
+    assert float((got - want).abs().max()) < 1e-3
+    assert all(bool(t.isfinite().all()) for t in state.tensors())
+
+
+def test_efficient_of_features_that_are_far_apart() -> None:
+    """Where one feature's keys are e^200 times another's in float32, outputs and gradients are numbers still."""
+    mixer, x = _efficient(200.0)
+    got, state = mixer.float()(x.float(), LocalSequenceOps())
+    got.square().sum().backward()
+    assert float(_heads(x.float(), mixer.qkv.weight.detach())[1].std()) > 100
+    assert bool(got.isfinite().all()) and bool(mixer.qkv.weight.grad.isfinite().all())
+    assert all(bool(t.isfinite().all()) for t in state.tensors())
+
+
+@pytest.mark.parametrize("documents", [None, (0, 6, 7, 15)])
+def test_bidirectional_efficient_over_ranks(documents: tuple[int, ...] | None) -> None:
+    """Without a mask, documents too, the outputs are the definition's, and those and all gradients those of ranks."""
+    config = BidirectionalConfig(attention="efficient", hidden_size=SIZE, num_heads=HEADS)
+    attend = AllKeys(config).double()
+    q, k, v = (2 * random_tensor(2, HEADS, 20, 4, seed=seed) for seed in range(3))
+
+    def call(ops: SequenceOps, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        local = LocalSequenceOps(documents) if isinstance(ops, LocalSequenceOps) else ops
+        return (attend(*leaves, local)[0],)
+
+    check_sharded(call, SequenceLayout.from_lengths([3, 0, 13, 4], documents), [q, k, v])
+    (got,) = call(LocalSequenceOps(), [q, k, v])
+    for start, stop in pairwise((*((0,) if documents is None else documents), 20)):
+        parts = (t[:, :, start:stop] for t in (q, k, v))
+        assert_close(got[:, :, start:stop], _efficient_naive(*parts, causal=False))
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"kind": "performer", "num_random": 6},
         {"attention": "performer", "num_random": 7},
     ),
+    "efficient": ({"attention": "efficient"}, {"kind": "efficient"}, {"attention": "efficient", "value_rank": 3}),
     "scaleformer": (
         {"attention": "scaleformer", "reach": 2},
         {"kind": "scaleformer", "reach": 3},
@@ -43,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"attention": "softmax", "relative": {"reach": 2, "shared": True}, "value_rank": 3},
     ),
 }
-CONSTANT_STATE = ("rfa", "elu", "performer")
+CONSTANT_STATE = ("rfa", "elu", "performer", "efficient")
 
 
 def _config(kind: str, **decoder: Any) -> dict[str, Any]:

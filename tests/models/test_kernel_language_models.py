@@ -17,6 +17,7 @@ VOCAB = 50
 MIXERS: dict[str, dict[str, Any]] = {
     "elu": {"kind": "elu"},
     "elu, gated": {"kind": "elu", "gated": True},
+    "efficient": {"kind": "efficient"},
     "performer": {"kind": "performer", "num_random": 12},
 }
 

@@ -22,9 +22,11 @@ MIXERS: dict[str, dict[str, Any]] = {
     "rfa": {"kind": "bidirectional", "attention": "rfa", "num_random": 6},
     "elu": {"kind": "bidirectional", "attention": "elu"},
     "performer": {"kind": "bidirectional", "attention": "performer", "num_random": 6},
+    "efficient": {"kind": "bidirectional", "attention": "efficient"},
     "scaleformer": {"kind": "bidirectional", "attention": "scaleformer", "reach": 3},
     "softmax": {"kind": "bidirectional", "attention": "softmax"},
     "causal rfa": {"kind": "rfa_gate", "num_random": 6},
+    "causal efficient": {"kind": "efficient"},
     "causal performer": {"kind": "performer", "num_random": 6},
     "causal softmax": {"kind": "softmax"},
 }

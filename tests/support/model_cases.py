@@ -47,6 +47,10 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
             "projection_bias": True,
         }
     },
+    "efficient": {"mixer": {"kind": "efficient", "num_heads": 4}},
+    "efficient, gated": {
+        "mixer": {"kind": "efficient", "num_heads": 2, "gated": True, "value_rank": 24, "short_convolution": 0}
+    },
     "relative positions": {"mixer": {"kind": "scaleformer", "num_heads": 4, "reach": 5}},
     "relative positions, none behind": {"mixer": {"kind": "scaleformer", "num_heads": 2, "reach": 0}},
     "convolution": {"mixer": {"kind": "convolution", "taps": 6}},

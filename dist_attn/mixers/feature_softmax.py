@@ -1,0 +1,88 @@
+"""Efficient attention: queries by a softmax over their features, keys by one over the sequence, as linear attention.
+
+Feature m of the query at t reads the mean of the values by the weights exp(k_m) of the keys that t sees. Relative to
+the largest number of each key and to the largest key so far, with S and z the sums of linear attention and w its mass,
+
+    y_t = sum_m softmax(q_t)_m S_tm / z_tm = phi(q_t) . S_t / (phi(q_t) . z_t),   phi(q_t)_m = softmax(q_t)_m w_t / z_tm
+
+since phi(q_t) . z_t is w_t. The means z_t / w_t are a linear attention themselves: that of keys without features over
+the ratios as values. So both walk, stream and travel over ranks as linear attention does.
+"""
+
+import torch
+
+from dist_attn.ops import Denominator, LinearState, SequenceOps
+
+__all__ = ["efficient_attention", "key_ratios", "log_key_sizes", "query_features"]
+
+# One maximum serves all features of a head: one whose keys are all this far below the largest so far counts for less
+# than it should, down to nothing; the inverse and its gradients are still numbers in float32.
+LEAST_MEAN = 1.8e-35  # exp(-80)
+
+
+def log_key_sizes(k: torch.Tensor) -> torch.Tensor:
+    """The largest number of each key, [..., K] -> [...], in float32 or wider: the log of its weight, a constant."""
+    return k.detach().to(torch.promote_types(k.dtype, torch.float32)).amax(dim=-1)
+
+
+def key_ratios(k: torch.Tensor) -> torch.Tensor:
+    """exp(k) relative to the largest number of each key, in float32 or wider."""
+    keys = k.to(torch.promote_types(k.dtype, torch.float32))
+    return (keys - keys.detach().amax(dim=-1, keepdim=True)).exp()
+
+
+def query_features(q: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
+    """softmax(q) / means over the features, by logarithms: neither the quotient nor its gradients overflow."""
+    queries = q.to(torch.promote_types(q.dtype, torch.float32))
+    return (queries.log_softmax(dim=-1) - means.clamp_min(LEAST_MEAN).log()).exp()
+
+
+def efficient_attention(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    ops: SequenceOps,
+    *,
+    log_gate_BHS: torch.Tensor | None,
+    key_scale_BHS: torch.Tensor | None,
+    causal: bool,
+    denominator: Denominator,
+    state: LinearState | None = None,
+) -> tuple[torch.Tensor, LinearState]:
+    """Efficient attention, by gates and key scales that have `log_key_sizes` in them, and the state of all keys.
+
+    Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V] -> [B, H, L, V]; the state has K features.
+    Cost: O((L + S) K V); across ranks the exchanges of two states, of K (V + 1) + 2 and of K + 3 numbers per head.
+    Reference: Shen et al. 2021, Efficient Attention: Attention with Linear Complexities, Eq. 4 with softmax; a causal
+        form sums over the keys so far.
+    """
+    ratios_BHSK = key_ratios(k_BHSK)
+    one_feature = ratios_BHSK.new_ones((1, 1, 1, 1))
+    means_BHLK, _ = ops.linear_attention(
+        one_feature.expand(*q_BHLK.shape[:3], 1),
+        one_feature.expand(*k_BHSK.shape[:3], 1),
+        ratios_BHSK,
+        causal=causal,
+        denominator=Denominator("floor", 0.0),
+        state=None if state is None else _sums_of_ratios(state),
+        log_gate_BHS=log_gate_BHS,
+        key_scale_BHS=key_scale_BHS,
+    )
+    out_BHLV, after = ops.linear_attention(
+        query_features(q_BHLK, means_BHLK),
+        ratios_BHSK,
+        v_BHSV.to(ratios_BHSK.dtype),
+        causal=causal,
+        denominator=denominator,
+        state=state,
+        log_gate_BHS=log_gate_BHS,
+        key_scale_BHS=key_scale_BHS,
+    )
+    return out_BHLV.to(v_BHSV.dtype), after
+
+
+def _sums_of_ratios(state: LinearState) -> LinearState:
+    """The state of the means: its sums are the z of the other, and its own z is the mass."""
+    return LinearState(
+        state.z_BHM[:, :, None], state.mass_BH[..., None], state.mass_BH, state.log_decay_BH, state.reset_BH
+    )
