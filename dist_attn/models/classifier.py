@@ -1,9 +1,10 @@
-"""The text classifier: embedding, encoder over any mixer, mean pooling or class token, linear head."""
+"""The text classifier: embedding, encoder over any mixer, mean pooling or class token, a head for texts or pairs."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import ShapeError
@@ -13,11 +14,35 @@ from dist_attn.models.pooling import Pooling
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
-__all__ = ["TextClassifier"]
+__all__ = ["PairHead", "TextClassifier"]
+
+
+class PairHead(nn.Module):
+    """Logits of pairs, by an MLP over both vectors, their product and their difference.
+
+    Shapes: [2 N, D] -> [N, classes]; rows 2i and 2i + 1 are a pair.
+    Raises: ShapeError for a vector without a partner.
+    Reference: Tay et al. 2020, Long Range Arena (document retrieval).
+    """
+
+    def __init__(self, hidden_size: int, num_classes: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(4 * hidden_size, hidden_size)
+        self.head = nn.Linear(hidden_size, num_classes)
+
+    def forward(self, vectors_ND: torch.Tensor) -> torch.Tensor:
+        if len(vectors_ND) % 2:
+            raise ShapeError(f"{len(vectors_ND)} texts were given to a classifier of pairs; give two for each pair")
+        first_ND, second_ND = vectors_ND[::2], vectors_ND[1::2]
+        both_NE = torch.cat([first_ND, second_ND, first_ND * second_ND, first_ND - second_ND], dim=-1)
+        logits_NC: torch.Tensor = self.head(F.gelu(self.projection(both_NE)))
+        return logits_NC
 
 
 class TextClassifier(nn.Module):
-    """Logits of the classes of a text, which may be cut across ranks.
+    """Logits of the classes of a text, or of a pair of texts, which may be cut across ranks.
+
+    Where `config.texts` is 2, texts 2i and 2i + 1 are a pair: rows of `forward`, documents of `classify_packed`.
 
     All texts of a batch have one length: a padding token would be a token like any other. Texts of any lengths go
     packed into one sequence, as documents: `classify_packed`.
@@ -32,7 +57,8 @@ class TextClassifier(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, size)
         self.encoder = Encoder(config.encoder)
         self.pooling = Pooling(config.pooling, size, causal=config.encoder.causal)
-        self.head = nn.Linear(size, config.num_classes)
+        pairs = config.texts == 2
+        self.head = PairHead(size, config.num_classes) if pairs else nn.Linear(size, config.num_classes)
         initialise(self, config.encoder.num_layers)
 
     def prepare(self, tokens_BT: torch.Tensor) -> torch.Tensor:
@@ -40,7 +66,7 @@ class TextClassifier(nn.Module):
         return self.pooling.make_room(tokens_BT)
 
     def forward(self, tokens_BL: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
-        """Logits [B, classes], equal on all ranks, from this process's slice of prepared texts.
+        """Logits [B, classes], equal on all ranks, from this process's slice of prepared texts; [B / 2, …] of pairs.
 
         Every rank has the whole loss: it counts once when each divides it by the number of ranks.
 

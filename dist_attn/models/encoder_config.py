@@ -53,11 +53,13 @@ class EncoderConfig(_Config):
 
 
 class TextClassifierConfig(_Config):
-    """One of `num_classes` for a text."""
+    """One of `num_classes` for a text, or for a pair of texts."""
 
     kind: Literal["text_classifier"] = "text_classifier"
     vocab_size: int = Field(ge=1)
     num_classes: int = Field(ge=1)
+    # 2: both texts of a pair are read by the one encoder, and an MLP reads [h1, h2, h1 * h2, h1 - h2].
+    texts: Literal[1, 2] = 1
     encoder: EncoderConfig
     pooling: Literal["mean", "class_token"] = "mean"
 

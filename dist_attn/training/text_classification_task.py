@@ -1,4 +1,4 @@
-"""Text classification: texts of any lengths, packed into one sequence for every micro-batch."""
+"""Classification of texts and of pairs of texts, of any lengths, packed into one sequence for every micro-batch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -86,7 +86,7 @@ class TextClassificationTask(Task):
     def _classify(self, examples: TextExamples, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Logits and classes of some examples."""
         texts, classes = zip(*(examples[number] for number in numbers), strict=True)
-        tokens_1T, starts = self.model.pack(texts)
+        tokens_1T, starts = self.model.pack([text for own in texts for text in own])
         total, device = tokens_1T.shape[1], self._share.device
         own_1L = tokens_1T[:, self._share.tokens(total)].to(device)
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16):

@@ -16,18 +16,18 @@ from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig
 from dist_attn.training.datasets.labelled_text import LabelledTexts, read_labelled_texts
 from dist_attn.training.datasets.labels import Label, LabelNames
 from dist_attn.training.datasets.listops import NUM_CLASSES, VOCAB_SIZE, ListOps
-from dist_attn.training.datasets.token_cache import Progress, TokenTable
+from dist_attn.training.datasets.token_cache import Progress
 
 __all__ = ["TextExamples", "TextSets", "read_text_sets"]
 
 
 class TextExamples(Protocol):
-    """Texts with a class each."""
+    """Texts, or pairs of texts, with a class each."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        """Tokens [T] and class of an example."""
+    def __getitem__(self, number: int) -> tuple[tuple[Tensor, ...], int]:
+        """Tokens [T] of each text of an example, and its class."""
         ...
 
 
@@ -48,19 +48,26 @@ def read_text_sets(
 
     Raises: ConfigError for examples that are missing, malformed, or do not fit.
     """
+    given = 1 if isinstance(data, ListOpsConfig) else len(data.text_fields)
+    if given != model.texts:
+        raise ConfigError(
+            f"model.texts is {model.texts} and the examples of [data] have {given}: pairs need model.texts = 2 and "
+            "labelled_text with data.second_text_field, single texts neither"
+        )
     return _made_up(data, model) if isinstance(data, ListOpsConfig) else _read(data, model, cache, progress)
 
 
 @dataclass(frozen=True)
 class _Read:
-    texts: TokenTable
+    texts: LabelledTexts
     classes_N: NDArray[np.int64]
 
     def __len__(self) -> int:
         return len(self.texts)
 
-    def __getitem__(self, number: int) -> tuple[Tensor, int]:
-        return torch.from_numpy(self.texts[number].astype(np.int64)), int(self.classes_N[number])
+    def __getitem__(self, number: int) -> tuple[tuple[Tensor, ...], int]:
+        texts = (torch.from_numpy(text.astype(np.int64)) for text in self.texts.texts_of(number))
+        return tuple(texts), int(self.classes_N[number])
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,9 @@ class _MadeUp:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> tuple[Tensor, int]:
+    def __getitem__(self, number: int) -> tuple[tuple[Tensor, ...], int]:
         tokens, value = self.expressions(self.first + number)
-        return torch.from_numpy(tokens), value
+        return (torch.from_numpy(tokens),), value
 
 
 def _read(data: LabelledTextConfig, model: TextClassifierConfig, cache: Path, progress: Progress) -> TextSets:
@@ -90,7 +97,7 @@ def _read(data: LabelledTextConfig, model: TextClassifierConfig, cache: Path, pr
             paths,
             tokeniser,
             cache,
-            text_field=data.text_field,
+            text_fields=data.text_fields,
             label_field=data.label_field,
             max_length=data.max_length,
             progress=progress,
@@ -100,8 +107,8 @@ def _read(data: LabelledTextConfig, model: TextClassifierConfig, cache: Path, pr
     names = LabelNames.of(train.labels)
     names.check(model.num_classes)
     held_out = texts(data.validation_files) if data.validation_files else None
-    validation = None if held_out is None else _Read(held_out.texts, held_out.classes(names))
-    return TextSets(_Read(train.texts, train.classes(names)), validation, names.names, tokeniser)
+    validation = None if held_out is None else _Read(held_out, held_out.classes(names))
+    return TextSets(_Read(train, train.classes(names)), validation, names.names, tokeniser)
 
 
 def _made_up(data: ListOpsConfig, model: TextClassifierConfig) -> TextSets:

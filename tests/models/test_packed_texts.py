@@ -45,6 +45,11 @@ def _model(mixer: str, pooling: str, positions: str = "sinusoidal") -> TextClass
     return randomised(TextClassifier(TextClassifierConfig.model_validate(values)))
 
 
+def _pairs(mixer: str, pooling: str) -> TextClassifier:
+    config = _model(mixer, pooling).config.model_dump()
+    return randomised(TextClassifier(TextClassifierConfig.model_validate({**config, "texts": 2})))
+
+
 def _texts() -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
     return [torch.randint(0, VOCAB, (length,), generator=generator) for length in LENGTHS]
@@ -76,6 +81,52 @@ def test_ranks_change_nothing(mixer: str) -> None:
             return F.cross_entropy(model.classify_packed(own, ShardedSequenceOps(comm, layout)), classes) / comm.size
 
         assert_ranks_change_nothing(lambda pooling=pooling: _model(mixer, pooling), share, len(lengths))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "class_token"])
+def test_a_pair_is_what_its_two_texts_are(pooling: str) -> None:
+    """Packed pairs have the logits of each pair alone, by the MLP over [h1, h2, h1 * h2, h1 - h2] of vectors alone."""
+    model, texts = _pairs("rfa", pooling), _texts()
+    got = model.classify_packed(*_packed(model, texts))
+    assert got.shape == (2, CLASSES)
+    for pair in range(2):
+        two = texts[2 * pair : 2 * pair + 2]
+        assert_close(model.classify_packed(*_packed(model, two)), got[pair : pair + 1])
+        first, second = (_vector(model, text) for text in two)
+        hidden = F.gelu(model.head.projection(torch.cat([first, second, first * second, first - second])))
+        assert_close(model.head.head(hidden), got[pair])
+    assert not torch.allclose(model.classify_packed(*_packed(model, texts[1::-1]))[0], got[0])
+    same_length = torch.stack([texts[0], texts[0].flip(0)])
+    assert_close(model.classify(same_length), model.classify_packed(*_packed(model, list(same_length))))
+    with pytest.raises(ShapeError, match="3 texts were given to a classifier of pairs"):
+        model.classify_packed(*_packed(model, texts[:3]))
+
+
+def _packed(model: TextClassifier, texts: list[Tensor]) -> tuple[Tensor, LocalSequenceOps]:
+    tokens, starts = model.pack(texts)
+    return tokens, LocalSequenceOps(starts)
+
+
+def _vector(model: TextClassifier, text: Tensor) -> Tensor:
+    ops = LocalSequenceOps()
+    hidden = model.encoder(model.pooling.fill(model.embedding(model.prepare(text[None])), ops), ops)
+    return model.pooling(hidden, ops)[0]
+
+
+@pytest.mark.parametrize("mixer", ["rfa", "softmax"])
+def test_pairs_over_ranks_are_classified_as_on_one(mixer: str) -> None:
+    """Loss and gradients of every parameter, wherever the texts of the pairs are cut, empty slices too."""
+
+    def share(model: TextClassifier, comm: Communicator | None) -> Tensor:
+        tokens, starts = model.pack(_texts())
+        classes = torch.tensor([2, 1])
+        if comm is None:
+            return F.cross_entropy(model.classify_packed(tokens, LocalSequenceOps(starts)), classes)
+        layout = SequenceLayout.from_lengths((0, 3, 13, 2), starts)
+        own = tokens[:, slice(*layout.range(comm.rank))]
+        return F.cross_entropy(model.classify_packed(own, ShardedSequenceOps(comm, layout)), classes) / comm.size
+
+    assert_ranks_change_nothing(lambda: _pairs(mixer, "class_token"), share, 4)
 
 
 def test_unusable_texts_are_refused() -> None:

@@ -42,6 +42,32 @@ def _labelled_text(place: Path) -> dict[str, Any]:
     }
 
 
+def _pairs(place: Path) -> dict[str, Any]:
+    """Two texts of many a or many b; the class says whether they are of one letter."""
+    random = np.random.default_rng(0)
+    for name, count in (("train", 60), ("validation", 21)):
+        lines = []
+        for _ in range(count):
+            letters = random.choice(["a", "b"], 2).tolist()
+            texts = [letter * int(random.integers(3, 9)) for letter in letters]
+            label = "one" if letters[0] == letters[1] else "two"
+            lines.append(json.dumps({"text": texts[0], "other": texts[1], "label": label}))
+        (place / f"{name}-pairs.jsonl").write_text("\n".join(lines))
+    return {
+        "model": {"kind": "text_classifier", "vocab_size": 257, "num_classes": 2, "texts": 2, "encoder": ENCODER},
+        "data": {
+            "kind": "labelled_text",
+            "folder": place,
+            "train": ["train-pairs.jsonl"],
+            "validation": ["validation-pairs.jsonl"],
+            "second_text_field": "other",
+            "tokeniser": place / "tokeniser",
+            "batch": 6,
+            "max_length": 16,
+        },
+    }
+
+
 def _listops(place: Path) -> dict[str, Any]:
     lengths = {"min_length": 4, "max_length": 12, "max_depth": 3, "max_args": 4}
     return {
@@ -109,6 +135,7 @@ def _translation(place: Path) -> dict[str, Any]:
 
 RUNS = {
     "labelled_text": _labelled_text,
+    "pairs": _pairs,
     "listops": _listops,
     "vision": _vision,
     "autoencoder": _autoencoder,

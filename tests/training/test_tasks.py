@@ -25,6 +25,7 @@ from tests.support.tokenisers import small_bpe
 # Changes to the small run, and a metric at its end that is good only once the task is learnt.
 LEARNT: dict[str, tuple[dict[str, Any], str, float]] = {
     "labelled_text": ({"run": {"steps": 60}}, "accuracy", 0.9),
+    "pairs": ({"run": {"steps": 80}}, "accuracy", 0.9),
     # The value of nested lists takes hours to learn: six of them are learnt by heart.
     "listops": ({"run": {"steps": 60}, "optimiser": {"learning_rate": 2e-2}, "data": {"examples": 6}}, "loss", 0.2),
     "vision": ({"run": {"steps": 40}, "optimiser": {"learning_rate": 2e-2}}, "accuracy", 0.9),
@@ -141,6 +142,14 @@ def test_validation_is_of_every_held_out_example(tmp_path: Path) -> None:
             scores.append(task.validate())
     assert scores[0]["examples"] == 21
     assert scores[0] == pytest.approx(scores[1])
+
+
+@pytest.mark.parametrize(("kind", "texts"), [("pairs", 1), ("labelled_text", 2), ("listops", 2)])
+def test_pairs_and_single_texts_are_not_mixed_up(tmp_path: Path, kind: str, texts: int) -> None:
+    """A model of pairs over single texts, and the reverse, is refused with what either needs."""
+    config = small_task(kind, tmp_path, model={"texts": texts})
+    with pytest.raises(ConfigError, match=rf"model\.texts is {texts} and the examples of \[data\] have {3 - texts}"):
+        build_task(config, Whole())
 
 
 def test_the_folder_says_what_its_classes_mean(tmp_path: Path) -> None:

@@ -61,16 +61,23 @@ class TextDataConfig(_Files):
 
 
 class LabelledTextConfig(_Files):
-    """Texts with a class each: `.jsonl` files (relative to `folder`) with a field for either."""
+    """Texts, or pairs of texts, with a class each: `.jsonl` files (relative to `folder`) with a field for each."""
 
     kind: Literal["labelled_text"] = "labelled_text"
     train: tuple[Path, ...] = Field(min_length=1)
     validation: tuple[Path, ...] = ()
     text_field: str = "text"
+    # Of the second text of a pair; for a model with texts = 2.
+    second_text_field: str | None = None
     label_field: str = "label"
     tokeniser: Path
     # Longer texts are cut; shorter ones stay as they are.
     max_length: int = Field(default=1024, ge=1)
+
+    @property
+    def text_fields(self) -> tuple[str, ...]:
+        """The fields of an example's texts, in order."""
+        return (self.text_field,) if self.second_text_field is None else (self.text_field, self.second_text_field)
 
     @property
     def train_files(self) -> tuple[Path, ...]:

@@ -25,7 +25,7 @@ def _write(path, examples, text="text", label="label"):
 
 
 def _read(paths, cache, tokeniser=None, max_length=1000, **fields):
-    names = {"text_field": "text", "label_field": "label", **fields}
+    names = {"text_fields": ("text",), "label_field": "label", **fields}
     return read_labelled_texts(
         paths, tokeniser or ByteTokeniser(), cache, **names, max_length=max_length, progress=nothing_shown
     )
@@ -36,13 +36,26 @@ def test_every_line_is_an_example(tmp_path, name):
     """Texts come back from their tokens, cut to the length asked for, and labels are numbered by the alphabet."""
     path = _write(tmp_path / name, EXAMPLES, text="words", label="verdict")
     for tokeniser in (ByteTokeniser(), small_bpe()):
-        got = _read([path], tmp_path / "c", tokeniser, text_field="words", label_field="verdict")
+        got = _read([path], tmp_path / "c", tokeniser, text_fields=("words",), label_field="verdict")
         assert [tokeniser.decode(got.texts[i]).decode() for i in range(4)] == [text for _, text in EXAMPLES]
     names = LabelNames.of(got.labels)
     assert names.names == ("bad", "good", "mixed")
     assert got.classes(names).tolist() == [1, 0, 1, 2]
-    short = _read([path], tmp_path / "c", max_length=5, text_field="words", label_field="verdict")
+    short = _read([path], tmp_path / "c", max_length=5, text_fields=("words",), label_field="verdict")
     assert short.texts.lengths.tolist() == [5, 2, 3, 5]
+
+
+def test_an_example_may_be_a_pair(tmp_path):
+    """Each text of a pair comes back by itself; a line with one of them only is refused with what it lacks."""
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a", "other": "bb", "label": 1}\n{"text": "ccc", "other": "d", "label": 0}\n')
+    got = _read([path], tmp_path / "c", text_fields=("text", "other"))
+    assert len(got) == 2 and got.labels == (1, 0)
+    texts = [[ByteTokeniser().decode(text) for text in got.texts_of(number)] for number in range(2)]
+    assert texts == [[b"a", b"bb"], [b"ccc", b"d"]]
+    path.write_text('{"text": "a", "label": 1}\n')
+    with pytest.raises(ConfigError, match=r"line 1 has no field 'other'"):
+        _read([path], tmp_path / "c", text_fields=("text", "other"))
 
 
 def test_labels_may_be_numbers(tmp_path):
