@@ -404,6 +404,23 @@ def plan(
 
 
 @app.command()
+def mixers(
+    hidden_size: Annotated[int, typer.Option(help="Width of the layer.", min=1, max=1 << 20)] = 512,
+    num_heads: Annotated[int, typer.Option(help="Heads of mixers that have them.", min=1, max=1 << 12)] = 8,
+    tokens: Annotated[str, typer.Option(help="How long the sequence is: 64k, 1M, 1_000_000.")] = "64k",
+    ranks: Ranks = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Every kind of token mixer: its paradigm, what it can do, and what one layer costs.
+
+    Example: dist-attn mixers --hidden-size 256 --tokens 1M --ranks 8
+    """
+    from dist_attn.engine.mixer_table import print_mixers
+
+    print_mixers(tokens, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks, as_json=as_json)
+
+
+@app.command()
 def doctor(
     config: Config = None,
     model: Model = None,

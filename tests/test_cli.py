@@ -256,6 +256,7 @@ BAD = {
     ),
     "no number of tokens": (["plan", "--tokens", "2X", "--model", "tiny"], "'2X' is not a number of tokens"),
     "a plan for nothing": (["plan", "--tokens", "0", "--model", "tiny"], "at least 1"),
+    "heads that do not divide": (["mixers", "--num-heads", "3"], "must be a multiple of num_heads 3"),
     "a plan without tokens": (["plan"], "Missing option '--tokens'"),
 }
 
@@ -324,6 +325,7 @@ def test_help_names_every_command(run):
         "convert",
         "serve",
         "plan",
+        "mixers",
         "doctor",
         "bench",
         "config",

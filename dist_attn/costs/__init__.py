@@ -1,5 +1,6 @@
 """Memory, bytes and time of models and exchanges in plain numbers, before anything is started; never loads torch."""
 
+from dist_attn.costs.build import layer_costs
 from dist_attn.costs.calibration import Calibration, ScanTime, calibration_file, default_exchange, read_calibration
 from dist_attn.costs.counts import parse_count
 from dist_attn.costs.dense_space import DenseStateSpace
@@ -16,7 +17,7 @@ from dist_attn.costs.exchanges import (
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
 from dist_attn.costs.legs import LegsMemory
-from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
+from dist_attn.costs.mixers import KernelAttention, LayerCosts, MixerCosts, SoftmaxAttention
 from dist_attn.costs.models import LanguageModelCosts, read_model_costs
 from dist_attn.costs.operations import (
     diagonal_scan_bytes,
@@ -39,6 +40,7 @@ __all__ = [
     "Estimate",
     "KernelAttention",
     "LanguageModelCosts",
+    "LayerCosts",
     "LegsMemory",
     "Link",
     "MemoryPerRank",
@@ -60,6 +62,7 @@ __all__ = [
     "default_exchange",
     "estimate",
     "halo_bytes",
+    "layer_costs",
     "output_bytes",
     "parse_count",
     "read_calibration",

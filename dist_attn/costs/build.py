@@ -1,7 +1,9 @@
 """From a mixer's part of config.json to its formulas."""
 
+from collections.abc import Mapping
+from math import ceil, log2
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -9,11 +11,12 @@ from msgspec import Meta
 from dist_attn.costs.dense_space import DenseStateSpace
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
 from dist_attn.costs.legs import LegsMemory
-from dist_attn.costs.mixers import KernelAttention, MixerCosts, SoftmaxAttention
+from dist_attn.costs.mixers import KernelAttention, LayerCosts, MixerCosts, SoftmaxAttention
 from dist_attn.costs.relative_attention import RelativeAttention
+from dist_attn.costs.whole_sequence import CentredConvolution, FourierMixing, LongConvolution, TokenMlp
 from dist_attn.errors import ConfigError
 
-__all__ = ["Count", "MixerNumbers", "mixer_costs"]
+__all__ = ["Count", "MixerNumbers", "layer_costs", "mixer_costs"]
 
 Count = Annotated[int, Meta(ge=1, le=1 << 40)]
 
@@ -46,7 +49,41 @@ class MixerNumbers(msgspec.Struct, frozen=True):
     form: str = "scan"
     outputs: Count = 1
     transition: str = "fixed"
+    bidirectional: bool = False
+    piece: Count = 64
+    length: Count = 1
+    token_mlp_size: Count = 1
     pattern: tuple["MixerNumbers", ...] = ()  # of a hybrid stack
+
+
+def layer_costs(values: Mapping[str, Any]) -> LayerCosts:
+    """The costs of a mixer of any kind, by the values of its configuration, with a state or without.
+
+    Raises: ConfigError for values that are no mixer's, and for a kind without a formula here.
+    """
+    try:
+        mixer = msgspec.convert(values, MixerNumbers)
+        size = msgspec.convert(values.get("hidden_size"), Count)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"these values are not the configuration of a mixer: {error}") from None
+    sides = 2 if mixer.bidirectional else 1
+    match mixer.kind, mixer.form:
+        case "convolution", _ if mixer.centred:
+            return CentredConvolution(size, mixer.taps)
+        case "s4d", "convolution":
+            modes = (mixer.state_size or 64) // 2
+            return LongConvolution(size, sides * size * (1 + 4 * modes), 8.0 * modes, sides, 2)
+        case "s4", "convolution":
+            modes = (mixer.state_size or 64) // 2
+            return LongConvolution(size, sides * size * (1 + 8 * modes), 32.0 * modes, sides, 2)
+        case "sgconv", _:
+            scales = 1 + ceil(log2(max(1.0, mixer.length / mixer.piece)))
+            return LongConvolution(size, sides * scales * size * mixer.piece, 2.0, sides, 1)
+        case "fnet", _:
+            return FourierMixing(size)
+        case "mlp_mixer", _:
+            return TokenMlp(size, mixer.length, mixer.token_mlp_size)
+    return mixer_costs(Path("the mixer"), mixer, size)
 
 
 def mixer_costs(path: Path, mixer: MixerNumbers, hidden_size: int) -> MixerCosts:

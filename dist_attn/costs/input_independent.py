@@ -3,8 +3,11 @@
 Letters are the glossary's: D model size, K taps, N conjugate pairs of a channel's state, C tokens of a chunk.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dist_attn.costs.exchanges import all_gather_bytes
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import CHUNK_TOKENS, FLOAT_BYTES
 from dist_attn.costs.scans import ScanMessage
@@ -14,8 +17,25 @@ __all__ = ["CausalConvolution", "DiagonalStateSpace", "EqualState"]
 STATE_BLOCK_CHUNKS = 8  # that the chunked recurrence works on at once
 
 
-class EqualState:
+class EqualState(ABC):
     """What is common to mixers whose whole state is on every rank."""
+
+    @abstractmethod
+    def carry_bytes(self, batch: int = 1) -> int:
+        """The state message that a rank contributes."""
+
+    @abstractmethod
+    def halo_bytes(self, batch: int = 1) -> int:
+        """The edge tokens that a rank contributes."""
+
+    @property
+    def travels(self) -> str:
+        """What ranks send each other."""
+        return "a state" if self.carry_bytes() else "edge tokens"
+
+    def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
+        """(P - 1) of its messages: states and edge tokens are all-gathered."""
+        return all_gather_bytes(self.carry_bytes(batch) + self.halo_bytes(batch), len(lengths))
 
     @property
     def buffers(self) -> int:

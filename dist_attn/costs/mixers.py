@@ -3,13 +3,24 @@
 Letters are the glossary's: B batch, L length, H heads, M features, V values per head, D model size, K taps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from dist_attn.costs.calibration import default_exchange
+from dist_attn.costs.exchanges import all_gather_bytes
 from dist_attn.costs.flops import TokenFlops
-from dist_attn.costs.scans import ScanMessage
+from dist_attn.costs.scans import ScanMessage, scan_cost
 
-__all__ = ["CHUNK_TOKENS", "FLOAT_BYTES", "POSITION_BYTES", "KernelAttention", "MixerCosts", "SoftmaxAttention"]
+__all__ = [
+    "CHUNK_TOKENS",
+    "FLOAT_BYTES",
+    "POSITION_BYTES",
+    "KernelAttention",
+    "LayerCosts",
+    "MixerCosts",
+    "SoftmaxAttention",
+]
 
 FLOAT_BYTES = 4
 POSITION_BYTES = 8
@@ -18,21 +29,38 @@ BLOCK_GROUP_TOKENS = 8 * 512  # tokens times heads times batch that it works on 
 TILE_QUERIES, TILE_KEYS, TILE_ELEMENTS = 256, 1024, 1 << 19  # of exact attention with relative positions
 
 
-class MixerCosts(Protocol):
-    """One layer's mixer. Bytes are those of float32 values."""
+class LayerCosts(Protocol):
+    """One layer's mixer of any kind. Bytes are those of float32 values."""
 
     @property
     def parameters(self) -> int:
         """Learned numbers."""
         ...
 
-    @property
-    def buffers(self) -> int:
-        """Fixed numbers that are saved with the parameters."""
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Per token, on average over a sequence of `tokens`."""
         ...
 
     def state_bytes(self, position: int, batch: int = 1) -> int:
         """What a session keeps after `position` tokens."""
+        ...
+
+    @property
+    def travels(self) -> str:
+        """What ranks send each other."""
+        ...
+
+    def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
+        """What a rank sends, forward, for one sequence of which each rank has so many tokens."""
+        ...
+
+
+class MixerCosts(LayerCosts, Protocol):
+    """One layer's mixer that goes on from a state, for plans of whole documents."""
+
+    @property
+    def buffers(self) -> int:
+        """Fixed numbers that are saved with the parameters."""
         ...
 
     def kept_tokens(self, position: int, ranks: int) -> int:
@@ -57,10 +85,6 @@ class MixerCosts(Protocol):
 
     def halo_bytes(self, batch: int = 1) -> int:
         """The edge tokens that a rank contributes to a block."""
-        ...
-
-    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
-        """Per token, on average over a sequence of `tokens`."""
         ...
 
     def decode_flops(self, position: int) -> TokenFlops:
@@ -152,7 +176,7 @@ class KernelAttention:
         """None."""
         return 0
 
-    def scan_message(self, batch: int = 1) -> ScanMessage | None:
+    def scan_message(self, batch: int = 1) -> ScanMessage:
         """S, z and the mass of each head, and its log decay; two such messages of `efficient` are told as one."""
         return ScanMessage(batch * self.num_heads, self._state_numbers + self._mean_numbers - 1, FLOAT_BYTES)
 
@@ -163,6 +187,18 @@ class KernelAttention:
     def halo_bytes(self, batch: int = 1) -> int:
         """4 B (K - 1) D."""
         return FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size
+
+    @property
+    def travels(self) -> str:
+        """What ranks send each other."""
+        return "a state, edge tokens" if self.taps > 1 else "a state"
+
+    def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
+        """The scan of states by the usual exchange, edge tokens, and 16 B H of a rank for the unit of key weights."""
+        ranks = len(lengths)
+        units = all_gather_bytes(16 * batch * self.num_heads, ranks) if self.key_weights else 0
+        states = scan_cost(default_exchange(ranks), self.scan_message(batch), ranks, rank).bytes_sent
+        return states + all_gather_bytes(self.halo_bytes(batch), ranks) + units
 
     def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
         """The blocked form; with several ranks each reads its keys a second time, for the state it sends.
@@ -293,6 +329,18 @@ class SoftmaxAttention:
     def halo_bytes(self, batch: int = 1) -> int:
         """4 B (K - 1) D."""
         return FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size
+
+    @property
+    def travels(self) -> str:
+        """What ranks send each other."""
+        return "all tokens of some heads, edge tokens" if self.taps > 1 else "all tokens of some heads"
+
+    def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
+        """Edge tokens, and heads there and back by the reshuffle, for heads that P divides."""
+        ranks, own = len(lengths), lengths[rank]
+        there = own * (ranks - 1) * (2 * self.hidden_size + self.values) // ranks
+        back = (sum(lengths) - own) * self.values // ranks
+        return all_gather_bytes(self.halo_bytes(batch), ranks) + FLOAT_BYTES * batch * (there + back)
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         """Every token looks at half of the others, and at the rows of relative positions."""

@@ -4,8 +4,10 @@ Letters are the glossary's: D model size, H heads, K head size (M = K features),
 of the positions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dist_attn.costs.exchanges import all_gather_bytes
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import BLOCK_GROUP_TOKENS, CHUNK_TOKENS, FLOAT_BYTES
 from dist_attn.costs.operations import relative_state_numbers
@@ -76,6 +78,15 @@ class RelativeAttention:
     def halo_bytes(self, batch: int = 1) -> int:
         """None: there is no short convolution."""
         return 0
+
+    @property
+    def travels(self) -> str:
+        """What ranks send each other."""
+        return "a state"
+
+    def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
+        """(P - 1) of its states."""
+        return all_gather_bytes(self.carry_bytes(batch), len(lengths))
 
     def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
         """The windowed form; with several ranks each reads its keys a second time, for the state it sends."""

@@ -25,6 +25,7 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.random_feature import RandomFeatureAttention
 from dist_attn.mixers.redraw import redraw_pools
 
@@ -43,6 +44,7 @@ __all__ = [
     "MixerConfig",
     "MixerState",
     "PerformerConfig",
+    "Paradigm",
     "RandomFeatureAttention",
     "RandomFeatureConfig",
     "RelativeConfig",

@@ -5,11 +5,14 @@ rest; it never asks its rank. Its state is a value: what the tokens so far leave
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, Self
+from typing import Protocol, Self, cast
 
 import torch
+from pydantic import BaseModel
 from torch import nn
 
+from dist_attn.costs import LayerCosts, layer_costs
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.ops import SequenceOps
 
 __all__ = ["MixerState", "TokenMixer", "state_zeros"]
@@ -33,6 +36,11 @@ class TokenMixer(nn.Module, ABC):
     Contract (one test for all mixers): parallel = streamed = stepwise; batch elements independent; P ranks = 1 rank.
     """
 
+    @property
+    @abstractmethod
+    def paradigm(self) -> Paradigm:
+        """Whether the mixing is learned or fixed, and whether it depends on the input; a class has it as a value."""
+
     @abstractmethod
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
@@ -46,6 +54,13 @@ class TokenMixer(nn.Module, ABC):
     @abstractmethod
     def initial_state(self, batch: int) -> MixerState:
         """The state before any token."""
+
+    def costs(self) -> LayerCosts:
+        """Parameters, operations, state and traffic over ranks, in plain numbers.
+
+        Raises: ConfigError for a kind without formulas.
+        """
+        return layer_costs(cast(BaseModel, self.config).model_dump(mode="json"))
 
 
 def state_zeros(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import BidirectionalConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.kernels import AllKeys
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.ops import SequenceOps
 
 __all__ = ["BidirectionalAttention", "NoState"]
@@ -34,6 +35,8 @@ class BidirectionalAttention(TokenMixer):
 
     Reference: Random Feature Attention, Eq. 5; Scaleformer, Eq. 9 without a mask; Introduction to Transformers, Sec. 3.
     """
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
 
     def __init__(self, config: BidirectionalConfig) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from torch import nn
 from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import ConvolutionConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
 
@@ -34,6 +35,8 @@ class CausalConvolution(TokenMixer):
 
     Reference: A Unified View of Long-Sequence Models, Eq. 3.
     """
+
+    paradigm = Paradigm.LEARNED_INDEPENDENT
 
     def __init__(self, config: ConvolutionConfig) -> None:
         super().__init__()
@@ -68,6 +71,8 @@ class CausalConvolution(TokenMixer):
 
 class CentredConvolution(WholeSequenceMixer):
     """The same over as many tokens after each token as before it."""
+
+    paradigm = Paradigm.LEARNED_INDEPENDENT
 
     name = "a centred convolution"
 

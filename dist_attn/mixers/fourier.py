@@ -3,6 +3,7 @@
 import torch
 
 from dist_attn.mixers.input_independent_config import FourierConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
 
@@ -14,6 +15,8 @@ class FourierMixing(WholeSequenceMixer):
 
     Reference: A Unified View of Long-Sequence Models, Sec. 6.2; Lee-Thorp et al. 2021 (FNet).
     """
+
+    paradigm = Paradigm.FIXED_INDEPENDENT
 
     name = "Fourier mixing"
 

@@ -8,6 +8,7 @@ from torch import nn
 from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.input_independent_config import HippoConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.state_space import Readout
 from dist_attn.ops import LegsState, SequenceOps, legs_step
 
@@ -22,6 +23,8 @@ class LegsMemory(TokenMixer):
 
     Reference: A Unified View of Long-Sequence Models, Sec. 7; Gu et al. 2020 (HiPPO), LegS.
     """
+
+    paradigm = Paradigm.FIXED_DEPENDENT
 
     def __init__(self, config: HippoConfig) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from dist_attn.mixers.config import EfficientConfig, EluConfig, PerformerConfig,
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
 from dist_attn.mixers.kernel_state import KernelState
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
 
@@ -26,6 +27,8 @@ class CausalKernelAttention(TokenMixer):
 
     Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
     """
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
 
     def __init__(self, config: RandomFeatureConfig | EluConfig | PerformerConfig | EfficientConfig) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from torch import nn
 
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import LsslConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.state_space import StateSpaceState, own_state
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.state_space import discretise_dense, legs
@@ -41,6 +42,12 @@ class LinearStateSpace(TokenMixer):
         self.c_DMN = nn.Parameter(torch.randn(size, outputs, config.state_size) / config.state_size**0.5)
         self.skip_DM = nn.Parameter(torch.randn(size, outputs))
         self.out = nn.Linear(size * outputs, size)
+
+    @property
+    def paradigm(self) -> Paradigm:
+        """Fixed as LegS is, or learned."""
+        fixed = self.config.transition == "fixed"
+        return Paradigm.FIXED_DEPENDENT if fixed else Paradigm.LEARNED_DEPENDENT
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None

@@ -7,6 +7,7 @@ from torch import nn
 
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import S4Config
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
@@ -57,6 +58,8 @@ class LowRankSpace(nn.Module):
 class S4Scan(TokenMixer):
     """The recurrent form: causal, with a state of constant size."""
 
+    paradigm = Paradigm.LEARNED_DEPENDENT
+
     def __init__(self, config: S4Config) -> None:
         super().__init__()
         self.config = config
@@ -84,6 +87,8 @@ class S4Scan(TokenMixer):
 
 class S4Convolution(WholeSequenceMixer):
     """The convolution form, over a sequence that is there whole; with a second system for what comes after a token."""
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
 
     name = "a state space as a convolution"
 

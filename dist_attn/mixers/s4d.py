@@ -7,6 +7,7 @@ from torch import nn
 
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import S4DConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
@@ -42,6 +43,8 @@ class DiagonalSpace(nn.Module):
 class S4DScan(TokenMixer):
     """The recurrent form: causal, with a state of constant size."""
 
+    paradigm = Paradigm.LEARNED_DEPENDENT
+
     def __init__(self, config: S4DConfig) -> None:
         super().__init__()
         self.config = config
@@ -68,6 +71,8 @@ class S4DScan(TokenMixer):
 
 class S4DConvolution(WholeSequenceMixer):
     """The convolution form, over a sequence that is there whole; with a second system for what comes after a token."""
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
 
     name = "a state space as a convolution"
 

@@ -10,6 +10,7 @@ from dist_attn.feature_maps import elu_plus_one
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import ScaleformerConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
 from dist_attn.ops.relative_attention import WindowState
 
@@ -37,6 +38,8 @@ class ScaleformerAttention(TokenMixer):
 
     Reference: Scaleformer, Eq. 9 to 11 with a mask.
     """
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
 
     def __init__(self, config: ScaleformerConfig) -> None:
         super().__init__()

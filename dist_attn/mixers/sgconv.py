@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.input_independent_config import SgConvConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
 
@@ -36,6 +37,8 @@ class StructuredConvolution(WholeSequenceMixer):
 
     Reference: A Unified View of Long-Sequence Models, Sec. 8.1; Li et al. 2022 (SGConv).
     """
+
+    paradigm = Paradigm.LEARNED_INDEPENDENT
 
     name = "a structured long convolution"
     norm_SD: torch.Tensor

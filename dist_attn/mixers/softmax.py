@@ -9,6 +9,7 @@ from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.relative import RelativeRows
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, softmax_attention
@@ -42,6 +43,8 @@ class SoftmaxAttention(TokenMixer):
 
     `step` goes on from a state that holds all keys.
     """
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
 
     def __init__(self, config: SoftmaxConfig) -> None:
         super().__init__()

@@ -7,6 +7,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.mixers.input_independent_config import TokenMlpConfig
+from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
 
@@ -19,6 +20,8 @@ class TokenMlp(WholeSequenceMixer):
     Reference: A Unified View of Long-Sequence Models, Eq. 12 to 14 (with the activation that they leave out);
     Tolstikhin et al. 2021 (MLP-Mixer).
     """
+
+    paradigm = Paradigm.LEARNED_INDEPENDENT
 
     name = "token mixing"
 

@@ -35,6 +35,13 @@ def test_the_example_keeps_the_contract(example: str) -> None:
         contract.test_ranks_change_nothing(example, lengths)
 
 
+def test_the_example_is_short() -> None:
+    """The whole mixer, configuration and state included, has fewer than 80 lines of code."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    lines = [line for line in block.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert 40 < len(lines) < 80
+
+
 def test_the_page_names_what_exists() -> None:
     """Every file that the page names is in the repository."""
     paths = set(re.findall(r"`((?:dist_attn|tests)/[\w./]+)`", PAGE))

@@ -1,0 +1,142 @@
+"""What mixers say of themselves: paradigm, parameters, state and traffic, against the mixers and what ranks count."""
+
+import json
+from typing import get_args
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dist_attn.cli import app
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.costs import layer_costs
+from dist_attn.engine.mixer_table import mixer_facts
+from dist_attn.errors import ConfigError, InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import (
+    ConvolutionConfig,
+    FourierConfig,
+    LsslConfig,
+    MixerConfig,
+    Paradigm,
+    S4Config,
+    S4DConfig,
+    SgConvConfig,
+    TokenMlpConfig,
+    build_mixer,
+)
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from tests.mixers.test_contract import CONFIGS, SIZE
+
+TOKENS = 24
+WHOLE = {
+    "convolution-centred": ConvolutionConfig(kind="convolution", hidden_size=SIZE, taps=5, centred=True),
+    "fnet": FourierConfig(kind="fnet", hidden_size=SIZE),
+    "mlp_mixer": TokenMlpConfig(kind="mlp_mixer", hidden_size=SIZE, length=TOKENS, token_mlp_size=7),
+    "sgconv": SgConvConfig(kind="sgconv", hidden_size=SIZE, length=TOKENS, piece=4),
+    "sgconv-both-ways": SgConvConfig(kind="sgconv", hidden_size=SIZE, length=TOKENS, piece=4, bidirectional=True),
+    "s4d-convolution": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=4, form="convolution"),
+    "s4d-both-ways": S4DConfig(kind="s4d", hidden_size=SIZE, state_size=4, form="convolution", bidirectional=True),
+    "s4-both-ways": S4Config(kind="s4", hidden_size=SIZE, state_size=4, form="convolution", bidirectional=True),
+    "lssl-learned": LsslConfig(kind="lssl", hidden_size=SIZE, state_size=4, transition="learned"),
+}
+ALL = CONFIGS | WHOLE
+KINDS = {
+    kind for config in get_args(get_args(MixerConfig)[0]) for kind in get_args(config.model_fields["kind"].annotation)
+}
+STATE_SPACES = {"s4", "s4d", "lssl", "hippo"}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_parameters_and_state_are_the_mixers(name):
+    """The learned numbers, and the bytes of the state after some tokens, are those of the mixer, exactly."""
+    mixer = build_mixer(ALL[name])
+    costs = mixer.costs()
+    assert costs.parameters == sum(p.numel() for p in mixer.parameters())
+    with torch.no_grad():
+        _, state = mixer(torch.zeros(2, TOKENS, SIZE), LocalSequenceOps())
+    assert costs.state_bytes(TOKENS, 2) == sum(t.numel() * t.element_size() for t in state.tensors())
+    assert bool(costs.state_bytes(TOKENS)) == (ALL[name].streams and name != "convolution-pointwise")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_bytes_sent_are_the_counted_ones(name):
+    """What every rank sends for one sequence, over uneven and empty slices, is what the formula says, to the byte."""
+    lengths = (5, 0, 19)
+    layout, x = SequenceLayout.from_lengths(lengths), torch.zeros(2, TOKENS, SIZE)
+
+    def body(comm: Communicator) -> int:
+        mixer, ops = build_mixer(ALL[name]), ShardedSequenceOps(comm, layout)
+        comm.traffic.clear()
+        with torch.no_grad():
+            mixer(x[:, slice(*layout.range(comm.rank))], ops)
+        return comm.traffic.bytes_sent
+
+    costs = build_mixer(ALL[name]).costs()
+    assert run_simulated(body, layout.size) == [costs.bytes_sent(lengths, rank, 2) for rank in range(layout.size)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_what_grows_with_the_length(name):
+    """State and traffic of mixers that carry a state are the same at any length; all others' grow with it."""
+    costs = build_mixer(ALL[name]).costs()
+    short, long = ([n] * 3 for n in (100, 10_000))
+    carried = (ALL[name].streams and ALL[name].kind != "softmax") or ALL[name].kind == "convolution"
+    assert (costs.bytes_sent(short, 0) == costs.bytes_sent(long, 0)) == carried
+    assert (costs.state_bytes(100) == costs.state_bytes(10_000)) == (ALL[name].kind != "softmax")
+
+
+def test_paradigms():
+    """Every kind is in one of the four paradigms, where the paper puts it, and says so in words."""
+    facts = {one.kind: one for one in mixer_facts(64, hidden_size=16, num_heads=2, ranks=2)}
+    assert facts.keys() == KINDS
+    assert {str(one.paradigm) for one in facts.values()} == {
+        "learned, independent", "learned, dependent", "fixed, independent", "fixed, dependent"
+    }  # fmt: skip
+    assert [facts[kind].paradigm.value for kind in ("convolution", "softmax", "fnet", "lssl")] == [1, 2, 3, 4]
+    assert build_mixer(WHOLE["lssl-learned"]).paradigm is Paradigm.LEARNED_DEPENDENT
+    for kind in STATE_SPACES:
+        assert facts[kind].paradigm.dependent and facts[kind].streams
+
+
+def test_dependence_on_the_input_is_what_the_mixers_do():
+    """Twice the input is twice the mixing where the paper says that its weights do not depend on it, but for biases."""
+    for name in ("convolution", "fnet", "convolution-centred"):
+        mixer, x = build_mixer(ALL[name]), torch.randn(1, TOKENS, SIZE)
+        assert not mixer.paradigm.dependent
+        nothing, once, twice = (mixer(s * x, LocalSequenceOps())[0] for s in (0, 1, 2))
+        torch.testing.assert_close(twice - nothing, 2 * (once - nothing), rtol=1e-3, atol=1e-4)
+
+
+def test_the_command_prints_all_kinds():
+    """`dist-attn mixers` has a line for every kind, and its JSON holds the facts."""
+    runner = CliRunner()
+    sizes = ["--hidden-size", "32", "--num-heads", "4", "--tokens", "4k", "--ranks", "2"]
+    text = runner.invoke(app, ["mixers", *sizes])
+    assert text.exit_code == 0
+    assert {line.split()[0] for line in text.stdout.splitlines() if line.strip()} >= KINDS
+    told = json.loads(runner.invoke(app, ["mixers", *sizes, "--json"]).stdout)
+    assert (told["tokens"], told["ranks"], {one["kind"] for one in told["mixers"]}) == (4000, 2, KINDS)
+    for one, facts in zip(told["mixers"], mixer_facts(4000, hidden_size=32, num_heads=4, ranks=2), strict=True):
+        assert one["paradigm"]["number"] == facts.paradigm.value
+        assert (one["bytes_sent"], one["state_bytes"], one["parameters"]) == (
+            facts.bytes_sent, facts.state_bytes, facts.parameters
+        )  # fmt: skip
+
+
+def test_one_rank_sends_nothing():
+    """Alone, no kind sends a byte."""
+    assert {one.bytes_sent for one in mixer_facts(100, hidden_size=8, num_heads=2, ranks=1)} == {0}
+
+
+def test_sizes_that_make_no_mixer_are_refused():
+    """Heads that do not divide, and values that are no mixer's, are refused in words."""
+    with pytest.raises(
+        InputError, match="rfa cannot have these sizes: hidden_size 9 must be a multiple of num_heads 2"
+    ):
+        mixer_facts(10, hidden_size=9, num_heads=2, ranks=1)
+    with pytest.raises(ConfigError, match="'abacus'"):
+        layer_costs({"kind": "abacus", "hidden_size": 4})
+    with pytest.raises(ConfigError, match="not the configuration of a mixer"):
+        layer_costs({"kind": "fnet"})
