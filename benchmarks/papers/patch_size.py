@@ -19,11 +19,11 @@ from dist_attn.training.run_log import Metrics
 __all__ = ["PATCH_SIZE", "model_section"]
 
 PATCHES = (2, 4, 8, 16, 32)
-IMAGES, HELD_OUT_IMAGES, BATCH, STEPS = 8000, 1000, 32, 250
+IMAGES, HELD_OUT_IMAGES, BATCH, STEPS = 8000, 1000, 16, 800
 SMOKE_IMAGES = 64
 WIDTH, LAYERS, HEADS = 64, 2, 2
 TIMES, ROUNDS = "times", 5
-OPTIMISER = {"kind": "muon", "learning_rate": 3e-3, "matrix_learning_rate": 3e-3, "final_ratio": 0.05}
+OPTIMISER = {"kind": "muon", "learning_rate": 1e-2, "matrix_learning_rate": 5e-3, "final_ratio": 0.05}
 TRAIN, VALIDATION = "train.npz", "validation.npz"
 
 

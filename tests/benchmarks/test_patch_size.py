@@ -24,7 +24,7 @@ def test_no_digit_is_trained_on_and_held_out() -> None:
 
 
 def test_a_canvas_shows_its_digit_whole(tmp_path: Path) -> None:
-    """Somewhere on each canvas the labelled digit stands enlarged and unhidden; the same seed draws the same."""
+    """Somewhere on each canvas the labelled digit stands, enlarged; the same seed draws the same."""
     draw = np.random.default_rng(3)
     images = draw.integers(1, 255, (4, 8, 8), dtype=np.uint8)
     for name in ("one.npz", "two.npz"):
