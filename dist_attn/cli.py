@@ -373,6 +373,20 @@ def config_show(config: Config = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def state(
+    file: Annotated[Path, typer.Argument(help="A snapshot of a session's state.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check the file of a state, and print whose it is, where it stands and what it holds.
+
+    Example: dist-attn state session.state
+    """
+    from dist_attn.engine.show_state import show_state
+
+    show_state(file, as_json=as_json)
+
+
+@app.command()
 def plan(
     tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")],
     ranks: Ranks = 1,

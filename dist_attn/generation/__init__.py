@@ -4,14 +4,20 @@ from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, 
 from dist_attn.generation.decode import generate
 from dist_attn.generation.logprobs import token_logprobs
 from dist_attn.generation.sampling import generator_for, sample
+from dist_attn.generation.state_snapshot import Restored, computation_of, identity_of, pack_state, restore_state
 
 __all__ = [
     "BeamSpec",
     "Hypothesis",
+    "Restored",
     "beam_search",
+    "computation_of",
     "generate",
     "generator_for",
+    "identity_of",
     "length_penalty",
+    "pack_state",
+    "restore_state",
     "sample",
     "token_logprobs",
 ]

@@ -104,7 +104,7 @@ class LanguageModel(nn.Module):
         layers = []
         for block, before in zip(self._blocks_told(), state.layers, strict=True):
             x_BLD, after = block(x_BLD, ops, before)
-            layers.append(after)
+            layers.append(_settled(after))
         return self.norm(x_BLD), ModelState(tuple(layers), position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
@@ -149,7 +149,7 @@ class LanguageModel(nn.Module):
         layers = []
         for block, before in zip(self._blocks_told(), state.layers, strict=True):
             x_BD, after = block.step(x_BD, before)
-            layers.append(after)
+            layers.append(_settled(after))
         return self.readout(self.norm(x_BD)), ModelState(tuple(layers), state.position_B + 1)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
@@ -185,3 +185,11 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=deep)
             elif name.endswith(("qkv.bias", "out.bias", "mlp_in.bias", "position_map.bias")):
                 nn.init.zeros_(parameter)
+
+
+def _settled(state: MixerState) -> MixerState:
+    """The same values, each tensor in order in memory.
+
+    How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.
+    """
+    return state.replace(tuple(t.contiguous() for t in state.tensors()))

@@ -1,0 +1,200 @@
+"""A state of a language model and the snapshot of it: into a file, and back where the model is the same one."""
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import dist_attn
+from dist_attn.errors import InputError, ShapeError, StateMismatchError
+from dist_attn.mixers.softmax import SoftmaxState
+from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models.mixer_stack import mixers_of_layers
+from dist_attn.shipped.manifest import sha256
+from dist_attn.text import load_tokeniser
+from dist_attn.wire.manifest import (
+    Computation,
+    Manifest,
+    ModelIdentity,
+    RestoreReport,
+    require_same_model,
+    why_other_bits,
+)
+from dist_attn.wire.snapshot import Snapshot, SnapshotFile, Storage, pack_snapshot
+
+__all__ = ["Restored", "computation_of", "identity_of", "pack_state", "restore_state"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A state that goes on, the logits after its last token where they were stored, and what the restore came to."""
+
+    state: ModelState
+    logits_V: torch.Tensor | None
+    report: RestoreReport
+
+
+def identity_of(model: LanguageModel, folder: Path) -> ModelIdentity:
+    """What decides the meaning of this model's states: its files, its tokens, its random matrices, its sizes.
+
+    Cost: reads the weights' file once. Raises: ModelFolderError for a tokeniser that cannot be read.
+    """
+    config = model.config
+    mixers = mixers_of_layers(config.mixer, config.num_layers)
+    seeds = [mixer.seed for mixer in mixers if hasattr(mixer, "seed")]
+    tokeniser = load_tokeniser(folder).digest if (folder / "tokenizer.json").is_file() else None
+    return ModelIdentity(
+        weights=sha256(folder / "model.safetensors"),
+        config=sha256(folder / "config.json"),
+        tokeniser=tokeniser,
+        features=_digest_of_buffers(model),
+        feature_seed=seeds[0] if seeds else None,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        mixers=[mixer.kind for mixer in mixers],
+    )
+
+
+def computation_of(model: LanguageModel, *, chunk_tokens: int, decode_slots: int, ranks: int) -> Computation:
+    """How this process computes, as far as it decides the last bits."""
+    device = model.embedding.weight.device
+    if device.type == "cuda":
+        kind = f"cuda_{torch.cuda.get_device_name(device)}"
+    else:
+        kind = f"{device.type}_{torch.backends.cpu.get_cpu_capability()}"
+    return Computation(
+        chunk_tokens=chunk_tokens,
+        decode_slots=decode_slots,
+        ranks=ranks,
+        threads=torch.get_num_threads(),
+        device=re.sub("[^a-z0-9]+", "_", kind.lower())[:40],
+        library_version=dist_attn.__version__,
+        torch_version=str(torch.__version__),
+    )
+
+
+def pack_state(
+    state: ModelState, manifest: Manifest, *, logits_V: torch.Tensor | None = None, storage: Storage = "exact"
+) -> SnapshotFile:
+    """The snapshot of a state of one sequence, with the logits after its last token where they are given.
+
+    Shapes: logits [vocabulary]. Tensors on the CPU that lie in order are not copied; the file reads them when written.
+
+    Raises: ShapeError for several sequences; InputError for a state of which other ranks hold a part; WireError for
+        numbers that compact storage cannot hold.
+    """
+    if state.batch != 1:
+        raise ShapeError(f"a state of {state.batch} sequences was given; a snapshot is that of one: use select")
+    arrays: list[tuple[str, NDArray[Any]]] = []
+    if logits_V is not None:
+        arrays.append(("logits", _array(logits_V.float())))
+    for number, layer in enumerate(state.layers):
+        if isinstance(layer, SoftmaxState):
+            layer.cache.require_whole()
+        arrays += [(f"layers.{number}.{index}", _array(t[0])) for index, t in enumerate(layer.tensors())]
+    return pack_snapshot(manifest, state.position, arrays, storage=storage)
+
+
+def restore_state(
+    snapshot: Snapshot, model: LanguageModel, manifest: Manifest, *, position: int | None = None
+) -> Restored:
+    """The state of a snapshot, in the model that `manifest` describes, where the model lies.
+
+    `position` is where the caller wants to be; the tokens from the snapshot to there are for it to feed. Without it,
+    that is where the snapshot stands.
+
+    Raises: StateMismatchError naming both values where the model is another one, or an array has not the shape and
+        type of its states; InputError for a position before the snapshot's: a state cannot be rewound.
+    """
+    stored, header = snapshot.header.manifest, snapshot.header
+    require_same_model(stored.model, manifest.model)
+    wanted = header.position if position is None else position
+    if wanted < header.position:
+        raise InputError(
+            f"the state stands at token {header.position} and cannot go back to {wanted}; take an earlier checkpoint"
+        )
+    state = _state(snapshot, model)
+    logits = snapshot.arrays.get("logits")
+    logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.embedding.weight.device)
+    reasons = [] if header.storage == "exact" else [f"the state was stored as {header.storage}, not exactly"]
+    if other := why_other_bits(stored.computed, manifest.computed):
+        reasons.append(other)
+    if wanted > header.position and header.position % stored.computed.chunk_tokens:
+        reasons.append(
+            f"position {header.position} is not on the grid of {stored.computed.chunk_tokens} tokens, so what follows "
+            "is cut into other blocks"
+        )
+    report = RestoreReport(header.position, wanted - header.position, not reasons, "; ".join(reasons))
+    return Restored(state, logits_V, report)
+
+
+@torch.inference_mode()
+def _state(snapshot: Snapshot, model: LanguageModel) -> ModelState:
+    """The tensors of a snapshot as a state; each is held against what two empty tokens leave behind."""
+    empty, position = model.initial_state(1), snapshot.header.position
+    device = empty.position_B.device
+    after = model.hidden(torch.zeros(1, 2, dtype=torch.int64, device=device), None, empty)[1]
+    layers = []
+    for number, (before, behind) in enumerate(zip(empty.layers, after.layers, strict=True)):
+        tensors = []
+        pairs = zip(before.tensors(), behind.tensors(), strict=True)
+        for index, (least, grown) in enumerate(pairs):
+            array = _stored(snapshot, number, index)
+            # What two tokens have made longer holds one entry for each token.
+            pairs_of_lengths = zip(least.shape[1:], grown.shape[1:], strict=True)
+            needed = [short if short == long else position for short, long in pairs_of_lengths]
+            _check(f"layers.{number}.{index}", array, needed, grown.dtype)
+            tensors.append(_tensor(array, grown.dtype)[None].to(device))
+        layers.append(before.replace(tuple(tensors)))
+    stored = sum(name != "logits" for name in snapshot.arrays)
+    used = sum(len(layer.tensors()) for layer in layers)
+    if stored != used:
+        raise StateMismatchError(f"the snapshot holds {stored} arrays, the states of the model here {used}")
+    return ModelState(tuple(layers), torch.full((1,), position, dtype=torch.int64, device=device))
+
+
+def _stored(snapshot: Snapshot, layer: int, index: int) -> NDArray[Any]:
+    name = f"layers.{layer}.{index}"
+    if name not in snapshot.arrays:
+        raise StateMismatchError(f"the snapshot has no array {name}, which the states of the model here have")
+    return snapshot.arrays[name]
+
+
+def _check(name: str, array: NDArray[Any], needed: list[int], dtype: torch.dtype) -> None:
+    given = torch.bfloat16 if array.dtype == np.uint16 else torch.from_numpy(np.empty(0, array.dtype)).dtype
+    if list(array.shape) != needed or given != dtype:
+        raise StateMismatchError(
+            f"array {name} of the snapshot is {given} {list(array.shape)}; a state of the model here has {dtype} "
+            f"{needed}"
+        )
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        bits: NDArray[Any] = tensor.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    array: NDArray[Any] = tensor.numpy()
+    return array
+
+
+def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
+    """In memory of its own."""
+    if dtype == torch.bfloat16:
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def _digest_of_buffers(model: LanguageModel) -> str | None:
+    """SHA-256 of all fixed arrays by name, such as random matrices; None where there are none."""
+    digest, found = hashlib.sha256(), False
+    for name, buffer in sorted(model.named_buffers()):
+        found = True
+        digest.update(f"{name} {buffer.dtype} {tuple(buffer.shape)}\n".encode())
+        digest.update(_array(buffer).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest() if found else None
