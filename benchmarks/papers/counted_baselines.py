@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dist_attn.training.datasets.listops import ListOps
 
-__all__ = ["byte_histogram_accuracy", "first_operator_accuracy", "logistic_accuracy"]
+__all__ = ["byte_histogram_accuracy", "first_operator_accuracy", "logistic_accuracy", "pair_histogram_accuracy"]
 
 
 def first_operator_accuracy(expressions: ListOps, train: range, held_out: range) -> tuple[float, float]:
@@ -38,6 +38,23 @@ def byte_histogram_accuracy(
     """The accuracy of a logistic regression on how often each byte occurs."""
     features = [_histograms(texts) for texts in (train, held_out)]
     return logistic_accuracy(features[0], train_labels, features[1], held_out_labels)
+
+
+def pair_histogram_accuracy(
+    train: Sequence[tuple[str, str]],
+    train_labels: Sequence[int],
+    held_out: Sequence[tuple[str, str]],
+    held_out_labels: Sequence[int],
+) -> float:
+    """The accuracy of a logistic regression on the products and distances of two texts' byte counts."""
+    first_NF = _histograms([text for text, _ in train])
+    mean_F, deviation_F = first_NF.mean(0), first_NF.std(0) + 1e-3
+
+    def features(pairs: Sequence[tuple[str, str]]) -> NDArray[np.float32]:
+        both = [(_histograms([pair[side] for pair in pairs]) - mean_F) / deviation_F for side in (0, 1)]
+        return np.concatenate([both[0] * both[1], np.abs(both[0] - both[1])], axis=1)
+
+    return logistic_accuracy(features(train), train_labels, features(held_out), held_out_labels, decay=1e-2)
 
 
 def logistic_accuracy(

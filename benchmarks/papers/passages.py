@@ -18,6 +18,8 @@ __all__ = [
     "Passage",
     "PassageSpec",
     "author_files",
+    "draw_pairs",
+    "pair_files",
     "plain",
     "read_passages",
     "tokeniser_folder",
@@ -106,6 +108,39 @@ def author_files(made: Path, spec: PassageSpec) -> tuple[Path, Path]:
     if not all(path.exists() for path in paths):
         for path, passages in zip(paths, read_passages(spec), strict=True):
             write_lines(path, [{"text": passage.text, "label": passage.author} for passage in passages])
+    return paths
+
+
+def draw_pairs(passages: Sequence[Passage], count: int, seed: int) -> list[tuple[Passage, Passage, bool]]:
+    """So many pairs of two passages, every other one by one author; all authors are equally likely in both kinds."""
+    draw = np.random.default_rng(seed)
+    by_author: dict[str, list[Passage]] = {}
+    for passage in passages:
+        by_author.setdefault(passage.author, []).append(passage)
+    authors = list(by_author)
+    pairs = []
+    for number in range(count):
+        same = number % 2 == 0
+        if same:
+            own = by_author[authors[int(draw.integers(len(authors)))]]
+            first, second = (own[int(index)] for index in draw.choice(len(own), 2, replace=False))
+        else:
+            two = (by_author[authors[int(index)]] for index in draw.choice(len(authors), 2, replace=False))
+            first, second = (own[int(draw.integers(len(own)))] for own in two)
+        pairs.append((first, second, same))
+    return pairs
+
+
+def pair_files(made: Path, spec: PassageSpec, train: int, held_out: int) -> tuple[Path, Path]:
+    """Pairs of passages of one split in `made`, written once: {"text", "other", "label"} to train on, and held out."""
+    name = f"pairs-{train}-{held_out}-of-{spec.train}-{spec.held_out}-{spec.min_length}-{spec.max_length}-{spec.seed}"
+    paths = made / f"{name}-train.jsonl", made / f"{name}-held-out.jsonl"
+    if not all(path.exists() for path in paths):
+        for path, passages, count in zip(paths, read_passages(spec), (train, held_out), strict=True):
+            pairs = draw_pairs(passages, count, spec.seed)
+            write_lines(
+                path, [{"text": a.text, "other": b.text, "label": "same" if same else "other"} for a, b, same in pairs]
+            )
     return paths
 
 

@@ -6,10 +6,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.counted_baselines import byte_histogram_accuracy, first_operator_accuracy
+from benchmarks.papers.counted_baselines import (
+    byte_histogram_accuracy,
+    first_operator_accuracy,
+    pair_histogram_accuracy,
+)
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
-from benchmarks.papers.passages import AUTHORS, PassageSpec, author_files, read_passages, tokeniser_folder
+from benchmarks.papers.passages import (
+    AUTHORS,
+    PassageSpec,
+    author_files,
+    draw_pairs,
+    pair_files,
+    read_passages,
+    tokeniser_folder,
+)
 from benchmarks.papers.training_job import RUN, training_job
 from dist_attn.checkpoints import load_any_model
 from dist_attn.training.datasets.listops import NUM_CLASSES, VOCAB_SIZE, ListOps
@@ -35,13 +47,16 @@ LISTOPS: dict[str, Any] = {
 }
 # What each model is trained on first: a few hundred steps do not find the operator that counts among 1,000 tokens.
 SHORT = {**LISTOPS, "min_length": 10, "max_length": 100, "batch": 32}
-SHORT_STEPS, LISTOPS_STEPS, AUTHORS_STEPS = 600, 450, 240
+SHORT_STEPS, LISTOPS_STEPS, AUTHORS_STEPS, PAIRS_STEPS = 600, 450, 240, 300
 PASSAGES = PassageSpec(train=300, held_out=40)
+HALVES = PassageSpec(train=300, held_out=60, min_length=1024, max_length=2048)
+HELD_OUT_PAIRS = 400
 SMOKE_LISTOPS = {"min_length": 10, "max_length": 40, "examples": 40, "validation_examples": 8}
-SMOKE_PASSAGES = PassageSpec(train=2, held_out=1, min_length=64, max_length=128)
+SMOKE_PASSAGES = PassageSpec(train=2, held_out=2, min_length=64, max_length=128)
 TASKS = {
     "listops": "ListOps, 500 to 2,000 symbols",
     "authors": "author of 1,024 to 4,096 bytes, one of 10",
+    "pairs": "one author or two, of two passages of 1,024 to 2,048 bytes",
 }
 # Arm, score, and what it is: classifiers without any attention, beside which the others stand.
 COUNTED = {
@@ -50,6 +65,7 @@ COUNTED = {
         ("listops-first-operator", "commonest", "the commonest value"),
     ),
     "authors": (("authors-byte-histogram", "accuracy", "logistic regression on how often each byte occurs"),),
+    "pairs": (("pairs-byte-histogram", "accuracy", "the same, on products and distances of both texts' counts"),),
 }
 
 
@@ -58,8 +74,9 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
     for seed in seeds:
         for attention in ATTENTION:
             jobs += [_authors_job(attention, seed, budget), _listops_job(attention, seed, budget)]
+        jobs += [_pairs_job(attention, seed, budget) for attention in ATTENTION]
         if seed == seeds[0]:
-            jobs += [_counted_listops(seed, budget), _counted_authors(seed, budget)]
+            jobs += [_counted_listops(seed, budget), _counted_authors(seed, budget), _counted_pairs(seed, budget)]
     return jobs
 
 
@@ -127,6 +144,32 @@ def _authors_job(attention: str, seed: int, budget: Budget) -> Job:
     return Job(arm, seed, settings, work)
 
 
+def _pairs_read(budget: Budget) -> dict[str, int]:
+    """Every pair is read once in training."""
+    return {"train": BATCH * budget.steps(PAIRS_STEPS), "held_out": 8 if budget.smoke else HELD_OUT_PAIRS}
+
+
+def _pairs_job(attention: str, seed: int, budget: Budget) -> Job:
+    spec, steps = SMOKE_PASSAGES if budget.smoke else HALVES, budget.steps(PAIRS_STEPS)
+    pairs = _pairs_read(budget)
+    data = {"kind": "labelled_text", "second_text_field": "other", "max_length": spec.max_length, "batch": BATCH}
+    sections = {
+        "model": {**_model(attention, seed, 257, 2, spec.max_length, "mean"), "texts": 2},
+        "data": data,
+        "optimiser": _optimiser(steps),
+        "run": _run(steps),
+    }
+    arm, settings = f"pairs-{attention}", {"task": "pairs", **sections, "passages": asdict(spec), "pairs": pairs}
+
+    def work(folder: Path, watch: Watch) -> Scores:
+        made = folder.parent.parent / "passages"
+        train, held_out = pair_files(made, spec, **pairs)
+        files = {"train": [str(train)], "validation": [str(held_out)], "tokeniser": str(tokeniser_folder(made))}
+        return training_job(arm, seed, {**sections, "data": {**data, **files}}, _accuracy).work(folder, watch)
+
+    return Job(arm, seed, settings, work)
+
+
 def _accuracy(model: Path, last: Metrics, watch: Watch) -> Scores:
     """Of the last validation, also where the run had ended before this process began."""
     measured = [line for line in read_metrics(model.parent, last["step"]) if "accuracy" in line][-1]
@@ -163,6 +206,21 @@ def _counted_authors(seed: int, budget: Budget) -> Job:
         return {"accuracy": accuracy, "held_out": float(len(sets[1][0]))}
 
     return Job("authors-byte-histogram", seed, {"task": "authors", "passages": asdict(spec)}, work)
+
+
+def _counted_pairs(seed: int, budget: Budget) -> Job:
+    spec, counts = SMOKE_PASSAGES if budget.smoke else HALVES, _pairs_read(budget)
+
+    def work(folder: Path, watch: Watch) -> Scores:
+        sets = []
+        for passages, number in zip(read_passages(spec), counts.values(), strict=True):
+            pairs = draw_pairs(passages, number, spec.seed)
+            sets.append(([(a.text, b.text) for a, b, _ in pairs], [int(same) for _, _, same in pairs]))
+        accuracy = pair_histogram_accuracy(*sets[0], *sets[1])
+        return {"accuracy": accuracy, "held_out": float(counts["held_out"])}
+
+    settings = {"task": "pairs", "passages": asdict(spec), "pairs": counts}
+    return Job("pairs-byte-histogram", seed, settings, work)
 
 
 def _report(done: Sequence[Done]) -> Report:
@@ -233,6 +291,8 @@ NOTES = (
     f"Authors: {AUTHORS_STEPS} steps of {BATCH} passages of 1,024 to 4,096 bytes, the mean of all tokens. A book is "
     "cut into 40 parts, every fifth is held out, so no passage is of both; characters' names are. Lines, quotation "
     "marks, dashes, brackets and italics are made alike before, for they are the edition's.",
+    f"Pairs: {PAIRS_STEPS} steps of {BATCH} pairs of passages of 1,024 to 2,048 bytes, half of them by one author; "
+    "both go through one encoder, and an MLP reads [h1, h2, h1 * h2, h1 - h2]. Held-out passages pair with each other.",
     "The paper's texts are others (IMDb reviews, AAN) and its training is longer; only the order of the arms is "
     "compared, not their height. No pool of random matrices.",
 )

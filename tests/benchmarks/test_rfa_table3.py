@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.papers.counted_baselines import byte_histogram_accuracy, first_operator_accuracy
+from benchmarks.papers.counted_baselines import (
+    byte_histogram_accuracy,
+    first_operator_accuracy,
+    pair_histogram_accuracy,
+)
 from benchmarks.papers.experiment import Budget, Done, Experiment
-from benchmarks.papers.passages import AUTHORS, PassageSpec, plain, read_passages
+from benchmarks.papers.passages import AUTHORS, PassageSpec, draw_pairs, plain, read_passages
 from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import MIXERS, RFA_TABLE3_SPEED, NaiveSoftmaxOps
 from dist_attn.errors import ConfigError
@@ -90,6 +94,16 @@ def test_no_byte_is_of_two_passages_and_no_part_of_both_splits(books: Path) -> N
     assert read_passages(SPEC, books) == (train, held_out)
 
 
+def test_pairs_are_half_by_one_author(books: Path) -> None:
+    """Every other pair is of two passages of one author, the rest of two authors; no passage meets itself."""
+    _, held_out = read_passages(SPEC, books)
+    pairs = draw_pairs(held_out, 200, seed=1)
+    assert [same for _, _, same in pairs] == [True, False] * 100
+    assert all((first.author == second.author) is same and first != second for first, second, same in pairs)
+    assert {passage.author for first, second, _ in pairs for passage in (first, second)} == set(AUTHORS)
+    assert draw_pairs(held_out, 200, seed=1) == pairs
+
+
 def test_an_edition_leaves_no_trace() -> None:
     """Lines, quotation marks, dashes, brackets and italics are the same whoever typed them."""
     assert plain("  ``Well,'' said--she,\n _he_ [too]. ") == plain('"Well," said - she, he (too).'.replace(" - ", "-"))
@@ -107,6 +121,8 @@ def test_counting_finds_what_can_be_counted() -> None:
     """Letters that differ are told apart by counts; the outermost operator tells more than the commonest value."""
     texts = ["a" * 9 + "b", "b" * 9 + "a"] * 4
     assert byte_histogram_accuracy(texts, [0, 1] * 4, texts[:3], [0, 1, 1]) == pytest.approx(2 / 3)
+    pairs = [("aab", "aba"), ("aab", "bba"), ("bba", "bab"), ("bab", "aba")] * 4
+    assert pair_histogram_accuracy(pairs, [1, 0] * 8, pairs, [1, 0] * 8) == 1.0
     commonest, under = first_operator_accuracy(ListOps(0, 30, 60), range(300), range(300, 400))
     assert 0.1 < commonest < under < 0.6
 
