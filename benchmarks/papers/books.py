@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.experiment import Budget, Job, Scores, Watch
-from benchmarks.papers.training_job import RUN, training_job
+from benchmarks.papers.training_job import share_tokens, training_job
 from benchmarks.perplexity_by_position import token_nats
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
@@ -80,7 +80,7 @@ class BookModel:
 
         def work(folder: Path, watch: Watch) -> Scores:
             made = folder.parents[1]
-            _share_tokens(made, folder)
+            share_tokens(made, folder)
             sections = _sections(
                 settings, tokeniser_of(made, settings["data"]["train"], settings["model"]["vocab_size"])
             )
@@ -184,15 +184,6 @@ def _sections(settings: Mapping[str, Any], tokeniser: Path) -> dict[str, Any]:
     for name in sections["data"]["train"]:
         _book(name)
     return {**sections, "data": {**sections["data"], "tokeniser": str(tokeniser)}}
-
-
-def _share_tokens(made: Path, folder: Path) -> None:
-    """Let the run keep its tokens where all runs over these books keep them; their names say of what they are."""
-    cache, link = made / "tokens", folder / RUN / "cache"
-    cache.mkdir(parents=True, exist_ok=True)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
-        link.symlink_to(cache.resolve(), target_is_directory=True)
 
 
 def _book(name: str) -> Path:

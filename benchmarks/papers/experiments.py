@@ -4,6 +4,7 @@ from benchmarks.papers.context_length import CONTEXT_LENGTH
 from benchmarks.papers.distributed_softmax import DISTRIBUTED_SOFTMAX
 from benchmarks.papers.experiment import Experiment
 from benchmarks.papers.patch_size import PATCH_SIZE
+from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
 from benchmarks.papers.rfa_table1 import RFA_TABLE1
 from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import RFA_TABLE3_SPEED
@@ -16,6 +17,7 @@ _ALL: tuple[Experiment, ...] = (
     RFA_TABLE1,
     RFA_TABLE3,
     RFA_TABLE3_SPEED,
+    RFA_APPENDIX_C,
     SCALEFORMER_FIGURES,
     TRAINED_ON_SHORT,
     PATCH_SIZE,

@@ -12,7 +12,7 @@ from dist_attn.training.config import TrainingConfig
 from dist_attn.training.loop import train
 from dist_attn.training.run_log import Metrics
 
-__all__ = ["RUN", "Measure", "model_folder", "training_job"]
+__all__ = ["RUN", "Measure", "model_folder", "share_tokens", "training_job"]
 
 RUN = "run"
 
@@ -23,6 +23,15 @@ Measure = Callable[[Path, Metrics, Watch], Scores]
 def model_folder(experiment: Path, key: str) -> Path:
     """Where the job of that key has left its model."""
     return experiment / key / RUN / "model"
+
+
+def share_tokens(made: Path, folder: Path) -> None:
+    """Let the run keep its tokens where all runs below `made` keep them; their names say of what they are."""
+    cache, link = made / "tokens", folder / RUN / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(cache.resolve(), target_is_directory=True)
 
 
 def training_job(
