@@ -100,6 +100,11 @@ def mixer_costs(path: Path, mixer: MixerNumbers, hidden_size: int) -> MixerCosts
             return _kernel(path, "performer", mixer, hidden_size, "positive", mixer.num_random, key_weights=True)
         case "efficient", _:
             return _kernel(path, "efficient", mixer, hidden_size, "softmax", 0, key_weights=True)
+        case "static_kernel", ("elu" | "gaussian" | "arc_cosine") as named if not mixer.bidirectional:
+            heads = _heads(path, mixer, hidden_size)
+            if named == "elu":
+                return KernelAttention("static_kernel", hidden_size, heads, 0, "elu_plus_one", 0)
+            return KernelAttention("static_kernel", hidden_size, heads, mixer.num_random, named, 0)
         case "softmax", _:
             near = mixer.relative or _RelativeConfig()
             return SoftmaxAttention(

@@ -104,7 +104,7 @@ class KernelAttention:
     `efficient` walks twice, once for the means of its keys, with one feature and M values: M + 3 numbers more travel.
     """
 
-    kind: Literal["rfa", "rfa_gate", "elu", "performer", "efficient"]
+    kind: Literal["rfa", "rfa_gate", "elu", "performer", "efficient", "static_kernel"]
     hidden_size: int
     num_heads: int
     num_random: int
@@ -143,7 +143,12 @@ class KernelAttention:
 
     @property
     def parameters(self) -> int:
-        """Projections 2 D (D + H V), their biases 3 D + H V if any, taps K D, sigma D of `rfa`, D + 1 for each gate."""
+        """Projections 2 D (D + H V), their biases 3 D + H V if any, taps K D, sigma D of `rfa`, D + 1 for each gate.
+
+        A static kernel has none.
+        """
+        if self.kind == "static_kernel":
+            return 0
         size, values = self.hidden_size, self.num_heads * self.value_size
         gate = self.num_gates * (size + 1)
         bias = 3 * size + values if self.projection_bias else 0
@@ -227,7 +232,7 @@ class KernelAttention:
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
         """Eight tensors of [B, L, D] around attention, ten if rotary or efficient; features and scores of a block.
 
-        Half of them are of values, which may be wider.
+        Half of them are of values, which may be wider. A static kernel has no q, k and v.
         """
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
@@ -236,7 +241,7 @@ class KernelAttention:
         states = 3 * self.num_features * width * chunks
         block = groups * (per_token * min(tokens, chunks * CHUNK_TOKENS) + states)
         values = self.num_heads * self.value_size
-        extra = 2 * (self.rotary + (self.kind == "efficient"))
+        extra = 2 * (self.rotary + (self.kind == "efficient")) - 3 * (self.kind == "static_kernel")
         numbers = (4 + extra) * self.hidden_size + 4 * max(values, self.hidden_size)
         return FLOAT_BYTES * (batch * tokens * numbers + block)
 
@@ -255,6 +260,8 @@ class KernelAttention:
 
     @property
     def _projections(self) -> float:
+        if self.kind == "static_kernel":
+            return 0.0
         gate = 2.0 * self.hidden_size * self.num_gates
         return 4.0 * self.hidden_size * (self.hidden_size + self.num_heads * self.value_size) + gate
 

@@ -12,6 +12,7 @@ from dist_attn.mixers.config import (
     RandomFeatureConfig,
     ScaleformerConfig,
     SoftmaxConfig,
+    StaticKernelConfig,
 )
 from dist_attn.mixers.cross import CrossAttention, MemoryState
 from dist_attn.mixers.head_config import DenominatorConfig, RelativeConfig, RotaryConfig
@@ -54,6 +55,7 @@ __all__ = [
     "ScaleformerConfig",
     "SgConvConfig",
     "SoftmaxConfig",
+    "StaticKernelConfig",
     "TokenMixer",
     "TokenMlpConfig",
     "build_mixer",

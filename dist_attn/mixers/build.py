@@ -10,6 +10,7 @@ from dist_attn.mixers.config import (
     PerformerConfig,
     ScaleformerConfig,
     SoftmaxConfig,
+    StaticKernelConfig,
 )
 from dist_attn.mixers.convolution import CausalConvolution, CentredConvolution
 from dist_attn.mixers.efficient import EfficientAttention
@@ -34,6 +35,7 @@ from dist_attn.mixers.s4d import S4DConvolution, S4DScan
 from dist_attn.mixers.scaleformer import ScaleformerAttention
 from dist_attn.mixers.sgconv import StructuredConvolution
 from dist_attn.mixers.softmax import SoftmaxAttention
+from dist_attn.mixers.static_kernel import CausalStaticKernel, StaticKernel
 from dist_attn.mixers.token_mlp import TokenMlp
 
 __all__ = ["build_mixer"]
@@ -50,6 +52,8 @@ def build_mixer(config: MixerConfig | BidirectionalConfig) -> TokenMixer:
             return EluAttention(config)
         case EfficientConfig():
             return EfficientAttention(config)
+        case StaticKernelConfig():
+            return StaticKernel(config) if config.bidirectional else CausalStaticKernel(config)
         case PerformerConfig():
             return PerformerAttention(config)
         case BidirectionalConfig():

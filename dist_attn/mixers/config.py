@@ -23,7 +23,7 @@ from dist_attn.mixers.input_independent_config import (
     SgConvConfig,
     TokenMlpConfig,
 )
-from dist_attn.mixers.kernel_config import EfficientConfig, EluConfig, PerformerConfig
+from dist_attn.mixers.kernel_config import EfficientConfig, EluConfig, PerformerConfig, StaticKernelConfig
 
 __all__ = [
     "BidirectionalConfig",
@@ -35,6 +35,7 @@ __all__ = [
     "RandomFeatureConfig",
     "ScaleformerConfig",
     "SoftmaxConfig",
+    "StaticKernelConfig",
 ]
 
 RANDOM_KERNELS = ("rfa", "performer")
@@ -154,6 +155,7 @@ MixerConfig = Annotated[
     | EluConfig
     | EfficientConfig
     | PerformerConfig
+    | StaticKernelConfig
     | ConvolutionConfig
     | FourierConfig
     | TokenMlpConfig

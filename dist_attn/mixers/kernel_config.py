@@ -2,11 +2,11 @@
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from dist_attn.mixers.head_config import DenominatorConfig, HeadsConfig, MatricesConfig, check_key_weights
 
-__all__ = ["EfficientConfig", "EluConfig", "PerformerConfig"]
+__all__ = ["EfficientConfig", "EluConfig", "PerformerConfig", "StaticKernelConfig"]
 
 
 class _KernelConfig(HeadsConfig):
@@ -51,4 +51,34 @@ class PerformerConfig(_KernelConfig, MatricesConfig):
     @model_validator(mode="after")
     def _divisor_fits(self) -> "PerformerConfig":
         check_key_weights(self.denominator, "attention by weighted keys")
+        return self
+
+
+class StaticKernelConfig(MatricesConfig):
+    """phi(X) phi(X)^T X over the tokens so far or, `bidirectional`, over all; random features are of unit vectors."""
+
+    kind: Literal["static_kernel"]
+    num_heads: int = Field(default=1, ge=1)
+    feature: Literal["elu", "gaussian", "arc_cosine"] = "elu"
+    sigma: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # of random vectors
+    # The sum of the weights, the number of tokens, or nothing, as the formula is printed.
+    divisor: Literal["weights", "length", "none"] = "weights"
+    bidirectional: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return not self.bidirectional
+
+    @property
+    def num_features(self) -> int:
+        """Numbers in phi of a head."""
+        if self.feature == "elu":
+            return self.head_size
+        return self.num_random * (2 if self.feature == "gaussian" else 1)
+
+    @model_validator(mode="after")
+    def _nothing_is_projected(self) -> "StaticKernelConfig":
+        if self.value_rank is not None:
+            raise ValueError("value_rank was given to a static kernel, whose values are the tokens themselves")
         return self

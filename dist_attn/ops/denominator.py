@@ -14,7 +14,7 @@ from dist_attn.ops.watch import current_watch
 
 __all__ = ["Denominator"]
 
-_KINDS = ("floor", "exact", "clamp", "sign_clamp")
+_KINDS = ("floor", "exact", "clamp", "sign_clamp", "mass", "one")
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,13 @@ class Denominator:
     exact       den as it is (the papers' formula).
     clamp       max(den, eps).
     sign_clamp  den moved away from zero to magnitude eps, sign kept (0 counts as positive).
+    mass        the carried weight sum in the place of den: means of phi(q).phi(k) v over keys.
+    one         1 in the place of den: sums as they are.
 
-    Where floor meets mass 0 (no key seen yet) the output is 0.
+    Where floor or mass meets mass 0 (no key seen yet) the output is 0.
     """
 
-    kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
+    kind: Literal["floor", "exact", "clamp", "sign_clamp", "mass", "one"] = "floor"
     eps: float = 0.1
 
     def __post_init__(self) -> None:
@@ -46,7 +48,7 @@ class Denominator:
         """
         divisor = self.guard(den, mass)
         watch = current_watch()
-        if watch is not None:
+        if watch is not None and self.kind not in ("mass", "one"):
             watch.count(den, divisor)
         return num / divisor[..., None]
 
@@ -58,5 +60,7 @@ class Denominator:
             return den.clamp_min(self.eps)
         if self.kind == "sign_clamp":
             return torch.where(den < 0, den.clamp_max(-self.eps), den.clamp_min(self.eps))
-        floored = torch.maximum(den, self.eps * mass)
+        if self.kind == "one":
+            return torch.ones_like(den)
+        floored = mass.expand_as(den) if self.kind == "mass" else torch.maximum(den, self.eps * mass)
         return torch.where(floored == 0, torch.ones_like(floored), floored)

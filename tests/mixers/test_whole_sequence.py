@@ -23,6 +23,10 @@ MIXERS = {
     "fnet": {"kind": "fnet"},
     "fnet, unitary": {"kind": "fnet", "norm": "ortho"},
     "mlp_mixer": {"kind": "mlp_mixer", "length": LENGTH, "token_mlp_size": 5},
+    "static kernel": {"kind": "static_kernel", "bidirectional": True, "num_heads": 2},
+    "static kernel, sums": {
+        "kind": "static_kernel", "bidirectional": True, "feature": "arc_cosine", "num_random": 7, "divisor": "none",
+    },
     "sgconv": {"kind": "sgconv", "piece": 4, "length": 30},
     "sgconv, both ways": {
         "kind": "sgconv", "piece": 3, "length": 50, "decay": [1.0, 3.0], "bidirectional": True,

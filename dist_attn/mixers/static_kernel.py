@@ -1,0 +1,116 @@
+"""Mixing by a static kernel of the tokens themselves, phi(X) phi(X)^T X: no projections, nothing learned."""
+
+from typing import final
+
+import torch
+
+from dist_attn.errors import InputError
+from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian
+from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.config import StaticKernelConfig
+from dist_attn.mixers.heads import merge_heads, split_heads
+from dist_attn.mixers.kernel_state import KernelState
+from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.redraw import RandomMatrices
+from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
+
+__all__ = ["CausalStaticKernel", "StaticKernel"]
+
+
+class _Kernel(RandomMatrices):
+    """phi, and how its sums are divided."""
+
+    config: StaticKernelConfig
+    nothing: torch.Tensor
+
+    def __init__(self, config: StaticKernelConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.feature != "elu":
+            self.hold_matrices()
+        estimated = config.feature == "gaussian"  # which may be negative, or small by chance
+        weights = Denominator("floor", 0.3 if estimated else 1e-12)
+        self.denominator = {"weights": weights, "length": Denominator("mass"), "none": Denominator("one")}[
+            config.divisor
+        ]
+        # Where a module has no parameter, this says where it lies and in which precision.
+        self.register_buffer("nothing", torch.zeros(0), persistent=False)
+
+    def feature_map(self) -> FeatureMap:
+        if self.config.feature == "elu":
+            return EluPlusOne()
+        w_HDK = self.config.sigma * self.matrices()
+        return (Gaussian if self.config.feature == "gaussian" else ArcCosine)(w_HDK, unit_norm=True)
+
+
+@final
+class StaticKernel(WholeSequenceMixer):
+    """Every token is the mean of all tokens by the kernel of their features.
+
+    Reference: A Unified View of Long-Sequence Models, Sec. 4.3, Eq. 11.
+    """
+
+    paradigm = Paradigm.FIXED_DEPENDENT
+    name = "a static kernel over all tokens"
+
+    def __init__(self, config: StaticKernelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.kernel = _Kernel(config)
+
+    def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
+        x_BHLK = split_heads(x_BLD, self.config.num_heads)
+        phi, divisor = self.kernel.feature_map(), self.kernel.denominator
+        out_BHLK, _ = ops.linear_attention(x_BHLK, x_BHLK, x_BHLK, feature_map=phi, causal=False, denominator=divisor)
+        return merge_heads(out_BHLK)
+
+
+@final
+class CausalStaticKernel(TokenMixer):
+    """Every token is the mean of the tokens so far by the kernel of their features; the state has constant size.
+
+    Reference: A Unified View of Long-Sequence Models, Sec. 4.3, Eq. 11, with a mask.
+    """
+
+    paradigm = Paradigm.FIXED_DEPENDENT
+
+    def __init__(self, config: StaticKernelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.kernel = _Kernel(config)
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, KernelState]:
+        before = self._own(state, x_BLD.shape[0])
+        x_BHLK = split_heads(x_BLD, self.config.num_heads)
+        phi, divisor = self.kernel.feature_map(), self.kernel.denominator
+        out_BHLK, after = ops.linear_attention(
+            x_BHLK, x_BHLK, x_BHLK, feature_map=phi, causal=True, state=before.attention, denominator=divisor
+        )
+        return merge_heads(out_BHLK), KernelState(after, before.tail_BKD)
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
+        before = self._own(state, x_BD.shape[0])
+        x_BHK = x_BD.unflatten(-1, (self.config.num_heads, -1))
+        phi, divisor = self.kernel.feature_map(), self.kernel.denominator
+        out_BHK, after = linear_attention_step(
+            x_BHK, x_BHK, x_BHK, before.attention, feature_map=phi, denominator=divisor
+        )
+        return out_BHK.flatten(1), KernelState(after, before.tail_BKD)
+
+    def initial_state(self, batch: int) -> KernelState:
+        config, like = self.config, self.kernel.nothing
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        attention = LinearState.identity(
+            batch, config.num_heads, config.num_features, config.head_size, dtype=dtype, device=like.device
+        )
+        return KernelState(attention, like.new_zeros((batch, 0, config.hidden_size)))
+
+    def _own(self, state: MixerState | None, batch: int) -> KernelState:
+        if state is None:
+            return self.initial_state(batch)
+        if not isinstance(state, KernelState):
+            raise InputError(f"a {type(state).__name__} was given to a static kernel; it needs its own state")
+        return state
