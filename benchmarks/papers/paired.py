@@ -13,7 +13,7 @@ __all__ = ["Claim", "judge", "of_arm"]
 
 @dataclass(frozen=True)
 class Claim:
-    """What is printed, and which arm is then better than which by a score of which less is better."""
+    """What is printed, and which arm is then better than which by a score: less of it, or more where that is better."""
 
     COLUMNS: ClassVar[tuple[str, ...]] = ("the paper", "first", "second", "difference", "same sign here")
 
@@ -21,6 +21,7 @@ class Claim:
     better: str
     worse: str
     score: str
+    more: bool = False
 
 
 def of_arm(done: Sequence[Done], arm: str, score: str) -> list[float]:
@@ -37,7 +38,8 @@ def judge(done: Sequence[Done], claim: Claim) -> tuple[str, ...]:
     scores = {(one.arm, one.seed): one.scores.get(claim.score) for one in done}
     seeds = sorted({one.seed for one in done})
     pairs = [(scores.get((claim.better, seed)), scores.get((claim.worse, seed))) for seed in seeds]
-    gains = [worse - better for better, worse in pairs if better is not None and worse is not None]
+    sign = -1 if claim.more else 1
+    gains = [sign * (worse - better) for better, worse in pairs if better is not None and worse is not None]
     return (claim.printed, claim.better, claim.worse, mean_and_spread(gains), _verdict(gains))
 
 

@@ -62,8 +62,8 @@ class TranslationTask(Task):
 
     def loss(self, step: int, rows: slice) -> Tensor:
         batch = self._batches(step)
-        loss, _ = self._cross_entropy(batch.rows(rows.start, rows.stop), self._config.objective.label_smoothing)
-        return loss / batch.num_targets
+        logits_NV, next_N = self._logits(batch.rows(rows.start, rows.stop))
+        return _cross_entropy(logits_NV, next_N, self._config.objective.label_smoothing) / batch.num_targets
 
     def validate(self) -> dict[str, float | int]:
         if self._validation is None:
@@ -73,9 +73,10 @@ class TranslationTask(Task):
             batch = self._validation(step)
             own, counts = rows_to_read(self._share, len(batch.source_BS))
             tokens += batch.num_targets
-            part_loss, part_right = self._cross_entropy(batch.rows(own.start, own.stop), 0.0)
+            logits_NV, next_N = self._logits(batch.rows(own.start, own.stop))
             if counts:
-                loss, right = loss + float(part_loss), right + part_right
+                loss += float(_cross_entropy(logits_NV, next_N, 0.0))
+                right += int((logits_NV.argmax(dim=1) == next_N).sum())
         total = self._share.sum(torch.tensor([loss, right], dtype=torch.float64, device=self._share.device))
         if self._data.translations:
             self._write_translations()
@@ -97,8 +98,8 @@ class TranslationTask(Task):
             weights=weights,
         )
 
-    def _cross_entropy(self, part: PairBatch, label_smoothing: float) -> tuple[Tensor, int]:
-        """Over the target tokens that lie here: the sum of the losses, and how many were foretold."""
+    def _logits(self, part: PairBatch) -> tuple[Tensor, Tensor]:
+        """Of the target tokens that lie here: logits [N, V], and what comes after each of them, [N]."""
         share, device = self._share, self._share.device
         source, target = part.source_BS.shape[1], part.target_BL.shape[1]
         source_BS = part.source_BS[:, share.tokens(source)].to(device)
@@ -106,10 +107,7 @@ class TranslationTask(Task):
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16):
             memory_BSD = self.model.encode(source_BS, share.ops(source))
             logits_BLV, _ = self.model.decode(target_BL, memory_BSD, share.ops(target), share.ops(target, source))
-        logits_NV, next_N = logits_BLV.flatten(0, 1), next_BL.flatten()
-        wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-        loss = F.cross_entropy(wide_NV, next_N, ignore_index=NO_TOKEN, label_smoothing=label_smoothing, reduction="sum")
-        return loss, int((logits_NV.argmax(dim=1) == next_N).sum())
+        return logits_BLV.flatten(0, 1), next_BL.flatten()
 
     def _write_translations(self) -> None:
         """translations.txt: line n is the model's translation of line n of the validation sources."""
@@ -126,6 +124,12 @@ class TranslationTask(Task):
             texts = (self._tokenisers[1].decode((row[row > 0] - 1).tolist()) for row in table_NT.cpu())
             lines = b"".join(b" ".join(text.split()) + b"\n" for text in texts)
             put_in_place(self._config.run.folder / "translations.txt", lines)
+
+
+def _cross_entropy(logits_NV: Tensor, next_N: Tensor, label_smoothing: float) -> Tensor:
+    """The sum of the losses, in float32 at least."""
+    wide_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    return F.cross_entropy(wide_NV, next_N, ignore_index=NO_TOKEN, label_smoothing=label_smoothing, reduction="sum")
 
 
 def _tokenisers(data: ParallelTextConfig, model: EncoderDecoderConfig) -> tuple[Tokeniser, Tokeniser]:

@@ -49,6 +49,25 @@ def test_streaming_equals_oracle(queries, keys, causal, gate, scale, state):
         assert_close(got_grads[name], gradient, kind="gradient", what=name)
 
 
+@pytest.mark.parametrize("used", ["output", "state"])
+@pytest.mark.parametrize("tokens", [40, 130])
+def test_gradients_where_only_one_result_is_used(tokens, used):
+    """With a loss of the output or of the state alone the gradients are the oracle's, and a second pass adds them."""
+    inputs = Inputs.random(tokens, tokens, gate=True, scale=True, state=True)
+    found = []
+    for attention in (linear_attention_naive, linear_attention):
+        leaves = inputs.leaves()
+        args, kwargs = leaves.arguments()
+        out, after = attention(*args, **kwargs)
+        loss = weighted_sum(*([out] if used == "output" else after.tensors()[:4]))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(leaves.gradients())
+    want, got = found
+    for name, gradient in want.items():
+        assert_close(got[name], gradient, kind="gradient", what=name)
+
+
 @pytest.mark.parametrize("kind", ["floor", "exact", "clamp", "sign_clamp"])
 def test_every_denominator_policy_is_the_same_function_on_every_path(kind):
     """Each denominator policy gives the same outputs in the oracle, the streaming form and the step."""

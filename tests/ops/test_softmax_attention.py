@@ -31,6 +31,24 @@ def test_fused_equals_oracle(causal, queries, keys, groups):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("tokens", [9, 140])
+def test_half_precision_gradients(tokens, causal):
+    """Short and long sequences in bfloat16, also under an autocast, keep their type and have the gradients of float32,
+    rounded."""
+    g = torch.Generator().manual_seed(0)
+    halves = [torch.randn(2, 3, tokens, 4, generator=g).bfloat16() for _ in range(3)]
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [t.to(dtype).requires_grad_() for t in halves]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            out = softmax_attention(*leaves, causal=causal)
+        assert out.dtype == dtype
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    for want, got in zip(*found, strict=True):
+        assert_close(got, want.bfloat16(), kind="gradient")
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("size", "values"), [(5, 3), (2, 6)])
 def test_keys_and_values_of_other_sizes(size, values, causal):
     """Values narrower or wider than keys give the oracle's output and gradients, with the default scale."""
