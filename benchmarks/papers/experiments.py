@@ -6,8 +6,8 @@ from benchmarks.papers.experiment import Experiment
 from benchmarks.papers.patch_size import PATCH_SIZE
 from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
 from benchmarks.papers.rfa_table1 import RFA_TABLE1
-from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table2 import RFA_TABLE2
+from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import RFA_TABLE3_SPEED
 from benchmarks.papers.scaleformer_figures import SCALEFORMER_FIGURES
 from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
@@ -16,8 +16,8 @@ __all__ = ["EXPERIMENTS"]
 
 _ALL: tuple[Experiment, ...] = (
     RFA_TABLE1,
-    RFA_TABLE3,
     RFA_TABLE2,
+    RFA_TABLE3,
     RFA_TABLE3_SPEED,
     RFA_APPENDIX_C,
     SCALEFORMER_FIGURES,
