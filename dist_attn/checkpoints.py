@@ -14,7 +14,15 @@ from safetensors.torch import load_file, save_file
 
 import dist_attn
 from dist_attn.errors import ModelFolderError
-from dist_attn.models import LanguageModel, LanguageModelConfig, Model, ModelConfig, TextEncoder, build_model
+from dist_attn.models import (
+    LanguageModel,
+    LanguageModelConfig,
+    MillionModel,
+    Model,
+    ModelConfig,
+    TextEncoder,
+    build_model,
+)
 from dist_attn.models.config import NAMES_FOR_OTHERS
 from dist_attn.models.refusal import refusal
 from dist_attn.shipped import default_model_folder, resolve_model_folder
@@ -90,15 +98,18 @@ def load_model_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[La
     return model, tokeniser
 
 
-def load_reader_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[LanguageModel | TextEncoder, Tokeniser]:
-    """`load_model_and_tokeniser` for whatever makes vectors of texts: a language model or a text encoder.
+def load_reader_and_tokeniser(
+    path_or_name: str | Path | None = None,
+) -> tuple[LanguageModel | TextEncoder | MillionModel, Tokeniser]:
+    """`load_model_and_tokeniser` for whatever makes vectors of texts: a language, encoder or million-scale model.
 
     Raises: ModelFolderError as `load_model_and_tokeniser`.
     """
     folder = resolve_model_folder(path_or_name)
-    if kind_of_model(folder) != "text_encoder":
+    if kind_of_model(folder) not in ("text_encoder", "million"):
         return load_model_and_tokeniser(folder)
-    tokeniser, model = load_tokeniser(folder), load_text_encoder(folder)
+    tokeniser, model = load_tokeniser(folder), load_any_model(folder)
+    assert isinstance(model, TextEncoder | MillionModel)
     _check_vocabulary(folder, tokeniser, model.config.vocab_size)
     return model, tokeniser
 

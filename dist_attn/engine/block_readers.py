@@ -10,11 +10,11 @@ from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.engine.sequences import read_sequences
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import LanguageModel, TextEncoder
+from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 from dist_attn.wire.messages import RowPieces, RowSpec
 
-__all__ = ["BlockReader", "SequenceReader", "StreamReader"]
+__all__ = ["BlockReader", "SequenceReader", "StreamReader", "WholeReader"]
 
 
 class BlockReader(Protocol):
@@ -91,6 +91,32 @@ class SequenceReader:
 
     def carry_bytes(self) -> int:
         """Nothing."""
+        return 0
+
+
+@final
+class WholeReader:
+    """Sequences of up to `max_tokens` through a million-scale model: each lies over all ranks, and stands alone.
+
+    Raises: InputError where the same bytes are asked for on any number of ranks: rows come from sums in another order.
+    """
+
+    def __init__(self, comm: Communicator, model: MillionModel, spec: RowSpec, *, deterministic: bool = False) -> None:
+        if deterministic:
+            raise InputError("the rows of a million model cannot be deterministic over ranks; leave the option out")
+        self.dim, self.grain = model.config.hidden_size, model.config.max_tokens
+        self._comm, self._model, self._spec = comm, model, spec
+
+    def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
+        """Rows of the vectors of all positions, kept tokens' own and those interpolated between them."""
+        layout = SequenceLayout.even(len(tokens_T), self._comm.size, GRAIN)
+        start, stop = layout.range(self._comm.rank)
+        ops = ShardedSequenceOps(self._comm, layout)
+        h_BLD = self._model.hidden(tokens_T[None, start:stop], ops)
+        return reduce_to_pieces(h_BLD[0], position + start, 0, self._spec)
+
+    def carry_bytes(self) -> int:
+        """Nothing: no state goes on."""
         return 0
 
 

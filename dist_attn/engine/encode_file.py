@@ -17,10 +17,10 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
-from dist_attn.engine.block_readers import BlockReader, SequenceReader, StreamReader
+from dist_attn.engine.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
 from dist_attn.engine.encode_blocks import Seconds, encode_blocks
 from dist_attn.errors import InputError
-from dist_attn.models import LanguageModel, TextEncoder
+from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import Algorithm
 from dist_attn.text import Tokeniser
@@ -61,7 +61,7 @@ class EncodeReport:
 @torch.inference_mode()
 def encode_file(
     comm: Communicator,
-    model: LanguageModel | TextEncoder,
+    model: LanguageModel | TextEncoder | MillionModel,
     tokeniser: Tokeniser,
     source: Path,
     target: Path,
@@ -74,7 +74,8 @@ def encode_file(
     """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
-    encoder reads sequences that stand alone, a row's window each or as much as it can. `on_progress` gets the bytes
+    encoder reads sequences that stand alone, a row's window each or as much as it can, and a million-scale model all of
+    the text, up to its `max_tokens` at once. `on_progress` gets the bytes
     read so far. The target appears only when it is complete. `exchange` is how states travel between ranks; it changes
     nothing but the time and the last bits. `deterministic` gives the same bytes for any number of ranks with equally
     many threads; it is slower.
@@ -86,6 +87,8 @@ def encode_file(
     reader: BlockReader
     if isinstance(model, TextEncoder):
         reader = SequenceReader(comm, model, spec, deterministic=deterministic)
+    elif isinstance(model, MillionModel):
+        reader = WholeReader(comm, model, spec, deterministic=deterministic)
     else:
         reader = StreamReader(comm, model, spec, exchange=exchange, deterministic=deterministic)
     tokens, carry_bytes, spent = 0, 0, Seconds()
@@ -136,8 +139,7 @@ def _open_together(
         try:
             text = stack.enter_context(_open_text(source))
             writer = stack.enter_context(_row_writer(target, source, reader.dim, spec))
-            size = max(1, comm.size * BLOCK_TOKENS_PER_RANK // reader.grain) * reader.grain
-            blocks = _token_blocks(text, tokeniser, size, on_progress)
+            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress)
         except InputError as error:
             problem = str(error)
     note = torch.frombuffer(bytearray(problem.encode()[:1024].ljust(1024, b"\0")), dtype=torch.uint8)
@@ -145,6 +147,13 @@ def _open_together(
     if words:
         raise InputError(words)
     return blocks, writer
+
+
+def _block_tokens(comm: Communicator, reader: BlockReader) -> int:
+    """Tokens of a block: some for each rank, in whole grains; of a sequence that lies over all ranks, all of it."""
+    if isinstance(reader, WholeReader):
+        return reader.grain
+    return max(1, comm.size * BLOCK_TOKENS_PER_RANK // reader.grain) * reader.grain
 
 
 class _WaitingFile(io.FileIO):

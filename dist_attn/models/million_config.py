@@ -31,6 +31,8 @@ class SelectorConfig(_Config):
     rate: float = Field(default=0.1, gt=0, le=1)
     rate_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     rate_penalty: Literal["around", "above"] = "around"
+    # So many steps of training until the rate term counts in full: tokens are not dropped before it is known which.
+    rate_warmup: int = Field(default=0, ge=0)
     # From the first to the second over so many steps of training, geometrically.
     temperature: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     final_temperature: float | None = Field(default=None, gt=0, allow_inf_nan=False)

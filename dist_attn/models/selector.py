@@ -98,7 +98,8 @@ class Selector(nn.Module):
         over = share - self.config.rate
         if self.config.rate_penalty == "above":
             over = over.clamp(min=0.0)
-        return self.config.rate_weight * over.square()
+        counts = min(1.0, self.step / self.config.rate_warmup) if self.config.rate_warmup else 1.0
+        return counts * self.config.rate_weight * over.square()
 
     def _logits(self, x_LD: torch.Tensor) -> torch.Tensor:
         h_LD = self.norm(x_LD.detach() if self.against else x_LD)

@@ -5,6 +5,7 @@ from dist_attn.training.contrastive_task import ContrastiveTask
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.masked_autoencoder_task import MaskedAutoencoderTask
+from dist_attn.training.million_task import MillionTask
 from dist_attn.training.task import Share, Task
 from dist_attn.training.text_classification_task import TextClassificationTask
 from dist_attn.training.translation_task import TranslationTask
@@ -23,6 +24,8 @@ def build_task(config: TrainingConfig, share: Share, progress: Progress = nothin
     match config.model.kind:
         case "text_classifier":
             return TextClassificationTask(config, share, progress)
+        case "million":
+            return MillionTask(config, share, progress)
         case "vision_classifier":
             return VisionTask(config, share)
         case "masked_autoencoder":

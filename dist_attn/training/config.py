@@ -28,7 +28,8 @@ __all__ = [
 
 DATA_OF: dict[str, tuple[str, ...]] = {
     "language_model": ("text",),
-    "text_classifier": ("labelled_text", "listops"),
+    "text_classifier": ("labelled_text", "listops", "needles"),
+    "million": ("labelled_text", "listops", "needles"),
     "vision_classifier": ("images",),
     "masked_autoencoder": ("images",),
     "encoder_decoder": ("parallel_text",),
@@ -177,6 +178,11 @@ class TrainingConfig(_Config):
             raise ValueError(f"objective.label_smoothing has no meaning for a {model}; leave it out")
         if objective.hidden_share is not None and model != "masked_autoencoder":
             raise ValueError(f"objective.hidden_share has no meaning for a {model}; leave it out")
+        if self.run.shard_parameters and model == "million":
+            raise ValueError(
+                "run.shard_parameters gathers layers equally often on every rank, but a million model reads its "
+                "sequences one by one; leave it out"
+            )
         if self.contrast is not None and model != "language_model":
             raise ValueError(f"a [contrast] section has no meaning for a {model}; leave it out")
         if self.run.shard_parameters and self.optimiser.kind != "adamw":

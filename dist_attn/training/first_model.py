@@ -6,6 +6,8 @@ from dist_attn.checkpoints import load_any_model
 from dist_attn.errors import ConfigError
 from dist_attn.models import (
     MaskedAutoencoder,
+    MillionConfig,
+    MillionModel,
     Model,
     ModelConfig,
     VisionClassifier,
@@ -20,7 +22,8 @@ def first_model(config: ModelConfig, begin_from: Path | None) -> Model:
     """The model of `config`, with the weights of the folder `begin_from` if there is one, in training mode.
 
     A vision classifier may begin from a masked auto-encoder of the same images and encoder: it takes the projection
-    and the encoder, and begins with a fresh head.
+    and the encoder, and begins with a fresh head. A million-scale model may begin from one whose Selector learns in
+    another way or whose objective is another, as long as the parameters are the same.
 
     Raises: ConfigError where that folder is not of this model.
     """
@@ -29,10 +32,26 @@ def first_model(config: ModelConfig, begin_from: Path | None) -> Model:
     model = load_any_model(begin_from)
     if isinstance(config, VisionClassifierConfig) and isinstance(model, MaskedAutoencoder):
         return _classifier(config, model, begin_from)
+    if isinstance(config, MillionConfig) and isinstance(model, MillionModel):
+        return _sparse(config, model, begin_from)
     if model.config != config:
         raise ConfigError(
             f"the model in {begin_from} is not the one of [model]; leave that section out to have the folder's"
         )
+    return model.train()
+
+
+def _sparse(config: MillionConfig, trained: MillionModel, folder: Path) -> MillionModel:
+    free = {"selector", "objective"}
+    if config.model_dump(exclude=free) != trained.config.model_dump(exclude=free) or (
+        config.selector.hidden_size != trained.config.selector.hidden_size
+    ):
+        raise ConfigError(
+            f"the model in {folder} differs from [model] in more than how its Selector learns (model.selector but its "
+            "hidden_size, model.objective); give the same sizes"
+        )
+    model = MillionModel(config)
+    model.load_state_dict(trained.state_dict())
     return model.train()
 
 

@@ -22,12 +22,12 @@ from dist_attn.models import TextClassifier, TextClassifierConfig
 from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.training.classification import Tally, cross_entropy
 from dist_attn.training.config import TrainingConfig
-from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig
+from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
 from dist_attn.training.datasets.order import check_enough, examples_of_step
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
 from dist_attn.training.first_model import first_model
 from dist_attn.training.task import Criterion, Share, Task, rows_to_read
-from dist_attn.training.text_examples import TextExamples, read_text_sets
+from dist_attn.training.text_examples import ReaderSizes, TextExamples, read_text_sets
 
 __all__ = ["TextClassificationTask"]
 
@@ -46,11 +46,12 @@ class TextClassificationTask(Task):
     loss_unit = "nats per text"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
-        data = cast(LabelledTextConfig | ListOpsConfig, config.data)
+        data = cast(LabelledTextConfig | ListOpsConfig | NeedlesConfig, config.data)
         model = cast(TextClassifierConfig, config.model)
         _check_packs(model)
         self._config, self._share = config, share
-        self._sets = read_text_sets(data, model, config.run.folder / "cache", progress)
+        sizes = ReaderSizes(model.vocab_size, model.num_classes, model.texts)
+        self._sets = read_text_sets(data, sizes, config.run.folder / "cache", progress)
         check_enough(len(self._sets.train), data.batch, "labelled texts")
         super().__init__(first_model(model, config.run.begin_from).to(share.device), data.batch)
         self.criterion = None if self._sets.validation is None else Criterion("accuracy", "higher")

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.errors import ConfigError
-from dist_attn.models import TextClassifierConfig
 from dist_attn.text import Tokeniser, load_tokeniser
-from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig
+from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
 from dist_attn.training.datasets.labelled_text import LabelledTexts, read_labelled_texts
 from dist_attn.training.datasets.labels import Label, LabelNames
 from dist_attn.training.datasets.listops import NUM_CLASSES, VOCAB_SIZE, ListOps
+from dist_attn.training.datasets.needles import Needles
 from dist_attn.training.datasets.token_cache import Progress
 
-__all__ = ["TextExamples", "TextSets", "read_text_sets"]
+__all__ = ["ReaderSizes", "TextExamples", "TextSets", "read_text_sets"]
 
 
 class TextExamples(Protocol):
@@ -41,20 +41,34 @@ class TextSets:
     tokeniser: Tokeniser | None
 
 
+@dataclass(frozen=True)
+class ReaderSizes:
+    """What of a model its examples must fit: its tokens, its classes, and how many texts are classified together."""
+
+    vocab_size: int
+    num_classes: int
+    texts: int = 1
+
+
 def read_text_sets(
-    data: LabelledTextConfig | ListOpsConfig, model: TextClassifierConfig, cache: Path, progress: Progress
+    data: LabelledTextConfig | ListOpsConfig | NeedlesConfig, model: ReaderSizes, cache: Path, progress: Progress
 ) -> TextSets:
     """The examples that [data] names, which fit the model.
 
     Raises: ConfigError for examples that are missing, malformed, or do not fit.
     """
-    given = 1 if isinstance(data, ListOpsConfig) else len(data.text_fields)
+    given = len(data.text_fields) if isinstance(data, LabelledTextConfig) else 1
     if given != model.texts:
         raise ConfigError(
             f"model.texts is {model.texts} and the examples of [data] have {given}: pairs need model.texts = 2 and "
             "labelled_text with data.second_text_field, single texts neither"
         )
-    return _made_up(data, model) if isinstance(data, ListOpsConfig) else _read(data, model, cache, progress)
+    match data:
+        case ListOpsConfig():
+            return _listops(data, model)
+        case NeedlesConfig():
+            return _needles(data, model)
+    return _read(data, model, cache, progress)
 
 
 @dataclass(frozen=True)
@@ -72,7 +86,7 @@ class _Read:
 
 @dataclass(frozen=True)
 class _MadeUp:
-    expressions: ListOps
+    sequences: ListOps | Needles
     first: int
     count: int
 
@@ -80,11 +94,11 @@ class _MadeUp:
         return self.count
 
     def __getitem__(self, number: int) -> tuple[tuple[Tensor, ...], int]:
-        tokens, value = self.expressions(self.first + number)
+        tokens, value = self.sequences(self.first + number)
         return (torch.from_numpy(tokens),), value
 
 
-def _read(data: LabelledTextConfig, model: TextClassifierConfig, cache: Path, progress: Progress) -> TextSets:
+def _read(data: LabelledTextConfig, model: ReaderSizes, cache: Path, progress: Progress) -> TextSets:
     tokeniser = load_tokeniser(data.tokeniser)
     if tokeniser.vocab_size != model.vocab_size:
         raise ConfigError(
@@ -111,14 +125,28 @@ def _read(data: LabelledTextConfig, model: TextClassifierConfig, cache: Path, pr
     return TextSets(_Read(train, train.classes(names)), validation, names.names, tokeniser)
 
 
-def _made_up(data: ListOpsConfig, model: TextClassifierConfig) -> TextSets:
+def _listops(data: ListOpsConfig, model: ReaderSizes) -> TextSets:
     """Expressions 0, 1, … to train on, and those after them to validate."""
-    if (model.vocab_size, model.num_classes) != (VOCAB_SIZE, NUM_CLASSES):
-        raise ConfigError(
-            f"model.vocab_size is {model.vocab_size} and model.num_classes {model.num_classes}; ListOps has "
-            f"{VOCAB_SIZE} tokens and {NUM_CLASSES} classes"
-        )
+    _check_sizes("ListOps", model, (VOCAB_SIZE, NUM_CLASSES))
     expressions = ListOps(data.seed, data.min_length, data.max_length, data.max_depth, data.max_args)
     expressions(0)  # lengths that there are not are refused now
-    validation = _MadeUp(expressions, data.examples, data.validation_examples) if data.validation_examples else None
-    return TextSets(_MadeUp(expressions, 0, data.examples), validation, tuple(range(NUM_CLASSES)), None)
+    return _made_up(expressions, data, NUM_CLASSES)
+
+
+def _needles(data: NeedlesConfig, model: ReaderSizes) -> TextSets:
+    needles = Needles(data.seed, data.length, data.noise, data.symbols, data.copies)
+    _check_sizes("of needles this [data]", model, (needles.vocab_size, needles.classes))
+    return _made_up(needles, data, needles.classes)
+
+
+def _made_up(sequences: ListOps | Needles, data: ListOpsConfig | NeedlesConfig, classes: int) -> TextSets:
+    validation = _MadeUp(sequences, data.examples, data.validation_examples) if data.validation_examples else None
+    return TextSets(_MadeUp(sequences, 0, data.examples), validation, tuple(range(classes)), None)
+
+
+def _check_sizes(what: str, model: ReaderSizes, needed: tuple[int, int]) -> None:
+    if (model.vocab_size, model.num_classes) != needed:
+        raise ConfigError(
+            f"model.vocab_size is {model.vocab_size} and model.num_classes {model.num_classes}; {what} has {needed[0]} "
+            f"tokens and {needed[1]} classes"
+        )

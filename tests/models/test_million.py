@@ -210,6 +210,9 @@ def test_the_rate_term() -> None:
         model = _model(selector={"rate": 0.1, "rate_weight": 2.0, "rate_penalty": penalty})
         got = [float(model.selector.rate_loss(one)) for one in share]
         assert got == pytest.approx(wanted), penalty
+    model = _model(selector={"rate": 0.1, "rate_warmup": 100})
+    model.prepare(25)
+    assert float(model.selector.rate_loss(share[1])) == pytest.approx(0.25 * 0.04)
 
 
 def test_the_adversarial_selector_learns_against_the_rest() -> None:

@@ -15,6 +15,7 @@ SIZE = 16
 BIDIRECTIONAL = {"kind": "bidirectional", "hidden_size": SIZE, "num_heads": 2}
 ENCODER = {"hidden_size": SIZE, "num_layers": 1, "mlp_size": 32, "mixer": {**BIDIRECTIONAL, "attention": "elu"}}
 PATCHES = {**ENCODER, "positions": "learned", "max_length": 17}
+SELECTOR = {"gate": "gumbel", "initial_logit": 3.0, "rate_weight": 0.1}
 IMAGE = {"height": 8, "width": 8, "channels": 1, "patch": 2}
 
 
@@ -73,6 +74,24 @@ def _listops(place: Path) -> dict[str, Any]:
     return {
         "model": {"kind": "text_classifier", "vocab_size": 15, "num_classes": 10, "encoder": ENCODER},
         "data": {"kind": "listops", **lengths, "examples": 40, "validation_examples": 11, "batch": 6},
+    }
+
+
+def _million(place: Path) -> dict[str, Any]:
+    """Needles of two alphabets in noise; two experts, gates with noise."""
+    sparse = {"hidden_size": SIZE, "num_heads": 2, "mlp_size": 32, "router": {"num_experts": 2}, "positions": "none"}
+    return {
+        "model": {"kind": "million", "vocab_size": 12, "num_classes": 3, "selector": SELECTOR, **sparse},
+        "data": {
+            "kind": "needles",
+            "length": 13,
+            "noise": 8,
+            "symbols": 2,
+            "copies": 2,
+            "examples": 60,
+            "validation_examples": 11,
+            "batch": 6,
+        },
     }
 
 
@@ -137,6 +156,7 @@ RUNS = {
     "labelled_text": _labelled_text,
     "pairs": _pairs,
     "listops": _listops,
+    "million": _million,
     "vision": _vision,
     "autoencoder": _autoencoder,
     "translation": _translation,

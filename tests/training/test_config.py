@@ -124,6 +124,7 @@ def test_every_example_is_a_configuration(file):
     model = config.model
     sizes = {
         "listops": lambda: (model.vocab_size, model.num_classes) == (15, 10),
+        "needles": lambda: model.vocab_size == config.data.noise + model.num_classes + 1,
         "images": lambda: model.encoder.max_length > model.image.num_patches,
     }
     assert sizes.get(config.data.kind, lambda: True)()

@@ -10,6 +10,7 @@ __all__ = [
     "ImageDataConfig",
     "LabelledTextConfig",
     "ListOpsConfig",
+    "NeedlesConfig",
     "ParallelTextConfig",
     "TextDataConfig",
 ]
@@ -110,6 +111,28 @@ class ListOpsConfig(_Batches):
         return self
 
 
+class NeedlesConfig(_Batches):
+    """Sequences made up of noise and a few tokens that matter (`datasets.needles`), and others to validate."""
+
+    kind: Literal["needles"] = "needles"
+    seed: int = Field(default=0, ge=0)
+    length: int = Field(default=65_536, ge=2)
+    # How many tokens are noise; the two alphabets of needles come behind them.
+    noise: int = Field(default=64, ge=1)
+    # Of either alphabet; there are 2 symbols - 1 classes.
+    symbols: int = Field(default=4, ge=2)
+    # Of each of the two needles.
+    copies: int = Field(default=4, ge=1)
+    examples: int = Field(default=96_000, ge=1)
+    validation_examples: int = Field(default=200, ge=0)
+
+    @model_validator(mode="after")
+    def _needles_fit(self) -> "NeedlesConfig":
+        if 2 * self.copies > self.length:
+            raise ValueError(f"2 x copies {self.copies} are more needles than length {self.length} has places")
+        return self
+
+
 class ParallelTextConfig(_Files):
     """Sources and targets in two files each (relative to `folder`), plain or gzipped, line by line."""
 
@@ -179,6 +202,6 @@ class ImageDataConfig(_Files):
 
 
 DataConfig = Annotated[
-    TextDataConfig | LabelledTextConfig | ListOpsConfig | ParallelTextConfig | ImageDataConfig,
+    TextDataConfig | LabelledTextConfig | ListOpsConfig | NeedlesConfig | ParallelTextConfig | ImageDataConfig,
     Field(discriminator="kind"),
 ]
