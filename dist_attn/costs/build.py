@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from dist_attn.costs.all_keys import KernelOverAllKeys, RelativeOverAllKeys, SoftmaxOverAllKeys
 from dist_attn.costs.dense_space import DenseStateSpace
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
 from dist_attn.costs.legs import LegsMemory
@@ -50,6 +51,7 @@ class MixerNumbers(msgspec.Struct, frozen=True):
     outputs: Count = 1
     transition: str = "fixed"
     bidirectional: bool = False
+    attention: str = ""  # of the kind bidirectional
     piece: Count = 64
     length: Count = 1
     token_mlp_size: Count = 1
@@ -83,7 +85,22 @@ def layer_costs(values: Mapping[str, Any]) -> LayerCosts:
             return FourierMixing(size)
         case "mlp_mixer", _:
             return TokenMlp(size, mixer.length, mixer.token_mlp_size)
+        case ("bidirectional", _) | ("static_kernel", _) if mixer.attention or mixer.bidirectional:
+            return _over_all_keys(mixer, size)
     return mixer_costs(Path("the mixer"), mixer, size)
+
+
+def _over_all_keys(mixer: MixerNumbers, hidden_size: int) -> LayerCosts:
+    kind = mixer.attention or mixer.kind
+    alike = msgspec.structs.replace(mixer, kind=kind, short_convolution=0, bidirectional=False)
+    match mixer_costs(Path("the mixer"), alike, hidden_size):
+        case KernelAttention() as causal:
+            return KernelOverAllKeys(causal)
+        case RelativeAttention() as causal:
+            return RelativeOverAllKeys(causal, mixer.projection_bias)
+        case SoftmaxAttention() as causal if causal.reach is None:
+            return SoftmaxOverAllKeys(causal)
+    raise ConfigError(f"attention {kind!r} over all keys has no formulas with these options")
 
 
 def mixer_costs(path: Path, mixer: MixerNumbers, hidden_size: int) -> MixerCosts:
