@@ -80,8 +80,8 @@ class Snapshots:
 
         # An exception here leaves the bytes to the next sweep: whether the record was written may be unknown.
         result = await place.change(enter)
-        if isinstance(result, StorageError) and not isinstance(result, QuotaError):
-            await self._upkeep.make_room(size)
+        if isinstance(result, StorageError):
+            await self._upkeep.make_room(size, tag if isinstance(result, QuotaError) else "")
             result = await place.change(enter)
         if isinstance(result, StorageError):
             await place.blobs.delete(blob)

@@ -1,11 +1,12 @@
 """Collection, eviction and repair: what expires goes, what is needed stays, and the books agree with the bytes.
 
-When the store is full, this goes, in this order: snapshots that nobody refers to, sessions that have expired, prefixes
-that were used longest ago, then all but the newest checkpoint of the sessions that end soonest. The newest state of a
-session that lives is never evicted.
+When the store, or a caller's share of it, is full, this goes, in this order: snapshots that nobody refers to, sessions
+that have expired, prefixes that were used longest ago, then all but the newest checkpoint of the sessions that end
+soonest. The newest state of a session that lives is never evicted.
 """
 
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from typing import TypeVar, final
 
 import msgspec
@@ -23,11 +24,12 @@ from dist_attn.store.entries import (
 )
 from dist_attn.store.ledger import Ledger
 from dist_attn.store.place import Place
-from dist_attn.store.prefix_records import drop_prefix
+from dist_attn.store.prefix_records import drop_prefix, find_prefix
 
 __all__ = ["Collected", "Upkeep"]
 
 BATCH = 64  # records of one transaction
+EVICTED, PAGES = 8, 1024  # entries that are looked at together, and how often, for what may go
 T = TypeVar("T")
 
 
@@ -58,24 +60,28 @@ class Upkeep:
             snapshots += found
         return Collected(sessions, snapshots)
 
-    async def make_room(self, size: int) -> bool:
-        """Evict until `size` more bytes fit into the store; whether they do.
+    async def make_room(self, size: int, tenant: str = "") -> bool:
+        """Evict until `size` more bytes fit into the store, or into the share of one caller; whether they do.
+
+        Nothing goes in vain: only what takes its bytes along, so nothing that something else refers to or holds.
 
         Raises: StorageError.
         """
         await self.collect()
-        for evict in (_evict_prefixes, _evict_checkpoints):
-            while await self._lacks(size):
-                if not await self._place.change(evict):
+        for order in (_prefixes_by_use, _older_checkpoints):
+            after = ""
+            for _ in range(PAGES):
+                if not await self._lacks(size, tenant):
+                    return True
+                after = await self._place.change(lambda ledger, o=order, a=after: _evict(ledger, o, tenant, a))  # type: ignore[misc]
+                if not after:
                     break
-                # What was evicted was kept by its references alone, so nobody waits for it.
-                while await self._place.change(lambda ledger: ledger.drop_loose(BATCH, ledger.now)):
-                    pass
-        return not await self._lacks(size)
+        return not await self._lacks(size, tenant)
 
-    async def _lacks(self, size: int) -> bool:
-        usage = await self._place.change(lambda ledger: ledger.usage())
-        return usage.bytes + size > self._place.limits.store_bytes
+    async def _lacks(self, size: int, tenant: str) -> bool:
+        limits = self._place.limits
+        usage = await self._place.change(lambda ledger: ledger.usage(tenant))
+        return usage.bytes + size > (limits.tenant_bytes if tenant else limits.store_bytes)
 
     async def repair(self) -> Collected:
         """Remove bytes that no record names and no writer can still be writing; to be done at every start.
@@ -149,25 +155,55 @@ async def _end_expired(ledger: Ledger) -> int:
     return ended
 
 
-async def _evict_prefixes(ledger: Ledger) -> int:
-    """Drop the prefixes that were used longest ago."""
-    oldest = await ledger.transaction.scan("lru/", BATCH)
-    for key, _ in oldest:
-        await drop_prefix(ledger, key.split("/")[2])
-    return len(oldest)
+Order = Callable[[Ledger, str, list[str]], Awaitable[int]]
 
 
-async def _evict_checkpoints(ledger: Ledger) -> int:
-    """Drop all but the newest checkpoint of some session that has several; those that end soonest come first."""
-    after = ""
-    while page := await ledger.transaction.scan("expiry/", BATCH, after):
-        for key, _ in page:
-            name = key.split("/")[2]
-            record = await ledger.session(name)
-            if record is not None and len(record.checkpoints) > 1:
-                for point in record.checkpoints[:-1]:
-                    await ledger.release(point.snapshot)
-                ledger.save_session(name, changed(record, checkpoints=record.checkpoints[-1:]), record)
-                return len(record.checkpoints) - 1
-        after = page[-1][0]
-    return 0
+async def _evict(ledger: Ledger, order: Order, tenant: str, after: str) -> str:
+    """Drop what takes its bytes along of one page of what may go in this order; where the next page begins."""
+    prefix = _index(order, tenant)
+    page = [key for key, _ in await ledger.transaction.scan(prefix, EVICTED, after)]
+    await order(ledger, tenant, page)
+    await ledger.drop_loose(EVICTED * ledger.limits.session_checkpoints, ledger.now)
+    return page[-1] if page else ""
+
+
+def _index(order: Order, tenant: str) -> str:
+    if order is _prefixes_by_use:
+        return f"tenant-lru/{tenant}/" if tenant else "lru/"
+    return f"owned/{tenant}/" if tenant else "expiry/"
+
+
+async def _prefixes_by_use(ledger: Ledger, tenant: str, page: list[str]) -> int:
+    """Drop the prefixes of a page whose states nothing else needs."""
+    dropped = 0
+    for key in page:
+        name = key.split("/")[-1]
+        record = await find_prefix(ledger, name)
+        if record is not None and await _is_last(ledger, record.snapshot):
+            await drop_prefix(ledger, name)
+            dropped += 1
+    return dropped
+
+
+async def _older_checkpoints(ledger: Ledger, tenant: str, page: list[str]) -> int:
+    """Drop those checkpoints of a page of sessions that are not their newest, and whose states nothing else needs."""
+    dropped = 0
+    for key in page:
+        name = key.split("/")[-1]
+        record = await ledger.session(name)
+        if record is None:
+            continue
+        gone = [point for point in record.checkpoints[:-1] if await _is_last(ledger, point.snapshot)]
+        for point in gone:
+            await ledger.release(point.snapshot)
+        if gone:
+            kept = tuple(point for point in record.checkpoints if point not in gone)
+            ledger.save_session(name, changed(record, checkpoints=kept), record)
+            dropped += len(gone)
+    return dropped
+
+
+async def _is_last(ledger: Ledger, snapshot: str) -> bool:
+    """Whether the bytes of a snapshot go with one more reference to it."""
+    record = await ledger.snapshot(snapshot)
+    return record is not None and record.references == 1 and record.held_until <= ledger.now

@@ -350,6 +350,42 @@ def test_a_full_store_lets_go_of_what_is_needed_least(place):
     ]
 
 
+def test_nothing_is_evicted_in_vain(place):
+    """What something else needs or still holds is not dropped, as that makes no room, and the put is refused."""
+
+    async def work(store):
+        session = await store.sessions.create("ann")
+        for position in (1, 2):
+            session = await written(store, "ann", session, position, bytes([position]) * 100)
+        keys = [key for _, key in store.prefixes.hasher("ann", "m", 1).update(bytes(8))]
+        fresh = await kept(store, "ann", b"f" * 100)
+        for key, snapshot in zip(keys, (fresh, session.checkpoints[1].snapshot), strict=True):
+            await store.prefixes.remember("ann", key, 1, snapshot)
+        with pytest.raises(StorageError, match="cannot take 100 more"):
+            await kept(store, "bob", b"b" * 100)
+        assert (await store.snapshots.usage("ann")).prefixes == 2
+        assert await store.sessions.get("ann", session.id) == session
+        place.clock.now += 301
+        await kept(store, "bob", b"b" * 100)
+        return (await store.snapshots.usage("ann")).prefixes, await store.sessions.get("ann", session.id) == session
+
+    assert place.run(work, store_bytes=300) == (1, True)
+
+
+def test_a_callers_own_prefixes_make_room_for_its_sessions(place):
+    """Where a caller's share is full of prefixes, they go for its session's next state, and no other caller's do."""
+
+    async def work(store):
+        for tenant in ("ann", "bob"):
+            for position, key in store.prefixes.hasher(tenant, "m", 1).update(bytes(8)):
+                await store.prefixes.remember(tenant, key, position, await kept(store, tenant, bytes([position]) * 100))
+        place.clock.now += 301
+        session = await written(store, "ann", await store.sessions.create("ann"), 5, b"s" * 150)
+        return session.position, [(await store.snapshots.usage(tenant)).prefixes for tenant in ("ann", "bob")]
+
+    assert place.run(work, tenant_bytes=200) == (5, [0, 2])
+
+
 def test_an_upload_that_fails_leaves_nothing(place):
     """When the bytes stop with an error, or the work is cancelled, no bytes and no records stay."""
 
