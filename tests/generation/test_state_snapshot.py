@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from dist_attn.checkpoints import load_model, save_model
+from dist_attn.comm import run_simulated
 from dist_attn.engine.show_state import show_state
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.generation import computation_of, identity_of, pack_state, restore_state
+from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models import ModelState
 from dist_attn.ops import KeyValueCache
+from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
 from tests.support.closeness import assert_close
@@ -232,3 +235,25 @@ def test_the_command_shows_a_state_and_checks_it(tmp_path, capsys):
     )
     assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (2, "", 1)
     assert "1 of its bytes are missing" in refused.stderr
+
+
+@pytest.mark.parametrize("case", ["gated", "relative positions", "hybrid, twice around"])
+def test_a_state_goes_on_over_another_number_of_ranks(case):
+    """Ranks that read a text together have equal states, and one rank goes on from them as if it had read alone."""
+    model = small_model(case)
+    layout = SequenceLayout.from_lengths([20, 0, READ - 20])
+    described = manifest(model, ranks=3)
+
+    @torch.inference_mode()
+    def body(comm):
+        start, stop = layout.range(comm.rank)
+        _, state = model.hidden(TOKENS[None, start:stop], ShardedSequenceOps(comm, layout))
+        return b"".join(pack_state(state, described).pieces())
+
+    files = run_simulated(body, 3)
+    assert files[0] == files[1] == files[2]
+    restored = restore_state(read_snapshot(io.BytesIO(files[1])), model, manifest(model))
+    assert (restored.report.bit_exact, restored.report.reason) == (False, "ranks was 3 and is 1")
+    states = restored.state, read(model)[0]
+    got, want = (torch.frombuffer(bytearray(go_on(model, state)), dtype=torch.float32) for state in states)
+    assert_close(got, want)

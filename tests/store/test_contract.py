@@ -8,36 +8,9 @@ import pytest
 
 from dist_attn.errors import ConflictError, InputError, QuotaError, StorageError, UnknownStateError
 from dist_attn.store import Usage
-from dist_attn.store.entries import changed
-from tests.support.stores import KINDS, place_of, stream, why_no_redis
+from tests.support.stores import kept, read, stream, written
 
 DATA = random.Random(0).randbytes(70_000)
-
-
-@pytest.fixture(params=KINDS)
-def place(request, tmp_path):
-    """A fresh place of every kind."""
-    if request.param == "redis" and (lack := why_no_redis()):
-        pytest.skip(lack)
-    with place_of(request.param, tmp_path) as fresh:
-        yield fresh
-
-
-async def read(store, tenant, name):
-    """All bytes of a snapshot."""
-    return b"".join([piece async for piece in store.snapshots.get(tenant, name)])
-
-
-async def kept(store, tenant, data):
-    """The id of a snapshot of these bytes."""
-    return (await store.snapshots.put(tenant, stream(data))).id
-
-
-async def written(store, tenant, session, position, data=None, **options):
-    """Append up to `position` in one go."""
-    _, token = await store.sessions.begin_append(tenant, session.id, f"to {position}")
-    snapshot = await kept(store, tenant, data or f"{session.id} {position}".encode())
-    return await store.sessions.advance(tenant, session.id, token, position, snapshot, done=True, **options)
 
 
 def test_snapshots_stream_in_and_out(place):
@@ -90,34 +63,6 @@ def test_callers_have_nothing_in_common(place):
         return await store.snapshots.stat("ann", ann)
 
     assert place.run(work).references == 0
-
-
-def test_what_nobody_needs_goes_and_what_is_needed_stays(place):
-    """A snapshot is collected once nothing refers to it and its time is over; a pin or a reference keeps it."""
-
-    async def work(store):
-        loose, pinned, used = [await kept(store, "ann", DATA[:n]) for n in (10, 20, 30)]
-        session = await store.sessions.create("ann", ttl_s=10_000)
-        await written(store, "ann", session, 4, DATA[:30])
-        await store.snapshots.pin("ann", pinned, 5000)
-        await store.upkeep.collect()
-        assert (await store.snapshots.stat("ann", loose)).references == 0
-        place.clock.now += 301
-        assert (await store.upkeep.collect()).snapshots == 1
-        with pytest.raises(UnknownStateError):
-            await read(store, "ann", loose)
-        place.clock.now += 4000
-        await store.upkeep.collect()
-        assert [len(await read(store, "ann", name)) for name in (pinned, used)] == [20, 30]
-        with pytest.raises(ConflictError, match="referred to 1 times"):
-            await store.snapshots.delete("ann", used)
-        await store.snapshots.delete("ann", pinned)
-        place.clock.now += 2000
-        await store.sessions.delete("ann", session.id)
-        await store.upkeep.collect()
-        return await store.snapshots.usage("ann"), [name async for name in store._place.blobs.names()]
-
-    assert place.run(work) == (Usage(), [])
 
 
 def test_a_session_ends_by_itself(place):
@@ -309,83 +254,6 @@ def test_the_longest_prefix_that_was_read_is_found(place):
     assert place.run(work) == 400
 
 
-def test_a_full_store_lets_go_of_what_is_needed_least(place):
-    """Snapshots without reference go first, then prefixes, then older checkpoints, and a newest state never."""
-
-    async def work(store):
-        session = await store.sessions.create("ann")
-        for position in (1, 2, 3):
-            session = await written(store, "ann", session, position, bytes([position]) * 100)
-        prefix = await kept(store, "ann", b"p" * 100)
-        key = store.prefixes.hasher("ann", "m", 1).update(bytes(4))[0][1]
-        await store.prefixes.remember("ann", key, 1, prefix)
-        place.clock.now += 1000
-        loose = await kept(store, "ann", b"l" * 100)
-        place.clock.now += 1000
-
-        async def left():
-            found = [loose, prefix, *(point.snapshot for point in session.checkpoints)]
-            stored = {key.removeprefix("snapshot/") for key, _ in await store.upkeep._all("snapshot/", dict)}
-            return [name in stored for name in found]
-
-        steps = []
-        for letter in b"abcdef":
-            try:
-                fresh = await kept(store, "ann", bytes([letter]) * 100)
-            except StorageError as error:
-                assert "cannot take 100 more" in str(error)
-            else:
-                await store.snapshots.pin("ann", fresh, 10_000)
-            steps.append(await left())
-        assert (await store.sessions.get("ann", session.id)).position == 3
-        return steps
-
-    assert place.run(work, store_bytes=500) == [
-        [False, True, True, True, True],
-        [False, False, True, True, True],
-        [False, False, False, False, True],
-        [False, False, False, False, True],
-        [False, False, False, False, True],
-        [False, False, False, False, True],
-    ]
-
-
-def test_nothing_is_evicted_in_vain(place):
-    """What something else needs or still holds is not dropped, as that makes no room, and the put is refused."""
-
-    async def work(store):
-        session = await store.sessions.create("ann")
-        for position in (1, 2):
-            session = await written(store, "ann", session, position, bytes([position]) * 100)
-        keys = [key for _, key in store.prefixes.hasher("ann", "m", 1).update(bytes(8))]
-        fresh = await kept(store, "ann", b"f" * 100)
-        for key, snapshot in zip(keys, (fresh, session.checkpoints[1].snapshot), strict=True):
-            await store.prefixes.remember("ann", key, 1, snapshot)
-        with pytest.raises(StorageError, match="cannot take 100 more"):
-            await kept(store, "bob", b"b" * 100)
-        assert (await store.snapshots.usage("ann")).prefixes == 2
-        assert await store.sessions.get("ann", session.id) == session
-        place.clock.now += 301
-        await kept(store, "bob", b"b" * 100)
-        return (await store.snapshots.usage("ann")).prefixes, await store.sessions.get("ann", session.id) == session
-
-    assert place.run(work, store_bytes=300) == (1, True)
-
-
-def test_a_callers_own_prefixes_make_room_for_its_sessions(place):
-    """Where a caller's share is full of prefixes, they go for its session's next state, and no other caller's do."""
-
-    async def work(store):
-        for tenant in ("ann", "bob"):
-            for position, key in store.prefixes.hasher(tenant, "m", 1).update(bytes(8)):
-                await store.prefixes.remember(tenant, key, position, await kept(store, tenant, bytes([position]) * 100))
-        place.clock.now += 301
-        session = await written(store, "ann", await store.sessions.create("ann"), 5, b"s" * 150)
-        return session.position, [(await store.snapshots.usage(tenant)).prefixes for tenant in ("ann", "bob")]
-
-    assert place.run(work, tenant_bytes=200) == (5, [0, 2])
-
-
 def test_an_upload_that_fails_leaves_nothing(place):
     """When the bytes stop with an error, or the work is cancelled, no bytes and no records stay."""
 
@@ -455,69 +323,3 @@ def test_what_is_kept_is_there_after_opening_again(place):
         return [name async for name in store._place.blobs.names()]
 
     assert len(place.run(second)) == 1
-
-
-def test_damaged_bytes_are_not_passed_off_as_sound(place):
-    """Bytes that have changed where they lie, or are gone, end in an error that names the snapshot."""
-
-    async def work():
-        async with place.open() as store:
-            name = await kept(store, "ann", DATA)
-            record = await store._place.change(lambda ledger: ledger.snapshot(name))
-            await store._place.blobs.delete(record.blob)
-            with pytest.raises(StorageError, match=record.blob):
-                await read(store, "ann", name)
-            assert await store.upkeep.audit() == [f"the bytes of snapshot {name} are missing"]
-            await store._place.blobs.write(record.blob, stream(DATA[:-1] + b"\0"))
-            with pytest.raises(StorageError, match=f"{name} is damaged"):
-                await read(store, "ann", name)
-            await store._place.change(lambda ledger: _miscount(ledger, name))
-            return await store.upkeep.audit()
-
-    assert "counts 3 references; there are 0" in asyncio.run(work())[0]
-
-
-async def _miscount(ledger, name):
-    record = await ledger.snapshot(name)
-    ledger.save_snapshot(name, changed(record, references=3), record)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_the_books_agree_after_anything(place, seed):
-    """After any mixture of changes, expiry and eviction, references and sums are right, and all places agree."""
-
-    async def work(store):
-        rng, sessions, outcomes = random.Random(seed), [], []
-        for step in range(60):
-            tenant = rng.choice(("ann", "bob"))
-            place.clock.now += rng.choice((0, 1, 400))
-            known = [s for t, s in sessions if t == tenant] or [None]
-            session = rng.choice(known)
-            try:
-                match rng.randrange(8):
-                    case 0 | 1:
-                        sessions.append((tenant, await store.sessions.create(tenant, ttl_s=rng.choice((500, 9000)))))
-                    case 2 | 3 if session:
-                        await written(store, tenant, session, step + 1, bytes([rng.randrange(6)]) * 100)
-                    case 4 if session:
-                        sessions.append((tenant, await store.sessions.fork(tenant, session.id)))
-                    case 5 if session:
-                        snapshot = await kept(store, tenant, bytes([rng.randrange(6)]) * 100)
-                        key = hashlib.sha256(bytes([rng.randrange(9)]) + tenant.encode()).hexdigest()
-                        await store.prefixes.remember(tenant, key, step, snapshot)
-                    case 6 if session:
-                        await store.sessions.delete(tenant, session.id)
-                    case _:
-                        await store.upkeep.collect()
-                outcomes.append("done")
-            except (UnknownStateError, ConflictError, QuotaError, StorageError) as error:
-                outcomes.append(type(error).__name__)
-            if step % 10 == 0:
-                assert await store.upkeep.audit() == []
-        return outcomes
-
-    outcomes = place.run(work, store_bytes=700, tenant_bytes=500, tenant_sessions=5, tenant_prefixes=3)
-    with place_of("memory", None) as memory:
-        place = memory
-        assert memory.run(work, store_bytes=700, tenant_bytes=500, tenant_sessions=5, tenant_prefixes=3) == outcomes
-    assert len(set(outcomes)) >= 3

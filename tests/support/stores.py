@@ -14,13 +14,25 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dist_attn.store import StateStore, StoreLimits
+from dist_attn.store import Session, StateStore, StoreLimits
 from dist_attn.store.blobs import Blobs
 from dist_attn.store.disk import DiskBlobs, DiskRecords
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.records import Records
 
-__all__ = ["KINDS", "Clock", "StorePlace", "place_of", "redis_server", "stream", "why_no_redis"]
+__all__ = [
+    "KINDS",
+    "Clock",
+    "StorePlace",
+    "kept",
+    "place_of",
+    "read",
+    "redis_server",
+    "started_redis",
+    "stream",
+    "why_no_redis",
+    "written",
+]
 
 KINDS = ("memory", "disk", "redis")
 START_S = 20.0
@@ -96,6 +108,25 @@ async def stream(data: bytes, cuts: Iterable[int] = ()) -> AsyncIterator[bytes]:
     for stop in (*cuts, len(data)):
         yield data[start:stop]
         start = stop
+
+
+async def read(store: StateStore, tenant: str, name: str) -> bytes:
+    """All bytes of a snapshot."""
+    return b"".join([piece async for piece in store.snapshots.get(tenant, name)])
+
+
+async def kept(store: StateStore, tenant: str, data: bytes) -> str:
+    """The id of a snapshot of these bytes."""
+    return (await store.snapshots.put(tenant, stream(data))).id
+
+
+async def written(
+    store: StateStore, tenant: str, session: Session, position: int, data: bytes | None = None, **options: Any
+) -> Session:
+    """Append up to `position` in one go."""
+    _, token = await store.sessions.begin_append(tenant, session.id, f"to {position}")
+    snapshot = await kept(store, tenant, data or f"{session.id} {position}".encode())
+    return await store.sessions.advance(tenant, session.id, token, position, snapshot, done=True, **options)
 
 
 def why_no_redis() -> str:
