@@ -1,11 +1,8 @@
 """A job that trains a model as a training file would, resumes where it was stopped, and measures the model folder."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks.papers.experiment import Interrupted, Job, Scores, Watch
 from dist_attn.training.config import TrainingConfig
@@ -57,20 +54,9 @@ def training_job(
                 last.update(metrics)
                 watch.tell("validation: " + ", ".join(f"{name} {value}" for name, value in metrics.items()))
 
-        with _no_denormals():
-            final = train(config, resume=(folder / RUN / "config.json").exists(), report=report, stop=watch.stop)
+        final = train(config, resume=(folder / RUN / "config.json").exists(), report=report, stop=watch.stop)
         if final.get("stopped"):
             raise Interrupted
         return measure(folder / RUN / "model", last or final, watch)
 
     return Job(arm, seed, settings, work, needs)
-
-
-@contextlib.contextmanager
-def _no_denormals() -> Iterator[None]:
-    """Gates let sums decay below 1e-38, where a CPU multiplies so slowly that a gated model takes 1.6 times as long."""
-    torch.set_flush_denormal(True)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)

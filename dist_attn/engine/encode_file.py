@@ -20,7 +20,12 @@ from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
 from dist_attn.engine.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
 from dist_attn.engine.encode_blocks import Seconds, encode_blocks
 from dist_attn.errors import InputError
+<<<<<<< HEAD
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
+=======
+from dist_attn.models import LanguageModel, TextEncoder
+from dist_attn.ops.denormals import denormals_flushed
+>>>>>>> 041ce99 (Denormal numbers are taken for 0 in training, encoding and serving)
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import Algorithm
 from dist_attn.text import Tokeniser
@@ -93,6 +98,7 @@ def encode_file(
         reader = StreamReader(comm, model, spec, exchange=exchange, deterministic=deterministic)
     tokens, carry_bytes, spent = 0, 0, Seconds()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(denormals_flushed())
         if deterministic:
             stack.enter_context(RowBlocks())
         blocks, writer = _open_together(comm, stack, tokeniser, source, target, reader, spec, on_progress)

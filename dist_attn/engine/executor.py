@@ -59,6 +59,7 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         not come together.
     """
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
     device = torch.device("cpu")
     if settings.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

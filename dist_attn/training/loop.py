@@ -15,6 +15,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, InputError
 from dist_attn.models.recomputation import recompute_layers
+from dist_attn.ops.denormals import denormals_flushed
 from dist_attn.training.best_checkpoint import find_best, keep_best
 from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
@@ -58,6 +59,7 @@ def train(
     """
     world = LocalCommunicator() if comm is None else comm
     with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh, ExitStack() as held:
+        held.enter_context(denormals_flushed())
         run = _Run(config, resume, mesh, progress, held)
         try:
             return run.to_the_end(report, tell, stop)
