@@ -20,12 +20,8 @@ from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
 from dist_attn.engine.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
 from dist_attn.engine.encode_blocks import Seconds, encode_blocks
 from dist_attn.errors import InputError
-<<<<<<< HEAD
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
-=======
-from dist_attn.models import LanguageModel, TextEncoder
 from dist_attn.ops.denormals import denormals_flushed
->>>>>>> 041ce99 (Denormal numbers are taken for 0 in training, encoding and serving)
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import Algorithm
 from dist_attn.text import Tokeniser
