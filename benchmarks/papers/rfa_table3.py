@@ -48,7 +48,7 @@ LISTOPS: dict[str, Any] = {
 # What each model is trained on first: a few hundred steps do not find the operator that counts among 1,000 tokens.
 SHORT = {**LISTOPS, "min_length": 10, "max_length": 100, "batch": 32}
 SHORT_STEPS, LISTOPS_STEPS, AUTHORS_STEPS, PAIRS_STEPS = 600, 450, 240, 300
-PASSAGES = PassageSpec(train=300, held_out=40)
+PASSAGES = PassageSpec(train=280, held_out=40)
 HALVES = PassageSpec(train=300, held_out=60, min_length=1024, max_length=2048)
 HELD_OUT_PAIRS = 400
 SMOKE_LISTOPS = {"min_length": 10, "max_length": 40, "examples": 40, "validation_examples": 8}
