@@ -103,6 +103,28 @@ def test_encodings_over_ranks_are_those_of_one() -> None:
         assert_close(vectors, model.vectors(_tokens()))
 
 
+def test_what_a_rank_does_stays_as_ranks_and_length_grow() -> None:
+    """With an expert and equally many tokens for each rank, kept tokens, rows of experts and bytes sent are bounded."""
+    each, rows = 32, 8  # tokens of a rank, and those of them that are kept
+
+    def run(comm: Communicator) -> tuple[int, int, int]:
+        experts = {"num_experts": comm.size, "capacity_factor": 1.25}
+        model = _model(selector={"gate": "top_k", "rate": rows / each}, router=experts, vocab_size=200)
+        layout = SequenceLayout.even(each * comm.size, comm.size)
+        tokens = torch.randperm(200, generator=torch.Generator().manual_seed(0))[: layout.total]
+        ops = ShardedSequenceOps(comm, layout)
+        comm.traffic.clear()
+        reading = model.read(tokens[slice(*layout.range(comm.rank))], ops)
+        sent = sum(e.bytes_sent for e in comm.traffic.events if e.label.startswith(("to experts", "from experts")))
+        return len(reading.z_ND), model.layers[0].capacity(reading.tally.kept), sent
+
+    for ranks in (1, 2, 4):
+        for kept, capacity, sent in run_simulated(run, ranks):
+            assert kept == rows and capacity == 10
+            # There at most the rank's own rows with their weights, back at most what an expert has room for.
+            assert sent <= 8 * (rows * (SIZE + 1) + capacity * SIZE)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_sequence_does_not_depend_on_its_batch(case: str) -> None:
     """Logits of a batch are those of each sequence alone, at test and with the noise of training."""

@@ -1,0 +1,293 @@
+"""Sec. 9 of Unified View, proposed there and not measured: a sparse model and a dense one on needles in noise.
+
+Both go through the same lengths: what is learnt on short sequences is learnt on at each longer one, up to 65,536 tokens
+of which eight matter. The Selector keeps everything at first and learns to drop once the classifier knows something.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch
+from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
+from benchmarks.timing import interleaved
+from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
+from dist_attn.training.config import TrainingConfig
+from dist_attn.training.datasets.needles import Needles
+from dist_attn.training.loop import train
+from dist_attn.training.run_folder import read_metrics
+
+__all__ = ["NEEDLES"]
+
+SIZE, HEADS, MLP = 32, 2, 64
+NOISE, SYMBOLS, COPIES = 64, 4, 4
+HELD_OUT, SMOKE_HELD_OUT = 40, 3
+TIMES, ROUNDS = "times", 3
+SPARSE, DENSE = "sparse", "dense"
+SIZES = {"vocab_size": NOISE + 2 * SYMBOLS, "num_classes": 2 * SYMBOLS - 1}
+MODELS: dict[str, dict[str, Any]] = {
+    SPARSE: {
+        "kind": "million",
+        **SIZES,
+        "hidden_size": SIZE,
+        "num_heads": HEADS,
+        "mlp_size": MLP,
+        "positions": "none",
+        "selector": {
+            "gate": "straight_through",
+            "rate_penalty": "above",
+            "most_tokens": 512,
+            "temperature": 0.3,
+            "initial_logit": 4.0,
+        },
+        "router": {"num_experts": 2, "capacity_factor": 2.0},
+    },
+    DENSE: {
+        "kind": "text_classifier",
+        **SIZES,
+        "encoder": {
+            "hidden_size": SIZE,
+            "num_layers": 1,
+            "mlp_size": MLP,
+            "mixer": {
+                "kind": "bidirectional",
+                "attention": "rfa",
+                "hidden_size": SIZE,
+                "num_heads": HEADS,
+                "num_random": 16,
+            },
+            "positions": "none",
+        },
+    },
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One length of the curriculum, of both models alike, and how the sparse one's Selector learns there."""
+
+    length: int
+    batch: int
+    steps: int
+    learning_rate: float
+    selector: dict[str, Any] = field(default_factory=dict)
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(32, 8, 500, 1e-2, {"frozen": True}),
+    Stage(32, 8, 400, 3e-3, {"rate": 0.3}),
+    Stage(256, 8, 200, 3e-3, {"rate": 0.05}),
+    Stage(2048, 4, 100, 2e-3, {"rate": 0.01}),
+    Stage(65_536, 1, 24, 1e-3, {"rate": 0.001}),
+)
+SMOKE_STAGES: tuple[Stage, ...] = (Stage(16, 2, 2, 1e-2, {"frozen": True}), Stage(64, 2, 2, 1e-3))
+
+
+def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
+    stages = SMOKE_STAGES if budget.smoke else STAGES
+    stages = tuple(Stage(s.length, s.batch, budget.steps(s.steps), s.learning_rate, s.selector) for s in stages)
+    held_out = SMOKE_HELD_OUT if budget.smoke else HELD_OUT
+    curricula = [_curriculum(arm, seed, stages, held_out) for arm in MODELS for seed in seeds]
+    return [_times_job(stages, 1 if budget.smoke else ROUNDS), *curricula]
+
+
+def _curriculum(arm: str, seed: int, stages: Sequence[Stage], held_out: int) -> Job:
+    """One training for each stage, each of which begins with the model of the one before and goes on where it was."""
+    sections = [_sections(arm, seed, number, stage, held_out) for number, stage in enumerate(stages)]
+
+    def work(folder: Path, watch: Watch) -> Scores:
+        scores: dict[str, float] = {}
+        begin_from: Path | None = None
+        steps = 0
+        for number, (values, stage) in enumerate(zip(sections, stages, strict=True)):
+            place = folder / f"stage-{number}"
+            run = {**values["run"], "folder": place, "begin_from": begin_from}
+            config = TrainingConfig.model_validate({**values, "run": run})
+
+            def report(metrics: Mapping[str, Any], stage: Stage = stage) -> None:
+                watch.tell(f"length {stage.length}: " + ", ".join(f"{k} {v}" for k, v in metrics.items()))
+
+            final = train(config, resume=(place / "config.json").exists(), report=report, stop=watch.stop)
+            if final.get("stopped"):
+                raise Interrupted
+            held = [record for record in read_metrics(place) if "accuracy" in record]
+            last, length = held[-1], stage.length
+            scores |= {f"accuracy_{length}": last["accuracy"], f"loss_{length}": last["validation_loss"]}
+            if "kept_share" in last:
+                scores |= {f"kept_{length}": last["kept_share"], f"dropped_{length}": last["dropped_share"]}
+                scores |= {f"kept_at_step_{steps + record['step']}": record["kept_share"] for record in held}
+            steps += stage.steps
+            begin_from = place / "model"
+        return scores
+
+    return Job(arm, seed, {"stages": sections}, work)
+
+
+def _sections(arm: str, seed: int, number: int, stage: Stage, held_out: int) -> dict[str, Any]:
+    model = MODELS[arm]
+    if arm == SPARSE:
+        model = {**model, "selector": {**model["selector"], **stage.selector}}
+    # The Selector's share is looked at along the way; of a dense model that would cost more than it trains.
+    looks = 2 if arm == SPARSE else 1
+    return {
+        "model": model,
+        "data": {
+            "kind": "needles",
+            # Other sequences in every stage and for every seed; both models read the same ones.
+            "seed": 100 * seed + number,
+            "length": stage.length,
+            "noise": NOISE,
+            "symbols": SYMBOLS,
+            "copies": COPIES,
+            "examples": stage.batch * stage.steps,
+            "validation_examples": held_out,
+            "batch": stage.batch,
+        },
+        "optimiser": {
+            "learning_rate": stage.learning_rate,
+            "warmup_steps": min(30, stage.steps // 3),
+            "weight_decay": 0.01,
+        },
+        "run": {
+            "seed": seed,
+            "steps": stage.steps,
+            "bf16": False,
+            "tensorboard": False,
+            "plot": False,
+            "log_every": max(1, stage.steps // 4),
+            "evaluate_every": max(1, stage.steps // looks),
+            "checkpoint_every": max(1, stage.steps // 4),
+        },
+    }
+
+
+def _times_job(stages: Sequence[Stage], rounds: int) -> Job:
+    """Forward and backward pass of one batch at every length, both models in turns."""
+
+    def work(folder: Path, watch: Watch) -> Scores:
+        torch.set_num_threads(1)
+        works: dict[str, Callable[[], object]] = {}
+        for arm in MODELS:
+            model = _fresh(arm)
+            works |= {f"{arm}_{stage.length}": _pass(model, stage) for stage in stages}
+        watch.tell(f"{len(works)} shapes, {rounds} rounds")
+        return {name: times.fastest for name, times in interleaved(works, rounds).items()}
+
+    return Job(TIMES, 0, {"stages": [asdict(stage) for stage in stages], "rounds": rounds, "models": MODELS}, work)
+
+
+def _fresh(arm: str) -> MillionModel | TextClassifier:
+    if arm == SPARSE:
+        # As after training: the needles, and little else, are kept.
+        sparse = {**MODELS[arm], "selector": {**MODELS[arm]["selector"], "gate": "top_k", "rate": 1e-3}}
+        return MillionModel(MillionConfig.model_validate(sparse))
+    return TextClassifier(TextClassifierConfig.model_validate(MODELS[arm]))
+
+
+def _pass(model: MillionModel | TextClassifier, stage: Stage) -> Callable[[], None]:
+    needles = Needles(0, stage.length, NOISE, SYMBOLS, COPIES)
+    drawn = [needles(index) for index in range(stage.batch)]
+    tokens_BL = torch.stack([torch.from_numpy(tokens) for tokens, _ in drawn])
+    classes_B = torch.tensor([label for _, label in drawn])
+
+    def work() -> None:
+        model.zero_grad()
+        F.cross_entropy(model(tokens_BL), classes_B).backward()
+
+    return work
+
+
+def _report(done: Sequence[Done]) -> Report:
+    seconds = next((one.scores for one in done if one.arm == TIMES), {})
+    lengths = sorted({int(name.rpartition("_")[2]) for one in done for name in one.scores if "accuracy" in name})
+    notes = (
+        f"Of a sequence {COPIES} tokens are one symbol a of one alphabet and {COPIES} one symbol b of another, at "
+        f"random places among {NOISE} kinds of noise. The class is a + b; who sees one of the needles, or none, is "
+        f"right {1 / SYMBOLS:.0%} of the time at best. Both models are trained on the same sequences in the same "
+        "order, first short ones, then longer ones.",
+        f"Width {SIZE}, {HEADS} heads, one layer each. The sparse one keeps tokens by a straight-through gate, at most "
+        "512, and has two experts; the dense one has random feature attention (16 features) over all tokens, and mean "
+        "pooling. The Selector keeps everything in the first stage and learns from the second on.",
+        "Seconds of a training step: forward and backward pass, one thread, the fastest of rounds taken in turns; of "
+        "the sparse model with one token in a thousand kept. In training it first keeps more.",
+        "Kept is the share of the tokens of held-out sequences that pass the threshold after training at that length.",
+    )
+    panels = (
+        ("accuracy on held-out sequences", _draw(done, lengths, "accuracy")),
+        ("share of tokens kept, as sequences grow longer", _draw_kept(done)),
+    )
+    return Report((_table(done, lengths, seconds),), notes, panels)
+
+
+def _found(done: Sequence[Done], arm: str, name: str) -> list[float]:
+    return [one.scores[name] for one in done if one.arm == arm and name in one.scores]
+
+
+def _table(done: Sequence[Done], lengths: Sequence[int], seconds: Scores) -> Table:
+    columns = ["length"]
+    for arm in MODELS:
+        columns += [f"{arm}: accuracy", "seconds per step"]
+    rows = []
+    for length in lengths:
+        cells = [f"{length:,}"]
+        for arm in MODELS:
+            cells.append(mean_and_spread(_found(done, arm, f"accuracy_{length}"), 3))
+            time = seconds.get(f"{arm}_{length}")
+            cells.append("not measured" if time is None else f"{time:.3f}")
+        cells.append(mean_and_spread(_found(done, SPARSE, f"kept_{length}"), 5))
+        cells.append(mean_and_spread(_found(done, SPARSE, f"dropped_{length}"), 5))
+        rows.append(tuple(cells))
+    title = "Held-out accuracy after training at each length; mean and deviation over seeds"
+    return Table(title, (*columns, "kept", "dropped at experts"), tuple(rows))
+
+
+def _draw(done: Sequence[Done], lengths: Sequence[int], score: str) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for arm in MODELS:
+            for one in done:
+                known = [length for length in lengths if f"{score}_{length}" in one.scores]
+                if one.arm == arm:
+                    values = [one.scores[f"{score}_{length}"] for length in known]
+                    colour = f"C{list(MODELS).index(arm)}"
+                    axes.plot(known, values, marker="o", color=colour, label=f"{arm}, seed {one.seed}")
+        axes.axhline(1 / SYMBOLS, color="black", linestyle="--", linewidth=0.8, label="chance")
+        axes.set(xscale="log", xlabel="length", ylabel=score, ylim=(0, 1.03))
+        axes.legend(fontsize=7)
+
+    return draw
+
+
+def _draw_kept(done: Sequence[Done]) -> Callable[[Axes], None]:
+    def draw(axes: Axes) -> None:
+        for one in done:
+            points = sorted(
+                (int(name.rpartition("_")[2]), value)
+                for name, value in one.scores.items()
+                if name.startswith("kept_at_step_")
+            )
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=f"seed {one.seed}")
+        step = 0
+        for stage in STAGES:
+            here = (step, step + stage.steps)
+            axes.plot(here, [2 * COPIES / stage.length] * 2, color="black", linestyle="--", linewidth=0.8)
+            step = here[1]
+        axes.set(
+            xlabel="step of all stages (dashed: the share of needles)", ylabel="share of tokens kept", yscale="log"
+        )
+        axes.legend(fontsize=7)
+
+    return draw
+
+
+NEEDLES = Experiment(
+    "uv-needles",
+    "Does a model that selects tokens find what a dense one of no lower cost does not, where few of 65,536 matter?",
+    ("tests/models/test_million.py", "tests/training/datasets/test_needles.py"),
+    _jobs,
+    _report,
+)
