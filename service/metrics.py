@@ -93,6 +93,10 @@ class _GaugeCollector(Collector):
         yield _gauge(
             "dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", status.tokens_per_second
         )
+        words = "Times that the ranks were lost and started again"
+        yield CounterMetricFamily("dist_attn_lost_groups", words, value=status.lost_groups)
+        words = "Tokens that were read or drawn a second time after a loss"
+        yield CounterMetricFamily("dist_attn_replayed_tokens", words, value=status.replayed_tokens)
         ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
         idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
         memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])

@@ -318,7 +318,10 @@ class RankState(_Output):
 
 
 class ServiceState(_Output):
-    """What the service and its engine are doing now; the engine's figures are null while it has not answered."""
+    """What the service and its engine are doing now; the engine's figures are null while it has not answered.
+
+    `lost_groups` counts how often the ranks were lost, `replayed_tokens` what was read or drawn a second time for that.
+    """
 
     ready: bool
     reason: str
@@ -334,4 +337,6 @@ class ServiceState(_Output):
     queued: int | None = None
     sessions: int | None = None
     tokens_per_second: float | None = None
+    lost_groups: int | None = None
+    replayed_tokens: int | None = None
     ranks: list[RankState] = []

@@ -76,10 +76,9 @@ async def status(request: Request) -> ServiceState:
         )
         for rank in engine.ranks
     ]
-    theirs = {"backend": engine.backend, "epoch": engine.epoch, "step": engine.step, "queued": engine.queued}
-    return ServiceState.model_validate(
-        {**own, **theirs, "sessions": engine.active, "tokens_per_second": engine.tokens_per_second, "ranks": ranks}
-    )
+    names = ("backend", "epoch", "step", "queued", "tokens_per_second", "lost_groups", "replayed_tokens")
+    theirs = {name: getattr(engine, name) for name in names}
+    return ServiceState.model_validate({**own, **theirs, "sessions": engine.active, "ranks": ranks})
 
 
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)

@@ -1,0 +1,271 @@
+"""Ranks of a service are killed again and again while streams are open: is every answer the undisturbed one?
+
+`python -m benchmarks.service_kills BOOK --ranks 4 --kills 50` starts a service of its own, takes every answer once in
+peace, and then over and over while `kill -9` (every `--stop-every`th time SIGSTOP) hits a rank at a random moment.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+__all__ = ["Answers", "Kill", "Stream", "main"]
+
+START_S, SILENCE_S, RECOVERY_S = 180.0, 300.0, 120.0
+LISTENS = re.compile(r"http://[^\s/]+:\d+")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One request: an encoding of `text`, or a completion of it with `max_tokens`."""
+
+    name: str
+    text: str
+    max_tokens: int = 0
+
+    async def digest(self, http: httpx.AsyncClient) -> str:
+        """SHA-256 of all rows, or of all text that was drawn.
+
+        Raises: RuntimeError for an answer that ends without its end.
+        """
+        made = hashlib.sha256()
+        if self.max_tokens:
+            whole = False
+            async for line in self._completion(http):
+                if line == "data: [DONE]":
+                    whole = True
+                elif line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise RuntimeError(f"{self.name}: {event['error']}")
+                    made.update(event["choices"][0]["text"].encode())
+        else:
+            whole = False
+            async for line in self._encoding(http):
+                row = json.loads(line)
+                if row.get("object") == "error":
+                    raise RuntimeError(f"{self.name}: {row['error']}")
+                whole = row.get("object") == "encoding.summary"
+                made.update(b"" if whole else line.encode())
+        if not whole:
+            raise RuntimeError(f"{self.name}: the answer ended before its end")
+        return made.hexdigest()
+
+    async def _completion(self, http: httpx.AsyncClient) -> AsyncIterator[str]:
+        body = {"prompt": self.text, "max_tokens": self.max_tokens, "seed": 7, "temperature": 0.8, "stream": True}
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                yield line
+
+    async def _encoding(self, http: httpx.AsyncClient) -> AsyncIterator[str]:
+        headers = {"content-type": "text/plain"}
+        async with http.stream("POST", "/v1/encodings", content=self.text.encode(), headers=headers) as answer:
+            answer.raise_for_status()
+            async for line in answer.aiter_lines():
+                yield line
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One rank that was killed: which, in what phase of its work, and how long until all ranks stepped again."""
+
+    rank: int
+    phase: str
+    signal: str
+    open_streams: int
+    seconds_to_ready: float
+    replayed_tokens: int
+
+
+@dataclass
+class Answers:
+    """What came back while ranks were killed."""
+
+    kills: list[Kill] = field(default_factory=list)
+    equal: int = 0
+    different: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The result in figures."""
+        waits = sorted(kill.seconds_to_ready for kill in self.kills)
+        again = [kill.replayed_tokens for kill in self.kills]
+        return {
+            "kills": len(self.kills),
+            "answers_equal": self.equal,
+            "answers_different": self.different,
+            "errors": self.errors,
+            "seconds_to_ready_median": round(median(waits), 2) if waits else None,
+            "seconds_to_ready_max": round(waits[-1], 2) if waits else None,
+            "replayed_tokens_median": median(again) if again else None,
+            "replayed_tokens_max": max(again) if again else None,
+            "phases": {phase: sum(k.phase == phase for k in self.kills) for phase in {k.phase for k in self.kills}},
+        }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class _Service:
+    """A service in processes of its own."""
+
+    def __init__(self, ranks: int, model: str, folder: Path) -> None:
+        command = [
+            sys.executable,
+            "-m",
+            "dist_attn",
+            "serve",
+            "--port",
+            str(_free_port()),
+            "--ranks",
+            str(ranks),
+            "--model",
+            model,
+        ]
+        self._log = (folder / "serve.log").open("wb")
+        self._process = subprocess.Popen(
+            [*command, "--model", model, "--data-dir", str(folder / "data")], stdout=subprocess.PIPE, stderr=self._log
+        )
+        assert self._process.stdout is not None
+        self.url = ""
+        for line in self._process.stdout:
+            found = LISTENS.search(line.decode())
+            if found:
+                self.url = found.group()
+                break
+        if not self.url:
+            raise RuntimeError(f"the service did not start: {(folder / 'serve.log').read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        self._process.kill()
+        self._log.close()
+
+
+async def _ready(http: httpx.AsyncClient, epoch: int, seconds: float) -> dict[str, Any]:
+    """The status as soon as the engine is ready in this epoch or a later one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            status: dict[str, Any] = (await http.get("/v1/status")).json()
+            if status["ready"] and (status["epoch"] or 0) >= epoch:
+                return status
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"the engine was not ready in epoch {epoch} within {seconds:g} s")
+
+
+async def _kill(http: httpx.AsyncClient, chance: random.Random, number: signal.Signals, streams: int) -> Kill:
+    status = await _ready(http, 0, RECOVERY_S)
+    victim = chance.choice(status["ranks"])
+    began = time.monotonic()
+    os.kill(victim["pid"], number)
+    after = await _ready(http, status["epoch"] + 1, RECOVERY_S)
+    seconds = time.monotonic() - began
+    again = after["replayed_tokens"] - status["replayed_tokens"]
+    return Kill(victim["rank"], victim["phase"], number.name, streams, round(seconds, 2), again)
+
+
+async def _measure(url: str, streams: Sequence[Stream], given: argparse.Namespace) -> Answers:
+    chance, answers = random.Random(given.seed), Answers()
+    async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S, limits=httpx.Limits(max_connections=100)) as http:
+        await _ready(http, 0, START_S)
+        began = time.monotonic()
+        wanted = dict(zip(streams, await asyncio.gather(*(s.digest(http) for s in streams)), strict=True))
+        undisturbed = time.monotonic() - began
+        print(f"undisturbed: {len(streams)} answers in {undisturbed:.1f} s", file=sys.stderr, flush=True)
+        over = asyncio.Event()
+
+        async def ask(stream: Stream) -> None:
+            while True:
+                try:
+                    same = await stream.digest(http) == wanted[stream]
+                except (RuntimeError, httpx.HTTPError) as error:
+                    answers.errors.append(f"{stream.name}: {error!r}")
+                else:
+                    answers.equal += same
+                    answers.different += [] if same else [stream.name]
+                if over.is_set():
+                    return
+
+        asking = [asyncio.create_task(ask(stream)) for stream in streams]
+        for number in range(given.kills):
+            await asyncio.sleep(chance.uniform(*given.between))
+            stopped = given.stop_every and number % given.stop_every == given.stop_every - 1
+            made = await _kill(http, chance, signal.SIGSTOP if stopped else signal.SIGKILL, len(streams))
+            answers.kills.append(made)
+            print(f"kill {number + 1} of {given.kills}: {asdict(made)}", file=sys.stderr, flush=True)
+        over.set()
+        await asyncio.gather(*asking)
+    return answers
+
+
+def _streams(book: str, count: int, tokens: int) -> list[Stream]:
+    """Half of them encodings of parts of the book, half completions of its beginnings."""
+    size = len(book) // max(1, count)
+    encodings = [Stream(f"encoding {n}", book[n * size : (n + 1) * size]) for n in range(count // 2)]
+    completions = [
+        Stream(f"completion {n}", book[n * size : n * size + 200 + 1500 * n], tokens) for n in range(count // 2, count)
+    ]
+    return [*encodings, *completions]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 when every answer was the undisturbed one, else 1; 2 for input that is missing."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.service_kills", description=__doc__)
+    parser.add_argument("book", type=Path)
+    parser.add_argument("--model", default="books-6m")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--bytes", type=int, default=400_000, help="of the book, shared by the streams")
+    parser.add_argument("--max-tokens", type=int, default=400)
+    parser.add_argument("--between", type=float, nargs=2, default=(0.5, 4.0), help="seconds of peace before each kill")
+    parser.add_argument("--stop-every", type=int, default=10, help="every so manyth time SIGSTOP; 0: never")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    try:
+        book = given.book.read_bytes()[: given.bytes].decode(errors="ignore")
+    except OSError as error:
+        print(f"service_kills: {given.book} cannot be read: {error.strerror}", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder:
+        service = _Service(given.ranks, given.model, Path(folder))
+        try:
+            streams = _streams(book, given.streams, given.max_tokens)
+            answers = asyncio.run(_measure(service.url, streams, given))
+        finally:
+            service.stop()
+    result = json.dumps(answers.as_json(), indent=1)
+    print(result)
+    if given.json is not None:
+        given.json.write_text(json.dumps({**answers.as_json(), "each": [asdict(kill) for kill in answers.kills]}))
+    return int(bool(answers.different or answers.errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
