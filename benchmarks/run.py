@@ -1,4 +1,7 @@
-"""`python -m benchmarks.run [CASE …]`: verify, measure, print and file; without a case, all of them."""
+"""`python -m benchmarks.run [CASE …]`: verify, measure, print and file; without a case, all of them.
+
+An experiment's name goes to `benchmarks.papers`, with all that follows it.
+"""
 
 import argparse
 import sys
@@ -31,7 +34,15 @@ def _measure_size(case: Case, size: int, rounds: int) -> Row:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 measured, 1 the tests are red, 2 no such case or folder, or texts that are missing."""
+    """The exit code: 0 measured, 1 the tests are red, 2 no such case or folder, or texts that are missing.
+
+    Of experiments also 3: not all is done yet.
+    """
+    # Here, because some experiments measure cases.
+    from benchmarks.papers import __main__ as papers
+
+    if arguments and arguments[0] in papers.EXPERIMENTS:
+        return papers.main(arguments)
     known: dict[str, Case | Study] = {**CASES, **STUDIES}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure, once the tests are green.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(known)}; default: all")

@@ -458,18 +458,24 @@ def doctor(
     raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def bench(
-    name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward.")],
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward, mixers, million-tokens, …")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there too.")] = None,
+    minutes: Annotated[
+        float, typer.Option("--minutes", help="End it then; experiments go on next time.", min=0.1)
+    ] = 30,
 ) -> None:
-    """Run a benchmark of the source tree, once its tests are green.
+    """Run a benchmark or an experiment of the source tree, once its tests are green.
+
+    What it does not know itself goes to the benchmark: `--smoke` asks only whether it runs.
 
     Example: dist-attn bench forward --json forward.json
     """
     from dist_attn.engine.bench import bench as run_benchmark
 
-    raise typer.Exit(run_benchmark(name, json_file))
+    raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from benchmarks.papers.context_length import CONTEXT_LENGTH
 from benchmarks.papers.distributed_softmax import DISTRIBUTED_SOFTMAX
 from benchmarks.papers.experiment import Experiment
+from benchmarks.papers.million_tokens import MILLION_TOKENS
 from benchmarks.papers.needles import NEEDLES
 from benchmarks.papers.patch_size import PATCH_SIZE
 from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
@@ -27,5 +28,6 @@ _ALL: tuple[Experiment, ...] = (
     CONTEXT_LENGTH,
     DISTRIBUTED_SOFTMAX,
     NEEDLES,
+    MILLION_TOKENS,
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
