@@ -40,8 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     """
     # Here, because some experiments measure cases.
     from benchmarks.papers import __main__ as papers
+    from benchmarks.papers.experiments import EXPERIMENTS
 
-    if arguments and arguments[0] in papers.EXPERIMENTS:
+    if arguments and arguments[0] in EXPERIMENTS:
         return papers.main(arguments)
     known: dict[str, Case | Study] = {**CASES, **STUDIES}
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure, once the tests are green.")

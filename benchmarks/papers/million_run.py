@@ -101,7 +101,9 @@ def read_whole(plan: Plan, tokens_L: NDArray[np.uint8]) -> Reading:
 
 def read_over_ranks(plan: Plan, tokens_L: NDArray[np.uint8]) -> list[Reading]:
     """All lengths, by processes over gloo with one thread each; compared with the file at the longest."""
-    context = multiprocessing.get_context("spawn")
+    # Ranks are forked from a process that has imported all of this once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder, context.Pool(plan.ranks) as pool:
         store = (Path(folder) / "store").as_uri()
         of_ranks = pool.starmap(_rank_main, [(rank, store, plan, tokens_L) for rank in range(plan.ranks)], chunksize=1)
