@@ -7,6 +7,7 @@ from benchmarks.papers.million_tokens import MILLION_TOKENS
 from benchmarks.papers.needles import NEEDLES
 from benchmarks.papers.patch_size import PATCH_SIZE
 from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
+from benchmarks.papers.rfa_decoding import RFA_DECODING
 from benchmarks.papers.rfa_table1 import RFA_TABLE1
 from benchmarks.papers.rfa_table2 import RFA_TABLE2
 from benchmarks.papers.rfa_table3 import RFA_TABLE3
@@ -19,6 +20,7 @@ __all__ = ["EXPERIMENTS"]
 _ALL: tuple[Experiment, ...] = (
     RFA_TABLE1,
     RFA_TABLE2,
+    RFA_DECODING,
     RFA_TABLE3,
     RFA_TABLE3_SPEED,
     RFA_APPENDIX_C,
