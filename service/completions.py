@@ -19,7 +19,7 @@ from service.engine_stream import EngineStream, TokenArray
 from service.engine_watch import EngineWatch
 from service.errors import BadRequest, EngineFailure
 from service.exchange import task_group
-from service.parsing import parse_texts, refuse_unsupported
+from service.parsing import parse_bias, parse_texts, refuse_unsupported
 from service.schemas import CompletionRequest, CompletionUsage
 from service.settings import Settings
 from service.tokenising import TokeniserPort, tokens_of
@@ -51,12 +51,16 @@ class PlannedChoice:
 
 @dataclass(frozen=True)
 class PreparedCompletion:
-    """A checked request: what the engine needs and how its tokens become text."""
+    """A checked request: what the engine needs and how its tokens become text.
+
+    Of the `choices` of each prompt `wanted` are answered: all of them, or the likeliest (`best_of`).
+    """
 
     prompts: tuple[Prompt, ...]
     choices: tuple[PlannedChoice, ...]
     stops: tuple[str, ...]
     logprobs: int | None = None
+    wanted: int = 1
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -176,27 +180,26 @@ class CompletionService:
         stops = self._stops(request.stop)
         texts = parse_texts(request.prompt, "prompt", self._tokeniser.vocab_size, limits.max_choices)
         n = request.n or 1
-        if n * len(texts) > limits.max_choices:
-            raise BadRequest(
-                f"n={n} of {len(texts)} prompts makes {n * len(texts)} choices; one request may ask for "
-                f"{limits.max_choices}",
-                param="n",
-            )
+        drawn = self._drawn_per_prompt(request, n, len(texts))
         sampling = SamplingSpec(
             max_tokens=max_tokens,
             temperature=DEFAULT_TEMPERATURE if request.temperature is None else float(request.temperature),
             top_k=request.top_k or 0,
             top_p=1.0 if request.top_p is None else float(request.top_p),
             seed=request.seed,
-            logprobs=request.logprobs,
+            # the best of several choices are the likeliest ones
+            logprobs=0 if request.logprobs is None and drawn > n else request.logprobs,
+            presence_penalty=float(request.presence_penalty or 0),
+            frequency_penalty=float(request.frequency_penalty or 0),
+            logit_bias=parse_bias(request.logit_bias, self._tokeniser.vocab_size),
         )
         prompts = [await self._prompt(text, echo=bool(request.echo)) for text in texts]
         choices = [
-            PlannedChoice(place * n + number, prompt, _of_choice(sampling, number))
+            PlannedChoice(place * drawn + number, prompt, _of_choice(sampling, number))
             for place, prompt in enumerate(prompts)
-            for number in range(n)
+            for number in range(drawn)
         ]
-        return PreparedCompletion(tuple(prompts), tuple(choices), stops, request.logprobs)
+        return PreparedCompletion(tuple(prompts), tuple(choices), stops, request.logprobs, n)
 
     @asynccontextmanager
     async def open(self, prepared: PreparedCompletion, name: str) -> AsyncIterator[CompletionRun]:
@@ -219,6 +222,25 @@ class CompletionService:
                 for choice in choices:
                     group.create_task(choice.work(deltas))
                 yield CompletionRun(prepared, choices, deltas)
+
+    def _drawn_per_prompt(self, request: CompletionRequest, n: int, prompts: int) -> int:
+        """How many choices are drawn for each prompt: `n`, or `best_of` of which the `n` best are answered."""
+        drawn, name = (n, "n") if request.best_of is None else (request.best_of, "best_of")
+        if drawn < n:
+            raise BadRequest(f"best_of={drawn} is less than n={n}; send at least that, or leave it out", param=name)
+        if drawn > n and request.stream:
+            raise BadRequest(
+                f"best_of={drawn} with stream: which choices are best is known at the end only; leave stream out, or "
+                "best_of",
+                param=name,
+            )
+        if drawn * prompts > self._settings.max_choices:
+            raise BadRequest(
+                f"{name}={drawn} of {prompts} prompts makes {drawn * prompts} choices; one request may ask for "
+                f"{self._settings.max_choices}",
+                param=name,
+            )
+        return drawn
 
     def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())

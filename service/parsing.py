@@ -11,16 +11,22 @@ from service.engine_stream import TokenArray
 from service.errors import BadRequest, Code
 from service.schemas import CompletionRequest, EncodingOptions
 
-__all__ = ["parse_json", "parse_query", "parse_texts", "parse_tokens", "refuse", "refuse_unsupported", "utf8"]
+__all__ = [
+    "parse_bias",
+    "parse_json",
+    "parse_query",
+    "parse_texts",
+    "parse_tokens",
+    "refuse",
+    "refuse_unsupported",
+    "utf8",
+]
 
 M = TypeVar("M", bound=BaseModel)
 MOST_KEYS = 1024  # of an object in a request
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
 }
 
 
@@ -107,8 +113,7 @@ def refuse_unsupported(request: CompletionRequest) -> None:
 
     Raises: BadRequest naming the first other one.
     """
-    neutral = {**_NEUTRAL, "best_of": (request.n or 1,)}
-    for name, allowed in neutral.items():
+    for name, allowed in _NEUTRAL.items():
         value = getattr(request, name)
         if value is not None and value not in allowed:
             raise _not_offered(
@@ -169,6 +174,22 @@ def parse_tokens(value: list[Any], where: str, name: str, vocab_size: int) -> To
             f"{where}[{place}] is {str(token)[:40]}; token ids are whole numbers from 0 to {vocab_size - 1}", param=name
         )
     return np.array(value, dtype=np.int32)
+
+
+def parse_bias(value: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    """Biases by token id; JSON's keys are texts.
+
+    Raises: BadRequest naming the first key that is no token of the vocabulary.
+    """
+    biases: dict[int, float] = {}
+    for name, bias in (value or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 16 and int(name) < vocab_size):
+            raise BadRequest(
+                f"logit_bias names {name[:40]!r}; its keys are token ids, whole numbers from 0 to {vocab_size - 1}",
+                param="logit_bias",
+            )
+        biases[int(name)] = bias
+    return biases
 
 
 def utf8(text: str, where: str, name: str) -> bytes:

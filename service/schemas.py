@@ -82,6 +82,10 @@ _TEXTS_SCHEMA = {
 Texts = Annotated[Any, WithJsonSchema(_TEXTS_SCHEMA)]
 
 
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+
+
 class CompletionRequest(_Input):
     """OpenAI's completion request; `top_k` is our extension, 0 switches it off."""
 
@@ -99,12 +103,12 @@ class CompletionRequest(_Input):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
     user: str | None = None
-    # taken only at the value that changes nothing: a client that always sends them works, nobody is misled
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    # taken only at the value that changes nothing: a client that always sends it works, nobody is misled
     suffix: str | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class CompletionUsage(_Output):

@@ -8,6 +8,9 @@ __all__ = ["misfit"]
 
 def misfit(model: RankHello, rows: RowSpec | None, sampling: SamplingSpec | None, received: int) -> str:
     """Why the model cannot do this work, of which `received` tokens have come; empty when it can."""
+    unknown = [] if sampling is None else [token for token in sampling.logit_bias if token >= model.vocab_size]
+    if unknown:
+        return f"logit_bias names token {unknown[0]}; the vocabulary has {model.vocab_size} tokens"
     longest = model.text_tokens
     if longest is None:
         asks = rows is not None and rows.pooling == MODEL_POOLING

@@ -1,6 +1,6 @@
 """What the ranks were given since a state was saved: with it and that state, their work can be done again."""
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -13,7 +13,8 @@ __all__ = ["Journal"]
 class Journal:
     """The saved state stands after `position` tokens of the input and `draws` drawn tokens; 0 and 0 is the empty state.
 
-    Memory: 4 bytes per token of the input since then, and what was drawn since then.
+    Memory: 4 bytes per token of the input since then, what was drawn since then, and a count of each token of the
+    vocabulary that was drawn before.
     """
 
     position: int = 0
@@ -21,6 +22,8 @@ class Journal:
     given: TokenQueue = field(default_factory=TokenQueue)
     edges: deque[int] = field(default_factory=deque)
     """Where the blocks since `position` ended."""
+    counts: Counter[int] = field(default_factory=Counter)
+    """How often each token was drawn before the last one that the saved state follows; penalties need it."""
     _drawn: deque[int] = field(default_factory=deque)
     _first_drawn: int = 0  # which draw the first of them was
 
@@ -53,6 +56,6 @@ class Journal:
             self.edges.popleft()
         # The token of the last draw before the state is the first that is fed to it.
         while self._first_drawn < draws - 1 and self._drawn:
-            self._drawn.popleft()
+            self.counts[self._drawn.popleft()] += 1
             self._first_drawn += 1
         self.position, self.draws = position, draws

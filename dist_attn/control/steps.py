@@ -105,8 +105,9 @@ class StepBook:
         journal, number = session.journal, session.number
         owners = [rank for rank, numbers in enumerate(plan.decodes) if number in numbers]
         ranks = owners if journal.draws else list(range(self.ranks))
+        counts = dict(journal.counts) if session.sampling is not None and session.sampling.penalises else {}
         for rank in ranks:
-            ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved))
+            ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved, counts))
         return [(rank, number) for rank in ranks if session.saved is not None]
 
     def _save(self, desk: Desk, session: Session, ops: list[list[Op]], rank: int) -> None:

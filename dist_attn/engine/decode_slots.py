@@ -3,8 +3,9 @@
 The states of a batch stay stacked from token to token; they are taken apart only when sessions come or go.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
@@ -29,6 +30,7 @@ class _Seat:
     generator: torch.Generator
     token: int = 0  # the one to feed next
     draws: int = 0
+    counts: Counter[int] = field(default_factory=Counter)  # of drawn tokens that were fed; kept where penalties need it
 
 
 @dataclass
@@ -50,9 +52,21 @@ class DecodeSlots:
     def __contains__(self, session: int) -> bool:
         return session in self._seats
 
-    def take_in(self, session: int, state: ModelState, spec: SamplingSpec, *, draws: int = 0) -> None:
-        """A session whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before."""
-        self._seats[session] = _Seat(spec, generator_for(spec, session, draws), draws=draws)
+    def take_in(
+        self,
+        session: int,
+        state: ModelState,
+        spec: SamplingSpec,
+        *,
+        draws: int = 0,
+        counts: Mapping[int, int] | None = None,
+    ) -> None:
+        """A session whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before.
+
+        `counts` are those of the drawn tokens that are in the state: all but the last one.
+        """
+        generator = generator_for(spec, session, draws)
+        self._seats[session] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}))
         self._apart[session] = state
 
     def state_of(self, session: int) -> tuple[ModelState, int]:
@@ -79,6 +93,9 @@ class DecodeSlots:
         for entry in entries:
             seat = self._seats[entry.session]
             seat.token = seat.token if entry.token is None else entry.token
+            if seat.draws and seat.spec.penalises:
+                # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
+                seat.counts[seat.token] += 1
             wanted.append(entry.session)
         self._arrange(wanted)
         results: list[Drawn | SessionFault] = []
@@ -102,7 +119,7 @@ class DecodeSlots:
         results: list[Drawn | SessionFault] = []
         for session, seat, logits_V in zip(batch.sessions, seats, logits_BV, strict=True):
             try:
-                (seat.token,) = sample(logits_V[None], [seat.spec], [seat.generator])
+                (seat.token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts])
                 seat.draws += 1
                 results.append(Drawn(session, seat.token, token_logprobs(logits_V, seat.token, seat.spec.logprobs)))
             except EngineError as error:

@@ -117,7 +117,8 @@ class ModelExecutor:
         if restore is None:
             self._prefilling[op.session] = _Prefilling(empty, op.rows, op.sampling)
         elif restore.draws and op.sampling is not None:
-            self._decoding.take_in(op.session, read_state(state, empty), op.sampling, draws=restore.draws)
+            restored = read_state(state, empty)
+            self._decoding.take_in(op.session, restored, op.sampling, draws=restore.draws, counts=op.counts)
         else:
             restored = read_state(state, empty)
             self._prefilling[op.session] = _Prefilling(restored, op.rows, op.sampling, restore.position)

@@ -1,5 +1,6 @@
 """Tokens after a prompt: prefill in blocks, then one step of the recurrent state for each token."""
 
+from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
@@ -41,15 +42,17 @@ def generate(
     generator = generator_for(spec, session=0)
     device = model.embedding.weight.device
     drawn: list[int] = []
+    counts = Counter[int]()
     with torch.inference_mode():
         state = prefill(model, prompt_L[:-1].to(device))
         token = int(prompt_L[-1])
         while len(drawn) < spec.max_tokens:
             logits_BV, state = model.step(torch.tensor([token], device=device), state)
-            (token,) = sample(logits_BV, [spec], [generator])
+            (token,) = sample(logits_BV, [spec], [generator], [counts])
             if token == end_token:
                 break
             drawn.append(token)
+            counts[token] += 1
             if on_token is not None:
                 on_token(token)
     return drawn

@@ -1,9 +1,12 @@
 """Drawing the next token of each sequence; a sequence's draws depend on its own logits and generator alone."""
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import torch
 
 from dist_attn.errors import EngineError, ShapeError
+from dist_attn.generation.penalties import adjust_logits
 from dist_attn.wire.messages import SamplingSpec
 
 __all__ = ["generator_for", "sample"]
@@ -29,8 +32,15 @@ def _generator(spec: SamplingSpec, session: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(fresh[0]))
 
 
-def sample(logits_BV: torch.Tensor, specs: list[SamplingSpec], generators: list[torch.Generator]) -> list[int]:
-    """One token for each sequence: top_k first, then top_p of what it left, then one draw.
+def sample(
+    logits_BV: torch.Tensor,
+    specs: list[SamplingSpec],
+    generators: list[torch.Generator],
+    counts: Sequence[Mapping[int, int]] | None = None,
+) -> list[int]:
+    """One token for each sequence: biases and penalties, then top_k, then top_p of what it left, then one draw.
+
+    `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet.
 
     Temperature 0 takes the largest logit, the lowest id among equals, and leaves the generator untouched; every
     other draw takes exactly one random number. A logit of -inf is never drawn.
@@ -49,7 +59,8 @@ def sample(logits_BV: torch.Tensor, specs: list[SamplingSpec], generators: list[
     drawn = []
     for row, (logits_V, spec, generator) in enumerate(zip(rows, specs, generators, strict=True)):
         _check_row(logits_V, row)
-        drawn.append(int(logits_V.argmax()) if spec.temperature == 0 else _draw(logits_V, spec, generator))
+        from_V = adjust_logits(logits_V, spec, {} if counts is None else counts[row])
+        drawn.append(int(from_V.argmax()) if spec.temperature == 0 else _draw(from_V, spec, generator))
     return drawn
 
 

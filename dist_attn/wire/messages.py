@@ -30,7 +30,7 @@ from dist_attn.wire.agent_messages import (
 )
 from dist_attn.wire.message import Count, Message, Name
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
@@ -51,6 +51,8 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How tokens are drawn; temperature 0 is greedy. top_k 0 and top_p 1 switch the filters off.
 
     `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
+    `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
+    drawn before, once and once for each time.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 53)]
@@ -59,12 +61,25 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[Count, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a draw depends on the tokens that were drawn before it other than through the model."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return self.penalises or bool(self.logit_bias)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Natural log-probabilities where one token was drawn: its own, and those of the likeliest, in falling order.
 
-    They are the model's own, before temperature and filters.
+    They are the model's own, before biases, penalties, temperature and filters.
     """
 
     drawn: float
@@ -224,13 +239,15 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OpenOp(msgspec.Struct, frozen=True, tag="open"):
     """A session begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions.
 
-    With `restore` it goes on from a state whose parts have come before this step.
+    With `restore` it goes on from a state whose parts have come before this step; `counts` says then how often each
+    token was drawn and fed to that state, where penalties need it.
     """
 
     session: Count
     rows: RowSpec | None = None
     sampling: SamplingSpec | None = None
     restore: SavedState | None = None
+    counts: dict[Count, Count] = {}
 
 
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):

@@ -27,3 +27,10 @@ def check_sampling(spec: SamplingSpec) -> None:
         raise InputError(f"top_p is {spec.top_p}; it must be above 0 and at most 1 (1 switches the filter off)")
     if spec.seed is not None and not -(1 << 63) <= spec.seed < 1 << 63:
         raise InputError(f"seed is {spec.seed}; it must fit into 64 bits: from -2**63 to 2**63 - 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(spec, name)
+        if not -2 <= penalty <= 2:
+            raise InputError(f"{name} is {penalty}; it must be from -2 to 2 (0 switches it off)")
+    for token, bias in spec.logit_bias.items():
+        if token < 0 or not -100 <= bias <= 100:
+            raise InputError(f"logit_bias of token {token} is {bias}; it must be a known token's, from -100 to 100")

@@ -1,5 +1,8 @@
 """POST /v1/completions: OpenAI's text completion, whole or as an event stream."""
 
+from math import inf
+from statistics import fmean
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -92,7 +95,7 @@ async def _whole(
         id=prepared.id,
         created=prepared.created,
         model=services.model.id,
-        choices=[choice.whole(index) for index, choice in enumerate(choices)],
+        choices=[choice.whole(index) for index, choice in enumerate(_best(prepared, choices))],
         usage=run.usage,
     )
     return Response(answer.model_dump_json(), media_type="application/json")
@@ -108,6 +111,12 @@ class _Gathered:
     def add(self, delta: Delta) -> None:
         self._deltas.append(delta)
 
+    @property
+    def score(self) -> float:
+        """The mean log-probability of its tokens; a text without any is the worst."""
+        values = [token.logprob for delta in self._deltas for token in delta.scored]
+        return fmean(values) if values else -inf
+
     def whole(self, index: int) -> Choice:
         scored = [token for delta in self._deltas for token in delta.scored]
         return Choice(
@@ -116,6 +125,19 @@ class _Gathered:
             logprobs=_logprobs(scored, self._logprobs),
             finish_reason=self._deltas[-1].finish_reason,
         )
+
+
+def _best(prepared: PreparedCompletion, choices: list[_Gathered]) -> list[_Gathered]:
+    """Of each prompt's choices the wanted number; where more were drawn, the likeliest first."""
+    drawn = len(choices) // len(prepared.prompts)
+    if drawn == prepared.wanted:
+        return choices
+    groups = [choices[at : at + drawn] for at in range(0, len(choices), drawn)]
+    return [
+        choice
+        for group in groups
+        for choice in sorted(group, key=lambda choice: choice.score, reverse=True)[: prepared.wanted]
+    ]
 
 
 async def _stream(

@@ -1,6 +1,7 @@
 """Ranks are lost at any moment: open requests end as in an undisturbed run, and nothing is sent twice."""
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -182,10 +183,10 @@ class Engine:
         return [token for m in self.of(name) if isinstance(m, Generated) for token in m.tokens]
 
 
-def drawn_after(token, count):
+def drawn_after(token, count, penalises=False):
     """What the fake model draws after a prompt's last token, up to the end token."""
     tokens = []
-    while len(tokens) < count and (token := fake_next(token)) != END:
+    while len(tokens) < count and (token := fake_next(token, Counter(tokens) if penalises else None)) != END:
         tokens.append(token)
     return tokens
 
@@ -292,6 +293,25 @@ def test_decoding_goes_on_from_a_state_between_its_draws():
     assert engine.controller.status(engine.now).replayed_tokens <= SETTINGS.save_draws + SETTINGS.steps_in_flight
     engine.to_the_end(prompts)
     check(engine, {}, prompts)
+
+
+@pytest.mark.parametrize("before", [0, 2, 9, 20])
+def test_penalties_count_what_was_drawn_before_a_loss(before):
+    """Draws that depend on all that was drawn go on as in an undisturbed run, from saved states or the beginning."""
+    engine, prompt = Engine(), np.arange(40)
+    engine.api(OpenCompletion("p", SamplingSpec(30, temperature=0.0, presence_penalty=0.5)))
+    engine.api(Tokens("p", 0, prompt.astype("<i4").tobytes(), True))
+    for losses in range(1, 3):
+        while len(engine.tokens("p")) < before + 5 * (losses - 1):
+            engine.turn()
+            for rank in range(RANKS):
+                while engine.work(rank):
+                    pass
+        engine.kill(losses % RANKS)
+    engine.to_the_end(["p"])
+    undisturbed = drawn_after(39, 30, penalises=True)
+    assert engine.tokens("p") == undisturbed != drawn_after(39, 30)
+    assert len(undisturbed) == 30
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

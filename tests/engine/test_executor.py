@@ -97,11 +97,14 @@ def test_blocks_over_ranks_give_the_rows_of_the_whole_text(ranks, kind):
             assert_close(torch.from_numpy(vector_D.copy()) / (stop - start), wanted_LD[start:stop].mean(0))
 
 
+PENALISED = {"presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": {5: 1.5}}
+
+
 @pytest.mark.parametrize("kind", ["rfa_gate", "rfa", "softmax"])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_completion_draws_what_the_model_alone_draws(kind, temperature):
-    """Prefill in blocks, then the slots: the same tokens as `generate` on the whole prompt."""
-    made, sampling = executor(kind=kind), SamplingSpec(20, temperature=temperature, seed=7)
+@pytest.mark.parametrize(("temperature", "more"), [(0.0, {}), (0.9, {}), (0.9, PENALISED)])
+def test_a_completion_draws_what_the_model_alone_draws(kind, temperature, more):
+    """Prefill in blocks, then the slots: the same tokens as `generate` on the whole prompt, penalised or not."""
+    made, sampling = executor(kind=kind), SamplingSpec(20, temperature=temperature, seed=7, **more)
     prompt = TOKENS[:600]
     made.open(OpenOp(1, None, sampling))
     prefill(made, 1, prompt[:512])

@@ -1,5 +1,7 @@
 """States as bytes: a rank that goes on from them gives the same bits as one that never stopped."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -68,6 +70,27 @@ def test_drawing_goes_on_bit_for_bit(kind, temperature):
         again += second.decode(DecodeOp([DecodeEntry(1, token if turn == 0 else None)]))
         on += first.decode(DecodeOp([DecodeEntry(1)]))
     assert again == on
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_penalties_go_on_bit_for_bit(temperature):
+    """A restored session that is told what was drawn before draws on as if nothing had been; untold it does not."""
+    spec = SamplingSpec(
+        60, temperature=temperature, seed=3, presence_penalty=0.7, frequency_penalty=0.6, logit_bias={7: 2.0, 9: -100.0}
+    )
+    first, second, untold = executor(), executor(), executor()
+    first.open(OpenOp(1, None, spec))
+    prefill(first, 0, 100)
+    drawn = [first.decode(DecodeOp([DecodeEntry(1, 5)]))[0].token]
+    drawn += [first.decode(DecodeOp([DecodeEntry(1)]))[0].token for _ in range(19)]
+    saved, state = first.save(1)
+    second.open(OpenOp(1, None, spec, saved, dict(Counter(drawn[:-1]))), state)
+    untold.open(OpenOp(1, None, spec, saved), state)
+    told = []
+    for made in (first, second, untold):
+        entries = [DecodeEntry(1, drawn[-1])] + [DecodeEntry(1)] * 29
+        told.append([made.decode(DecodeOp([entry]))[0].token for entry in entries])
+    assert told[1] == told[0] != told[2]
 
 
 def test_a_growing_state_is_not_saved():

@@ -1,15 +1,17 @@
 """Drawing tokens: what the filters keep, how often, and that nobody else's batch matters."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_attn.errors import EngineError, ShapeError
 from dist_attn.generation import generator_for, sample
+from dist_attn.generation.penalties import adjust_logits
 from dist_attn.wire.messages import SamplingSpec
 
 
@@ -163,3 +165,51 @@ def test_all_bits_of_a_seed_count():
         for seed in (5, 5 + (1 << 32), -1, (1 << 63) - 1)
     }
     assert len(set(draws.values())) == 4
+
+
+def naive_adjusted(logits: list[float], wanted: SamplingSpec, drawn: list[int]) -> list[float]:
+    """Bias and penalties token by token, as OpenAI writes them."""
+    adjusted = []
+    for token, logit in enumerate(logits):
+        times = drawn.count(token)
+        logit += wanted.logit_bias.get(token, 0.0)
+        adjusted.append(logit - (times * wanted.frequency_penalty + (times > 0) * wanted.presence_penalty))
+    return adjusted
+
+
+@given(
+    st.lists(st.floats(-20, 20), min_size=4, max_size=9),
+    st.lists(st.integers(0, 3), max_size=12),
+    st.floats(-2, 2),
+    st.floats(-2, 2),
+    st.dictionaries(st.integers(0, 3), st.floats(-100, 100)),
+)
+@settings(max_examples=40)
+def test_penalties_and_biases(
+    logits: list[float], drawn: list[int], presence: float, frequency: float, bias: dict[int, float]
+) -> None:
+    """Adjusted logits are those of the formula, and the given ones where nothing is asked; the input is kept."""
+    logits_V = torch.tensor(logits, dtype=torch.float64)
+    wanted = spec(presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
+    adjusted_V = adjust_logits(logits_V, wanted, Counter(drawn))
+    assert torch.equal(adjusted_V, torch.tensor(naive_adjusted(logits, wanted, drawn), dtype=torch.float64))
+    assert logits_V.tolist() == logits
+    assert adjust_logits(logits_V, spec(), Counter(drawn)) is logits_V
+
+
+def test_a_bias_rules_out_and_decides() -> None:
+    """A bias of -100 keeps the likeliest token from being drawn, 100 draws the least likely one at any temperature."""
+    logits = [5.0, 0.0, -0.5]
+    assert set(draws(logits, spec(logit_bias={0: -100.0}, seed=1), 50)) == {1, 2}
+    for temperature in (0.0, 1.0, 2.0):
+        assert draws(logits, spec(logit_bias={2: 100.0}, temperature=temperature), 3) == [2] * 3
+    with pytest.raises(EngineError, match="names token 3; the model has tokens 0 to 2"):
+        draws(logits, spec(logit_bias={3: 1.0}), 1)
+
+
+def test_penalties_in_a_batch_are_those_of_each_sequence() -> None:
+    """Every sequence is penalised for its own tokens alone."""
+    logits_BV = torch.tensor([[1.0, 0.5], [1.0, 0.5]])
+    greedy = [spec(temperature=0.0, frequency_penalty=0.3)] * 2
+    generators = [torch.Generator(), torch.Generator()]
+    assert sample(logits_BV, greedy, generators, [Counter({0: 2}), Counter({0: 1})]) == [1, 0]

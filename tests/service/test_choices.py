@@ -140,6 +140,38 @@ def test_the_official_client_reads_choices_and_log_probabilities(service: Runnin
         assert answer.choices[0].logprobs is not None and answer.choices[0].logprobs.tokens[0] == "b"  # type: ignore[index]
 
 
+def test_the_best_of_several_are_answered(tmp_path: Path) -> None:
+    """Of each prompt's choices the likeliest per token come back, the best first, and all of them are counted."""
+
+    def differing(prompt: list[int], sampling: SamplingSpec) -> list[int]:
+        letter = 97 + (sampling.seed or 0) % 7
+        return [letter] * sampling.max_tokens
+
+    with running_service(tmp_path, FakeEngine(reply=differing, told_by_token=True)) as service:
+        body = {"prompt": ["x", "y"], "max_tokens": 3, "seed": 4, "n": 5, "best_of": 5}
+        every = complete(service, **body, logprobs=0)["choices"]
+        best = complete(service, **body | {"n": 2})
+        ranked = []
+        for at in (0, 5):
+            texts = [choice["text"] for choice in every[at : at + 5]]
+            ranked += sorted(texts, key=lambda text: text[0], reverse=True)[:2]
+        assert len({choice["text"] for choice in every}) > 2
+        assert [choice["text"] for choice in best["choices"]] == ranked
+        assert [choice["index"] for choice in best["choices"]] == [0, 1, 2, 3]
+        assert all(choice["logprobs"] is None for choice in best["choices"])
+        assert best["usage"]["completion_tokens"] == 2 * 5 * 3
+        assert complete(service, **body | {"n": 1}, logprobs=1)["choices"][0]["logprobs"]["top_logprobs"]
+
+
+def test_penalties_and_biases_reach_the_engine(service: RunningService) -> None:
+    """What is asked is what the draw is told, for every choice."""
+    complete(service, presence_penalty=0.5, frequency_penalty=-1, logit_bias={"97": -100, "3": 1.5}, n=2)
+    for message in [m for m in service.engine.received if isinstance(m, OpenCompletion)][-2:]:
+        told = message.sampling
+        assert (told.presence_penalty, told.frequency_penalty) == (0.5, -1.0)
+        assert told.logit_bias == {97: -100.0, 3: 1.5}
+
+
 def test_one_choice_that_fails_ends_all(tmp_path: Path) -> None:
     """The others are cancelled in the engine, and the answer is the error."""
     engine = FakeEngine(fail_at=3)

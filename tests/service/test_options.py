@@ -36,7 +36,7 @@ COMPLETIONS: Cases = {
     "top_k": ([0, 5, None], [-1, 0.5]),
     "seed": ([0, -5, (1 << 63) - 1, None], [1 << 63, 0.5]),
     "n": ([1, 3, None], [0, 33]),
-    "best_of": ([1, None], [2, 0]),
+    "best_of": ([1, 3, None], [0, 33]),
     "stop": (["x", ["x", "y"], [], None], ["", ["x"] * 17, "x" * 257]),
     "echo": ([True, False, None], [1, "yes"]),
     "logprobs": ([0, 5, None], [21, -1]),
@@ -46,9 +46,9 @@ COMPLETIONS: Cases = {
     "stream_options.include_obfuscation": ([False, None], [True]),
     "user": (["me", None], [5]),
     "suffix": (["", None], ["x"]),
-    "presence_penalty": ([0, 0.0, None], [0.5]),
-    "frequency_penalty": ([0, None], [1]),
-    "logit_bias": ([{}, None], [{"97": 1}]),
+    "presence_penalty": ([0, 0.0, 0.5, -2, None], [2.1, "much"]),
+    "frequency_penalty": ([0, 1, None], [-2.1]),
+    "logit_bias": ([{}, {"97": 1, "256": -100.0}, None], [{"257": 1}, {"a": 1}, {"-1": 1}, {"97": 101}, {"97": None}]),
 }
 EMBEDDINGS: Cases = {
     "model": (["tiny", None], ["other"]),
@@ -142,8 +142,13 @@ def test_every_option_works_or_is_refused_by_name(
 
 
 def test_two_that_exclude_each_other(service: RunningService) -> None:
-    """`echo` with `logprobs` is refused, and `stream_options` without `stream`."""
-    for body, param in (({"echo": True, "logprobs": 1}, "logprobs"), ({"stream_options": {}}, "stream_options")):
+    """`echo` with `logprobs` is refused, `stream_options` without `stream`, and a `best_of` that cannot be."""
+    for body, param in (
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"best_of": 2, "n": 3}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+    ):
         answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "a", **body})
         assert answer.status_code == 400 and answer.json()["error"]["param"] == param
 

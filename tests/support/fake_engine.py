@@ -59,12 +59,18 @@ def row_vector(tokens: npt.NDArray[np.int32], pooling: str) -> npt.NDArray[np.fl
     return (weight * number).astype(np.float32)
 
 
-def told_of(tokens: list[int], sampling: SamplingSpec) -> list[TokenLogprobs] | None:
-    """The log-probabilities that this engine gives: the drawn token is the likeliest, the next ids follow."""
+def told_of(tokens: list[int], sampling: SamplingSpec, by_token: bool = False) -> list[TokenLogprobs] | None:
+    """The log-probabilities that this engine gives: the drawn token is the likeliest, the next ids follow.
+
+    `by_token` makes larger ids likelier.
+    """
     if sampling.logprobs is None:
         return None
     near = [[(token + k) % VOCAB for k in range(sampling.logprobs)] for token in tokens]
-    return [TokenLogprobs(-0.5, ids, [-0.5 - k for k in range(len(ids))]) for ids in near]
+    own = [(token - VOCAB) / VOCAB if by_token else -0.5 for token in tokens]
+    return [
+        TokenLogprobs(value, ids, [value - k for k in range(len(ids))]) for value, ids in zip(own, near, strict=True)
+    ]
 
 
 @dataclass
@@ -87,7 +93,7 @@ class FakeEngine:
     While `paused`, messages wait. `fail_at` fails a request once it has so many tokens, `refuse` is the code that new
     requests are refused with, `mute` answers nothing to them, `mute_status` gives
     no status, `hold_replies` takes a prompt and never answers, `stingy` gives no credit after the first.
-    `draw_seconds` is the time between two draws, in memory only.
+    `draw_seconds` is the time between two draws, in memory only. With `told_by_token` larger ids are likelier.
     """
 
     credit: int = 4096
@@ -104,6 +110,7 @@ class FakeEngine:
     stingy: bool = False
     draw_seconds: float = 0.0
     hidden_size: int = HIDDEN
+    told_by_token: bool = False
     cancelled: list[str] = field(default_factory=list)
     received: list[AnyMessage] = field(default_factory=list)
     keep: bool = True
@@ -218,7 +225,7 @@ class FakeEngine:
         step = self.tokens_per_message
         cuts = [drawn[i : i + step] for i in range(0, len(drawn), step)]
         return [
-            Generated(name, cut, reason if i == len(cuts) - 1 else None, told_of(cut, sampling))
+            Generated(name, cut, reason if i == len(cuts) - 1 else None, told_of(cut, sampling, self.told_by_token))
             for i, cut in enumerate(cuts)
         ]
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -27,9 +28,9 @@ def fake_hidden(tokens, start):
     return np.stack(columns, axis=1).astype(np.float32)
 
 
-def fake_next(token):
-    """The token that is drawn after `token`."""
-    return (token * 7 + 3) % 900
+def fake_next(token, counts=None):
+    """The token that is drawn after `token`; with penalties every token that was drawn before moves it."""
+    return (token * 7 + 3 + sum(other * times for other, times in (counts or {}).items())) % 900
 
 
 class FakeExecutor:
@@ -44,12 +45,15 @@ class FakeExecutor:
         self.position: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.draws: dict[int, int] = {}
+        self.counts: dict[int, Counter[int] | None] = {}
         self.denominators = 0
 
     def open(self, op: OpenOp, state: bytes = b"") -> None:
         assert op.session not in self.position, "opened twice"
         self.rows[op.session], self.position[op.session] = op.rows, 0
         self.draws[op.session] = 0
+        penalises = op.sampling is not None and op.sampling.penalises
+        self.counts[op.session] = Counter(op.counts) if penalises else None
         if op.restore is not None:
             position, last, draws = np.frombuffer(state, dtype="<i8").tolist()
             assert (position, draws) == (op.restore.position, op.restore.draws)
@@ -84,7 +88,10 @@ class FakeExecutor:
         for entry in op.entries:
             if entry.token is not None:
                 self._misbehave({entry.token})
-            token = fake_next(self.last[entry.session] if entry.token is None else entry.token)
+            fed = self.last[entry.session] if entry.token is None else entry.token
+            if (counts := self.counts[entry.session]) is not None and self.draws[entry.session]:
+                counts[fed] += 1
+            token = fake_next(fed, counts)
             self.last[entry.session] = token
             self.position[entry.session] += 1
             self.draws[entry.session] += 1
