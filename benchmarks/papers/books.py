@@ -1,54 +1,25 @@
-"""Small language models on the novels: which are trained on, which are held out, and what the held-out ones cost."""
+"""Small language models that read one novel after the other in blocks, and what the held-out novels cost them."""
 
 import hashlib
 import json
 import math
-import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.papers.experiment import Budget, Job, Scores, Watch
+from benchmarks.papers.made_once import make_once
+from benchmarks.papers.novels import DEVELOPMENT, FOLDER, NOVELS, TEST, find_novel
 from benchmarks.papers.training_job import share_tokens, training_job
 from benchmarks.perplexity_by_position import token_nats
 from dist_attn.checkpoints import load_model_and_tokeniser
-from dist_attn.errors import ConfigError
 from dist_attn.text.train import train_bpe
 from dist_attn.training.run_log import Metrics
 
-__all__ = [
-    "BLOCK",
-    "DEVELOPMENT",
-    "FOLDER",
-    "TEST",
-    "TRAIN",
-    "BookModel",
-    "book_scores",
-    "books_in_order",
-    "count_parameters",
-    "tokeniser_of",
-]
+__all__ = ["BLOCK", "TRAIN", "BookModel", "book_scores", "books_in_order", "tokeniser_of"]
 
-FOLDER = "data/books"
-TRAIN = (
-    "anna_karenina.txt",
-    "bleak_house.txt",
-    "brothers_karamazov.txt",
-    "crime_and_punishment.txt",
-    "david_copperfield.txt",
-    "don_quixote.txt",
-    "emma.txt",
-    "jane_eyre.txt",
-    "les_miserables.txt",
-    "middlemarch.txt",
-    "moby_dick.txt",
-    "pride_and_prejudice.txt",
-    "tale_of_two_cities.txt",
-    "vanity_fair.txt",
-)
-DEVELOPMENT, TEST = "great_expectations.txt", "war_and_peace.txt"
+TRAIN = tuple(name for name in NOVELS if name not in (DEVELOPMENT, TEST))
 # The paper's block, in training and evaluation: "without access to the context from previous mini-batches".
 BLOCK = 512
 VOCABULARY, SMOKE_VOCABULARY = 2048, 320
@@ -109,7 +80,7 @@ class BookModel:
         return {
             "model": self.model(seed, budget),
             "data": {
-                "folder": FOLDER,
+                "folder": str(FOLDER),
                 "train": list(books_in_order(TRAIN[-3:-2] if budget.smoke else TRAIN, seed)),
                 "batch": BATCH,
                 "segment": BLOCK,
@@ -140,15 +111,10 @@ def tokeniser_of(made: Path, books: Sequence[str], vocabulary: int) -> Path:
     """
     names = sorted(books)
     digest = hashlib.sha256(json.dumps([names, vocabulary]).encode()).hexdigest()[:8]
-    folder = made / f"tokeniser-{digest}"
-    if not folder.exists():
-        beside = made / f"{folder.name}.{os.getpid()}"
-        train_bpe([_book(name) for name in names], vocabulary).save(beside)
-        try:
-            beside.rename(folder)
-        except OSError:  # another process was faster, and made the same
-            shutil.rmtree(beside)
-    return folder
+    return make_once(
+        made / f"tokeniser-{digest}",
+        lambda folder: train_bpe([find_novel(name) for name in names], vocabulary).save(folder),
+    )
 
 
 def book_scores(
@@ -163,7 +129,7 @@ def book_scores(
     scores: dict[str, float] = {"parameters": count_parameters(model_folder)}
     readings = {"": None, "_reset": BLOCK} if stateful else {"": BLOCK}
     for split, name in (("development", DEVELOPMENT), ("test", TEST)):
-        tokens = tokeniser.encode(_book(name).read_bytes()[: scored_bytes[name]])
+        tokens = tokeniser.encode(find_novel(name).read_bytes()[: scored_bytes[name]])
         num_bytes = int(tokeniser.byte_lengths(tokens[1:]).sum())
         for suffix, reset in readings.items():
             nats = token_nats(model, tokens, reset)
@@ -182,12 +148,5 @@ def _sections(settings: Mapping[str, Any], tokeniser: Path) -> dict[str, Any]:
     """The sections of a training file, with the tokeniser that was made for them."""
     sections = {name: settings[name] for name in ("model", "data", "optimiser", "run")}
     for name in sections["data"]["train"]:
-        _book(name)
+        find_novel(name)
     return {**sections, "data": {**sections["data"], "tokeniser": str(tokeniser)}}
-
-
-def _book(name: str) -> Path:
-    path = Path(FOLDER) / name
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there; put the books into {FOLDER}, as examples/train-books.toml has them")
-    return path

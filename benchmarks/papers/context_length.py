@@ -5,9 +5,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.papers.books_job import TRAINED, VOCAB_SIZE, BooksModel, BooksRun, books_job, perplexity
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
+from benchmarks.papers.shuffled_books import (
+    TRAINED,
+    VOCAB_SIZE,
+    ShuffledBooksModel,
+    ShuffledBooksRun,
+    perplexity,
+    shuffled_books_job,
+)
 from benchmarks.timing import interleaved
 from dist_attn.models import LanguageModel, LanguageModelConfig
 from dist_attn.training.token_loss import token_loss
@@ -23,12 +30,12 @@ TIMES, ROUNDS = "times", 5
 PAPER_BEST = (128, 512)
 
 
-def _model(mixer: str) -> BooksModel:
+def _model(mixer: str) -> ShuffledBooksModel:
     options = {
         "softmax": {"kind": "softmax", "short_convolution": 0},
         "linear": {"kind": "rfa_gate", "short_convolution": 0, "num_random": 32},
     }
-    return BooksModel(options[mixer], "sinusoidal")
+    return ShuffledBooksModel(options[mixer], "sinusoidal")
 
 
 def _arm(mixer: str, length: int) -> str:
@@ -41,7 +48,7 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
         for mixer, lengths in MIXERS.items():
             for length in SMOKE_LENGTHS if budget.smoke else lengths:
                 tokens = SMOKE_TOKENS if budget.smoke else BATCH_TOKENS
-                run = BooksRun(
+                run = ShuffledBooksRun(
                     segment=length,
                     batch=tokens // length,
                     steps=budget.steps(STEPS),
@@ -49,7 +56,7 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
                     lengths=(length,),
                     scored=2 * tokens if budget.smoke else SCORED,
                 )
-                jobs.append(books_job(_arm(mixer, length), seed, _model(mixer), run))
+                jobs.append(shuffled_books_job(_arm(mixer, length), seed, _model(mixer), run))
     return jobs
 
 

@@ -1,20 +1,21 @@
 """Passages of the novels with their authors, cut from parts of the books that are trained on or held out, not both."""
 
 import json
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.papers.made_once import make_once
+from benchmarks.papers.novels import FOLDER, find_novel
 from dist_attn.errors import ConfigError
 from dist_attn.text.bytes import ByteTokeniser
 
 __all__ = [
     "AUTHORS",
-    "BOOKS",
     "Passage",
     "PassageSpec",
     "author_files",
@@ -25,7 +26,6 @@ __all__ = [
     "tokeniser_folder",
 ]
 
-BOOKS = "data/books"
 AUTHORS: Mapping[str, tuple[str, ...]] = {
     "austen": ("emma", "pride_and_prejudice"),
     "bronte": ("jane_eyre",),
@@ -80,7 +80,7 @@ def plain(text: str) -> str:
     return _SPACE.sub(" ", _DASHES.sub("-", _QUOTES.sub("'", text.translate(_MARKS)))).strip()
 
 
-def read_passages(spec: PassageSpec, folder: Path = Path(BOOKS)) -> tuple[list[Passage], list[Passage]]:
+def read_passages(spec: PassageSpec, folder: Path = FOLDER) -> tuple[list[Passage], list[Passage]]:
     """Passages to train on and held-out ones, equally many of every author, in the order of the authors.
 
     Raises: ConfigError for a book that is missing, and for authors who have not written enough.
@@ -107,7 +107,8 @@ def author_files(made: Path, spec: PassageSpec) -> tuple[Path, Path]:
     paths = made / f"{name}-train.jsonl", made / f"{name}-held-out.jsonl"
     if not all(path.exists() for path in paths):
         for path, passages in zip(paths, read_passages(spec), strict=True):
-            write_lines(path, [{"text": passage.text, "label": passage.author} for passage in passages])
+            records = [{"text": passage.text, "label": passage.author} for passage in passages]
+            make_once(path, partial(_write_lines, records))
     return paths
 
 
@@ -138,34 +139,25 @@ def pair_files(made: Path, spec: PassageSpec, train: int, held_out: int) -> tupl
     if not all(path.exists() for path in paths):
         for path, passages, count in zip(paths, read_passages(spec), (train, held_out), strict=True):
             pairs = draw_pairs(passages, count, spec.seed)
-            write_lines(
-                path, [{"text": a.text, "other": b.text, "label": "same" if same else "other"} for a, b, same in pairs]
-            )
+            records = [{"text": a.text, "other": b.text, "label": "same" if same else "other"} for a, b, same in pairs]
+            make_once(path, partial(_write_lines, records))
     return paths
-
-
-def write_lines(path: Path, records: Sequence[Mapping[str, str | int]]) -> None:
-    """Write `.jsonl` that is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
-    beside.write_text("".join(json.dumps(record) + "\n" for record in records))
-    beside.replace(path)
 
 
 def tokeniser_folder(made: Path) -> Path:
     """The folder of the byte tokeniser below `made`."""
-    folder = made / "bytes"
-    ByteTokeniser().save(folder)
-    return folder
+    return make_once(made / "bytes", ByteTokeniser().save)
+
+
+def _write_lines(records: Sequence[Mapping[str, str]], path: Path) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def _cut(author: str, book: str, folder: Path, spec: PassageSpec, draw: np.random.Generator) -> Iterator[Passage]:
     """The passages of a book one after the other; none goes over the end of a part."""
-    path = folder / f"{book}.txt"
+    path = find_novel(f"{book}.txt", folder)
     try:
         text = plain(path.read_text(encoding="ascii"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; put the novels there") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not plain ASCII, as the passages' bytes need it") from None
     edges = [len(text) * part // PARTS for part in range(PARTS + 1)]

@@ -1,6 +1,7 @@
 """Figure 1 of Unified View: accuracy of a vision transformer, and time of a step, against the size of its patches."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from benchmarks.papers.digit_canvases import CANVAS, make_canvases, read_digits, split_digits
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
+from benchmarks.papers.made_once import make_once
 from benchmarks.papers.training_job import training_job
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_any_model
@@ -89,12 +91,9 @@ def _job(patch: int, seed: int, images: dict[str, int], steps: int) -> Job:
 def _canvases(made: Path, images: dict[str, int]) -> Path:
     """The folder of the canvases, drawn once: all arms and seeds see the same ones."""
     folder = made / f"canvases-{images['train']}-{images['validation']}"
-    folder.mkdir(parents=True, exist_ok=True)
     for seed, (name, digits) in enumerate(zip((TRAIN, VALIDATION), split_digits(read_digits()), strict=True)):
-        if not (folder / name).exists():
-            beside = folder / f"making-{name}"
-            make_canvases(digits, images[name.removesuffix(".npz")], seed, beside)
-            beside.rename(folder / name)
+        count = images[name.removesuffix(".npz")]
+        make_once(folder / name, partial(make_canvases, digits, count, seed))
     return folder
 
 

@@ -9,18 +9,10 @@ import torch
 
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
-from benchmarks.papers.multi30k import (
-    BEAM,
-    PENALTY,
-    SOURCE,
-    TEST,
-    Translator,
-    averaged_model,
-    encoded_sources,
-    read_lines,
-)
+from benchmarks.papers.multi30k import SOURCE, TEST, encoded_sources, end_of, read_lines
 from benchmarks.papers.paired import Claim, judge, of_arm
 from benchmarks.papers.training_job import RUN
+from benchmarks.papers.translators import BEAM, PENALTY, Translator, averaged_model
 from benchmarks.timing import interleaved
 from dist_attn.generation import BeamSpec
 from dist_attn.generation.translation import translate
@@ -84,8 +76,7 @@ def speed_job(arms: Sequence[str], budget: Budget) -> Job:
         found = {arm: averaged_model(folder.parents[1] / arm / "seed-0" / RUN) for arm in arms}
         some = next(iter(found.values()))[1]  # one vocabulary for all
         sources = _of_like_lengths(encoded_sources(read_lines(TEST, SOURCE), some), rows, batches)
-        end = some.end_token
-        assert end is not None  # the vocabulary is made with one
+        end = end_of(some)
         scores: dict[str, float] = {}
         for name, width in (("beam", BEAM), ("greedy", 1)):
             counts: dict[str, int] = {}

@@ -12,22 +12,25 @@ import torch.nn.functional as F
 
 from benchmarks.papers.attention_swap import with_attention_reset, with_attention_swapped
 from benchmarks.papers.experiment import Budget, Job, Scores, Watch
-from benchmarks.papers.sentence_pairs import (
+from benchmarks.papers.made_once import make_once
+from benchmarks.papers.multi30k import (
     FOLDER,
+    SIDES,
     SOURCE,
     TARGET,
     TRAIN,
     VALIDATION,
     bleu_of,
     encoded_sources,
+    end_of,
     read_lines,
     tokeniser_of,
+    translated,
 )
 from benchmarks.papers.training_job import model_folder, share_tokens, training_job
 from dist_attn.checkpoints import load_any_model, save_model
 from dist_attn.errors import EngineError
 from dist_attn.generation import BeamSpec
-from dist_attn.generation.translation import translate
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig, build_model
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.run_log import Metrics
@@ -95,10 +98,7 @@ def train_job(
         tokeniser = _tokeniser(made, settings)
         sections["data"] = {**sections["data"], "tokeniser": str(tokeniser)}
         if begins is not None:
-            start = folder / "start"
-            if not start.exists():
-                model = _begun(made, f"{begins[0]}/seed-{seed}", begins[1], settings)
-                save_model(model, start, tokeniser=load_tokeniser(tokeniser))
+            start = _start(folder / "start", made, f"{begins[0]}/seed-{seed}", begins[1], settings)
             sections["run"] = {**sections["run"], "begin_from": str(start)}
         share_tokens(made, folder)
 
@@ -140,16 +140,14 @@ def held_out(model: EncoderDecoder, tokeniser: Tokeniser, pairs: int, watch: Wat
     """`perplexity` per target token and `bleu` of greedy translations of the first validation pairs."""
     sources = encoded_sources(read_lines(VALIDATION, SOURCE)[:pairs], tokeniser)
     references = read_lines(VALIDATION, TARGET)[:pairs]
-    end = tokeniser.end_token
-    assert end is not None  # encoded_sources has used it
+    end = end_of(tokeniser)
     nats, num_tokens = 0.0, 0
     for source, reference in zip(sources, references, strict=True):
         target = [end, *map(int, tokeniser.encode(reference)), end]
         logits_1LV = model(torch.tensor([source]), torch.tensor([target[:-1]]))
         nats += float(F.cross_entropy(logits_1LV[0], torch.tensor(target[1:]), reduction="sum"))
         num_tokens += len(target) - 1
-    found = translate(model, sources, BeamSpec(1, LONGEST, 0.0), end_token=end)
-    texts = [tokeniser.decode(list(best.tokens)).decode(errors="replace") for best, *_ in found]
+    texts = translated(model, tokeniser, sources, BeamSpec(1, LONGEST, 0.0))
     bleu = bleu_of(texts, [reference.decode() for reference in references])
     watch.tell(f"perplexity {math.exp(nats / num_tokens):.2f}, BLEU {bleu:.2f}; {texts[0]!r}")
     return {"perplexity": math.exp(nats / num_tokens), "bleu": bleu}
@@ -166,13 +164,12 @@ def _settings(
 ) -> dict[str, Any]:
     steps = budget.steps(steps) if steps else 0
     train = VALIDATION if budget.smoke else TRAIN
-    sides = (("source", SOURCE), ("target", TARGET))
     return {
         "model": translator.model(seed, budget),
         "data": {
             "kind": "parallel_text",
             "folder": FOLDER,
-            **{f"train_{side}": f"{train}.{language}.gz" for side, language in sides},
+            **{f"train_{side}": f"{train}.{language}.gz" for side, language in SIDES},
             "batch": SMOKE_BATCH if budget.smoke else BATCH,
             "max_length": LONGEST,
         },
@@ -193,6 +190,16 @@ def _begun(made: Path, key: str, how: str, settings: Mapping[str, Any]) -> Encod
     config = EncoderDecoderConfig.model_validate(settings["model"])
     model = with_attention_swapped(_loaded(model_folder(made, key)), config)
     return with_attention_reset(model, 1) if how == "reset" else model
+
+
+def _start(folder: Path, made: Path, key: str, how: str, settings: Mapping[str, Any]) -> Path:
+    """The model folder that a training begins with, made once."""
+
+    def make(beside: Path) -> None:
+        tokeniser = load_tokeniser(_tokeniser(made, settings))
+        save_model(_begun(made, key, how, settings), beside, tokeniser=tokeniser)
+
+    return make_once(folder, make)
 
 
 def _tokeniser(made: Path, settings: Mapping[str, Any]) -> Path:

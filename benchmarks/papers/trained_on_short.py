@@ -3,9 +3,16 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from benchmarks.papers.books_job import PARAMETERS, BooksModel, BooksRun, books_job, late, perplexity
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
+from benchmarks.papers.shuffled_books import (
+    PARAMETERS,
+    ShuffledBooksModel,
+    ShuffledBooksRun,
+    late,
+    perplexity,
+    shuffled_books_job,
+)
 
 __all__ = ["TRAINED_ON_SHORT"]
 
@@ -18,12 +25,12 @@ SMOKE_SEGMENT, SMOKE_BATCH = 8, 2
 _KERNEL = {"kind": "scaleformer", "reach": 0}  # one relative vector for all distances: no positions
 _SOFTMAX = {"kind": "softmax", "short_convolution": 0}
 ARMS = {
-    "scaleformer": BooksModel({"kind": "scaleformer", "reach": 16}),
-    "kernel-sinusoidal": BooksModel(_KERNEL, "sinusoidal"),
-    "softmax-sinusoidal": BooksModel(_SOFTMAX, "sinusoidal"),
-    "softmax-relative": BooksModel({**_SOFTMAX, "relative": {"reach": 16}}),
-    "kernel-none": BooksModel(_KERNEL),
-    "gated-none": BooksModel({"kind": "rfa_gate", "short_convolution": 0, "num_random": 32}),
+    "scaleformer": ShuffledBooksModel({"kind": "scaleformer", "reach": 16}),
+    "kernel-sinusoidal": ShuffledBooksModel(_KERNEL, "sinusoidal"),
+    "softmax-sinusoidal": ShuffledBooksModel(_SOFTMAX, "sinusoidal"),
+    "softmax-relative": ShuffledBooksModel({**_SOFTMAX, "relative": {"reach": 16}}),
+    "kernel-none": ShuffledBooksModel(_KERNEL),
+    "gated-none": ShuffledBooksModel({"kind": "rfa_gate", "short_convolution": 0, "num_random": 32}),
 }
 _WORDS = {
     "scaleformer": "elu + 1 kernel, relative positions (k = 16)",
@@ -37,7 +44,7 @@ _WORDS = {
 
 def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
     segment, batch = (SMOKE_SEGMENT, SMOKE_BATCH) if budget.smoke else (SEGMENT, BATCH)
-    run = BooksRun(
+    run = ShuffledBooksRun(
         segment=segment,
         batch=batch,
         steps=budget.steps(STEPS),
@@ -45,7 +52,7 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
         lengths=tuple(segment * times for times in TIMES_LONGER),
         scored=segment * TIMES_LONGER[-1] if budget.smoke else SCORED,
     )
-    return [books_job(arm, seed, model, run) for seed in seeds for arm, model in ARMS.items()]
+    return [shuffled_books_job(arm, seed, model, run) for seed in seeds for arm, model in ARMS.items()]
 
 
 def _report(done: Sequence[Done]) -> Report:

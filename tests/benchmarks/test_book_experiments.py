@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.papers.book_text import BOOKS, HELD_OUT, PART_BYTES, cut_parts, prepare_books
-from benchmarks.papers.books_job import PARAMETERS, TRAINED, late, perplexity
 from benchmarks.papers.context_length import BATCH_TOKENS, CONTEXT_LENGTH, LENGTHS, TIMES
 from benchmarks.papers.experiment import Budget, Done, Experiment
+from benchmarks.papers.novels import NOVELS, TEST
+from benchmarks.papers.shuffled_books import PARAMETERS, TRAINED, late, perplexity
+from benchmarks.papers.shuffled_text import BOOKS, PART_BYTES, cut_parts, prepare_books
 from benchmarks.papers.trained_on_short import LENGTHS as TESTED
 from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
 from dist_attn.errors import ConfigError
@@ -22,7 +23,7 @@ def books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data/books"
     folder.mkdir(parents=True)
     draw = random.Random(0)
-    for name in (*BOOKS, HELD_OUT):
+    for name in NOVELS:
         lines = (f"{name} says {draw.randrange(10**6)} and goes on\n" for _ in range(40))
         (folder / name).write_text("".join(lines))
     monkeypatch.chdir(tmp_path)
@@ -42,7 +43,7 @@ def test_the_training_text(books: Path) -> None:
     text = prepare_books(books / "one", 99, 300)
     made = text.train.read_bytes()
     assert sum(f"{name} says".encode() in made for name in BOOKS) == len(BOOKS)
-    assert made.count(b" says ") == 40 * len(BOOKS) and HELD_OUT.encode() not in made
+    assert made.count(b" says ") == 40 * len(BOOKS) and TEST.encode() not in made
     assert prepare_books(books / "two", 99, 300).train.read_bytes() == made
     text.train.write_bytes(b"kept")
     assert prepare_books(books / "one", 99, 300).train.read_bytes() == b"kept"
@@ -53,7 +54,7 @@ def test_what_is_scored(books: Path) -> None:
     """The held-out book's first tokens are scored; asking for more than there are, or for no book, is said."""
     text = prepare_books(books / "out", 99, 300)
     assert len(text.held_out(100)) == 100
-    with pytest.raises(ConfigError, match=f"{HELD_OUT} has"):
+    with pytest.raises(ConfigError, match=f"{TEST} has"):
         text.held_out(10**6)
     (books / "data/books" / BOOKS[3]).unlink()
     with pytest.raises(ConfigError, match=BOOKS[3]):

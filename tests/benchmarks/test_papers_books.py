@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.papers import books
-from benchmarks.papers.books import DEVELOPMENT, TEST, TRAIN, books_in_order, tokeniser_of
+from benchmarks.papers.books import TRAIN, books_in_order, tokeniser_of
 from benchmarks.papers.experiment import Budget, Done
 from benchmarks.papers.finding import Report
+from benchmarks.papers.novels import DEVELOPMENT, NOVELS, TEST
 from benchmarks.papers.paired import Claim, judge
 from benchmarks.papers.rfa_table1 import ARMS, BESIDE, RFA_TABLE1
 from benchmarks.papers.runner import carry_out
@@ -27,7 +28,7 @@ def small_books(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Made-up books under the names of the real ones, and small models: the work of seconds."""
     folder = tmp_path / "data/books"
     folder.mkdir(parents=True)
-    for number, name in enumerate((*TRAIN, DEVELOPMENT, TEST)):
+    for number, name in enumerate(NOVELS):
         words = np.random.default_rng(number).choice(WORDS, 1500)
         (folder / name).write_text(" ".join(words))
     monkeypatch.chdir(tmp_path)
@@ -108,7 +109,7 @@ def test_a_missing_book_is_named(small_books: Path, tmp_path: Path) -> None:
     """Without a book the job says which file it needs and where from."""
     (small_books / "pride_and_prejudice.txt").unlink()
     jobs = RFA_TABLE1.jobs(Budget(smoke=True), (0,))
-    with pytest.raises(ConfigError, match=r"pride_and_prejudice\.txt is not there; put the books into data/books"):
+    with pytest.raises(ConfigError, match=r"pride_and_prejudice\.txt is not there; put the novels into data/books"):
         carry_out(tmp_path / "out", jobs, lambda: False)
 
 

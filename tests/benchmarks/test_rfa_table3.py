@@ -111,7 +111,7 @@ def test_an_edition_leaves_no_trace() -> None:
 
 def test_missing_books_and_too_few_passages_are_named(books: Path, tmp_path: Path) -> None:
     """A book that is not there, and an author who has not written enough, are refused by name."""
-    with pytest.raises(ConfigError, match=r"emma\.txt cannot be read"):
+    with pytest.raises(ConfigError, match=r"emma\.txt is not there"):
         read_passages(SPEC, tmp_path)
     with pytest.raises(ConfigError, match=r"austen has .* needed are 9000"):
         read_passages(replace(SPEC, train=9000), books)

@@ -8,16 +8,26 @@ from typing import Any
 
 import torch
 
-from benchmarks.papers.book_text import BookText, prepare_books
 from benchmarks.papers.experiment import Job, Scores, Watch
-from benchmarks.papers.training_job import training_job
+from benchmarks.papers.made_once import make_once
+from benchmarks.papers.shuffled_text import BookText, prepare_books
+from benchmarks.papers.training_job import count_parameters, training_job, with_warmup
 from benchmarks.perplexity_by_position import token_nats
 from dist_attn.checkpoints import load_model_and_tokeniser, save_model
 from dist_attn.models import LanguageModel, LanguageModelConfig
 from dist_attn.text import load_tokeniser
 from dist_attn.training.run_log import Metrics
 
-__all__ = ["PARAMETERS", "TRAINED", "VOCAB_SIZE", "BooksModel", "BooksRun", "books_job", "late", "perplexity"]
+__all__ = [
+    "PARAMETERS",
+    "TRAINED",
+    "VOCAB_SIZE",
+    "ShuffledBooksModel",
+    "ShuffledBooksRun",
+    "shuffled_books_job",
+    "late",
+    "perplexity",
+]
 
 VOCAB_SIZE = 1024
 EMBEDDING_DEVIATION = 2**-0.5  # of a sinusoid's numbers
@@ -32,7 +42,7 @@ OPTIMISER = {
 
 
 @dataclass(frozen=True)
-class BooksModel:
+class ShuffledBooksModel:
     """The mixer without its sizes, and the positions of its tokens; the rest is the same for all arms."""
 
     mixer: Mapping[str, Any]
@@ -52,7 +62,7 @@ class BooksModel:
 
 
 @dataclass(frozen=True)
-class BooksRun:
+class ShuffledBooksRun:
     """How long is trained on what, and in windows of which lengths the held-out book is read.
 
     `scored` tokens are read, a multiple of every length, each window from the empty state.
@@ -76,7 +86,7 @@ def late(length: int) -> str:
     return f"late_perplexity_at_{length}"
 
 
-def books_job(arm: str, seed: int, model: BooksModel, run: BooksRun) -> Job:
+def shuffled_books_job(arm: str, seed: int, model: ShuffledBooksModel, run: ShuffledBooksRun) -> Job:
     """One model at one seed; texts and vocabulary lie beside the arms, made by the job that comes first."""
     settings = {
         "model": model.section(),
@@ -95,7 +105,7 @@ def books_job(arm: str, seed: int, model: BooksModel, run: BooksRun) -> Job:
     return Job(arm, seed, settings, work)
 
 
-def _sections(model: BooksModel, run: BooksRun, text: BookText) -> dict[str, Any]:
+def _sections(model: ShuffledBooksModel, run: ShuffledBooksRun, text: BookText) -> dict[str, Any]:
     return {
         "model": model.section(),
         "data": {
@@ -105,7 +115,7 @@ def _sections(model: BooksModel, run: BooksRun, text: BookText) -> dict[str, Any
             "segment": run.segment,
             "stateful": False,
         },
-        "optimiser": {**OPTIMISER, "warmup_steps": max(1, run.steps // 10)},
+        "optimiser": with_warmup(OPTIMISER, run.steps),
         "run": {
             "steps": run.steps,
             "log_every": max(1, run.steps // 10),
@@ -115,24 +125,26 @@ def _sections(model: BooksModel, run: BooksRun, text: BookText) -> dict[str, Any
     }
 
 
-def _first_model(folder: Path, model: BooksModel, seed: int, text: BookText) -> Path:
+def _first_model(folder: Path, model: ShuffledBooksModel, seed: int, text: BookText) -> Path:
     """Weights to begin with in which a token is as long as its sinusoids, as in Vaswani et al. 2017.
 
     There embeddings are multiplied by the root of their size. Short beside unit sinusoids, tokens would be learnt late.
     """
-    if not folder.exists():
+
+    def make(beside: Path) -> None:
         torch.manual_seed(seed)
         first = LanguageModel(LanguageModelConfig.model_validate(model.section()))
         torch.nn.init.normal_(first.embedding.weight, std=EMBEDDING_DEVIATION)
-        save_model(first, folder, tokeniser=load_tokeniser(text.tokeniser))
-    return folder
+        save_model(first, beside, tokeniser=load_tokeniser(text.tokeniser))
+
+    return make_once(folder, make)
 
 
-def _measure(run: BooksRun, text: BookText, folder: Path, last: Metrics, watch: Watch) -> Scores:
+def _measure(run: ShuffledBooksRun, text: BookText, folder: Path, last: Metrics, watch: Watch) -> Scores:
     model, _ = load_model_and_tokeniser(folder)
     tokens = text.held_out(run.scored + 1)
     scores = {
-        PARAMETERS: float(sum(parameter.numel() for parameter in model.parameters())),
+        PARAMETERS: float(count_parameters(model)),
         TRAINED: math.exp(last["loss"]),
     }
     for length in run.lengths:

@@ -1,7 +1,6 @@
 """The books as one text of shuffled parts, a small vocabulary learnt from it, and a book that no training sees."""
 
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,30 +8,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.papers.made_once import make_once
+from benchmarks.papers.novels import FOLDER, NOVELS, TEST, find_novel
 from dist_attn.errors import ConfigError
 from dist_attn.text import Tokeniser, load_tokeniser, train_bpe
 
-__all__ = ["BOOKS", "HELD_OUT", "BookText", "cut_parts", "prepare_books"]
+__all__ = ["BOOKS", "BookText", "cut_parts", "prepare_books"]
 
-FOLDER = Path("data/books")
-BOOKS = (
-    "anna_karenina.txt",
-    "bleak_house.txt",
-    "brothers_karamazov.txt",
-    "crime_and_punishment.txt",
-    "david_copperfield.txt",
-    "don_quixote.txt",
-    "emma.txt",
-    "great_expectations.txt",
-    "jane_eyre.txt",
-    "les_miserables.txt",
-    "middlemarch.txt",
-    "moby_dick.txt",
-    "pride_and_prejudice.txt",
-    "tale_of_two_cities.txt",
-    "vanity_fair.txt",
-)
-HELD_OUT = "war_and_peace.txt"
+BOOKS = tuple(name for name in NOVELS if name != TEST)
 PART_BYTES = 1 << 17
 SHUFFLE = 6
 
@@ -50,9 +33,9 @@ class BookText:
         Raises: ConfigError where it is missing or has fewer.
         """
         tokeniser: Tokeniser = load_tokeniser(self.tokeniser)
-        tokens = tokeniser.encode(_book(HELD_OUT)[: 8 * num_tokens])[:num_tokens]
+        tokens = tokeniser.encode(find_novel(TEST).read_bytes()[: 8 * num_tokens])[:num_tokens]
         if len(tokens) < num_tokens:
-            raise ConfigError(f"{FOLDER / HELD_OUT} has {len(tokens)} tokens; {num_tokens} are to be scored")
+            raise ConfigError(f"{FOLDER / TEST} has {len(tokens)} tokens; {num_tokens} are to be scored")
         return tokens
 
 
@@ -65,16 +48,15 @@ def prepare_books(folder: Path, parts: int, vocab_size: int) -> BookText:
     """
     made = folder / f"books-{parts}-{vocab_size}"
     text = BookText(made / "train.txt", made / "tokeniser")
-    if made.exists():
-        return text
-    shuffled = [part for name in BOOKS for part in cut_parts(_book(name))]
-    random.Random(SHUFFLE).shuffle(shuffled)
-    beside = made.with_name(f"{made.name}.making")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-    (beside / text.train.name).write_bytes(b"\n".join(shuffled[:parts]))
-    train_bpe([beside / text.train.name], vocab_size).save(beside / text.tokeniser.name)
-    beside.rename(made)
+
+    def make(beside: Path) -> None:
+        shuffled = [part for name in BOOKS for part in cut_parts(find_novel(name).read_bytes())]
+        random.Random(SHUFFLE).shuffle(shuffled)
+        beside.mkdir()
+        (beside / text.train.name).write_bytes(b"\n".join(shuffled[:parts]))
+        train_bpe([beside / text.train.name], vocab_size).save(beside / text.tokeniser.name)
+
+    make_once(made, make)
     return text
 
 
@@ -86,10 +68,3 @@ def cut_parts(book: bytes) -> Iterator[bytes]:
         stop = len(book) if line_end < 0 else line_end + 1
         yield book[start:stop]
         start = stop
-
-
-def _book(name: str) -> bytes:
-    path = FOLDER / name
-    if not path.is_file():
-        raise ConfigError(f"{path} is not there; put the books where examples/train-books.toml expects them")
-    return path.read_bytes()
