@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.papers.experiment import Budget, Job, Scores, Watch
 from benchmarks.papers.made_once import make_once
 from benchmarks.papers.novels import DEVELOPMENT, FOLDER, NOVELS, TEST, find_novel
-from benchmarks.papers.training_job import share_tokens, training_job
+from benchmarks.papers.training_job import count_parameters, share_tokens, training_job, with_warmup
 from benchmarks.perplexity_by_position import token_nats
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.text.train import train_bpe
@@ -86,7 +86,7 @@ class BookModel:
                 "segment": BLOCK,
                 "stateful": self.stateful,
             },
-            "optimiser": {**OPTIMISER, "warmup_steps": max(1, steps // 10)},
+            "optimiser": with_warmup(OPTIMISER, steps),
             "run": {
                 "steps": steps,
                 "log_every": 50,
@@ -126,7 +126,7 @@ def book_scores(
     where the state is reset (`…_reset`).
     """
     model, tokeniser = load_model_and_tokeniser(model_folder)
-    scores: dict[str, float] = {"parameters": count_parameters(model_folder)}
+    scores: dict[str, float] = {"parameters": count_parameters(model)}
     readings = {"": None, "_reset": BLOCK} if stateful else {"": BLOCK}
     for split, name in (("development", DEVELOPMENT), ("test", TEST)):
         tokens = tokeniser.encode(find_novel(name).read_bytes()[: scored_bytes[name]])
@@ -137,11 +137,6 @@ def book_scores(
             scores[f"{split}_bits_per_byte{suffix}"] = float(nats.sum()) / math.log(2) / num_bytes
         watch.tell(f"{name}: perplexity {scores[f'{split}_perplexity']:.2f}")
     return scores
-
-
-def count_parameters(model_folder: Path) -> int:
-    """The trained numbers of a model folder, random features left out."""
-    return sum(p.numel() for p in load_model_and_tokeniser(model_folder)[0].parameters())
 
 
 def _sections(settings: Mapping[str, Any], tokeniser: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from benchmarks.papers.digit_canvases import CANVAS, make_canvases, read_digits,
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
 from benchmarks.papers.made_once import make_once
-from benchmarks.papers.training_job import training_job
+from benchmarks.papers.training_job import count_parameters, training_job, with_warmup
 from benchmarks.timing import interleaved
 from dist_attn.checkpoints import load_any_model
 from dist_attn.models import VisionClassifier, VisionClassifierConfig
@@ -57,11 +57,11 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
 
 def _job(patch: int, seed: int, images: dict[str, int], steps: int) -> Job:
     model = model_section(patch)
-    optimiser = {**OPTIMISER, "warmup_steps": max(1, steps // 10)}
+    optimiser = with_warmup(OPTIMISER, steps)
     settings = {"model": model, "images": images, "batch": BATCH, "steps": steps, "optimiser": optimiser}
 
     def measure(folder: Path, last: Metrics, watch: Watch) -> Scores:
-        counted = sum(parameter.numel() for parameter in load_any_model(folder).parameters())
+        counted = count_parameters(load_any_model(folder))
         return {"accuracy": float(last["accuracy"]), "parameters": float(counted)}
 
     def work(folder: Path, watch: Watch) -> Scores:

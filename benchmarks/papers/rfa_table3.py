@@ -22,7 +22,7 @@ from benchmarks.papers.passages import (
     read_passages,
     tokeniser_folder,
 )
-from benchmarks.papers.training_job import RUN, training_job
+from benchmarks.papers.training_job import RUN, count_parameters, training_job, with_warmup
 from dist_attn.checkpoints import load_any_model
 from dist_attn.training.datasets.listops import NUM_CLASSES, VOCAB_SIZE, ListOps
 from dist_attn.training.run_folder import read_metrics
@@ -98,14 +98,10 @@ def _run(steps: int) -> dict[str, Any]:
     return {"steps": steps, "log_every": 20, "evaluate_every": steps, "checkpoint_every": max(1, steps // 4)}
 
 
-def _optimiser(steps: int) -> dict[str, Any]:
-    return {**OPTIMISER, "warmup_steps": max(1, steps // 10)}
-
-
 def _listops_job(attention: str, seed: int, budget: Budget) -> Job:
     smoke = SMOKE_LISTOPS if budget.smoke else {}
     stages = {
-        name: {"data": {**data, **smoke}, "optimiser": _optimiser(steps), "run": _run(steps)}
+        name: {"data": {**data, **smoke}, "optimiser": with_warmup(OPTIMISER, steps), "run": _run(steps)}
         for name, data, steps in (
             ("short", SHORT, budget.steps(SHORT_STEPS)),
             ("long", {**LISTOPS, "batch": BATCH}, budget.steps(LISTOPS_STEPS)),
@@ -129,7 +125,7 @@ def _authors_job(attention: str, seed: int, budget: Budget) -> Job:
     sections = {
         "model": _model(attention, seed, 257, len(AUTHORS), spec.max_length, "mean"),
         "data": {"kind": "labelled_text", "max_length": spec.max_length, "batch": BATCH},
-        "optimiser": _optimiser(steps),
+        "optimiser": with_warmup(OPTIMISER, steps),
         "run": _run(steps),
     }
     arm, settings = f"authors-{attention}", {"task": "authors", **sections, "passages": asdict(spec)}
@@ -156,7 +152,7 @@ def _pairs_job(attention: str, seed: int, budget: Budget) -> Job:
     sections = {
         "model": {**_model(attention, seed, 257, 2, spec.max_length, "mean"), "texts": 2},
         "data": data,
-        "optimiser": _optimiser(steps),
+        "optimiser": with_warmup(OPTIMISER, steps),
         "run": _run(steps),
     }
     arm, settings = f"pairs-{attention}", {"task": "pairs", **sections, "passages": asdict(spec), "pairs": pairs}
@@ -173,7 +169,7 @@ def _pairs_job(attention: str, seed: int, budget: Budget) -> Job:
 def _accuracy(model: Path, last: Metrics, watch: Watch) -> Scores:
     """Of the last validation, also where the run had ended before this process began."""
     measured = [line for line in read_metrics(model.parent, last["step"]) if "accuracy" in line][-1]
-    parameters = sum(parameter.numel() for parameter in load_any_model(model).parameters())
+    parameters = count_parameters(load_any_model(model))
     return {
         "accuracy": measured["accuracy"],
         "nats": measured["validation_loss"],

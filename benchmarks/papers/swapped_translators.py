@@ -27,7 +27,7 @@ from benchmarks.papers.multi30k import (
     tokeniser_of,
     translated,
 )
-from benchmarks.papers.training_job import model_folder, share_tokens, training_job
+from benchmarks.papers.training_job import model_folder, share_tokens, training_job, with_warmup
 from dist_attn.checkpoints import load_any_model, save_model
 from dist_attn.errors import EngineError
 from dist_attn.generation import BeamSpec
@@ -173,7 +173,7 @@ def _settings(
             "batch": SMOKE_BATCH if budget.smoke else BATCH,
             "max_length": LONGEST,
         },
-        "optimiser": {**OPTIMISER, "warmup_steps": max(1, steps // 10)},
+        "optimiser": with_warmup(OPTIMISER, steps),
         "run": {
             "steps": steps,
             "log_every": max(1, steps // POINTS),

@@ -4,12 +4,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
+
 from benchmarks.papers.experiment import Interrupted, Job, Scores, Watch
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.loop import train
 from dist_attn.training.run_log import Metrics
 
-__all__ = ["RUN", "Measure", "model_folder", "share_tokens", "training_job"]
+__all__ = ["RUN", "Measure", "count_parameters", "model_folder", "share_tokens", "training_job", "with_warmup"]
 
 RUN = "run"
 
@@ -20,6 +22,16 @@ Measure = Callable[[Path, Metrics, Watch], Scores]
 def model_folder(experiment: Path, key: str) -> Path:
     """Where the job of that key has left its model."""
     return experiment / key / RUN / "model"
+
+
+def count_parameters(model: Module) -> int:
+    """The numbers that training changes: random features are not among them."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def with_warmup(optimiser: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """The section [optimiser] of a run of so many steps: its rates rise over the first tenth."""
+    return {**optimiser, "warmup_steps": max(1, steps // 10)}
 
 
 def share_tokens(made: Path, folder: Path) -> None:

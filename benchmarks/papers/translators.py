@@ -22,7 +22,7 @@ from benchmarks.papers.multi30k import (
     tokeniser_of,
     translated,
 )
-from benchmarks.papers.training_job import training_job
+from benchmarks.papers.training_job import count_parameters, training_job, with_warmup
 from dist_attn.checkpoints import load_any_model
 from dist_attn.generation import BeamSpec
 from dist_attn.models import EncoderDecoder
@@ -124,7 +124,7 @@ class Translator:
                 "max_length": LONGEST,
             },
             "objective": {"label_smoothing": 0.1},
-            "optimiser": {**OPTIMISER, "warmup_steps": max(1, steps // 10)},
+            "optimiser": with_warmup(OPTIMISER, steps),
             "run": {
                 "steps": steps,
                 "log_every": 50,
@@ -157,7 +157,7 @@ def _scores(model_folder: Path, last: Metrics, pairs: int, watch: Watch) -> Scor
     bleu = bleu_of(texts, references)
     watch.tell(f"BLEU {bleu:.2f}; {texts[0]!r} for {references[0]!r}")
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": count_parameters(model),
         "bleu": bleu,
         "validation_perplexity": last["perplexity"],
     }
