@@ -18,6 +18,24 @@ from dist_attn.text.train import train_bpe
 from dist_attn.training.run_log import Metrics
 
 __all__ = ["BLOCK", "TRAIN", "BookModel", "book_scores", "books_in_order", "tokeniser_of"]
+__all__ = [
+    "BATCH",
+    "BLOCK",
+    "DEVELOPMENT",
+    "FOLDER",
+    "HEADS",
+    "LAYERS",
+    "MLP",
+    "TEST",
+    "TRAIN",
+    "VOCABULARY",
+    "WIDTH",
+    "BookModel",
+    "book_scores",
+    "books_in_order",
+    "count_parameters",
+    "tokeniser_of",
+]
 
 TRAIN = tuple(name for name in NOVELS if name not in (DEVELOPMENT, TEST))
 # The paper's block, in training and evaluation: "without access to the context from previous mini-batches".
@@ -44,6 +62,9 @@ class BookModel:
     # The state goes on into the next block, in training and in the scores.
     stateful: bool = False
     steps: int = STEPS
+    mlp_size: int = MLP
+    # The mixer is given whole, sizes included.
+    whole: bool = False
 
     def job(self, arm: str, seed: int, budget: Budget) -> Job:
         """Train with this seed (of weights, random features and the order of books), and score the held-out books."""
@@ -67,10 +88,11 @@ class BookModel:
         """The section [model]."""
         # Positions begin anew with every block, whether or not a state goes on, as the paper's segments do.
         positions = {"kind": "learned", "length": BLOCK, "beyond": "repeat"}
-        mixer = {"hidden_size": WIDTH, "num_heads": HEADS, "short_convolution": 0, **self.mixer}
+        sized = {} if self.whole else {"hidden_size": WIDTH, "num_heads": HEADS, "short_convolution": 0}
+        mixer = {**sized, **self.mixer}
         if mixer["kind"].startswith("rfa"):
             mixer.setdefault("seed", 1000 * seed)  # one more for every layer
-        sizes = {"hidden_size": WIDTH, "num_layers": LAYERS, "mlp_size": MLP}
+        sizes = {"hidden_size": WIDTH, "num_layers": LAYERS, "mlp_size": self.mlp_size}
         vocabulary = SMOKE_VOCABULARY if budget.smoke else VOCABULARY
         return {"kind": "language_model", "vocab_size": vocabulary, **sizes, "mixer": mixer, "positions": positions}
 

@@ -4,6 +4,7 @@ from benchmarks.papers.context_length import CONTEXT_LENGTH
 from benchmarks.papers.distributed_softmax import DISTRIBUTED_SOFTMAX
 from benchmarks.papers.experiment import Experiment
 from benchmarks.papers.million_tokens import MILLION_TOKENS
+from benchmarks.papers.mixers import MIXERS
 from benchmarks.papers.needles import NEEDLES
 from benchmarks.papers.patch_size import PATCH_SIZE
 from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
@@ -31,5 +32,6 @@ _ALL: tuple[Experiment, ...] = (
     DISTRIBUTED_SOFTMAX,
     NEEDLES,
     MILLION_TOKENS,
+    MIXERS,
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}

@@ -1,0 +1,84 @@
+"""The mixers that are compared: language models of equal size over those with a state, encoders over the others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from dist_attn.costs import layer_costs
+from dist_attn.mixers import MixerConfig
+
+__all__ = ["CAUSAL", "ENCODERS", "HYBRID", "LAYERS_ALONE", "equal_mlp", "layer_config", "mixer_values"]
+
+# Other options are as they are by default. States of 16 numbers where every step multiplies by a full matrix.
+CAUSAL: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {"kind": "softmax"},
+    "rfa": {"kind": "rfa"},
+    "rfa_gate": {"kind": "rfa_gate"},
+    "elu": {"kind": "elu"},
+    "performer": {"kind": "performer"},
+    "efficient": {"kind": "efficient"},
+    "static_kernel": {"kind": "static_kernel"},
+    "scaleformer": {"kind": "scaleformer"},
+    "convolution": {"kind": "convolution"},
+    "s4d": {"kind": "s4d"},
+    "s4": {"kind": "s4", "state_size": 16},
+    "lssl": {"kind": "lssl", "state_size": 16},
+    "hippo": {"kind": "hippo", "state_size": 16},
+}
+HYBRID = "hybrid"
+ENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "softmax": {"kind": "bidirectional", "attention": "softmax"},
+    "rfa": {"kind": "bidirectional", "attention": "rfa"},
+    "elu": {"kind": "bidirectional", "attention": "elu"},
+    "performer": {"kind": "bidirectional", "attention": "performer"},
+    "efficient": {"kind": "bidirectional", "attention": "efficient"},
+    "static_kernel": {"kind": "static_kernel", "bidirectional": True},
+    "convolution-centred": {"kind": "convolution", "centred": True},
+    "s4d-convolution": {"kind": "s4d", "form": "convolution", "bidirectional": True},
+    "s4-convolution": {"kind": "s4", "form": "convolution", "bidirectional": True, "state_size": 16},
+    "sgconv": {"kind": "sgconv", "bidirectional": True},
+    "fnet": {"kind": "fnet", "norm": "ortho"},
+}
+LAYERS_ALONE: Mapping[str, Mapping[str, Any]] = {
+    **CAUSAL,
+    "fnet": ENCODERS["fnet"],
+    "sgconv": {"kind": "sgconv"},
+    "s4d-convolution": {"kind": "s4d", "form": "convolution"},
+    "mlp_mixer": {"kind": "mlp_mixer", "token_mlp_size": 64},
+}
+_HEADLESS = ("convolution", "s4d", "s4", "lssl", "hippo", "fnet", "sgconv", "mlp_mixer")
+
+
+def layer_config(options: Mapping[str, Any], width: int, heads: int, length: int) -> dict[str, Any]:
+    """The values of a mixer of this width, with heads and a fixed length where its kind has them."""
+    values = {"hidden_size": width, **options}
+    if values["kind"] not in _HEADLESS:
+        values["num_heads"] = heads
+    if values["kind"] in ("sgconv", "mlp_mixer"):
+        values["length"] = length
+    return values
+
+
+def mixer_values(arm: str, width: int, heads: int, seed: int) -> dict[str, Any]:
+    """The section [model.mixer] of a language model; random features are drawn by the seed."""
+    if arm == HYBRID:
+        kinds = ("rfa_gate", "rfa_gate", "softmax")
+        return {"kind": "hybrid", "pattern": [mixer_values(kind, width, heads, seed) for kind in kinds]}
+    values = layer_config(CAUSAL[arm], width, heads, 0)
+    return {**values, "seed": 1000 * seed} if arm.startswith("rfa") else values
+
+
+def equal_mlp(arm: str, width: int, heads: int, mlp_size: int) -> int:
+    """The size of the MLP with which a layer has as many parameters as softmax with one of `mlp_size`."""
+    budget = _parameters(mixer_values("softmax", width, heads, 0))
+    own = _parameters(mixer_values(arm, width, heads, 0))
+    return mlp_size + round((budget - own) / (2 * width + 1))
+
+
+def _parameters(values: Mapping[str, Any]) -> float:
+    if values["kind"] == "hybrid":
+        each = [_parameters(entry) for entry in values["pattern"]]
+        return sum(each) / len(each)
+    config: MixerConfig = TypeAdapter(MixerConfig).validate_python(values)
+    return layer_costs(config.model_dump(mode="json")).parameters
