@@ -1,0 +1,190 @@
+"""The Kubernetes manifests: valid by the schemas of its API, closed, and in agreement with images and settings."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dist_attn import __version__
+from dist_attn.settings import Settings, read_settings
+from tests.support.dockerfile import Image, read_dockerfile
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "deploy/kubernetes"
+KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
+OBJECTS: list[dict[str, Any]] = [
+    document for name in KUSTOMIZATION["resources"] for document in yaml.safe_load_all((FOLDER / name).read_text())
+]
+WORKLOADS = {item["metadata"]["name"]: item for item in OBJECTS if item["kind"] in ("Deployment", "StatefulSet")}
+OLDEST, NEWEST = "1.29", "1.33"
+
+
+def find(kind: str, name: str) -> dict[str, Any]:
+    """One object."""
+    (item,) = [item for item in OBJECTS if (item["kind"], item["metadata"]["name"]) == (kind, name)]
+    return item
+
+
+def pod(name: str) -> dict[str, Any]:
+    """The pods of a workload."""
+    spec: dict[str, Any] = WORKLOADS[name]["spec"]["template"]["spec"]
+    return spec
+
+
+def container(name: str) -> dict[str, Any]:
+    """The one container of a workload."""
+    (only,) = pod(name)["containers"]
+    return dict(only)
+
+
+def settings_of(name: str) -> Settings:
+    """What a container's variables make of the settings; unknown names are refused."""
+    return read_settings(environment={item["name"]: item["value"] for item in container(name).get("env", [])}).settings
+
+
+def image_of(name: str) -> Image:
+    """The image of a workload."""
+    return read_dockerfile(ROOT / f"deploy/Dockerfile.{name}")
+
+
+@pytest.mark.parametrize("item", OBJECTS, ids=lambda item: f"{item['kind']}-{item['metadata']['name']}")
+def test_the_schemas_accept_it(item: dict[str, Any]) -> None:
+    """Every object is one of Kubernetes' API by its own schemas, without a field that they do not know."""
+    validate = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate").validate
+    for version in (OLDEST, NEWEST):
+        assert validate(item, version, strict=True) == version
+
+
+def test_the_schemas_refuse_what_is_wrong() -> None:
+    """A misspelt field and a word for a number are found: the check above does check."""
+    validation = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate")
+    policy = find("PodDisruptionBudget", "api")
+    for spec in ({**policy["spec"], "minAvailble": 1}, {**policy["spec"], "selector": 1}):
+        with pytest.raises(validation.ValidationError):
+            validation.validate({**policy, "spec": spec}, NEWEST, strict=True)
+
+
+def test_all_parts_and_all_files_are_there() -> None:
+    """Workloads, their services and budgets, the autoscaler and the policies; no manifest is left out; one version."""
+    kinds = sorted(item["kind"] for item in OBJECTS)
+    assert kinds == sorted(
+        ["Namespace", "Deployment", "StatefulSet", "HorizontalPodAutoscaler"]
+        + ["Service"] * 2
+        + ["PodDisruptionBudget"] * 2
+        + ["NetworkPolicy"] * 3
+    )
+    assert {path.name for path in FOLDER.iterdir()} == {"kustomization.yaml", *KUSTOMIZATION["resources"]}
+    images = {image["name"]: image["newTag"] for image in KUSTOMIZATION["images"]}
+    assert images == {container(name)["image"]: __version__ for name in WORKLOADS}
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_pod_is_closed(name: str) -> None:
+    """The image's own user, a root that is read-only, no capabilities, no token, bounded memory and disk."""
+    spec, only = pod(name), container(name)
+    user = int(image_of(name).last("USER").split(":")[0])
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert {spec["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert spec["automountServiceAccountToken"] is False
+    assert only["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert set(only["resources"]["limits"]) >= {"memory", "ephemeral-storage"}
+    assert set(only["resources"]["requests"]) >= {"cpu", "memory"}
+    assert {mount["mountPath"] for mount in only["volumeMounts"]} >= {"/data", "/tmp"}
+    assert find("Namespace", KUSTOMIZATION["namespace"])["metadata"]["labels"] == {
+        "pod-security.kubernetes.io/enforce": "restricted",
+        "pod-security.kubernetes.io/warn": "restricted",
+    }
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_commands_and_checks_are_those_of_the_images(name: str) -> None:
+    """The flags are those that the image is tested with, scripts lie where it has them, ports are those it opens."""
+    only, image = container(name), image_of(name)
+    assert [word.split("=")[0] for word in only["args"]] == [
+        word.split("=")[0] for word in image.command if word.startswith("--")
+    ]
+    assert [str(port["containerPort"]) for port in only["ports"]] == [image.last("EXPOSE")]
+    for probe in (only["readinessProbe"], only["startupProbe"]):
+        assert probe.get("exec", {"command": image.health_command})["command"] == image.health_command
+
+
+def test_keys_come_from_a_secret_that_is_not_here() -> None:
+    """No Secret lies in the folder; the API reads its keys from a mounted one, and does not start without it."""
+    assert not [item for item in OBJECTS if item["kind"] == "Secret"]
+    (volume,) = [volume for volume in pod("api")["volumes"] if "secret" in volume]
+    assert not volume["secret"].get("optional")
+    (mount,) = [mount for mount in container("api")["volumeMounts"] if mount["name"] == volume["name"]]
+    (item,) = volume["secret"]["items"]
+    assert settings_of("api").http.api_keys_file == Path(mount["mountPath"]) / item["path"]
+
+
+def test_probes_ask_what_they_should() -> None:
+    """Alive by /livez, ready by /readyz, and not sooner unready than new requests are made to wait; the engine's
+    ranks may take their time to start, and their restarts are the controller's, never Kubernetes'.
+    """
+    api, engine, settings = container("api"), container("engine"), settings_of("api")
+    assert api["livenessProbe"]["httpGet"]["path"] == api["startupProbe"]["httpGet"]["path"] == "/livez"
+    ready = api["readinessProbe"]
+    assert ready["httpGet"]["path"] == "/readyz"
+    assert ready["periodSeconds"] * ready["failureThreshold"] >= settings.waits.engine_ready_seconds
+    start = engine["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] > settings.engine.start_deadline_s
+    assert set(engine["livenessProbe"]) & {"exec", "httpGet"} == set()
+
+
+def test_streams_may_end_after_sigterm() -> None:
+    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine's its own."""
+    waits, engine = settings_of("api").waits, settings_of("engine").engine
+    pause = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][1])
+    assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 5
+    assert pod("engine")["terminationGracePeriodSeconds"] == waits.shutdown_seconds + engine.stop_deadline_s
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    assert compose["api"]["stop_grace_period"] == f"{waits.shutdown_seconds + 5}s"
+    assert compose["engine"]["stop_grace_period"] == f"{waits.shutdown_seconds + engine.stop_deadline_s:.0f}s"
+
+
+def test_disks_are_as_large_as_the_spools_may_be() -> None:
+    """The API's volume holds limits.disk_bytes, and the pod's limit of disk holds the volume."""
+    (volume,) = [volume for volume in pod("api")["volumes"] if volume["name"] == "data"]
+    size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi"))
+    limit = int(container("api")["resources"]["limits"]["ephemeral-storage"].removesuffix("Gi"))
+    assert settings_of("api").limits.disk_bytes < size << 30
+    assert size < limit
+
+
+def test_services_autoscaler_and_budgets_point_at_the_workloads() -> None:
+    """Each selector is the labels of the pods it means; the API asks for the engine by its Service's name and port."""
+    for name, workload in WORKLOADS.items():
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert workload["spec"]["selector"]["matchLabels"] == labels
+        assert find("Service", name)["spec"]["selector"] == labels
+        assert find("PodDisruptionBudget", name)["spec"]["selector"]["matchLabels"] == labels
+        (port,) = find("Service", name)["spec"]["ports"]
+        assert port["targetPort"] in {port["name"] for port in container(name)["ports"]}
+    scaler = find("HorizontalPodAutoscaler", "api")["spec"]
+    assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "Deployment", "name": "api"}
+    assert "replicas" not in WORKLOADS["api"]["spec"]
+    assert scaler["minReplicas"] > find("PodDisruptionBudget", "api")["spec"]["minAvailable"]
+    assert WORKLOADS["engine"]["spec"]["serviceName"] == "engine"
+    assert "--api-address=tcp://engine:5555" in container("api")["args"]
+    assert find("Service", "engine")["spec"]["publishNotReadyAddresses"] is True
+
+
+def test_only_the_api_reaches_the_engine() -> None:
+    """Nothing is open that a policy does not name; the engine hears the API alone, and reaches nobody."""
+    everybody, engine, api = (find("NetworkPolicy", name)["spec"] for name in ("nobody", "engine", "api"))
+    assert everybody == {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}
+    api_pods = WORKLOADS["api"]["spec"]["template"]["metadata"]["labels"]
+    (rule,) = engine["ingress"]
+    (peer,) = rule["from"]
+    assert peer["podSelector"]["matchLabels"].items() <= api_pods.items()
+    assert rule["ports"] == [{"protocol": "TCP", "port": container("engine")["ports"][0]["containerPort"]}]
+    assert engine["egress"] == []
+    assert engine["podSelector"] in [peer.get("podSelector") for rule in api["egress"] for peer in rule["to"]]
+    assert api["ingress"][0]["ports"] == [{"protocol": "TCP", "port": container("api")["ports"][0]["containerPort"]}]
