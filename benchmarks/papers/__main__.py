@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job
 from benchmarks.papers.experiments import EXPERIMENTS
@@ -29,6 +30,9 @@ def main(arguments: Sequence[str]) -> int:
         print(f"papers: there is no experiment {unknown[0]!r}; there are {', '.join(EXPERIMENTS)}", file=sys.stderr)
         return BAD
     experiments = [EXPERIMENTS[name] for name in given.names or EXPERIMENTS]
+    if bad := _bad_arm(experiments, given) or _bad_folder(given.out):
+        print(f"papers: {bad}", file=sys.stderr)
+        return BAD
     if not given.report and not given.untested and (problem := why_red(_tests(experiments))):
         print(f"papers: no number without green tests; {problem}", file=sys.stderr)
         return RED
@@ -37,16 +41,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _one(experiment: Experiment, given: argparse.Namespace) -> int:
-    budget = Budget(given.scale, given.smoke)
     folder = given.out / (f"{experiment.name}-smoke" if given.smoke else experiment.name)
     deadline = time.monotonic() + 60 * given.minutes if given.minutes is not None else None
     try:
-        every = list(experiment.jobs(budget, given.seeds or experiment.seeds))
+        every = _every_job(experiment, given)
         jobs = [job for job in every if not given.only or job.arm in given.only]
-        if given.only and not jobs:
-            arms = ", ".join(dict.fromkeys(job.arm for job in every))
-            print(f"papers: {experiment.name} has no such arm; there are {arms}", file=sys.stderr)
-            return BAD
         with stop_on_signals() as asked:
             over = (lambda: True) if given.report else (lambda: asked() or _is_past(deadline))
             carry_out(folder, jobs, over)
@@ -55,6 +54,29 @@ def _one(experiment: Experiment, given: argparse.Namespace) -> int:
     except DistAttnError as error:
         print(f"papers: {experiment.name}: {error}", file=sys.stderr)
         return BAD
+
+
+def _every_job(experiment: Experiment, given: argparse.Namespace) -> list[Job]:
+    return list(experiment.jobs(Budget(given.scale, given.smoke), given.seeds or experiment.seeds))
+
+
+def _bad_arm(experiments: Sequence[Experiment], given: argparse.Namespace) -> str:
+    """What is wrong with an arm of `--only`; empty where some experiment has each of them."""
+    if not given.only:
+        return ""
+    arms = dict.fromkeys(job.arm for experiment in experiments for job in _every_job(experiment, given))
+    unknown = [arm for arm in given.only if arm not in arms]
+    names = " and ".join(experiment.name for experiment in experiments)
+    return f"there is no arm {unknown[0]!r} in {names}; there are {', '.join(arms)}" if unknown else ""
+
+
+def _bad_folder(out: Path) -> str:
+    """Why nothing can be kept there; empty where it can."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return f"--out {out} cannot be made: {error.strerror}; give a folder"
+    return ""
 
 
 def _report(experiment: Experiment, given: argparse.Namespace, done: Sequence[Done], left: Sequence[Job]) -> int:
@@ -85,18 +107,44 @@ def _is_past(deadline: float | None) -> bool:
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return value
 
 
+def _seeds(text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.isdecimal() for part in parts) or len(set(map(int, parts))) < len(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of seeds; give each once, such as 0,1,2")
+    return [int(part) for part in parts]
+
+
+class _OneLine(argparse.ArgumentParser):
+    """A parser whose complaint is one line; what there is stands in `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD, f"papers: {message}; see --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description="The papers' tables.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(EXPERIMENTS)}; default: all")
-    parser.add_argument("--out", type=Path, default=Path("runs/papers"), help="where the jobs keep what they find")
-    parser.add_argument("--seeds", type=lambda text: [int(part) for part in text.split(",")], help="such as 0,1,2")
-    parser.add_argument("--scale", type=_positive, default=1.0, help="how many times the work; default 1")
+    parser = _OneLine(
+        prog="python -m benchmarks.papers",
+        description="The papers' tables at small scale. What is done is not done again: stopped by Ctrl-C or\n"
+        "--minutes, the same command goes on. Reports and figures go to benchmarks/results.",
+        epilog="\n".join(["experiments:", *(f"  {name:20}{one.question}" for name, one in EXPERIMENTS.items())])
+        + "\n\nexit codes: 0 all done, 1 the tests are red, 2 bad input or missing texts, 3 stopped or out of time",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="an experiment; default: all, one after the other")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/papers"), help="where jobs keep what they find; default runs/papers"
+    )
+    parser.add_argument("--seeds", type=_seeds, metavar="S,S…", help="such as 0,1,2; default: the experiment's own")
+    parser.add_argument("--scale", type=_positive, default=1.0, help="how many times the steps of training; default 1")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="these arms of the comparison")
     parser.add_argument("--minutes", type=_positive, help="stop after so long; the same command goes on")
     parser.add_argument("--report", action="store_true", help="work no more: report and file what is done")

@@ -157,7 +157,11 @@ def test_the_command_files_when_all_is_done(
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["nothing"], "there is no experiment 'nothing'"), (["toy", "--only", "three"], "there are one, two")],
+    [
+        (["nothing"], "there is no experiment 'nothing'; there are toy"),
+        (["toy", "--only", "three"], "there is no arm 'three' in toy; there are one, two"),
+        (["toy", "--only", "one", "three"], "there is no arm 'three' in toy; there are one, two"),
+    ],
 )
 def test_unknown_names_say_which_there_are(
     arguments: list[str],
@@ -169,7 +173,54 @@ def test_unknown_names_say_which_there_are(
     """An experiment or arm that does not exist ends with 2 and the names of those that do."""
     monkeypatch.setattr(command, "EXPERIMENTS", {"toy": _toy(_Counting())})
     assert command.main([*arguments, "--untested", "--out", str(tmp_path)]) == 2
-    assert words in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--scale", "much"], "'much' is no positive number"),
+        (["--minutes", "-3"], "'-3' is no positive number"),
+        (["--seeds", "0,0"], "'0,0' is no list of seeds; give each once"),
+        (["--seeds", "a"], "'a' is no list of seeds"),
+        (["--sideways"], "unrecognized arguments: --sideways"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An option that cannot be read ends with 2 and one line that says what it should be."""
+    with pytest.raises(SystemExit) as left:
+        command.main(arguments)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and words in said and said.count("\n") == 1
+
+
+def test_missing_texts_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the texts of an experiment are not there the command ends with 2 and the file that it looked for."""
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["rfa-table1", "--smoke", "--untested", "--only", "softmax"]) == 2
+    said = capsys.readouterr().err
+    assert "data/books/pride_and_prejudice.txt is not there; put the novels into data/books" in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Results are to go below a file: the command ends with 2 before any test or job runs."""
+    (tmp_path / "file").write_text("")
+    assert command.main(["rfa-table1", "--smoke", "--out", str(tmp_path / "file/out")]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be made: Not a directory" in said and said.count("\n") == 1
+
+
+def test_help_says_what_each_experiment_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` has every experiment with its question, and what the exit codes mean."""
+    with pytest.raises(SystemExit) as left:
+        command.main(["--help"])
+    said = capsys.readouterr().out
+    assert left.value.code == 0 and "exit codes" in said
+    assert all(name in said and one.question in said for name, one in command.EXPERIMENTS.items())
 
 
 def test_a_mean_says_of_how_many() -> None:
