@@ -44,14 +44,18 @@ def _project(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:
             f"x has {x_BHLK.shape[1]} heads of size {x_BHLK.shape[3]}, w has {w_HDK.shape[0]} heads of size "
             f"{w_HDK.shape[2]}; they must be equal"
         )
-    return x_BHLK @ w_HDK.to(x_BHLK.dtype).transpose(-1, -2)
+    w_HKD = w_HDK.to(x_BHLK.dtype).transpose(-1, -2)
+    if x_BHLK.shape[2] == 1:
+        # A decode step: one product per head. One per head and batch element would copy w for every element.
+        return (x_BHLK[:, :, 0].transpose(0, 1) @ w_HKD).transpose(0, 1)[:, :, None]
+    return x_BHLK @ w_HKD
 
 
 def unit_norm(x: torch.Tensor) -> torch.Tensor:
     """x / |x| along the last dimension; a zero vector stays zero."""
     length: torch.Tensor = x.norm(dim=-1, keepdim=True)
     # Not a floor under the length: its gradient at zero would be the floor's inverse, 1e38, and overflow a layer later.
-    return x / torch.where(length == 0, torch.ones_like(length), length)
+    return x / length.masked_fill(length == 0, 1.0)
 
 
 def gaussian(x_BHLK: torch.Tensor, w_HDK: torch.Tensor) -> torch.Tensor:

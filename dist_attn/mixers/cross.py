@@ -64,6 +64,9 @@ class CrossAttention(nn.Module):
         k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).split(self.sizes, dim=-1))
         out_BHLV, sums = self.attend(split_heads(self.q(x_BLD), heads), k, v, ops)
         kept = (k, v) if sums is None and ops.whole else None
+        if sums is not None and not torch.is_grad_enabled():
+            # Every later token reads all of it: faster in order than as a part of what the blocks carried.
+            sums = LinearState(*(t.contiguous() for t in sums.tensors()))
         return self.out(merge_heads(out_BHLV)), MemoryState(sums, kept)
 
     def read(self, x_BLD: torch.Tensor, state: MemoryState, positions_BL: torch.Tensor) -> torch.Tensor:

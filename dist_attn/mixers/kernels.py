@@ -10,7 +10,7 @@ from dist_attn.mixers.head_config import DenominatorConfig
 from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights, stable_key_weights
 from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.mixers.relative import RelativeRows
-from dist_attn.ops import Denominator, FeatureMap, LinearState, LocalSequenceOps, SequenceOps
+from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_read
 from dist_attn.ops.running_maximum import NO_TOKENS
 
 __all__ = ["AllKeys"]
@@ -106,16 +106,7 @@ class AllKeys(RandomMatrices):
             q_BHLK = query_features(q_BHLK, (sums.z_BHM / sums.mass_BH[..., None])[:, :, None])
         else:
             feature_map = self.feature_map()
-        out_BHLV, _ = LocalSequenceOps().linear_attention(
-            q_BHLK,
-            q_BHLK[:, :, :0],
-            q_BHLK.new_empty((*q_BHLK.shape[:2], 0, self.config.value_size)),
-            feature_map=feature_map,
-            causal=False,
-            state=sums,
-            denominator=self.denominator,
-        )
-        return out_BHLV
+        return linear_attention_read(q_BHLK, sums, feature_map=feature_map, denominator=self.denominator)
 
     def _log_key_weights(self, k_BHSK: torch.Tensor) -> torch.Tensor | None:
         """None where all keys weigh the same."""

@@ -7,7 +7,7 @@ from dist_attn.ops.diagonal import diagonal_scan
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory, legs_step, reconstruct
-from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_step
+from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_read, linear_attention_step
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,
@@ -48,6 +48,7 @@ __all__ = [
     "legs_memory",
     "legs_step",
     "linear_attention",
+    "linear_attention_read",
     "linear_attention_step",
     "long_convolve",
     "mix_tokens",

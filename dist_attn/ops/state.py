@@ -86,17 +86,18 @@ class LinearState:
         """The state one token later (RFA Eq. 6; with gate and key scale 1 - g, Eq. 7)."""
         dtype = self.s_BHMV.dtype
         phi, v = phi_k_BHM.to(dtype), v_BHV.to(dtype)
-        ones_BH = torch.ones_like(self.mass_BH)
-        scale_BH = ones_BH if key_scale_BH is None else key_scale_BH.to(dtype)
-        gate_BH = ones_BH if log_gate_BH is None else log_gate_BH.to(dtype).exp()
-        phi = phi * scale_BH[..., None]
-        return LinearState(
-            s_BHMV=gate_BH[..., None, None] * self.s_BHMV + phi[..., :, None] * v[..., None, :],
-            z_BHM=gate_BH[..., None] * self.z_BHM + phi,
-            mass_BH=gate_BH * self.mass_BH + scale_BH,
-            log_decay_BH=self.log_decay_BH if log_gate_BH is None else self.log_decay_BH + log_gate_BH.to(dtype),
-            reset_BH=self.reset_BH,
-        )
+        scale_BH: torch.Tensor | float = 1.0
+        if key_scale_BH is not None:
+            scale_BH = key_scale_BH.to(dtype)
+            phi = phi * scale_BH[..., None]
+        s, z, mass, log_decay = self.s_BHMV, self.z_BHM, self.mass_BH, self.log_decay_BH
+        if log_gate_BH is not None:
+            gate_BH = log_gate_BH.to(dtype).exp()
+            s, z, mass = gate_BH[..., None, None] * s, gate_BH[..., None] * z, gate_BH * mass
+            log_decay = log_decay + log_gate_BH.to(dtype)
+        # One pass over the state: a step is as slow as its way through memory.
+        s = torch.addcmul(s, phi[..., :, None], v[..., None, :])
+        return LinearState(s, z + phi, mass + scale_BH, log_decay, self.reset_BH)
 
     def read(self, phi_q_BHLM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numerator [B, H, L, V] and denominator [B, H, L] of queries that see exactly this state."""

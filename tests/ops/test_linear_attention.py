@@ -7,7 +7,14 @@ import torch
 
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
-from dist_attn.ops import Denominator, LinearState, absorb_keys, linear_attention, linear_attention_step
+from dist_attn.ops import (
+    Denominator,
+    LinearState,
+    absorb_keys,
+    linear_attention,
+    linear_attention_read,
+    linear_attention_step,
+)
 from dist_attn.ops.linear_attention import linear_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -91,6 +98,26 @@ def test_every_denominator_policy_is_the_same_function_on_every_path(kind):
         outs.append(out)
     assert_close(torch.stack(outs, 2), want)
     assert_close(state.s_BHMV, after.s_BHMV, kind="state")
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_read_out_is_attention_without_new_keys(queries):
+    """Queries that see a state as it is get the oracle's outputs and gradients."""
+    inputs = Inputs.random(queries, 0, gate=False, scale=False, state=True)
+    found = []
+    for read in (False, True):
+        leaves = inputs.leaves()
+        (q, k, v), kwargs = leaves.arguments()
+        if read:
+            out = linear_attention_read(q, kwargs["state"], feature_map=kwargs["feature_map"])
+        else:
+            out, _ = linear_attention_naive(q, k, v, **kwargs, causal=False)
+        weighted_sum(out).backward()
+        found.append((out, leaves.gradients()))
+    (want, want_grads), (got, got_grads) = found
+    assert_close(got, want)
+    for name, gradient in want_grads.items():
+        assert_close(got_grads[name], gradient, kind="gradient", what=name)
 
 
 @pytest.mark.parametrize("feature", ["gaussian", "arccos"])

@@ -2,7 +2,7 @@
 
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums
-from dist_attn.ops.linear_attention.step import linear_attention_step
+from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
 from dist_attn.ops.linear_attention.streaming import absorb_keys, linear_attention, state_dtype
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "complete_sums",
     "linear_attention",
     "linear_attention_naive",
+    "linear_attention_read",
     "linear_attention_step",
     "local_sums",
     "state_dtype",

@@ -1,13 +1,14 @@
-"""The decode step of linear attention: one token, one state update, one read-out, O(M V) per head."""
+"""Linear attention of single tokens: one update of the state and one read-out, or a read-out alone, O(M V) per head."""
 
 import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
+from dist_attn.ops.linear_attention.streaming import state_dtype
 from dist_attn.ops.state import LinearState
 
-__all__ = ["linear_attention_step"]
+__all__ = ["linear_attention_read", "linear_attention_step"]
 
 
 @checked_step
@@ -38,3 +39,24 @@ def linear_attention_step(
         num_BH1V, den_BH1 = state.read(q_BH1K)
         out_BH1V = policy.divide(num_BH1V, den_BH1, state.mass_BH[..., None])
     return out_BH1V[:, :, 0].to(v_BHV.dtype), state
+
+
+def linear_attention_read(
+    q_BHLK: torch.Tensor,
+    state: LinearState,
+    *,
+    feature_map: FeatureMap | None = None,
+    denominator: Denominator | None = None,
+) -> torch.Tensor:
+    """`linear_attention` of a few queries that see exactly `state`: it is read where it lies, once.
+
+    Shapes: q [B, H, L, K] -> o [B, H, L, V] in q's dtype.
+    Cost: O(M V) per query; the features of all of them exist at once.
+    Reference: Random Feature Attention, Algorithm 2.
+    """
+    policy = Denominator() if denominator is None else denominator
+    dtype = state_dtype(q_BHLK, state=state)
+    with torch.autocast(q_BHLK.device.type, enabled=False):
+        phi_BHLM = q_BHLK.to(dtype) if feature_map is None else feature_map(q_BHLK.to(dtype))
+        num_BHLV, den_BHL = state.to(dtype).read(phi_BHLM)
+        return policy.divide(num_BHLV, den_BHL, state.mass_BH.to(dtype)[..., None]).to(q_BHLK.dtype)
