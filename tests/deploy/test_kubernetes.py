@@ -139,14 +139,14 @@ def test_probes_ask_what_they_should() -> None:
 
 
 def test_streams_may_end_after_sigterm() -> None:
-    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine's its own."""
+    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine's twice its own."""
     waits, engine = settings_of("api").waits, settings_of("engine").engine
     pause = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 5
-    assert pod("engine")["terminationGracePeriodSeconds"] == waits.shutdown_seconds + engine.stop_deadline_s
+    assert pod("engine")["terminationGracePeriodSeconds"] == 2 * engine.stop_deadline_s + 5
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     assert compose["api"]["stop_grace_period"] == f"{waits.shutdown_seconds + 5}s"
-    assert compose["engine"]["stop_grace_period"] == f"{waits.shutdown_seconds + engine.stop_deadline_s:.0f}s"
+    assert compose["engine"]["stop_grace_period"] == f"{2 * engine.stop_deadline_s + 5:.0f}s"
 
 
 def test_disks_are_as_large_as_the_spools_may_be() -> None:
