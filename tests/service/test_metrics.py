@@ -52,6 +52,13 @@ def test_requests_and_tokens_are_counted(service: RunningService) -> None:
     assert value(found, "dist_attn_body_bytes_total", direction="out") > 500
 
 
+def test_losses_of_ranks_are_told(service: RunningService) -> None:
+    """How often ranks were lost, and how many tokens were read again for it: the engine's numbers, in both places."""
+    found, status = samples(service), httpx.get(f"{service.url}/v1/status").json()
+    assert value(found, "dist_attn_lost_groups_total") == status["lost_groups"] == 2
+    assert value(found, "dist_attn_replayed_tokens_total") == status["replayed_tokens"] == 700
+
+
 def test_gauges_follow_what_happens(tmp_path: Path) -> None:
     """Open requests, the spools' bytes, and the engine's readiness are those of the moment."""
     engine = FakeEngine(hold_replies=True)

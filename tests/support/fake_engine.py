@@ -161,6 +161,8 @@ class FakeEngine:
             tokens_per_second=0.0,
             ranks=[RankStatus(rank=0, pid=1, phase="idle", step_done=0, heartbeat_age=0.0, progress_age=0.0)],
             guards=GuardCounts(600, [[3, 0], [], [1, 50]]),
+            lost_groups=2,
+            replayed_tokens=700,
         )
 
     def _open(self, name: str, work: _Work) -> list[AnyMessage]:
