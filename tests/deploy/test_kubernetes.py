@@ -139,7 +139,7 @@ def test_probes_ask_what_they_should() -> None:
 
 
 def test_streams_may_end_after_sigterm() -> None:
-    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine's twice its own."""
+    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine's twice its."""
     waits, engine = settings_of("api").waits, settings_of("engine").engine
     pause = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 5
