@@ -14,6 +14,9 @@ from starlette.exceptions import HTTPException
 from dist_attn import __version__
 from dist_attn.text import load_tokeniser
 from service.auth import KeyRing
+from service.chat import ChatService
+from service.chat_schemas import ChatRequest
+from service.chat_template import ChatTemplate
 from service.completions import CompletionService
 from service.dependencies import Services
 from service.documents import DocumentService
@@ -26,7 +29,7 @@ from service.errors import PROBLEM_JSON, ServiceError
 from service.limits import BodyMemory, OpenRequests
 from service.logs import Log, make_log
 from service.metrics import Metrics
-from service.routers import completions, documentation, embeddings, encodings, health, models, tokens
+from service.routers import chat, completions, documentation, embeddings, encodings, health, models, tokens
 from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
 from service.served_model import ServedModel
 from service.settings import Settings
@@ -36,9 +39,9 @@ from service.tokenising import ThreadTokeniser
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, encodings, embeddings, tokens, models, health, documentation)
+ROUTERS = (completions, chat, encodings, embeddings, tokens, models, health, documentation)
 BODIES: tuple[type[BaseModel], ...] = (
-    CompletionRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+    CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
 )  # fmt: skip
 
 
@@ -145,6 +148,7 @@ def _services(
         watch=watch,
         tokeniser=tokeniser,
         completions=CompletionService(settings, engine, watch, tokeniser),
+        chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
         documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
         open_requests=open_requests,

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from service.chat import ChatService
 from service.completions import CompletionService
 from service.documents import DocumentService
 from service.embeddings import EmbeddingService
@@ -38,6 +39,7 @@ class Services:
     watch: EngineWatch
     tokeniser: TokeniserPort
     completions: CompletionService
+    chat: ChatService
     documents: DocumentService
     embeddings: EmbeddingService
     open_requests: OpenRequests

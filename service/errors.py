@@ -48,6 +48,7 @@ class Code(StrEnum):
     MISSING_PARAMETER = "missing_parameter"
     UNKNOWN_PARAMETER = "unknown_parameter"
     UNSUPPORTED_PARAMETER = "unsupported_parameter"
+    NO_CHAT_TEMPLATE = "no_chat_template"
     UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
     EMPTY_INPUT = "empty_input"
     MODEL_NOT_FOUND = "model_not_found"

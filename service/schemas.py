@@ -20,8 +20,10 @@ __all__ = [
     "EncodingOptions",
     "EncodingRequest",
     "EncodingSummary",
+    "Input",
     "ModelCard",
     "ModelList",
+    "Output",
     "RankState",
     "Readiness",
     "ServiceState",
@@ -37,19 +39,19 @@ MAX_WINDOW = 1_000_000
 SEED_BOUND = 1 << 63
 
 
-class _Input(BaseModel):
+class Input(BaseModel):
     """Base of what clients send."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class _Output(BaseModel):
+class Output(BaseModel):
     """Base of what clients get."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Usage(_Output):
+class Usage(Output):
     """Tokens read."""
 
     prompt_tokens: int
@@ -59,7 +61,7 @@ class Usage(_Output):
 # ---- /v1/completions ---------------------------------------------------------------------------
 
 
-class StreamOptions(_Input):
+class StreamOptions(Input):
     """Options of a streamed answer."""
 
     include_usage: bool | None = None
@@ -86,7 +88,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
-class CompletionRequest(_Input):
+class CompletionRequest(Input):
     """OpenAI's completion request; `top_k` is our extension, 0 switches it off."""
 
     model: str | None = None
@@ -111,7 +113,7 @@ class CompletionRequest(_Input):
     suffix: str | None = None
 
 
-class CompletionUsage(_Output):
+class CompletionUsage(Output):
     """Tokens in, tokens out."""
 
     prompt_tokens: int
@@ -119,7 +121,7 @@ class CompletionUsage(_Output):
     total_tokens: int
 
 
-class ChoiceLogprobs(_Output):
+class ChoiceLogprobs(Output):
     """Per token: its text, natural log-probability, those of the likeliest tokens, and where it begins in the text."""
 
     tokens: list[str]
@@ -128,7 +130,7 @@ class ChoiceLogprobs(_Output):
     text_offset: list[int]
 
 
-class Choice(_Output):
+class Choice(Output):
     """One piece of text, or all of it."""
 
     index: int = 0
@@ -137,7 +139,7 @@ class Choice(_Output):
     finish_reason: Literal["stop", "length"] | None = None
 
 
-class _CompletionHead(_Output):
+class _CompletionHead(Output):
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
@@ -167,7 +169,7 @@ class Completion(_CompletionHead):
 # ---- /v1/embeddings, /tokenize, /detokenize ----------------------------------------------------
 
 
-class EmbeddingRequest(_Input):
+class EmbeddingRequest(Input):
     """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
 
     model: str | None = None
@@ -177,7 +179,7 @@ class EmbeddingRequest(_Input):
     user: str | None = None
 
 
-class Embedding(_Output):
+class Embedding(Output):
     """One vector: numbers, or their little-endian float32 bytes in base64."""
 
     object: Literal["embedding"] = "embedding"
@@ -185,7 +187,7 @@ class Embedding(_Output):
     embedding: list[float] | str
 
 
-class EmbeddingList(_Output):
+class EmbeddingList(Output):
     """A vector for each input, in order."""
 
     object: Literal["list"] = "list"
@@ -194,7 +196,7 @@ class EmbeddingList(_Output):
     usage: Usage
 
 
-class TokenizeRequest(_Input):
+class TokenizeRequest(Input):
     """A text to be cut into tokens; a text never becomes a special token, so there are none to add."""
 
     model: str | None = None
@@ -203,7 +205,7 @@ class TokenizeRequest(_Input):
     return_token_strs: bool | None = None
 
 
-class Tokenized(_Output):
+class Tokenized(Output):
     """The tokens of a text."""
 
     count: int
@@ -212,14 +214,14 @@ class Tokenized(_Output):
     token_strs: list[str] | None = None
 
 
-class DetokenizeRequest(_Input):
+class DetokenizeRequest(Input):
     """Tokens to be put together again."""
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
-class Detokenized(_Output):
+class Detokenized(Output):
     """The text of tokens."""
 
     prompt: str
@@ -257,7 +259,7 @@ class EncodingRequest(EncodingOptions):
     input: str
 
 
-class EncodingSummary(_Output):
+class EncodingSummary(Output):
     """The last line of a complete answer."""
 
     object: Literal["encoding.summary"] = "encoding.summary"
@@ -270,7 +272,7 @@ class EncodingSummary(_Output):
 # ---- what there is, and how it is --------------------------------------------------------------
 
 
-class ModelCard(_Output):
+class ModelCard(Output):
     """One model: the routes of /v1 that it answers, the numbers in a vector of it, and how much it reads at once.
 
     `max_model_len` counts tokens, those put around a text included; null: any length.
@@ -285,14 +287,14 @@ class ModelCard(_Output):
     max_model_len: int | None = None
 
 
-class ModelList(_Output):
+class ModelList(Output):
     """All models: the one that is served."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class Readiness(_Output):
+class Readiness(Output):
     """The engine can take work."""
 
     ready: Literal[True] = True
@@ -303,13 +305,13 @@ class Readiness(_Output):
     queued: int
 
 
-class Version(_Output):
+class Version(Output):
     """The version of this program."""
 
     version: str
 
 
-class RankState(_Output):
+class RankState(Output):
     """One rank as the controller sees it; `step` is the last one it has finished."""
 
     rank: int
@@ -321,7 +323,7 @@ class RankState(_Output):
     peak_rss_bytes: int
 
 
-class ServiceState(_Output):
+class ServiceState(Output):
     """What the service and its engine are doing now; the engine's figures are null while it has not answered.
 
     `lost_groups` counts how often the ranks were lost, `replayed_tokens` what was read or drawn a second time for that.

@@ -27,10 +27,11 @@ async def get_model(request: Request, model_id: str) -> ModelCard:
 
 def _card(services: Services) -> ModelCard:
     model = services.model
+    chat = ["chat/completions"] if services.chat.offered and "completions" in model.capabilities else []
     return ModelCard(
         id=model.id,
         created=model.created,
-        capabilities=model.capabilities,
+        capabilities=[*model.capabilities, *chat],
         embedding_size=model.hidden_size,
         max_model_len=model.max_tokens,
     )

@@ -9,6 +9,7 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
+from service.chat_schemas import ChatRequest
 from service.errors import Code
 from service.metrics import Metrics
 from service.schemas import (
@@ -21,7 +22,7 @@ from service.schemas import (
 )
 from tests.support.fake_engine import HIDDEN
 from tests.support.metrics import samples
-from tests.support.service_server import RunningService, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
 
 DOC = (Path(__file__).resolve().parents[2] / "docs/service.md").read_text()
 
@@ -50,6 +51,20 @@ COMPLETIONS: Cases = {
     "frequency_penalty": ([0, 1, None], [-2.1]),
     "logit_bias": ([{}, {"97": 1, "256": -100.0}, None], [{"257": 1}, {"a": 1}, {"-1": 1}, {"97": 101}, {"97": None}]),
 }
+MESSAGE = {"role": "user", "content": "abc"}
+CHATS: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "messages": (
+        [[MESSAGE], [{"role": "system", "content": "be brief"}, {**MESSAGE, "name": "me"}]],
+        [[], "abc", [{"role": "user"}], [{**MESSAGE, "role": "stranger"}], [{**MESSAGE, "content": [{"type": "x"}]}]],
+    ),
+    "max_tokens": ([1, 16, None], [0, 65_537, "1"]),
+    "max_completion_tokens": ([1, None], [0, 65_537]),
+    **{name: COMPLETIONS[name] for name in ("temperature", "top_p", "top_k", "seed", "n", "stop", "stream", "user")},
+    "logprobs": ([True, False, None], [1]),
+    "top_logprobs": ([None], [1, 21, -1]),
+    **{name: COMPLETIONS[name] for name in ("presence_penalty", "frequency_penalty", "logit_bias", "stream_options")},
+}
 EMBEDDINGS: Cases = {
     "model": (["tiny", None], ["other"]),
     "input": (["a", [97], ["a", "b"], [[97], [98]]], ["", [], [999], 5]),
@@ -74,6 +89,7 @@ TOKENIZE: Cases = {
 DETOKENIZE: Cases = {"model": (["tiny", None], ["other"]), "tokens": ([[], [97]], [[999], ["a"], "a"])}
 FAMILIES: list[tuple[str, str, type[BaseModel], dict[str, Any], Cases]] = [
     ("Completions", "/v1/completions", CompletionRequest, {"prompt": "abc"}, COMPLETIONS),
+    ("Chats", "/v1/chat/completions", ChatRequest, {"messages": [MESSAGE]}, CHATS),
     ("Embeddings", "/v1/embeddings", EmbeddingRequest, {"input": "abc"}, EMBEDDINGS),
     ("Encodings", "/v1/encodings", EncodingRequest, {"input": "abc"}, ENCODINGS),
     ("Tokenise and detokenise", "/tokenize", TokenizeRequest, {"prompt": "abc"}, TOKENIZE),
@@ -96,7 +112,10 @@ def names(cell: str) -> list[str]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
     """One service with the limits as they are by default."""
-    with running_service(tmp_path_factory.mktemp("service")) as running:
+    folder = tmp_path_factory.mktemp("service")
+    model = model_folder(folder)
+    (model / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    with running_service(folder, model=model) as running:
         yield running
 
 

@@ -18,6 +18,7 @@ FIELDS = sorted({field for kind in KINDS for field in kind.__struct_fields__})
 EXAMPLES = [
     wire.OpenEncoding("a", wire.RowSpec("token", 7, "last")),
     wire.OpenCompletion("a", wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
+    wire.OpenCompletion("b", wire.SamplingSpec(9, presence_penalty=0.5, logit_bias={3: -1.5})),
     wire.Tokens("a", 3, b"\1\0\0\0", True),
     wire.Cancel("a"),
     wire.GetStatus(),
@@ -43,7 +44,10 @@ EXAMPLES = [
         wire.GuardCounts(9, [[1, 2], []]),
     ),
     wire.Step(1, 2, [wire.OpenOp(1, wire.RowSpec()), wire.PrefillOp(1, 0, [1, 0], b"\0" * 4), wire.CloseOp(1)]),
-    wire.Step(1, 3, [wire.OpenOp(2, None, wire.SamplingSpec(1)), wire.DecodeOp([wire.DecodeEntry(2, 5)])]),
+    wire.Step(
+        1, 3, [wire.OpenOp(2, None, wire.SamplingSpec(1), counts={7: 2}), wire.DecodeOp([wire.DecodeEntry(2, 5)])]
+    ),
+    wire.StatePart(1, 0, 2, 8, b"abc"),
     wire.Shutdown(1),
     wire.Ping(),
     wire.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, None),
