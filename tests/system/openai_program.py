@@ -37,6 +37,10 @@ def complete(client: openai.OpenAI, model: str) -> None:
     cut = client.completions.create(**options, stop=[stop]).choices[0]
     assert cut.finish_reason == "stop" and stop not in cut.text
     assert client.completions.create(**options, echo=True).choices[0].text == "It was" + one.choices[0].text
+    best = client.completions.create(**options, best_of=3, presence_penalty=1, frequency_penalty=0.5)
+    assert len(best.choices) == 1 and best.usage.completion_tokens >= 8
+    ruled_out = client.completions.create(**{**options, "temperature": 0}, logit_bias={"97": -100, "98": 2})
+    assert ruled_out.choices[0].finish_reason in ("length", "stop")
 
 
 def stream(client: openai.OpenAI, model: str) -> None:
@@ -67,6 +71,8 @@ def fail(client: openai.OpenAI, model: str) -> None:
         client.completions.create(model="another", prompt="a")
     with raises(openai.BadRequestError, "suffix"):
         client.completions.create(model=model, prompt="a", suffix="b")
+    with raises(openai.BadRequestError, "chat_template.jinja"):
+        client.chat.completions.create(model=model, messages=[{"role": "user", "content": "a"}])
     with raises(openai.BadRequestError, "empty"):
         client.embeddings.create(model=model, input="")
     try:
