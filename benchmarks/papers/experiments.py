@@ -7,6 +7,7 @@ from benchmarks.papers.million_tokens import MILLION_TOKENS
 from benchmarks.papers.mixers import MIXERS
 from benchmarks.papers.needles import NEEDLES
 from benchmarks.papers.patch_size import PATCH_SIZE
+from benchmarks.papers.quantised_projection import QUANTISED_PROJECTION
 from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
 from benchmarks.papers.rfa_decoding import RFA_DECODING
 from benchmarks.papers.rfa_table1 import RFA_TABLE1
@@ -33,5 +34,6 @@ _ALL: tuple[Experiment, ...] = (
     NEEDLES,
     MILLION_TOKENS,
     MIXERS,
+    QUANTISED_PROJECTION,
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}

@@ -31,7 +31,7 @@ RECALL: dict[str, Any] = {
     "asked": 32,
     "learning_rate": 3e-3,
 }
-RECALL_STEPS = 600
+RECALL_STEPS = 1200
 SMOKE_RECALL: dict[str, Any] = {**RECALL, "batch": 2, "longest": 8, "distances": (4, 8), "asked": 8}
 LISTOPS: dict[str, Any] = {
     "kind": "listops",
