@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.papers.decoding_arms import CachedArm, StateArm, model_settings
-from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
+from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table
 from benchmarks.timing import interleaved
 
@@ -29,6 +29,8 @@ LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 PRINTED_LENGTH, CHECKED_LENGTH = 2048, 256
 # Positions at which steps are timed, as shares of the length, and steps at each.
 SHARES, STEPS, ROUNDS = (0.0, 0.25, 0.5, 0.75, 1.0), 6, 4
+# Whole decodes of the shortest length, after one that is not counted.
+CHECK_ROUNDS = 1
 KINDS = ("conditional", "unconditional")
 
 SOFTMAX = "softmax"
@@ -74,6 +76,8 @@ def _measure(settings: Mapping[str, Any], folder: Path, watch: Watch) -> Scores:
     arms, length, steps = _arms(settings), settings["length"], settings["steps"]
     scores: dict[str, float] = {}
     for position in (round(share * (length - steps)) for share in settings["shares"]):
+        if watch.stop():
+            raise Interrupted
         works = {name: partial(arm.steps, position, steps) for name, arm in arms.items()}
         for name, times in interleaved(works, settings["rounds"]).items():
             scores[f"{name}:seconds_at_{position}"] = times.fastest / steps
@@ -90,7 +94,7 @@ def _measure(settings: Mapping[str, Any], folder: Path, watch: Watch) -> Scores:
         watch.tell(f"encoding {settings['batch']} sources: {scores['encode_seconds']:.1f} s")
     if settings["check"]:
         whole = {name: partial(arm.decode, sources, length) for name, arm in arms.items()}
-        for name, times in interleaved(whole, settings["rounds"]).items():
+        for name, times in interleaved(whole, settings["check"]).items():
             scores[f"{name}:decode_seconds"] = times.fastest
     return scores
 
@@ -121,7 +125,7 @@ def _job(budget: Budget, seed: int, kind: str, precision: str, length: int) -> J
         "shares": SHARES,
         "steps": 2 if budget.smoke else STEPS,
         "rounds": budget.steps(ROUNDS, smoke=1),
-        "check": precision == "float32" and length == (8 if budget.smoke else CHECKED_LENGTH),
+        "check": CHECK_ROUNDS if precision == "float32" and length == (8 if budget.smoke else CHECKED_LENGTH) else 0,
         "threads": 1,
         "models": models,
     }
