@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.papers.arms import first_scores, of_arm
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
 from benchmarks.papers.shuffled_books import (
@@ -93,9 +94,9 @@ def _pass(model: LanguageModel, tokens: int, length: int) -> Callable[[], None]:
 
 
 def _report(done: Sequence[Done]) -> Report:
-    seconds = next((one.scores for one in done if one.arm == TIMES), {})
+    seconds = first_scores(done, TIMES)
     quality = {
-        mixer: {length: found for length in LENGTHS if (found := _perplexities(done, mixer, length))}
+        mixer: {length: found for length in LENGTHS if (found := of_arm(done, _arm(mixer, length), perplexity(length)))}
         for mixer in MIXERS
     }
     notes = (
@@ -108,10 +109,6 @@ def _report(done: Sequence[Done]) -> Report:
     )
     panels = (("perplexity at its own length", _draw_quality(quality)), ("seconds per batch", _draw_seconds(seconds)))
     return Report((_table(quality, done, seconds), _claims(quality, seconds)), notes, panels)
-
-
-def _perplexities(done: Sequence[Done], mixer: str, length: int, name: str = "") -> list[float]:
-    return [one.scores[name or perplexity(length)] for one in done if one.arm == _arm(mixer, length)]
 
 
 Quality = dict[str, dict[int, list[float]]]
@@ -129,7 +126,7 @@ def _table(quality: Quality, done: Sequence[Done], seconds: Scores) -> Table:
                 cells += [""] * 3
                 continue
             cells.append(mean_and_spread(quality[mixer].get(length, [])))
-            cells.append(mean_and_spread(_perplexities(done, mixer, length, TRAINED)))
+            cells.append(mean_and_spread(of_arm(done, _arm(mixer, length), TRAINED)))
             arm = _arm(mixer, length)
             cells.append(f"{seconds[arm]:.3f}" if arm in seconds else "not measured")
         rows.append(tuple(cells))

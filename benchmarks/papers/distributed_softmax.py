@@ -15,6 +15,7 @@ import torch
 
 from benchmarks import longest_softmax
 from benchmarks.longest_softmax import HEADS, RANKS, SIZE, head_by_head
+from benchmarks.papers.arms import first_scores
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table
 from dist_attn.comm import Communicator
@@ -161,7 +162,7 @@ def _seconds(done: Sequence[Done]) -> dict[str, dict[int, float]]:
 
 def _report(done: Sequence[Done]) -> Report:
     seconds = _seconds(done)
-    longest = next((one.scores for one in done if one.arm == LONGEST), {})
+    longest = first_scores(done, LONGEST)
     notes = (
         f"A layer of width {WIDTH}, {HEADS} heads of {SIZE}, float32, causal, forward, projections included; the "
         "fastest of three. Ranks are processes over gloo, one thread each; where they are more than the cores, seconds "

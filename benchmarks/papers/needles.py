@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from benchmarks.papers.arms import first_scores, of_arm
 from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
 from benchmarks.timing import interleaved
@@ -202,7 +203,7 @@ def _pass(model: MillionModel | TextClassifier, stage: Stage) -> Callable[[], No
 
 
 def _report(done: Sequence[Done]) -> Report:
-    seconds = next((one.scores for one in done if one.arm == TIMES), {})
+    seconds = first_scores(done, TIMES)
     lengths = sorted({int(name.rpartition("_")[2]) for one in done for name in one.scores if "accuracy" in name})
     notes = (
         f"Of a sequence {COPIES} tokens are one symbol a of one alphabet and {COPIES} one symbol b of another, at "
@@ -223,10 +224,6 @@ def _report(done: Sequence[Done]) -> Report:
     return Report((_table(done, lengths, seconds),), notes, panels)
 
 
-def _found(done: Sequence[Done], arm: str, name: str) -> list[float]:
-    return [one.scores[name] for one in done if one.arm == arm and name in one.scores]
-
-
 def _table(done: Sequence[Done], lengths: Sequence[int], seconds: Scores) -> Table:
     columns = ["length"]
     for arm in MODELS:
@@ -235,11 +232,11 @@ def _table(done: Sequence[Done], lengths: Sequence[int], seconds: Scores) -> Tab
     for length in lengths:
         cells = [f"{length:,}"]
         for arm in MODELS:
-            cells.append(mean_and_spread(_found(done, arm, f"accuracy_{length}"), 3))
+            cells.append(mean_and_spread(of_arm(done, arm, f"accuracy_{length}"), 3))
             time = seconds.get(f"{arm}_{length}")
             cells.append("not measured" if time is None else f"{time:.3f}")
-        cells.append(mean_and_spread(_found(done, SPARSE, f"kept_{length}"), 5))
-        cells.append(mean_and_spread(_found(done, SPARSE, f"dropped_{length}"), 5))
+        cells.append(mean_and_spread(of_arm(done, SPARSE, f"kept_{length}"), 5))
+        cells.append(mean_and_spread(of_arm(done, SPARSE, f"dropped_{length}"), 5))
         rows.append(tuple(cells))
     title = "Held-out accuracy after training at each length; mean and deviation over seeds"
     return Table(title, (*columns, "kept", "dropped at experts"), tuple(rows))

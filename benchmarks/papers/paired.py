@@ -8,7 +8,7 @@ from typing import ClassVar
 from benchmarks.papers.experiment import Done
 from benchmarks.papers.finding import mean_and_spread
 
-__all__ = ["Claim", "judge", "of_arm"]
+__all__ = ["Claim", "judge"]
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,6 @@ class Claim:
     worse: str
     score: str
     more: bool = False
-
-
-def of_arm(done: Sequence[Done], arm: str, score: str) -> list[float]:
-    """An arm's scores in the order of its seeds, of the seeds that have it."""
-    of = sorted((one for one in done if one.arm == arm and score in one.scores), key=lambda one: one.seed)
-    return [one.scores[score] for one in of]
 
 
 def judge(done: Sequence[Done], claim: Claim) -> tuple[str, ...]:

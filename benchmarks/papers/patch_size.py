@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.papers.arms import first_scores, of_arm, parameters_of
 from benchmarks.papers.digit_canvases import CANVAS, make_canvases, read_digits, split_digits
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
@@ -122,17 +123,16 @@ def _pass(patch: int) -> Callable[[], None]:
 
 
 def _report(done: Sequence[Done]) -> Report:
-    seconds = next((one.scores for one in done if one.arm == TIMES), {})
-    accuracy = {patch: [o.scores["accuracy"] for o in done if o.arm == f"patch-{patch}"] for patch in PATCHES}
+    seconds = first_scores(done, TIMES)
+    accuracy = {patch: of_arm(done, f"patch-{patch}", "accuracy") for patch in PATCHES}
     rows = []
     for patch in PATCHES:
         arm = f"patch-{patch}"
-        counted = next((one.scores["parameters"] for one in done if one.arm == arm), None)
         rows.append(
             (
                 str(patch),
                 f"{(CANVAS // patch) ** 2:,}",
-                "not measured" if counted is None else f"{counted:,.0f}",
+                parameters_of(done, arm),
                 mean_and_spread([100 * share for share in accuracy[patch]], 1),
                 f"{seconds[arm]:.3f}" if arm in seconds else "not measured",
             )

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.papers.arms import first_scores, of_arm
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
-from benchmarks.papers.paired import of_arm
 from benchmarks.papers.swapped_translators import SmallTranslator, read_job, train_job
 
 __all__ = ["RFA_APPENDIX_C", "gaussian", "of_eq_12", "recovered"]
@@ -153,7 +153,7 @@ def recovered(curve: Sequence[tuple[int, float]], target: Sequence[tuple[int, fl
 
 def _curve(done: Sequence[Done], arm: str) -> list[tuple[int, float]]:
     """Steps and the training loss of the stretches that end there, of the arm's first seed."""
-    scores = next((one.scores for one in sorted(done, key=lambda one: one.seed) if one.arm == arm), {})
+    scores = first_scores(done, arm)
     return sorted((int(name.removeprefix("loss_")), loss) for name, loss in scores.items() if name.startswith("loss_"))
 
 

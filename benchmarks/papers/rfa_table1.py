@@ -1,12 +1,14 @@
 """Random Feature Attention, Table 1: perplexity of small language models that differ in their attention alone."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+from benchmarks.papers.arms import mark_seeds, minutes_of, of_arm, parameters_of
 from benchmarks.papers.books import BookModel
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
-from benchmarks.papers.paired import Claim, judge, of_arm
+from benchmarks.papers.paired import Claim, judge
 
 __all__ = ["RFA_TABLE1"]
 
@@ -84,7 +86,7 @@ def _report(done: Sequence[Done]) -> Report:
     if carried:
         title = "Stateful models read with the state carried on and, the same weights, reset every block"
         tables.append(Table(title, ("model", "carried", "reset"), carried))
-    return Report(tuple(tables), NOTES, (("Test perplexity per token", _bars(done, arms)),))
+    return Report(tuple(tables), NOTES, (("Test perplexity per token", partial(_draw, done, arms)),))
 
 
 NOTES = (
@@ -99,28 +101,20 @@ NOTES = (
 
 
 def _row(done: Sequence[Done], arm: str) -> tuple[str, ...]:
-    seconds = [one.seconds / 60 for one in done if one.arm == arm]
     return (
         arm,
-        f"{of_arm(done, arm, 'parameters')[0]:,.0f}",
+        parameters_of(done, arm),
         mean_and_spread(of_arm(done, arm, "development_perplexity")),
         mean_and_spread(of_arm(done, arm, "test_perplexity")),
         mean_and_spread(of_arm(done, arm, "test_bits_per_byte"), 3),
         PRINTED.get(arm, ""),
-        mean_and_spread(seconds, 1),
+        minutes_of(done, arm),
     )
 
 
-def _bars(done: Sequence[Done], arms: Sequence[str]) -> Any:
-    def draw(axes: Axes) -> None:
-        for number, arm in enumerate(reversed(arms)):
-            values = of_arm(done, arm, "test_perplexity")
-            axes.plot(values, [number] * len(values), "o", color="C0", alpha=0.6)
-            axes.plot(sum(values) / len(values), number, "|", color="black", markersize=14)
-        axes.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=7)
-        axes.set_xlabel("War and Peace; every seed, and their mean")
-
-    return draw
+def _draw(done: Sequence[Done], arms: Sequence[str], axes: Axes) -> None:
+    mark_seeds(axes, {arm: of_arm(done, arm, "test_perplexity") for arm in arms})
+    axes.set_xlabel("War and Peace; every seed, and their mean")
 
 
 RFA_TABLE1 = Experiment(

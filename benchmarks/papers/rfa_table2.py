@@ -2,15 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from benchmarks.papers.arms import first_scores, mark_seeds, minutes_of, of_arm, parameters_of
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
 from benchmarks.papers.multi30k import SOURCE, TEST, encoded_sources, end_of, read_lines
-from benchmarks.papers.paired import Claim, judge, of_arm
+from benchmarks.papers.paired import Claim, judge
 from benchmarks.papers.training_job import RUN
 from benchmarks.papers.translators import BEAM, PENALTY, Translator, averaged_model
 from benchmarks.timing import interleaved
@@ -111,7 +112,7 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
 
 def _report(done: Sequence[Done]) -> Report:
     arms = [arm for arm in ARMS if of_arm(done, arm, "bleu")]
-    speed = next((one.scores for one in done if one.arm == SPEED), {})
+    speed = first_scores(done, SPEED)
     columns = (
         "decoder attention",
         "parameters",
@@ -130,7 +131,7 @@ def _report(done: Sequence[Done]) -> Report:
             (*(judge(done, claim) for claim in CLAIMS), *((*judge(done, claim)[:-1], "") for claim in EQUAL)),
         ),
     )
-    panels = (("BLEU", _bars(done, arms)),) if arms else ()
+    panels = (("BLEU", partial(_draw, done, arms)),) if arms else ()
     return Report(tables, NOTES, panels)
 
 
@@ -149,13 +150,13 @@ NOTES = (
 def _row(done: Sequence[Done], speed: Scores, arm: str) -> tuple[str, ...]:
     return (
         arm,
-        f"{of_arm(done, arm, 'parameters')[0]:,.0f}",
+        parameters_of(done, arm),
         mean_and_spread(of_arm(done, arm, "bleu")),
         mean_and_spread(of_arm(done, arm, "validation_perplexity")),
         PRINTED.get(arm, ""),
         _speed(speed, arm, "beam"),
         _speed(speed, arm, "greedy"),
-        mean_and_spread([one.seconds / 60 for one in done if one.arm == arm], 1),
+        minutes_of(done, arm),
     )
 
 
@@ -166,16 +167,9 @@ def _speed(speed: Scores, arm: str, name: str) -> str:
     return f"{own:,.0f}, {own / base:.2f}"
 
 
-def _bars(done: Sequence[Done], arms: Sequence[str]) -> Any:
-    def draw(axes: Axes) -> None:
-        for number, arm in enumerate(reversed(arms)):
-            values = of_arm(done, arm, "bleu")
-            axes.plot(values, [number] * len(values), "o", color="C0", alpha=0.6)
-            axes.plot(sum(values) / len(values), number, "|", color="black", markersize=14)
-        axes.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=7)
-        axes.set_xlabel("BLEU; every seed, and their mean")
-
-    return draw
+def _draw(done: Sequence[Done], arms: Sequence[str], axes: Axes) -> None:
+    mark_seeds(axes, {arm: of_arm(done, arm, "bleu") for arm in arms})
+    axes.set_xlabel("BLEU; every seed, and their mean")
 
 
 RFA_TABLE2 = Experiment(

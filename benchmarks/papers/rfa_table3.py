@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.papers.arms import mark_seeds, minutes_of, of_arm, parameters_of
 from benchmarks.papers.counted_baselines import (
     byte_histogram_accuracy,
     first_operator_accuracy,
@@ -228,22 +229,16 @@ def _report(done: Sequence[Done]) -> Report:
     return Report(tuple(tables), NOTES, tuple(panels))
 
 
-def _of(done: Sequence[Done], arm: str, score: str) -> list[float]:
-    return [one.scores[score] for one in done if one.arm == arm and score in one.scores]
-
-
 def _table(task: str, done: Sequence[Done]) -> Table:
     rows = []
     for attention in ATTENTION:
         arm = f"{task}-{attention}"
-        minutes = [one.seconds / 60 for one in done if one.arm == arm]
-        if minutes:
-            parameters = f"{_of(done, arm, 'parameters')[0]:,.0f}"
-            found = [mean_and_spread([100 * value for value in _of(done, arm, "accuracy")], 1)]
-            found += [mean_and_spread(_of(done, arm, "nats"), 3), parameters, mean_and_spread(minutes, 1)]
+        if any(one.arm == arm for one in done):
+            found = [mean_and_spread([100 * value for value in of_arm(done, arm, "accuracy")], 1)]
+            found += [mean_and_spread(of_arm(done, arm, "nats"), 3), parameters_of(done, arm), minutes_of(done, arm)]
             rows.append((attention, *found))
     for arm, score, words in COUNTED[task]:
-        for value in _of(done, arm, score):
+        for value in of_arm(done, arm, score):
             rows.append((words, f"{100 * value:.1f}", "", "", ""))
     return Table(TASKS[task], ("attention", "accuracy, %", "nats per text", "parameters", "minutes"), tuple(rows))
 
@@ -265,14 +260,12 @@ def _differences(done: Sequence[Done]) -> Table:
 
 
 def _bars(done: Sequence[Done], task: str, axes: Axes) -> None:
-    for number, attention in enumerate(ATTENTION):
-        values = [100 * value for value in _of(done, f"{task}-{attention}", "accuracy")]
-        axes.plot(values, [number] * len(values), "o", color="C0", alpha=0.6)
+    found = {attention: of_arm(done, f"{task}-{attention}", "accuracy") for attention in ATTENTION}
+    mark_seeds(axes, {attention: [100 * share for share in shares] for attention, shares in found.items()})
     for number, (arm, score, words) in enumerate(COUNTED[task]):
-        for value in _of(done, arm, score)[:1]:
+        for value in of_arm(done, arm, score)[:1]:
             axes.axvline(100 * value, linestyle=":", color=f"C{number + 1}", label=words)
-    axes.set_yticks(range(len(ATTENTION)), list(ATTENTION))
-    axes.set_xlabel("held-out accuracy, %; every seed")
+    axes.set_xlabel("held-out accuracy, %; every seed, and their mean")
     axes.legend(fontsize=7)
 
 

@@ -19,7 +19,6 @@ from dist_attn.text import load_tokeniser
 from dist_attn.training.run_log import Metrics
 
 __all__ = [
-    "PARAMETERS",
     "TRAINED",
     "VOCAB_SIZE",
     "ShuffledBooksModel",
@@ -31,7 +30,7 @@ __all__ = [
 
 VOCAB_SIZE = 1024
 EMBEDDING_DEVIATION = 2**-0.5  # of a sinusoid's numbers
-PARAMETERS, TRAINED = "parameters", "train_perplexity"
+TRAINED = "train_perplexity"
 OPTIMISER = {
     "kind": "muon",
     "learning_rate": 1e-2,
@@ -144,7 +143,7 @@ def _measure(run: ShuffledBooksRun, text: BookText, folder: Path, last: Metrics,
     model, _ = load_model_and_tokeniser(folder)
     tokens = text.held_out(run.scored + 1)
     scores = {
-        PARAMETERS: float(count_parameters(model)),
+        "parameters": float(count_parameters(model)),
         TRAINED: math.exp(last["loss"]),
     }
     for length in run.lengths:

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
+from benchmarks.papers.arms import of_arm, parameters_of
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
 from benchmarks.papers.shuffled_books import (
-    PARAMETERS,
     ShuffledBooksModel,
     ShuffledBooksRun,
     late,
@@ -74,10 +74,6 @@ def _report(done: Sequence[Done]) -> Report:
     return Report(tables, notes, (("perplexity over that at the length trained on", _draw(done)),))
 
 
-def _scores(done: Sequence[Done], arm: str, name: str) -> list[float]:
-    return [one.scores[name] for one in done if one.arm == arm and name in one.scores]
-
-
 def _ratios(done: Sequence[Done], arm: str, length: int) -> list[float]:
     """Of every seed: perplexity at `length` over that at the length trained on."""
     mine = [one.scores for one in done if one.arm == arm and perplexity(length) in one.scores]
@@ -89,9 +85,8 @@ def _table(title: str, done: Sequence[Done], name: Callable[[int], str]) -> Tabl
     columns += [f"{length:,} ({times}x)" for length, times in zip(LENGTHS, TIMES_LONGER, strict=True)]
     rows = []
     for arm in ARMS:
-        counted = _scores(done, arm, PARAMETERS)
-        cells = [_WORDS[arm], f"{counted[0]:,.0f}" if counted else "not measured"]
-        cells += [mean_and_spread(_scores(done, arm, name(length))) for length in LENGTHS]
+        cells = [_WORDS[arm], parameters_of(done, arm)]
+        cells += [mean_and_spread(of_arm(done, arm, name(length))) for length in LENGTHS]
         rows.append(tuple(cells))
     return Table(title, tuple(columns), tuple(rows))
 

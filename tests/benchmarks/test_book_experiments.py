@@ -10,7 +10,7 @@ import pytest
 from benchmarks.papers.context_length import BATCH_TOKENS, CONTEXT_LENGTH, LENGTHS, TIMES
 from benchmarks.papers.experiment import Budget, Done, Experiment
 from benchmarks.papers.novels import NOVELS, TEST
-from benchmarks.papers.shuffled_books import PARAMETERS, TRAINED, late, perplexity
+from benchmarks.papers.shuffled_books import TRAINED, late, perplexity
 from benchmarks.papers.shuffled_text import BOOKS, PART_BYTES, cut_parts, prepare_books
 from benchmarks.papers.trained_on_short import LENGTHS as TESTED
 from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
@@ -108,7 +108,7 @@ def test_longer_than_trained() -> None:
 
     def scores(arm: str) -> dict[str, float]:
         found = {perplexity(length): 60.0 * length / TESTED[0] for length in TESTED}
-        return {**found, **{late(length): 1.0 for length in TESTED}, PARAMETERS: 7e5}
+        return {**found, **{late(length): 1.0 for length in TESTED}, "parameters": 7e5}
 
     done = _done(TRAINED_ON_SHORT, scores)
     whole, _, ratios = TRAINED_ON_SHORT.report(done).tables

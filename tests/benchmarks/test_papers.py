@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import __main__ as command
+from benchmarks.papers.arms import first_scores, mark_seeds, minutes_of, of_arm, parameters_of
 from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch, read_done
 from benchmarks.papers.finding import Report, Table, mean_and_spread
 from benchmarks.papers.runner import carry_out
@@ -228,3 +229,21 @@ def test_a_mean_says_of_how_many() -> None:
     assert mean_and_spread([1.0, 2.0, 3.0]) == "2.00 ± 1.00 (3)"
     assert mean_and_spread([1.5], digits=1) == "1.5 (1)"
     assert mean_and_spread([]) == "not measured"
+
+
+def test_cells_of_an_arm() -> None:
+    """Scores come in the order of seeds; what no job has found yet is nothing, or said not to be measured."""
+    done = [Done("arm", seed, {"score": 10.0 + seed, "parameters": 1234.0}, 90.0, {}, "") for seed in (1, 0)]
+    assert of_arm(done, "arm", "score") == [10.0, 11.0] and of_arm(done, "arm", "other") == []
+    assert first_scores(done, "arm")["score"] == 10.0 and not first_scores(done, "none")
+    assert (parameters_of(done, "arm"), parameters_of(done, "none")) == ("1,234", "not measured")
+    assert (minutes_of(done, "arm"), minutes_of(done, "none")) == ("1.5 ± 0.0 (2)", "not measured")
+
+
+def test_marks_stand_on_the_lines_of_their_arms() -> None:
+    """The first arm is on top; an arm without values has its line and no mark."""
+    axes = pytest.importorskip("matplotlib.figure").Figure().add_subplot()
+    mark_seeds(axes, {"first": [1.0, 3.0], "second": []})
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["second", "first"]
+    dots, mean = [line for line in axes.lines if len(line.get_xdata())]
+    assert list(dots.get_ydata()) == [1, 1] and list(mean.get_xdata()) == [2.0]
