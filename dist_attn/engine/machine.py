@@ -23,7 +23,7 @@ CGROUP = Path("/sys/fs/cgroup")
 # What the service needs, by the names of pyproject.toml.
 LIBRARIES = (
     "torch", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "httptools", "pydantic",
-    "prometheus-client", "structlog", "typer", "rich", "scipy",
+    "prometheus-client", "structlog", "typer", "rich", "scipy", "aiosqlite", "jinja2",
 )  # fmt: skip
 # What each optional extra brings, and what for. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
