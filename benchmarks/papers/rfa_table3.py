@@ -49,12 +49,12 @@ LISTOPS: dict[str, Any] = {
 # What each model is trained on first: a few hundred steps do not find the operator that counts among 1,000 tokens.
 SHORT = {**LISTOPS, "min_length": 10, "max_length": 100, "batch": 32}
 SHORT_STEPS, LISTOPS_STEPS, PAIRS_STEPS = 600, 450, 300
-# Authors likewise: a mean over thousands of bytes differs little between them. Beginnings of passages, many at a time
-# and at a higher rate, find what tells them apart.
-BEGINNING, BEGINNINGS = 512, 32
-BEGINNING_STEPS, AUTHORS_STEPS = 400, 100
-BEGINNING_OPTIMISER = {**OPTIMISER, "learning_rate": 2e-2, "matrix_learning_rate": 1e-2}
+# Authors likewise: a mean over thousands of bytes differs little between them. Short passages, many at a time and each
+# read once, at a higher rate, find what tells them apart.
+SHORT_BATCH, SHORT_PASSAGE_STEPS, AUTHORS_STEPS = 32, 400, 100
+SHORT_PASSAGE_OPTIMISER = {**OPTIMISER, "learning_rate": 2e-2, "matrix_learning_rate": 1e-2}
 PASSAGES = PassageSpec(train=280, held_out=40)
+SHORT_PASSAGES = PassageSpec(train=1280, held_out=40, min_length=512, max_length=512)
 HALVES = PassageSpec(train=300, held_out=60, min_length=1024, max_length=2048)
 HELD_OUT_PAIRS = 400
 SMOKE_LISTOPS = {"min_length": 10, "max_length": 40, "examples": 40, "validation_examples": 8}
@@ -134,28 +134,32 @@ def _in_two_stages(
 
 
 def _authors_job(attention: str, seed: int, budget: Budget) -> Job:
-    spec = SMOKE_PASSAGES if budget.smoke else PASSAGES
-    model = _model(attention, seed, 257, len(AUTHORS), spec.max_length, "mean")
+    specs = {"short": SHORT_PASSAGES, "long": PASSAGES}
+    if budget.smoke:
+        specs = {"short": SMOKE_PASSAGES, "long": SMOKE_PASSAGES}
+    model = _model(attention, seed, 257, len(AUTHORS), specs["long"].max_length, "mean")
     stages = {
         name: {
-            "data": {"kind": "labelled_text", "max_length": length, "batch": batch},
+            "data": {"kind": "labelled_text", "max_length": specs[name].max_length, "batch": batch},
             "optimiser": with_warmup(optimiser, steps),
             "run": _run(steps),
         }
-        for name, length, batch, optimiser, steps in (
-            ("short", BEGINNING, BEGINNINGS, BEGINNING_OPTIMISER, budget.steps(BEGINNING_STEPS)),
-            ("long", spec.max_length, BATCH, OPTIMISER, budget.steps(AUTHORS_STEPS)),
+        for name, batch, optimiser, steps in (
+            ("short", SHORT_BATCH, SHORT_PASSAGE_OPTIMISER, budget.steps(SHORT_PASSAGE_STEPS)),
+            ("long", BATCH, OPTIMISER, budget.steps(AUTHORS_STEPS)),
         )
     }
-    arm, settings = f"authors-{attention}", {"task": "authors", "model": model, **stages, "passages": asdict(spec)}
+    passages = {name: asdict(spec) for name, spec in specs.items()}
+    arm, settings = f"authors-{attention}", {"task": "authors", "model": model, **stages, "passages": passages}
 
     def work(folder: Path, watch: Watch) -> Scores:
         made = folder.parent.parent / "passages"
-        train, held_out = author_files(made, spec)
-        files = {"train": [str(train)], "validation": [str(held_out)], "tokeniser": str(tokeniser_folder(made))}
-        short, long = (
-            {"model": model, **stages[name], "data": {**stages[name]["data"], **files}} for name in ("short", "long")
-        )
+        sections = {}
+        for name, spec in specs.items():
+            train, held_out = author_files(made, spec)
+            files = {"train": [str(train)], "validation": [str(held_out)], "tokeniser": str(tokeniser_folder(made))}
+            sections[name] = {"model": model, **stages[name], "data": {**stages[name]["data"], **files}}
+        short, long = sections["short"], sections["long"]
         return _in_two_stages(arm, seed, short, long, folder, watch)
 
     return Job(arm, seed, settings, work)
@@ -297,7 +301,7 @@ NOTES = (
     f"ListOps: {SHORT_STEPS} steps of {SHORT['batch']} expressions of 10 to 100 symbols, then {LISTOPS_STEPS} of "
     f"{BATCH} of 500 to 2,000, which are scored; learned positions and a class token. Long Range Arena trains on the "
     "long ones alone, and far longer.",
-    f"Authors: {BEGINNING_STEPS} steps of {BEGINNINGS} beginnings of {BEGINNING} bytes, then {AUTHORS_STEPS} of "
+    f"Authors: {SHORT_PASSAGE_STEPS} steps of {SHORT_BATCH} passages of 512 bytes, then {AUTHORS_STEPS} of "
     f"{BATCH} passages of 1,024 to 4,096 bytes, which are scored; the mean of all tokens. A book is cut into "
     "40 parts, every fifth is held out, so no passage is of both; characters' names are. Lines, quotation "
     "marks, dashes, brackets and italics are made alike before, for they are the edition's.",
