@@ -79,10 +79,13 @@ class StateFiles:
         return True
 
     def parts(self, session: int) -> Iterator[bytes]:
-        """Read the last state."""
-        with self._last(session).open("rb") as file:
-            while part := file.read(PART_BYTES):
-                yield part
+        """Read the last state; where it cannot be read, what is sent is not whole, and the ranks refuse it."""
+        try:
+            with self._last(session).open("rb") as file:
+                while part := file.read(PART_BYTES):
+                    yield part
+        except OSError as error:
+            log.error("state cannot be read", session=session, error=str(error))
 
     def forget_unfinished(self) -> None:
         """Remove what is not whole."""

@@ -94,3 +94,12 @@ def test_a_folder_that_cannot_be_written_keeps_no_state(tmp_path):
     kept.append(1, 0, 0, b"ab")
     assert not kept.commit(1, 0, 2)
     assert not Path(kept.folder).exists()
+
+
+def test_a_state_that_cannot_be_read_ends_nothing(tmp_path):
+    """A file that somebody has removed gives no parts, so its ranks refuse the state; the controller goes on."""
+    kept = StateFiles(tmp_path)
+    kept.append(1, 0, 0, b"ab")
+    assert kept.commit(1, 0, 2)
+    kept.close()
+    assert list(kept.parts(1)) == []
