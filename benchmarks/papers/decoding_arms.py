@@ -1,6 +1,7 @@
 """What decodes greedily where decoding speeds are compared: random features by states, softmax by caches."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,7 @@ def random_source(model: EncoderDecoder, batch: int, sources: int, seed: int = 0
     return memory_BSD.to(model.embedding.weight.dtype)
 
 
-class _Arm:
+class _Arm(ABC):
     """A model and the tokens that its greedy choice has come to."""
 
     def __init__(self, settings: Mapping[str, Any], precision: str, batch: int) -> None:
@@ -69,22 +70,22 @@ class _Arm:
         return sum(t.numel() * t.element_size() for t in self.model.state_dict().values())
 
     @property
+    @abstractmethod
     def held_bytes(self) -> int:
         """What is kept from step to step, without weights."""
-        raise NotImplementedError
 
     def peak(self, position: int) -> int:
         """The most that is held while the step at this position runs, without weights."""
         with torch.inference_mode():
             return self.held_bytes + peak_bytes(lambda: self.steps(position, 1))
 
+    @abstractmethod
     def steps(self, position: int, count: int) -> None:
         """Decode `count` tokens from `position` on, as if the ones before had been decoded."""
-        raise NotImplementedError
 
+    @abstractmethod
     def decode(self, sources: int, length: int) -> list[torch.Tensor]:
         """Absorb a memory of so many random vectors, where there is one, and decode from the first token on."""
-        raise NotImplementedError
 
     def encode_seconds(self, sources: int) -> float:
         """Of encoding one source of so many tokens."""
