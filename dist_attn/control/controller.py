@@ -129,13 +129,14 @@ class Controller:
 
     def _step_done(self, done: StepDone, now: float) -> None:
         try:
-            for number, position in self._steps.finish(done):
-                self._desk.progress(number, position)
+            reached = self._steps.finish(done)
             for pieces in done.pieces:
                 self._desk.take_pieces(pieces)
         except WireError as error:
             self._group.rank_confused(done.rank, str(error), now)
             return
+        for number, position in reached:
+            self._desk.progress(number, position)
         if done.guards is not None:
             self._guards.add(done.guards)
         for drawn in done.drawn:

@@ -191,18 +191,29 @@ class Desk:
             log.error("replay differs", request=session.request_id, draw=session.draws_back, sent=sent, again=token)
 
     def take_saved(self, rank: int, saved: SavedState) -> None:
-        """A rank has sent a session's state whole: its journal begins there."""
+        """A rank has sent a session's state whole: its journal begins there, once no other rank has rows before it."""
         session = self.sessions.get(saved.session)
         if session is None:
             self.states.drop(saved.session)
             return
-        # The last token of a prompt is fed by the first draw.
-        position = session.received if saved.draws else saved.position
-        # Two ranks may save one after the other and be heard the other way round.
-        later = (position, saved.draws) > (session.journal.position, session.journal.draws)
-        if later and self.states.commit(saved.session, rank, saved.num_bytes):
-            session.journal.advance(position, saved.draws)
-            session.saved = saved
+        if self.states.finish(saved.session, rank, saved.position, saved.num_bytes):
+            session.held.append(saved)
+            self._commit(session)
+
+    def _commit(self, session: Session) -> None:
+        """Begin the journal at the states up to which every rank's rows are back: those of a slower one would be lost.
+
+        What comes with a draw is behind all of the text.
+        """
+        for saved in [s for s in session.held if s.draws or s.position <= session.best[0]]:
+            session.held.remove(saved)
+            # The last token of a prompt is fed by the first draw.
+            position = session.received if saved.draws else saved.position
+            # Two ranks may save one after the other and be heard the other way round.
+            later = (position, saved.draws) > (session.journal.position, session.journal.draws)
+            if later and self.states.commit(session.number, saved.position):
+                session.journal.advance(position, saved.draws)
+                session.saved = saved
 
     def rewind(self, reason: str) -> int:
         """The ranks are lost: every request goes back to its last saved state; how many tokens will be done again.
@@ -227,6 +238,7 @@ class Desk:
         session = self.sessions.get(number)
         if session is not None:
             session.progress(position, 0)
+            self._commit(session)
 
     def settle(self, session: Session) -> None:
         """End an encoding whose every row has been sent."""

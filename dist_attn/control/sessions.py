@@ -1,5 +1,6 @@
 """One open request: the tokens that wait for the ranks, how far it has come, and what the scheduler may know of it."""
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 from dist_attn.control.journal import Journal
@@ -42,6 +43,7 @@ class Session:
 
     journal: Journal = field(default_factory=Journal)
     saved: SavedState | None = None  # the state that the journal begins after; None: the empty one
+    held: deque[SavedState] = field(default_factory=deque)  # whole, but some rank's rows before them are not back yet
     saved_at: tuple[int, int] = (0, 0)  # tokens and draws at which a state was last asked for
     exposed: bool = False  # the ranks of this epoch have worked on it
     losses: int = 0  # groups lost in a row while they worked on it and it came no further
@@ -72,6 +74,7 @@ class Session:
         self.queue.push_front(journal.given)
         self.dispatched, self.draws_asked, self.draws_back = journal.position, journal.draws, journal.draws
         self.saved_at = (journal.position, journal.draws)
+        self.held.clear()
         self.opened, self.exposed, self.owner = False, False, None
         if self.assembler is not None:
             self.assembler.rewind()

@@ -21,14 +21,18 @@ log = structlog.get_logger("dist_attn.control")
 
 
 class StateKeeper(Protocol):
-    """Keeps bytes by session: a new state is written in parts beside the old one and takes its place when whole."""
+    """Keeps bytes by session: new states are written in parts beside the last one, and one of them takes its place."""
 
     def append(self, session: int, rank: int, start: int, data: bytes) -> None:
         """Bytes [start, start + n) of the session's next state from this rank; what does not follow makes it none."""
         ...
 
-    def commit(self, session: int, rank: int, num_bytes: int) -> bool:
-        """Let what this rank sent take the place of the last state; false, and nothing changes, if it is not whole."""
+    def finish(self, session: int, rank: int, position: int, num_bytes: int) -> bool:
+        """What this rank sent is the state at `position`; false, and nothing is kept, if it is not whole."""
+        ...
+
+    def commit(self, session: int, position: int) -> bool:
+        """Let the finished state of `position` take the place of the last one; false if it cannot."""
         ...
 
     def parts(self, session: int) -> Iterator[bytes]:
@@ -36,7 +40,7 @@ class StateKeeper(Protocol):
         ...
 
     def forget_unfinished(self) -> None:
-        """The ranks that sent what is not whole are gone."""
+        """The ranks are gone: what was not committed is of no use."""
         ...
 
     def drop(self, session: int) -> None:
@@ -65,15 +69,23 @@ class StateFiles:
             log.warning("state is not kept", session=session, error=str(error))
             path.unlink(missing_ok=True)
 
-    def commit(self, session: int, rank: int, num_bytes: int) -> bool:
-        """Rename the next state over the last one."""
+    def finish(self, session: int, rank: int, position: int, num_bytes: int) -> bool:
+        """Rename what was written, so that the rank's next state may come."""
         path = self._next(session, rank)
         try:
             if not num_bytes:  # there is nothing to keep, and nothing was sent
                 path.write_bytes(b"")
             if path.stat().st_size != num_bytes:
                 return False
-            path.replace(self._last(session))
+            path.replace(self._whole(session, position))
+        except OSError:
+            return False
+        return True
+
+    def commit(self, session: int, position: int) -> bool:
+        """Rename the state over the last one."""
+        try:
+            self._whole(session, position).replace(self._last(session))
         except OSError:
             return False
         return True
@@ -88,8 +100,8 @@ class StateFiles:
             log.error("state cannot be read", session=session, error=str(error))
 
     def forget_unfinished(self) -> None:
-        """Remove what is not whole."""
-        for path in self.folder.glob("*.next"):
+        """Remove what has not taken the last state's place."""
+        for path in [*self.folder.glob("*.next"), *self.folder.glob("*.whole")]:
             path.unlink(missing_ok=True)
 
     def drop(self, session: int) -> None:
@@ -103,6 +115,9 @@ class StateFiles:
 
     def _next(self, session: int, rank: int) -> Path:
         return self.folder / f"{session}.{rank}.next"
+
+    def _whole(self, session: int, position: int) -> Path:
+        return self.folder / f"{session}.{position}.whole"
 
     def _last(self, session: int) -> Path:
         return self.folder / f"{session}.state"

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dist_attn.control.controller import Controller
@@ -27,6 +27,7 @@ from dist_attn.wire.messages import (
     Rows,
     RowSpec,
     SamplingSpec,
+    SaveOp,
     StatePart,
     Step,
     Tokens,
@@ -218,6 +219,7 @@ def open_all(engine, texts, prompts):
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 20)), max_size=4),
     st.integers(0, 1 << 32),
 )
+@example([(4097, 64)], [], 3600)
 @settings(deadline=None)
 def test_a_rank_may_be_lost_at_any_moment(lengths, asked, seed):
     """Kills between any two messages, in prefill, in decoding and during a replay, change no row and no token."""
@@ -240,6 +242,22 @@ def test_a_rank_may_be_lost_at_any_moment(lengths, asked, seed):
     assert not [m for m in engine.received if isinstance(m, Failed)]
     check(engine, texts, prompts)
     assert not engine.states.kept and not engine.states.unfinished
+
+
+def test_a_state_waits_for_the_rows_of_slower_ranks():
+    """A state that a fast rank saved is not gone on from while a slower one still owes rows of the text before it."""
+    engine = Engine()
+    texts = {"a": (np.arange(4097) * 7 % 900, 64)}
+    open_all(engine, texts, {})
+    engine.turn()
+    engine.turn()
+    saving = next(rank for rank, box in engine.inboxes.items() if any(isinstance(op, SaveOp) for op in box[0].ops))
+    while engine.work(saving):
+        pass
+    assert not engine.states.kept
+    engine.kill(saving)
+    engine.to_the_end(texts)
+    check(engine, texts, {})
 
 
 def test_no_more_than_an_interval_is_read_again():

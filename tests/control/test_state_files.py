@@ -15,17 +15,22 @@ def keeper(request, tmp_path):
     return StateFiles(tmp_path) if request.param == "files" else MemoryStates()
 
 
+def _commit(keeper, session, rank, num_bytes):
+    """What the rank sent takes the place of the session's last state, if it is whole."""
+    return keeper.finish(session, rank, 7, num_bytes) and keeper.commit(session, 7)
+
+
 def test_the_last_whole_state_is_kept(keeper):
     """Parts become the state when all of them are there; a later state takes its place when it is whole."""
     keeper.append(1, 0, 0, b"ab")
     keeper.append(1, 0, 2, b"cd")
-    assert keeper.commit(1, 0, 4)
+    assert _commit(keeper, 1, 0, 4)
     assert b"".join(keeper.parts(1)) == b"abcd"
     keeper.append(1, 0, 0, b"xy")
     assert b"".join(keeper.parts(1)) == b"abcd"
-    assert not keeper.commit(1, 0, 4)
+    assert not _commit(keeper, 1, 0, 4)
     assert b"".join(keeper.parts(1)) == b"abcd"
-    assert keeper.commit(1, 0, 2)
+    assert _commit(keeper, 1, 0, 2)
     assert b"".join(keeper.parts(1)) == b"xy"
 
 
@@ -33,7 +38,7 @@ def test_a_gap_makes_no_state(keeper):
     """A part that does not follow is not taken, so the state is never whole."""
     keeper.append(1, 0, 0, b"ab")
     keeper.append(1, 0, 3, b"d")
-    assert not keeper.commit(1, 0, 4)
+    assert not _commit(keeper, 1, 0, 4)
 
 
 def test_ranks_do_not_mix(keeper):
@@ -41,36 +46,48 @@ def test_ranks_do_not_mix(keeper):
     keeper.append(1, 0, 0, b"ab")
     keeper.append(1, 1, 0, b"xy")
     keeper.append(1, 0, 2, b"cd")
-    assert keeper.commit(1, 0, 4)
+    assert _commit(keeper, 1, 0, 4)
     assert b"".join(keeper.parts(1)) == b"abcd"
 
 
 def test_what_was_not_whole_is_forgotten(keeper):
     """After a loss, parts of states that never came whole count no more; whole ones do."""
     keeper.append(1, 0, 0, b"ab")
-    assert keeper.commit(1, 0, 2)
+    assert _commit(keeper, 1, 0, 2)
     keeper.append(1, 0, 0, b"x")
     keeper.forget_unfinished()
     keeper.append(1, 0, 1, b"y")
-    assert not keeper.commit(1, 0, 2)
+    assert not _commit(keeper, 1, 0, 2)
     assert b"".join(keeper.parts(1)) == b"ab"
 
 
 def test_an_empty_state_is_a_state(keeper):
     """Models without a state between blocks have one of no bytes."""
-    assert keeper.commit(1, 0, 0)
+    assert _commit(keeper, 1, 0, 0)
     assert b"".join(keeper.parts(1)) == b""
+
+
+def test_finished_states_wait_side_by_side(keeper):
+    """Later states come while earlier ones wait for their turn; a loss of ranks forgets those that waited."""
+    for position, data in ((4, b"ab"), (8, b"cd"), (9, b"ef")):
+        keeper.append(1, 0, 0, data)
+        assert keeper.finish(1, 0, position, 2)
+    assert keeper.commit(1, 4) and b"".join(keeper.parts(1)) == b"ab"
+    assert keeper.commit(1, 8) and b"".join(keeper.parts(1)) == b"cd"
+    keeper.forget_unfinished()
+    assert not keeper.commit(1, 9)
+    assert b"".join(keeper.parts(1)) == b"cd"
 
 
 def test_a_dropped_session_leaves_nothing(keeper, tmp_path):
     """Neither its state nor parts of the next one stay."""
     keeper.append(1, 0, 0, b"ab")
-    keeper.commit(1, 0, 2)
+    _commit(keeper, 1, 0, 2)
     keeper.append(1, 1, 0, b"x")
     keeper.append(11, 0, 0, b"x")
     keeper.drop(1)
-    assert not keeper.commit(1, 1, 1)
-    assert keeper.commit(11, 0, 1)
+    assert not _commit(keeper, 1, 1, 1)
+    assert _commit(keeper, 11, 0, 1)
     assert len(list(tmp_path.glob("*/*"))) == isinstance(keeper, StateFiles)
 
 
@@ -92,7 +109,7 @@ def test_a_folder_that_cannot_be_written_keeps_no_state(tmp_path):
     kept = StateFiles(tmp_path)
     kept.close()
     kept.append(1, 0, 0, b"ab")
-    assert not kept.commit(1, 0, 2)
+    assert not _commit(kept, 1, 0, 2)
     assert not Path(kept.folder).exists()
 
 
@@ -100,6 +117,6 @@ def test_a_state_that_cannot_be_read_ends_nothing(tmp_path):
     """A file that somebody has removed gives no parts, so its ranks refuse the state; the controller goes on."""
     kept = StateFiles(tmp_path)
     kept.append(1, 0, 0, b"ab")
-    assert kept.commit(1, 0, 2)
+    assert _commit(kept, 1, 0, 2)
     kept.close()
     assert list(kept.parts(1)) == []
