@@ -47,7 +47,10 @@ class KeyRing:
         return not self.users and not self.admins
 
     def refusal(self, scope: Scope) -> ServiceError | None:
-        """Why this request may not pass, or None; notes in the scope's record which key it came with."""
+        """Why this request may not pass, or None; notes in the scope's record which key it came with.
+
+        The record's `caller` is the digest of that key: whose files and sessions a request may see.
+        """
         if self.open or scope["path"] in OPEN_ROUTES:
             return None
         given = _BEARER.fullmatch(Headers(scope=scope).get("authorization", "").strip())
@@ -60,7 +63,9 @@ class KeyRing:
             return _unauthorised(
                 "the key is not one of this service; check it, or ask who runs the service for another"
             )
-        scope["state"]["record"].note(key=digest.hex()[:8])
+        record = scope["state"]["record"]
+        record.caller = digest.hex()
+        record.note(key=record.caller[:8])
         if scope["path"] in ADMIN_ROUTES and self.admins and not is_admin:
             return ServiceError(
                 f"{scope['path']} asks for an admin key; this one is not", code=Code.ADMIN_KEY_NEEDED, status=403

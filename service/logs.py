@@ -59,7 +59,8 @@ class RequestRecord:
     """What is known about one request: filled while it runs, logged once when it ends.
 
     `reason` is "finished", an error code, or "client_gone". `received` tells the bytes of the body so far; what is
-    in `at_end` is called once, when the request has ended.
+    in `at_end` is called once, when the request has ended. `caller` tells callers apart: SHA-256 in hex of the key
+    that it came with, "" where no keys are asked for.
     """
 
     request_id: str
@@ -68,6 +69,7 @@ class RequestRecord:
     log: Log
     reason: str = "finished"
     status: int = 0
+    caller: str = ""
     received: Callable[[], int] = _none
     sent: int = 0
     started: float = field(default_factory=time.monotonic)

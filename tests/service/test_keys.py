@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from starlette.routing import Route
 from dist_attn.errors import ConfigError
 from service.app import create_app
 from service.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
+from service.logs import RequestRecord, make_log
 from service.settings import Settings
 from tests.support.raw_http import Answer, head
 from tests.support.service_server import RunningService, model_folder, running_service
@@ -116,6 +118,21 @@ def test_the_log_says_which_key(service: RunningService) -> None:
     assert service.logged("who")["key"] == digest(USER)[:8]
     assert service.logged("nobody")["reason"] == "invalid_api_key" and "key" not in service.logged("nobody")
     assert USER not in service.log.getvalue() and "wrong-key" not in service.log.getvalue()
+
+
+def test_a_request_knows_its_caller() -> None:
+    """Requests with one key have one caller, those with different keys different ones; without keys there is one."""
+    ring = KeyRing(frozenset({hashlib.sha256(USER.encode()).digest(), hashlib.sha256(OTHER.encode()).digest()}))
+
+    def caller(ring: KeyRing, key: str) -> str:
+        record = RequestRecord("r", "GET", "/v1/models", make_log(StringIO()))
+        headers = [(name.lower().encode(), value.encode()) for name, value in bearer(key).items()]
+        scope = {"type": "http", "path": "/v1/models", "headers": headers, "state": {"record": record}}
+        assert ring.refusal(scope) is None
+        return record.caller
+
+    assert [caller(ring, key) for key in (USER, USER, OTHER)] == [digest(USER), digest(USER), digest(OTHER)]
+    assert caller(KeyRing(), USER) == ""
 
 
 def test_the_official_client_sends_its_key(service: RunningService) -> None:
