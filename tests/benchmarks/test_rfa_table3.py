@@ -14,12 +14,15 @@ from benchmarks.papers.counted_baselines import (
     pair_histogram_accuracy,
 )
 from benchmarks.papers.experiment import Budget, Done, Experiment
+from benchmarks.papers.pair_towers import towers_of
 from benchmarks.papers.passages import AUTHORS, PassageSpec, draw_pairs, plain, read_passages
 from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import MIXERS, RFA_TABLE3_SPEED, NaiveSoftmaxOps
+from dist_attn.checkpoints import load_any_model, save_model
 from dist_attn.errors import ConfigError
 from dist_attn.models import TextClassifier, TextClassifierConfig
 from dist_attn.ops import LocalSequenceOps
+from dist_attn.text import ByteTokeniser
 from dist_attn.training.datasets.listops import ListOps
 from tests.support.closeness import assert_close
 
@@ -94,6 +97,18 @@ def test_no_byte_is_of_two_passages_and_no_part_of_both_splits(books: Path) -> N
     assert read_passages(SPEC, books) == (train, held_out)
 
 
+def test_towers_begin_with_the_encoder_that_knows_authors(tmp_path: Path) -> None:
+    """A classifier of pairs has the embedding and the encoder of the folder's model, and a head of its own seed."""
+    torch.manual_seed(1)
+    trained = TextClassifier(TextClassifierConfig.model_validate(SMALL))
+    save_model(trained, tmp_path / "authors", tokeniser=ByteTokeniser())
+    towers = load_any_model(towers_of(tmp_path / "authors", {**SMALL, "texts": 2}, 3, tmp_path / "start"))
+    assert isinstance(towers, TextClassifier) and towers.config.texts == 2
+    for name, weight in trained.state_dict().items():
+        if not name.startswith("head"):
+            assert torch.equal(towers.state_dict()[name], weight), name
+
+
 def test_pairs_are_half_by_one_author(books: Path) -> None:
     """Every other pair is of two passages of one author, the rest of two authors; no passage meets itself."""
     _, held_out = read_passages(SPEC, books)
@@ -132,7 +147,8 @@ def test_the_jobs_can_be_filed_and_name_no_place() -> None:
     jobs = RFA_TABLE3.jobs(Budget(), (0, 1))
     assert [job.seed for job in jobs] == sorted(job.seed for job in jobs)
     assert len({job.key for job in jobs}) == len(jobs)
-    assert "/" not in json.dumps([job.settings for job in jobs])
+    assert "/" not in json.dumps([{**job.settings, "encoder_of": None} for job in jobs])
+    assert all(need in {other.key for other in jobs} for job in jobs for need in job.needs)
 
 
 def test_the_accuracy_report_is_made_of_what_is_done() -> None:
