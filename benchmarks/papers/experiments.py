@@ -15,6 +15,7 @@ from benchmarks.papers.rfa_table2 import RFA_TABLE2
 from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import RFA_TABLE3_SPEED
 from benchmarks.papers.scaleformer_figures import SCALEFORMER_FIGURES
+from benchmarks.papers.scaleformer_translation import SCALEFORMER_TRANSLATION
 from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
 
 __all__ = ["EXPERIMENTS"]
@@ -28,6 +29,7 @@ _ALL: tuple[Experiment, ...] = (
     RFA_APPENDIX_C,
     SCALEFORMER_FIGURES,
     TRAINED_ON_SHORT,
+    SCALEFORMER_TRANSLATION,
     PATCH_SIZE,
     CONTEXT_LENGTH,
     DISTRIBUTED_SOFTMAX,

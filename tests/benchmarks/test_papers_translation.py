@@ -11,10 +11,11 @@ from benchmarks.papers.experiment import Budget, Done, Experiment
 from benchmarks.papers.multi30k import bleu_of, read_lines
 from benchmarks.papers.paired import Claim, judge
 from benchmarks.papers.rfa_table2 import RFA_TABLE2
+from benchmarks.papers.scaleformer_translation import SCALEFORMER_TRANSLATION
 from dist_attn.errors import ConfigError
 from dist_attn.training.config import TrainingConfig
 
-EXPERIMENTS = (RFA_TABLE2,)
+EXPERIMENTS = (RFA_TABLE2, SCALEFORMER_TRANSLATION)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
