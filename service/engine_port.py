@@ -32,8 +32,10 @@ from dist_attn.wire.messages import (
     decode,
     encode,
 )
+from dist_attn.wire.session_messages import Checkpoint, Restored, SessionDone, StateCredit, StatePiece
 from service.engine_stream import EngineStream, StreamLimits
 from service.errors import Code, EngineFailure, EngineUnavailable
+from service.session_stream import SessionStream, SessionWork
 
 __all__ = ["EngineHealth", "EnginePort", "OpenStreams", "ZmqEnginePort"]
 
@@ -71,6 +73,15 @@ class EnginePort(Protocol):
         Raises: EngineUnavailable when there is nobody to talk to.
         """
 
+    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
+        """Go on with a session; otherwise as `open`."""
+
+
+_OF_REQUESTS = (
+    *(Accepted, Credit, Rows, EncodingDone, Generated, Failed),
+    *(Restored, StateCredit, StatePiece, Checkpoint, SessionDone),
+)
+
 
 class OpenStreams:
     """The requests in flight by id; hands each message of the controller to its own."""
@@ -84,7 +95,7 @@ class OpenStreams:
 
     def open(self, work: RowSpec | SamplingSpec, post: Callable[[AnyMessage], None], name: str = "") -> EngineStream:
         """A new stream whose opening message has been posted."""
-        request_id = f"{name}.{uuid.uuid4().hex[:12]}" if name else uuid.uuid4().hex
+        request_id = _unique(name)
         stream = EngineStream(request_id, post, self._forget, self._limits)
         self._streams[request_id] = stream
         if isinstance(work, RowSpec):
@@ -93,9 +104,17 @@ class OpenStreams:
             post(OpenCompletion(request_id=request_id, sampling=work))
         return stream
 
+    def open_session(self, work: SessionWork, post: Callable[[AnyMessage], None], name: str = "") -> SessionStream:
+        """The same for a session."""
+        request_id = _unique(name)
+        stream = SessionStream(request_id, post, self._forget, self._limits, work)
+        self._streams[request_id] = stream
+        post(work.message(request_id))
+        return stream
+
     def route(self, message: AnyMessage) -> None:
         """Deliver to the stream it belongs to; messages for requests that are over are dropped."""
-        if isinstance(message, Accepted | Credit | Rows | EncodingDone | Generated | Failed):
+        if isinstance(message, _OF_REQUESTS):
             stream = self._streams.get(message.request_id)
             if stream is not None:
                 stream.deliver(message)
@@ -192,6 +211,15 @@ class ZmqEnginePort:
             raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
         return self._streams.open(work, self._post, name)
 
+    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
+        """Post the opening message of a session.
+
+        Raises: EngineUnavailable without a connection.
+        """
+        if not self._connected:
+            raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
+        return self._streams.open_session(work, self._post, name)
+
     def _post(self, message: AnyMessage) -> None:
         if self._socket is None:
             return
@@ -241,6 +269,10 @@ class ZmqEnginePort:
         finally:
             with contextlib.suppress(zmq.ZMQError):
                 monitor.close(0)
+
+
+def _unique(name: str) -> str:
+    return f"{name}.{uuid.uuid4().hex[:12]}" if name else uuid.uuid4().hex
 
 
 def _consume(future: "asyncio.Future[Any]") -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,7 @@ class EngineStream:
         self._post = post
         self._forget = forget
         self._limits = limits
-        self._inbox: deque[EngineEvent] = deque()
+        self._inbox: deque[AnyMessage] = deque()
         self._inbox_bytes = 0
         self._credit = 0
         self._sent = 0
@@ -88,7 +89,7 @@ class EngineStream:
 
     # ---- from the port -------------------------------------------------------------------------
 
-    def deliver(self, message: Accepted | Credit | Failed | EngineEvent) -> None:
+    def deliver(self, message: AnyMessage) -> None:
         """Take one message of the controller; called by the port's reader, never waits."""
         if self._ended:
             return
@@ -105,11 +106,22 @@ class EngineStream:
                 self._error = engine_error(code, text)
             case Rows():
                 self._take_rows(message)
-            case EncodingDone() | Generated():
+            case EncodingDone():
                 self._inbox.append(message)
-                self._ended = isinstance(message, EncodingDone) or message.finish_reason is not None
+                self._ended = True
+            case Generated():
+                self._inbox.append(message)
+                self._ended = self._ends_with(message)
+            case _:
+                self.deliver_more(message)
         self._heard = time.monotonic()
         self._notify()
+
+    def deliver_more(self, message: AnyMessage) -> None:
+        """Take a message that only some kinds of work have; there is none here."""
+
+    def _ends_with(self, message: Generated) -> bool:
+        return message.finish_reason is not None
 
     def fail(self, error: ServiceError) -> None:
         """End the stream with an error that did not come from the controller."""
@@ -204,7 +216,7 @@ class EngineStream:
         if isinstance(event, Rows):
             self._inbox_bytes -= len(event.vectors)
             self._notify()
-        return event
+        return cast(EngineEvent, event)
 
     def _check_silence(self, since: float) -> None:
         if time.monotonic() - max(since, self._heard) >= self._limits.silence_seconds:

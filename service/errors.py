@@ -66,6 +66,9 @@ class Code(StrEnum):
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_FAILED = "engine_failed"
     OVERLOADED = "overloaded"
+    # stored states
+    INVALID_STATE = "invalid_state"
+    STATE_MISMATCH = "state_mismatch"
     # this process
     DISK_FULL = "disk_full"
     STOPPING = "stopping"
@@ -192,7 +195,9 @@ def engine_error(code: str, message: str) -> ServiceError:
             return EngineUnavailable(message, code=Code(code))
         case Code.OVERLOADED:
             return ServiceError(message, code=Code.OVERLOADED, status=429, headers={"retry-after": "2"})
-        case Code.INVALID_VALUE | Code.EMPTY_INPUT:
+        case Code.STATE_MISMATCH:
+            return ServiceError(message, code=Code.STATE_MISMATCH, status=409, headers={"x-should-retry": "false"})
+        case Code.INVALID_VALUE | Code.EMPTY_INPUT | Code.INVALID_STATE:
             return BadRequest(message, code=Code(code))
         case Code.BODY_TIMEOUT:
             return ServiceError(message, code=Code.BODY_TIMEOUT, status=408)

@@ -3,6 +3,7 @@
 Who speaks to whom:
 
     API  <-> controller : Open… / Tokens / Cancel / GetStatus   and   Accepted / Credit / Rows / … / Failed / Status
+                          and, for sessions, what session_messages.py lists
     controller <-> rank : StatePart / Step / Shutdown / Ping
                           and RankHello / StatePart / StepDone / Heartbeat / RankFailed
     controller <-> agent: StartGroup / WatchRanks / KillGroup / StopAgent / Ping
@@ -28,63 +29,25 @@ from dist_attn.wire.agent_messages import (
     StopAgent,
     WatchRanks,
 )
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.message import Count, Message, Name
+from dist_attn.wire.session_messages import (
+    BeginState,
+    Checkpoint,
+    FinishDrawing,
+    Restored,
+    SessionDone,
+    StateCredit,
+    StatePiece,
+)
+from dist_attn.wire.specs import RowSpec as RowSpec
+from dist_attn.wire.specs import SamplingSpec as SamplingSpec
+from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
-
-
-class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which rows an encoding returns: one per token, per window of `window` tokens, or one in all.
-
-    `pooling` is `model` for models that make a vector of a whole sequence in a way of their own.
-    """
-
-    granularity: Annotated[str, Meta(pattern="^(token|window|document)$")] = "window"
-    window: Annotated[int, Meta(ge=1, le=1 << 53)] = 512
-    pooling: Annotated[str, Meta(pattern="^(mean|last|model)$")] = "mean"
-
-
-class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tokens are drawn; temperature 0 is greedy. top_k 0 and top_p 1 switch the filters off.
-
-    `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
-    `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
-    drawn before, once and once for each time.
-    """
-
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 53)]
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_k: Count = 0
-    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
-    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
-    logit_bias: Annotated[dict[Count, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
-
-    @property
-    def penalises(self) -> bool:
-        """Whether a draw depends on the tokens that were drawn before it other than through the model."""
-        return bool(self.presence_penalty or self.frequency_penalty)
-
-    @property
-    def adjusts(self) -> bool:
-        """Whether tokens are drawn from other logits than the model's."""
-        return self.penalises or bool(self.logit_bias)
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Natural log-probabilities where one token was drawn: its own, and those of the likeliest, in falling order.
-
-    They are the model's own, before biases, penalties, temperature and filters.
-    """
-
-    drawn: float
-    top_tokens: list[Count] = []
-    top_logprobs: list[float] = []
 
 
 class OpenEncoding(Message, frozen=True):
@@ -99,6 +62,21 @@ class OpenCompletion(Message, frozen=True):
 
     request_id: Name
     sampling: SamplingSpec
+
+
+class OpenSession(Message, frozen=True):
+    """Go on with a session: from a stored state or the empty one, feed tokens, then draw some, and hand back the state.
+
+    All positions of such a request count from the beginning of the session: its tokens begin at the state's position.
+    `rows` and `sampling` may both be left out. States are handed back at the end, and at multiples of
+    `checkpoint_tokens` (0: none before the end), which is rounded up to the grid of blocks.
+    """
+
+    request_id: Name
+    begin: BeginState | None = None
+    rows: RowSpec | None = None
+    sampling: SamplingSpec | None = None
+    checkpoint_tokens: Count = 0
 
 
 class Tokens(Message, frozen=True):
@@ -219,6 +197,7 @@ class Status(Message, frozen=True):
     guards: GuardCounts | None = None  # of all ranks since the controller started
     lost_groups: int = 0
     replayed_tokens: int = 0  # prefilled or drawn a second time after a loss
+    manifest: Manifest | None = None  # of the states of sessions; None where they cannot be stored
 
 
 # ---- controller -> rank ------------------------------------------------------------------------
@@ -341,6 +320,8 @@ class RankHello(Message, frozen=True):
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
     # Bytes of a session's state; None where it grows with the text and is not saved.
     state_bytes: Count | None = None
+    # What the states of sessions say about themselves; None where they cannot be stored.
+    manifest: Manifest | None = None
 
 
 class RowPieces(msgspec.Struct, frozen=True):
@@ -408,6 +389,7 @@ class RankFailed(Message, frozen=True):
 AnyMessage = (
     OpenEncoding
     | OpenCompletion
+    | OpenSession
     | Tokens
     | Cancel
     | GetStatus
@@ -418,6 +400,12 @@ AnyMessage = (
     | Generated
     | Failed
     | Status
+    | StatePiece
+    | StateCredit
+    | FinishDrawing
+    | Restored
+    | Checkpoint
+    | SessionDone
     | StatePart
     | Step
     | Shutdown

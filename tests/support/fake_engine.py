@@ -23,6 +23,7 @@ from dist_attn.wire.messages import (
     GuardCounts,
     OpenCompletion,
     OpenEncoding,
+    OpenSession,
     RankStatus,
     Rows,
     RowSpec,
@@ -33,9 +34,12 @@ from dist_attn.wire.messages import (
     decode,
     encode,
 )
+from dist_attn.wire.session_messages import FinishDrawing, StateCredit, StatePiece
 from service.engine_port import EngineHealth, OpenStreams
 from service.engine_stream import EngineStream, StreamLimits
 from service.errors import Code, EngineUnavailable
+from service.session_stream import SessionStream, SessionWork
+from tests.support.fake_sessions import MANIFEST, FakeSessions
 
 HIDDEN = 8
 VOCAB = 257
@@ -114,12 +118,13 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     received: list[AnyMessage] = field(default_factory=list)
     keep: bool = True
+    sessions: FakeSessions = field(default_factory=FakeSessions)
     _work: dict[str, _Work] = field(default_factory=dict)
 
     @property
     def open_count(self) -> int:
         """Requests that are neither done nor cancelled."""
-        return len(self._work)
+        return len(self._work) + len(self.sessions)
 
     @property
     def open_ids(self) -> list[str]:
@@ -137,12 +142,21 @@ class FakeEngine:
                 return self._open(name, _Work(rows=rows))
             case OpenCompletion(request_id=name, sampling=sampling):
                 return self._open(name, _Work(sampling=sampling))
+            case OpenSession() if not self.mute:
+                if self.refuse is not None:
+                    return [Failed(request_id=message.request_id, code=self.refuse, message="refused by the test")]
+                return self.sessions.open(message)
             case Cancel(request_id=name):
+                self.sessions.cancel(name)
                 self._work.pop(name, None)
                 self.cancelled.append(name)
                 return []
-            case Tokens():
+            case Tokens() if message.request_id not in self.sessions:
                 return self._tokens(message)
+        if getattr(message, "request_id", None) in self.sessions:
+            return self.sessions.handle(message)
+        if isinstance(message, OpenSession | StatePiece | StateCredit | FinishDrawing):
+            return []  # of a session that has ended, or that a mute engine does not know
         raise TypeError(f"the API never sends {message!r}")
 
     def status(self) -> Status:
@@ -163,6 +177,7 @@ class FakeEngine:
             guards=GuardCounts(600, [[3, 0], [], [1, 50]]),
             lost_groups=2,
             replayed_tokens=700,
+            manifest=MANIFEST,
         )
 
     def _open(self, name: str, work: _Work) -> list[AnyMessage]:
@@ -259,6 +274,12 @@ class FakeEnginePort:
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
         return self._streams.open(work, self._post, name)
+
+    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
+        """Go on with a session."""
+        if self._loop is None:
+            raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
+        return self._streams.open_session(work, self._post, name)
 
     def resume(self) -> None:
         """Handle what waited while the engine was paused; callable from any thread."""

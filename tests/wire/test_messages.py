@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import WireError
 from dist_attn.wire import messages as wire
+from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import AnyMessage, decode, encode
+from dist_attn.wire.session_messages import (
+    BeginState,
+    Checkpoint,
+    FinishDrawing,
+    Restored,
+    SessionDone,
+    StateCredit,
+    StatePiece,
+)
 
 KINDS = typing.get_args(AnyMessage)
 FIELDS = sorted({field for kind in KINDS for field in kind.__struct_fields__})
@@ -19,6 +29,13 @@ EXAMPLES = [
     wire.OpenEncoding("a", wire.RowSpec("token", 7, "last")),
     wire.OpenCompletion("a", wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
     wire.OpenCompletion("b", wire.SamplingSpec(9, presence_penalty=0.5, logit_bias={3: -1.5})),
+    wire.OpenSession("c", BeginState(700, 5000), wire.RowSpec(), wire.SamplingSpec(3), 1024),
+    StatePiece("c", 700, 9, b"abc"),
+    StateCredit("c", 700, 12),
+    FinishDrawing("c", 2),
+    Restored("c", RestoreReport(700, 0, False, "ranks was 1 and is 2")),
+    Checkpoint("c", 1024, 0, 5000),
+    SessionDone("c", 1030, 3, 4),
     wire.Tokens("a", 3, b"\1\0\0\0", True),
     wire.Cancel("a"),
     wire.GetStatus(),

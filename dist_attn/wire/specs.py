@@ -1,0 +1,61 @@
+"""What is asked of an engine: the rows of an encoding, how tokens are drawn, and what is told about a draw."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from dist_attn.wire.message import Count
+
+__all__ = ["RowSpec", "SamplingSpec", "TokenLogprobs"]
+
+
+class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which rows an encoding returns: one per token, per window of `window` tokens, or one in all.
+
+    `pooling` is `model` for models that make a vector of a whole sequence in a way of their own.
+    """
+
+    granularity: Annotated[str, Meta(pattern="^(token|window|document)$")] = "window"
+    window: Annotated[int, Meta(ge=1, le=1 << 53)] = 512
+    pooling: Annotated[str, Meta(pattern="^(mean|last|model)$")] = "mean"
+
+
+class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are drawn; temperature 0 is greedy. top_k 0 and top_p 1 switch the filters off.
+
+    `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
+    `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
+    drawn before, once and once for each time.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 53)]
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_k: Count = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
+    logit_bias: Annotated[dict[Count, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a draw depends on the tokens that were drawn before it other than through the model."""
+        return bool(self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether tokens are drawn from other logits than the model's."""
+        return self.penalises or bool(self.logit_bias)
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Natural log-probabilities where one token was drawn: its own, and those of the likeliest, in falling order.
+
+    They are the model's own, before biases, penalties, temperature and filters.
+    """
+
+    drawn: float
+    top_tokens: list[Count] = []
+    top_logprobs: list[float] = []

@@ -1,0 +1,200 @@
+"""Sessions of the fake engine: a state is a number that every token changes, stored in a real snapshot file."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dist_attn.errors import StateMismatchError, WireError
+from dist_attn.wire.manifest import RestoreReport, require_same_model, why_other_bits
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
+    Credit,
+    Failed,
+    Generated,
+    OpenSession,
+    Tokens,
+)
+from dist_attn.wire.session_messages import (
+    BeginState,
+    Checkpoint,
+    FinishDrawing,
+    Restored,
+    SessionDone,
+    StateCredit,
+    StatePiece,
+)
+from dist_attn.wire.snapshot import SnapshotParser, pack_snapshot
+from tests.support.snapshots import manifest
+
+__all__ = ["END", "GRID", "MANIFEST", "VOCAB", "FakeSessions", "after", "drawn_from", "stored"]
+
+VOCAB = 257
+END = VOCAB - 1
+GRID = 512
+MANIFEST = manifest(vocab_size=VOCAB, mixers=["rfa_gate"], hidden_size=8, chunk_tokens=GRID)
+PIECE = 700
+
+
+def after(number: int, tokens) -> int:
+    """The state's number after these tokens; the empty state's is 0."""
+    for token in tokens:
+        number = (number * 33 + int(token) + 1) % (1 << 61)
+    return number
+
+
+def drawn_from(number: int, count: int) -> list[int]:
+    """The tokens that are drawn from a state."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.append(number % 250)
+        number = after(number, tokens[-1:])
+    return tokens
+
+
+def stored(number: int, position: int) -> bytes:
+    """The snapshot of a state."""
+    arrays = [("logits", np.full(VOCAB, number % 1000, np.float32)), ("layers.0.0", np.array([number], np.int64))]
+    return b"".join(pack_snapshot(MANIFEST, position, arrays).pieces())
+
+
+@dataclass
+class _Session:
+    opened: OpenSession
+    parser: SnapshotParser
+    read: int = 0  # bytes of the state to begin with
+    number: int = 0
+    position: int = 0
+    drawn: int = 0
+    waiting: deque[AnyMessage] = field(default_factory=deque)  # messages behind checkpoints that are not fetched
+    offered: bytes = b""  # the state that is being fetched
+    offered_at: int = 0
+    sent: int = 0
+
+
+class FakeSessions:
+    """Answers the messages of sessions; `end_after` draws the end token after so many."""
+
+    def __init__(self) -> None:
+        self.end_after: int | None = None
+        self._open: dict[str, _Session] = {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._open
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, message: OpenSession) -> list[AnyMessage]:
+        """A session begins."""
+        name, begin = message.request_id, message.begin
+        self._open[name] = session = _Session(message, SnapshotParser(keep=True))
+        answers: list[AnyMessage] = [Accepted(name)]
+        if begin is not None:
+            session.position = begin.position
+            return [*answers, StateCredit(name, begin.position, begin.num_bytes)]
+        return [*answers, Credit(name, 4096)]
+
+    def handle(self, message: AnyMessage) -> list[AnyMessage]:
+        """The answers to any further message of a session."""
+        session = self._open[message.request_id]
+        try:
+            match message:
+                case StatePiece():
+                    return self._piece(session, message)
+                case Tokens():
+                    return self._tokens(session, message)
+                case StateCredit():
+                    return self._fetch(session, message.upto)
+                case FinishDrawing():
+                    return []  # everything is drawn at once here
+        except (WireError, StateMismatchError) as error:
+            del self._open[message.request_id]
+            code = "invalid_state" if isinstance(error, WireError) else "state_mismatch"
+            return [Failed(message.request_id, code, str(error))]
+        raise TypeError(f"the API never sends {message!r}")
+
+    def cancel(self, name: str) -> None:
+        """Forget it."""
+        self._open.pop(name, None)
+
+    def _piece(self, session: _Session, piece: StatePiece) -> list[AnyMessage]:
+        begin = session.opened.begin
+        assert isinstance(begin, BeginState) and piece.start == session.read
+        session.parser.feed(piece.data)
+        session.read += len(piece.data)
+        if session.read < begin.num_bytes:
+            return []
+        snapshot = session.parser.finish()
+        require_same_model(snapshot.header.manifest.model, MANIFEST.model)
+        if snapshot.header.position != begin.position:
+            raise WireError(f"the state stands at {snapshot.header.position}, not at {begin.position}")
+        session.number = int(snapshot.arrays["layers.0.0"][0])
+        reason = why_other_bits(snapshot.header.manifest.computed, MANIFEST.computed)
+        report = RestoreReport(begin.position, 0, not reason, reason)
+        name = piece.request_id
+        return [Restored(name, report), Credit(name, begin.position + 4096)]
+
+    def _tokens(self, session: _Session, message: Tokens) -> list[AnyMessage]:
+        name, every = message.request_id, -(-session.opened.checkpoint_tokens // GRID) * GRID
+        assert message.start == session.position
+        for token in np.frombuffer(message.tokens, "<i4"):
+            self._feed(session, int(token), every)
+        if not message.final:
+            return [Credit(name, session.position + 4096), *self._answers(session)]
+        sampling = session.opened.sampling
+        if sampling is not None:
+            if not session.position:
+                del self._open[name]
+                return [Failed(name, "empty_input", "there are no tokens to draw after")]
+            tokens = drawn_from(session.number, sampling.max_tokens)[: self.end_after]
+            for token in tokens:
+                session.drawn += 1
+                length = session.drawn == sampling.max_tokens
+                session.waiting.append(Generated(name, [token], "length" if length else None))
+                self._feed(session, token, every)
+            if len(tokens) < sampling.max_tokens:
+                session.waiting.append(Generated(name, [], "stop"))
+        if not every or session.position % every:
+            self._checkpoint(session)
+        session.waiting.append(SessionDone(name, session.position, session.drawn, 0))
+        return self._answers(session)
+
+    def _feed(self, session: _Session, token: int, every: int) -> None:
+        session.number = after(session.number, [token])
+        session.position += 1
+        if every and session.position % every == 0:
+            self._checkpoint(session)
+
+    def _checkpoint(self, session: _Session) -> None:
+        data = stored(session.number, session.position)
+        name = session.opened.request_id
+        session.waiting.append(Checkpoint(name, session.position, session.drawn, len(data)))
+        session.waiting.append(StatePiece(name, session.position, 0, data))
+
+    def _answers(self, session: _Session) -> list[AnyMessage]:
+        """What may be said before the next checkpoint has been fetched."""
+        answers: list[AnyMessage] = []
+        while session.waiting and not session.offered:
+            message = session.waiting.popleft()
+            if isinstance(message, StatePiece):
+                session.offered, session.sent = message.data, 0
+                continue
+            if isinstance(message, Checkpoint):
+                session.offered_at = message.position
+            if isinstance(message, SessionDone):
+                del self._open[message.request_id]
+            answers.append(message)
+        return answers
+
+    def _fetch(self, session: _Session, upto: int) -> list[AnyMessage]:
+        name, answers = session.opened.request_id, []
+        while session.sent < min(upto, len(session.offered)):
+            data = session.offered[session.sent : min(upto, session.sent + PIECE)]
+            answers.append(StatePiece(name, session.offered_at, session.sent, data))
+            session.sent += len(data)
+        if session.sent == len(session.offered):
+            session.offered = b""
+            answers += self._answers(session)
+        return answers
