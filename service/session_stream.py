@@ -49,8 +49,8 @@ class SessionStream(EngineStream):
     """The API's end of it. Use it as a context manager: leaving it early cancels the work.
 
     1. `restore` sends the state to begin with, if there is one; 2. `send` the tokens, at the end with `final=True` (if
-    there are none, too); meanwhile 3. `next` gives events, `SessionDone` the last. A `Checkpoint` is followed by nothing
-    but rows and drawn tokens until `snapshot` has taken its bytes.
+    there are none, too); meanwhile 3. `next` gives events, `SessionDone` the last. A `Checkpoint` is followed by rows
+    and drawn tokens only, until `snapshot` has taken its bytes.
 
     The state after drawing stands after all drawn tokens, and its logits are those after the last one. The end token is
     no part of the session.
@@ -101,16 +101,18 @@ class SessionStream(EngineStream):
         """
         begin = self.work.begin
         assert begin is not None
-        done = needed = 0
+        done = 0
         async for data in pieces:
             for at in range(0, len(data), PIECE_BYTES):
                 piece = data[at : at + PIECE_BYTES]
-                needed = min(done + len(piece), begin.num_bytes)
-                await self._wait_for(lambda: self._state_credit >= needed)
+                await self._state_room(min(done + len(piece), begin.num_bytes))
                 self._post(StatePiece(self.request_id, begin.position, done, bytes(piece)))
                 done += len(piece)
         if done != begin.num_bytes:
             raise EngineFailure(f"a stored state of {begin.num_bytes} bytes was announced, and {done} came")
+
+    async def _state_room(self, upto: int) -> None:
+        await self._wait_for(lambda: self._state_credit >= upto)
 
     async def next(self) -> SessionEvent:  # type: ignore[override]
         """The next event, in order. May be cancelled at any time without losing one.
