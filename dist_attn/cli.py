@@ -373,6 +373,20 @@ def config_show(config: Config = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where the keys go; those that are there stay.")],
+) -> None:
+    """Make the keys with which API, controller and agents on several hosts speak to each other.
+
+    Example: dist-attn keys /etc/dist-attn/keys
+    """
+    from dist_attn.wire.curve import make_keys
+
+    written = make_keys(folder)
+    print(f"{len(written)} files written to {folder}" if written else f"{folder} has all keys already")
+
+
+@app.command()
 def state(
     file: Annotated[Path, typer.Argument(help="A snapshot of a session's state.")],
     as_json: AsJson = False,

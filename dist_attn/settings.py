@@ -134,6 +134,10 @@ class EngineSettings(_Section):
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
     backend: Literal["local", "gloo", "nccl", "mpi"] = Field(default="gloo", description="how ranks talk to each other")
     launcher: Literal["auto", "direct", "torchrun", "mpiexec"] = "auto"
+    keys_dir: str = Field(default="", description="folder with the keys for tcp:// addresses, see `dist-attn keys`")
+    insecure_network: bool = Field(
+        default=False, description="listen on and connect to networks without keys: only where nobody else is on them"
+    )
     check_finite: bool = Field(
         default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"
     )

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from dist_attn.errors import InputError
 from dist_attn.settings import read_settings
+from dist_attn.wire.curve import check_exposure
 from dist_attn.wire.sockets import check_address
 from service.app import create_app
 from service.auth import KeyRing
@@ -84,6 +85,7 @@ def serve(settings: Settings) -> int:
     """
     model = ServedModel.read(settings.model)
     check_address(settings.api_address)
+    check_exposure(settings.api_address, settings.keys_dir, insecure=settings.insecure_network)
     try:
         family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
 from dist_attn.text import load_tokeniser
+from dist_attn.wire.curve import ClientKeys
 from service.auth import KeyRing
 from service.chat import ChatService
 from service.chat_schemas import ChatRequest
@@ -54,7 +55,8 @@ class LifespanState(TypedDict):
 def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | None = None) -> FastAPI:
     """The service for one model; `engine` replaces the connection to a controller in tests.
 
-    Raises: ConfigError for keys that cannot be read; at start-up ModelFolderError when the model folder cannot be used.
+    Raises: ConfigError for keys of either kind that cannot be read; at start-up ModelFolderError when the model folder
+        cannot be used.
     """
     log = log or make_log(level=settings.log_level)
     metrics, keys = Metrics(), KeyRing.read(settings)
@@ -65,6 +67,7 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
         log,
         status_seconds=settings.status_seconds,
         stale_seconds=settings.status_stale_seconds,
+        keys=ClientKeys.find(settings.keys_dir, "api", settings.api_address),
     )
 
     @asynccontextmanager

@@ -14,6 +14,7 @@ import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
 from dist_attn.errors import WireError
+from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
     Accepted,
@@ -38,6 +39,11 @@ from service.errors import Code, EngineFailure, EngineUnavailable
 from service.session_stream import SessionStream, SessionWork
 
 __all__ = ["EngineHealth", "EnginePort", "OpenStreams", "ZmqEnginePort"]
+
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 @dataclass(frozen=True)
@@ -144,6 +150,7 @@ class ZmqEnginePort:
         *,
         status_seconds: float = 0.4,
         stale_seconds: float = 2.0,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._address = address
         self._log = log
@@ -153,7 +160,9 @@ class ZmqEnginePort:
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        self._keys = keys
         self._connected = False
+        self._refused = ""
         self._status: Status | None = None
         self._status_at = 0.0
 
@@ -167,8 +176,10 @@ class ZmqEnginePort:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys is not None:
+            self._keys.apply(self._socket)
         monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _HANDSHAKE_FAILED
         )
         self._socket.connect(self._address)
         self._tasks = [
@@ -194,7 +205,7 @@ class ZmqEnginePort:
     def health(self) -> EngineHealth:
         """The newest Status, unless it is too old."""
         if not self._connected:
-            return EngineHealth(False, f"no connection to the engine's controller at {self._address}")
+            return EngineHealth(False, f"no connection to the engine's controller at {self._address}{self._refused}")
         if self._status is None:
             return EngineHealth(False, f"the engine's controller at {self._address} has not answered yet")
         age = time.monotonic() - self._status_at
@@ -258,6 +269,7 @@ class ZmqEnginePort:
                 event = await recv_monitor_message(monitor)
                 if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._connected = True
+                    self._refused = ""
                     self._status = None
                     self._post(GetStatus())
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
@@ -266,6 +278,9 @@ class ZmqEnginePort:
                         "the connection to the engine's controller broke; send the request again",
                         Code.ENGINE_UNREACHABLE,
                     )
+                elif event["event"] & _HANDSHAKE_FAILED and not self._refused:
+                    self._refused = ": the keys of one are not those that the other expects (engine.keys_dir)"
+                    self._log.error("handshake with the controller failed", address=self._address)
         finally:
             with contextlib.suppress(zmq.ZMQError):
                 monitor.close(0)

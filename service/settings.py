@@ -19,6 +19,8 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     """
 
     api_address: str = Field(description="ZeroMQ address of the controller, ipc:// or tcp://")
+    keys_dir: str = Field(default="", description="folder with the keys for a tcp:// address of the controller")
+    insecure_network: bool = Field(default=False, description="connect over a network without keys")
     model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
     data_dir: Path = Field(default=Path("data"), description="spools live here")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -39,6 +41,8 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
         return cls(
             **values,
             api_address=tree.engine.api_address,
+            keys_dir=tree.engine.keys_dir,
+            insecure_network=tree.engine.insecure_network,
             model=Path(tree.model or ""),
             data_dir=tree.data_dir,
             log_level=tree.log_level,

@@ -126,12 +126,12 @@ def test_the_engine_gets_its_part(tmp_path: Path) -> None:
 
 
 def test_the_api_gets_its_part(tmp_path: Path) -> None:
-    """Every key outside [engine] is a value of the API's settings, and the file's value arrives there."""
+    """Every key outside [engine] and what leads to the controller is in the API's settings, with the file's value."""
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
     names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith("engine.")}
-    assert set(ServiceSettings.model_fields) == names | {"api_address"}
+    assert set(ServiceSettings.model_fields) == names | {"api_address", "keys_dir", "insecure_network"}
     with pytest.raises(ConfigError, match="--api-address"):
         ServiceSettings.of(Settings(model="m"))
 

@@ -9,6 +9,8 @@ import sys
 import zmq
 
 from dist_attn.errors import DistAttnError
+from dist_attn.settings import read_settings
+from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import GetStatus, Status
 from dist_attn.wire.sockets import Dealer
 
@@ -21,7 +23,9 @@ def main(arguments: list[str]) -> int:
     address = arguments[0] if arguments else ADDRESS
     context = zmq.Context[zmq.Socket[bytes]](1)
     try:
-        with Dealer(context, address, f"health-{os.getpid()}") as dealer:
+        folder = read_settings(environment=os.environ).settings.engine.keys_dir
+        keys = ClientKeys.find(folder, "api", address)
+        with Dealer(context, address, f"health-{os.getpid()}", keys) as dealer:
             dealer.send(GetStatus(), DEADLINE_S)
             status = dealer.receive(DEADLINE_S)
     except DistAttnError as error:

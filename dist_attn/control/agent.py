@@ -26,6 +26,7 @@ from dist_attn.wire.agent_messages import (
     StopAgent,
     WatchRanks,
 )
+from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
     Ping,
@@ -46,10 +47,11 @@ def run_agent(settings: ControlSettings) -> int:
     if settings.parent:
         die_with_parent()
     adopt_orphans()
+    keys = ClientKeys.find(settings.keys_dir, "agent", settings.rank_address)
     context = zmq.Context[zmq.Socket[bytes]](1)
     identity = f"agent-{socket.gethostname()}-{os.getpid()}"
     try:
-        with Dealer(context, settings.rank_address, identity) as dealer:
+        with Dealer(context, settings.rank_address, identity, keys) as dealer:
             return _Agent(settings, dealer).run()
     finally:
         context.term()

@@ -16,6 +16,7 @@ import zmq
 
 from dist_attn.control.identities import beat_identity
 from dist_attn.errors import WireError
+from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import Heartbeat
 from dist_attn.wire.sockets import Dealer
 
@@ -65,6 +66,7 @@ class HeartbeatThread:
         every_s: float,
         silence_deadline_s: float,
         on_silence: Callable[[str], None] = leave,
+        keys: ClientKeys | None = None,
     ) -> None:
         self._address = address
         self._epoch = epoch
@@ -73,6 +75,7 @@ class HeartbeatThread:
         self._every_s = every_s
         self._silence_deadline_s = silence_deadline_s
         self._on_silence = on_silence
+        self._keys = keys
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -88,7 +91,7 @@ class HeartbeatThread:
     def _run(self) -> None:
         context = zmq.Context[zmq.Socket[bytes]](1)
         identity = beat_identity(self._epoch, self._rank).decode()
-        with Dealer(context, self._address, identity) as dealer:
+        with Dealer(context, self._address, identity, self._keys) as dealer:
             # Unanswered beats are counted instead of time: when this whole process was held up, nobody was silent.
             unanswered = 0
             while not self._stopped.is_set():

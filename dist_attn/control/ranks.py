@@ -42,6 +42,7 @@ def launch_command(settings: ControlSettings, start: StartGroup) -> list[str]:
         f"--ranks={start.ranks}",
         f"--backend={start.backend}",
         f"--model={start.model}",
+        *([f"--keys-dir={settings.keys_dir}"] if settings.keys_dir else []),
         f"--heartbeat-s={settings.heartbeat_s}",
         f"--silence-deadline-s={settings.silence_deadline_s}",
         f"--exchange-deadline-s={settings.exchange_deadline_s}",

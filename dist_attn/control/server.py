@@ -20,6 +20,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
 from dist_attn.control.tether import parent_is_gone
 from dist_attn.errors import WireError
+from dist_attn.wire.curve import ServerKeys, admit_listed
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.sockets import Router, Sent
 
@@ -42,9 +43,16 @@ def run_controller(settings: ControlSettings) -> int:
     """
     # A private folder: nobody else may connect, and its path is short, which the path of a socket has to be.
     rank_address = settings.rank_address or f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
+    api_keys = ServerKeys.find(settings.keys_dir, "api", settings.api_address)
+    agent_keys = ServerKeys.find(settings.keys_dir, "agent", rank_address)
+    listed = settings.keys_dir if api_keys or agent_keys else ""
     context = zmq.Context[zmq.Socket[bytes]](1)
     try:
-        with Router(context, settings.api_address) as api, Router(context, rank_address) as engine:
+        with (
+            admit_listed(context, listed),
+            Router(context, settings.api_address, api_keys) as api,
+            Router(context, rank_address, agent_keys) as engine,
+        ):
             states = StateFiles(Path(settings.data_dir) / "states")
             try:
                 server = _Server(settings, rank_address, api, engine, states)

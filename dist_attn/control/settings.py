@@ -13,6 +13,7 @@ from dist_attn.control.rows import GRAIN
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
+from dist_attn.wire.curve import check_exposure
 from dist_attn.wire.sockets import check_address
 
 __all__ = ["BACKENDS", "ControlSettings", "Launcher", "engine_fields", "threads_for"]
@@ -35,6 +36,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     data_dir: str = "data"
     rank_address: str = ""  # where ranks and agents connect; empty: a socket in a private folder
     log_level: str = "info"
+    keys_dir: str = ""  # folder with the keys for tcp:// addresses
+    insecure_network: bool = False  # tcp:// addresses of a network may go without keys
     parent: int = 0  # exit when this process is no longer the parent; 0: nobody in particular
 
     # the ranks
@@ -82,9 +85,10 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     )
 
     def __post_init__(self) -> None:
-        check_address(self.api_address)
-        if self.rank_address:
-            check_address(self.rank_address)
+        for address in (self.api_address, self.rank_address):
+            if address or address is self.api_address:
+                check_address(address)
+                check_exposure(address, self.keys_dir, insecure=self.insecure_network)
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend {self.backend!r} is not known; choose one of {', '.join(BACKENDS)}")
         if self.log_level not in LOG_LEVELS:
@@ -151,8 +155,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
         file = given.pop("config", None)
         try:
-            for name in ("rank_command", "local_agent", "check_finite"):
-                if name in given:
+            for name, kind in get_type_hints(cls).items():
+                if name in given and (kind is bool or name == "rank_command"):
                     given[name] = msgspec.json.decode(given[name])
             if "parent" not in given:
                 given = {**engine_fields(read_settings(file, environment=environment or {}).settings), **given}

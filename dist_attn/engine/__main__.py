@@ -22,11 +22,10 @@ def main() -> int:
     # torchrun puts a process between the agent and this one, so this one ties itself to it.
     die_with_parent()
     try:
-        settings = RankSettings.from_flags(sys.argv[1:])
+        return run_rank(RankSettings.from_flags(sys.argv[1:]), make_executor)
     except ConfigError as error:
         print(f"python -m dist_attn.engine: {error}", file=sys.stderr)
         return 2
-    return run_rank(settings, make_executor)
 
 
 if __name__ == "__main__":

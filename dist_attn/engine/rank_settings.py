@@ -21,6 +21,7 @@ class RankSettings:
     rank: int
     model: str
     backend: str = "gloo"
+    keys_dir: str = ""  # the folder; keys themselves stand in no command line
     heartbeat_s: float = 0.5
     silence_deadline_s: float = 10.0
     exchange_deadline_s: float = 30.0
@@ -38,6 +39,7 @@ class RankSettings:
         parser.add_argument("--ranks", type=int, required=True)
         parser.add_argument("--model", required=True, help="model folder")
         parser.add_argument("--backend", default=cls.backend)
+        parser.add_argument("--keys-dir", default=cls.keys_dir, help="folder with this host's keys")
         for name in ("heartbeat_s", "silence_deadline_s", "exchange_deadline_s"):
             parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(cls, name))
         parser.add_argument("--check-finite", action="store_true", help="name the first NaN or infinity; slower")

@@ -16,6 +16,7 @@ from dist_attn.control.identities import rank_identity
 from dist_attn.control.state_files import PART_BYTES
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import InputError, WireError
+from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
     CloseOp,
@@ -89,6 +90,7 @@ def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Puls
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the controller ends its ranks
     pulse = Pulse()
+    keys = ClientKeys.find(settings.keys_dir, "agent", settings.controller)
     heartbeat = HeartbeatThread(
         settings.controller,
         settings.epoch,
@@ -96,11 +98,12 @@ def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Puls
         pulse,
         every_s=settings.heartbeat_s,
         silence_deadline_s=settings.silence_deadline_s,
+        keys=keys,
     )
     heartbeat.start()
     context = zmq.Context[zmq.Socket[bytes]](1)
     identity = rank_identity(settings.epoch, settings.rank).decode()
-    with Dealer(context, settings.controller, identity) as dealer:
+    with Dealer(context, settings.controller, identity, keys) as dealer:
         try:
             executor = make_executor(settings, pulse)
             _take_steps(settings, executor, dealer, pulse)

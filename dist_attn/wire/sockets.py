@@ -10,6 +10,7 @@ from typing import Self, final
 import zmq
 
 from dist_attn.errors import ConfigError, WireError
+from dist_attn.wire.curve import ClientKeys, ServerKeys
 from dist_attn.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, decode, encode
 
 __all__ = ["QUEUE_MESSAGES", "Dealer", "Router", "Sent", "check_address"]
@@ -45,17 +46,19 @@ def check_address(address: str) -> str:
 
 @final
 class Router:
-    """A bound socket with many peers, each known by its identity.
+    """A bound socket with many peers, each known by its identity; with `keys` encrypted, for those on a list alone.
 
     Raises: ConfigError if the address cannot be bound.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: ServerKeys | None = None) -> None:
         check_address(address)
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _limit(self.socket)
+        if keys is not None:
+            keys.apply(self.socket)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -113,13 +116,21 @@ class Dealer:
     Raises: ConfigError for an address that cannot be used.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, identity: str) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        identity: str,
+        keys: ClientKeys | None = None,
+    ) -> None:
         check_address(address)
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.IDENTITY, identity.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         _limit(self.socket)
+        if keys is not None:
+            keys.apply(self.socket)
         try:
             self.socket.connect(address)
         except zmq.ZMQError as error:

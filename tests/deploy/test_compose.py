@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker-compose.yml"
 COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-OWN = [name for name, service in SERVICES.items() if "build" in service]
+BUILT = [name for name, service in SERVICES.items() if "build" in service]
+OWN = [name for name in BUILT if name != "keys"]
 
 
 def image_of(service: str) -> Image:
@@ -31,8 +32,8 @@ def test_the_schema_accepts_it() -> None:
 
 
 def test_the_parts_are_there() -> None:
-    """API, engine with four ranks, Redis, Prometheus and Grafana."""
-    assert set(SERVICES) == {"api", "engine", "redis", "prometheus", "grafana"}
+    """API, engine with four ranks, their keys, Redis, Prometheus and Grafana."""
+    assert set(SERVICES) == {"keys", "api", "engine", "redis", "prometheus", "grafana"}
     assert "--ranks=${RANKS:-4}" in SERVICES["engine"]["command"]
 
 
@@ -45,7 +46,7 @@ def test_every_container_is_closed(name: str) -> None:
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert "privileged" not in service
     assert service["logging"]["options"]["max-size"]
-    if name in OWN:
+    if name in BUILT:
         assert image_of(name).health_command
     else:
         assert re.search(r":v?\d+\.\d+\.\d+", service["image"])
@@ -91,3 +92,13 @@ def test_the_commands_are_those_of_the_images(name: str) -> None:
     """A service gives the flags that its image gives, so that what is tested of one holds for the other."""
     given = [word.split("=")[0] for word in SERVICES[name]["command"]]
     assert given == [word.split("=")[0] for word in image_of(name).command if word.startswith("--")]
+
+
+def test_api_and_engine_wait_for_their_keys() -> None:
+    """One container without a network writes them once where both images look for them; both may only read them."""
+    maker = SERVICES["keys"]
+    assert (maker["network_mode"], maker["restart"], maker["command"]) == ("none", "no", ["/keys"])
+    for name in OWN:
+        assert SERVICES[name]["depends_on"]["keys"] == {"condition": "service_completed_successfully"}
+        assert "keys:/keys:ro" in SERVICES[name]["volumes"]
+        assert image_of(name).environment["DIST_ATTN_ENGINE__KEYS_DIR"] == "/keys"

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import yaml
 
+from dist_attn.wire.curve import make_keys
 from tests.support.api_image import make_image_environment
 from tests.support.dockerfile import read_dockerfile, with_flags
 from tests.support.models import write_small_folder
@@ -71,8 +72,10 @@ def test_serve_and_stop(form: str, model: Path, tmp_path: Path) -> None:
     address, port = f"tcp://127.0.0.1:{free_port()}", str(free_port())
     places = {"model": str(model), "data_dir": str(tmp_path / "data")}
     api_python = make_image_environment(tmp_path / "venv")
+    make_keys(tmp_path / "keys")
+    keys = {"DIST_ATTN_ENGINE__KEYS_DIR": str(tmp_path / "keys")}
     # What the images install is on the path; where a script lies is not (PYTHONSAFEPATH).
-    engine_env = {**ENGINE.environment, "PYTHONPATH": str(ROOT)}
+    engine_env = {**ENGINE.environment, **keys, "PYTHONPATH": str(ROOT)}
     everywhere = address.replace("127.0.0.1", "0.0.0.0")
     engine = local(command_of("engine", form), sys.executable, **places, api_address=everywhere)
     api = local(command_of("api", form), api_python, **places, api_address=address, port=port)
@@ -80,7 +83,7 @@ def test_serve_and_stop(form: str, model: Path, tmp_path: Path) -> None:
     variables = {name: value or "" for name, value in variables.items()}
     with (
         container(tmp_path, "engine", engine_env, engine) as controller,
-        container(tmp_path, "api", {**API.environment, **variables, "PYTHONPATH": ""}, api) as server,
+        container(tmp_path, "api", {**API.environment, **keys, **variables, "PYTHONPATH": ""}, api) as server,
     ):
         server.wait_for("listening on", START_SECONDS)
         alive = [*local(API.health_command, api_python), f"http://127.0.0.1:{port}/livez"]
@@ -88,7 +91,7 @@ def test_serve_and_stop(form: str, model: Path, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the engine to be ready", START_SECONDS)
         ready = [*local(ENGINE.health_command, sys.executable), address]
-        assert subprocess.run(ready, timeout=60, env={"PYTHONPATH": str(ROOT)}).returncode == 0
+        assert subprocess.run(ready, timeout=60, env={**keys, "PYTHONPATH": str(ROOT)}).returncode == 0
         assert httpx.get(f"{url}/readyz").json()["ranks"] == (1 if form == "image" else 4)
         answer = httpx.post(f"{url}/v1/encodings", params={"granularity": "document"}, content=b"x" * 5000, timeout=60)
         assert '"tokens":5000' in answer.text

@@ -117,11 +117,21 @@ def test_commands_and_checks_are_those_of_the_images(name: str) -> None:
 def test_keys_come_from_a_secret_that_is_not_here() -> None:
     """No Secret lies in the folder; the API reads its keys from a mounted one, and does not start without it."""
     assert not [item for item in OBJECTS if item["kind"] == "Secret"]
-    (volume,) = [volume for volume in pod("api")["volumes"] if "secret" in volume]
-    assert not volume["secret"].get("optional")
+    volumes = [volume for name in WORKLOADS for volume in pod(name)["volumes"] if "secret" in volume]
+    assert not any(volume["secret"].get("optional") for volume in volumes)
+    (volume,) = [volume for volume in pod("api")["volumes"] if volume["name"] == "keys"]
     (mount,) = [mount for mount in container("api")["volumeMounts"] if mount["name"] == volume["name"]]
     (item,) = volume["secret"]["items"]
     assert settings_of("api").http.api_keys_file == Path(mount["mountPath"]) / item["path"]
+
+
+def test_engine_and_api_speak_with_keys() -> None:
+    """Both look for them where they are mounted; the API gets its own and the controller's public key, no more."""
+    for name in WORKLOADS:
+        (mount,) = [mount for mount in container(name)["volumeMounts"] if mount["name"] == "engine-keys"]
+        assert settings_of(name).engine.keys_dir == mount["mountPath"] and mount["readOnly"]
+    (volume,) = [volume for volume in pod("api")["volumes"] if volume["name"] == "engine-keys"]
+    assert {item["key"] for item in volume["secret"]["items"]} == {"api.secret", "controller.public"}
 
 
 def test_probes_ask_what_they_should() -> None:

@@ -5,13 +5,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 
+from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, make_keys
 from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.sockets import Router
+from service.__main__ import main
 from service.engine_port import ZmqEnginePort
 from service.engine_stream import StreamLimits
 from service.errors import Code, ServiceError
 from service.logs import make_log
 from tests.support.fake_engine import FakeEngine, fake_controller
+from tests.support.programs import free_port
+from tests.support.service_server import model_folder
 
 SECONDS = 20
 
@@ -85,3 +91,32 @@ def test_a_controller_that_hangs_is_noticed(tmp_path: Path) -> None:
             await port.close()
 
     asyncio.run(scenario())
+
+
+def test_keys_that_do_not_fit_are_said(tmp_path: Path) -> None:
+    """A controller that does not know this API's key: not ready, and the reason speaks of keys, not of the network."""
+    make_keys(tmp_path / "ours")
+    make_keys(tmp_path / "theirs")
+    address = f"tcp://127.0.0.1:{free_port()}"
+
+    async def scenario() -> str:
+        keys = ClientKeys.find(str(tmp_path / "ours"), "api", address)
+        port = ZmqEnginePort(address, StreamLimits(), make_log(), keys=keys)
+        await port.start()
+        async with asyncio.timeout(SECONDS):
+            while "keys" not in port.health().reason:  # noqa: ASYNC110 - a port has no event for this
+                await asyncio.sleep(0.005)
+        await port.close()
+        return port.health().reason
+
+    context = zmq.Context()
+    theirs = str(tmp_path / "theirs")
+    with admit_listed(context, theirs), Router(context, address, ServerKeys.find(theirs, "api", address)):
+        assert "engine.keys_dir" in asyncio.run(scenario())
+    context.term()
+
+
+def test_a_controller_on_a_network_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An API that would speak to another host in the clear does not start, and says what to set."""
+    assert main([f"--model={model_folder(tmp_path)}", "--api-address=tcp://engine:5555", "--port=0"]) == 2
+    assert "engine.keys_dir" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
+from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
@@ -56,10 +57,10 @@ class ControllerClient:
 
     _count = 0
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         ControllerClient._count += 1
         self._context = zmq.Context(1)
-        self._dealer = Dealer(self._context, address, f"client-{id(self)}-{ControllerClient._count}")
+        self._dealer = Dealer(self._context, address, f"client-{id(self)}-{ControllerClient._count}", keys)
         self._statuses: list[Status] = []
         self.requests: dict[str, Request] = defaultdict(Request)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dist_attn.control.launch import start_engine
 from dist_attn.control.processes import is_alive
+from dist_attn.wire.curve import ClientKeys
 from tests.support.controller_client import ControllerClient
 
 MARK = "DIST_ATTN_TEST_MARK"
@@ -72,7 +73,8 @@ def running_engine(*, wait=True, **fields):
     finally:
         del os.environ[MARK]
     try:
-        with ControllerClient(handle.api_address) as client:
+        keys = ClientKeys.find(handle.settings.keys_dir, "api", handle.api_address)
+        with ControllerClient(handle.api_address, keys) as client:
             if wait:
                 client.wait_ready()
             yield handle, client, mark

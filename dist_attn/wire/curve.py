@@ -1,0 +1,205 @@
+"""Who may speak to the controller over a network: CURVE keys in files, and the list of those that it admits.
+
+    FOLDER/controller.secret   the controller alone          controller.public   whoever connects, who pins it
+    FOLDER/api.secret          API processes                 api*.public         those whose owners may send requests
+    FOLDER/agent.secret        agents and their ranks        agent*.public       those whose owners may be ranks
+
+A file holds one key in Z85, 40 characters. Keys are used on every tcp:// address once a folder is named; sockets in the
+file system (ipc://) are guarded by the permissions of their folder.
+"""
+
+import contextlib
+import ipaddress
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import structlog
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from dist_attn.errors import ConfigError
+
+__all__ = ["ClientKeys", "ServerKeys", "admit_listed", "check_exposure", "make_keys"]
+
+Role = Literal["api", "agent"]
+OWNERS = ("controller", "api", "agent")
+KEY_CHARACTERS = 40
+HOW = "make them with `dist-attn keys FOLDER`"
+
+log = structlog.get_logger("dist_attn.wire")
+
+
+def is_on_network(address: str) -> bool:
+    """Whether others than this machine could reach a ZeroMQ address; a name that is no number counts as reachable."""
+    scheme, _, place = address.partition("://")
+    host = place.rpartition(":")[0].strip("[]")
+    if scheme == "ipc" or host in ("localhost", "lo"):
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+def check_exposure(address: str, folder: str, *, insecure: bool) -> None:
+    """Let an address on a network pass only with keys, or where somebody said that it may go without.
+
+    Raises: ConfigError saying what to do.
+    """
+    if is_on_network(address) and not folder and not insecure:
+        raise ConfigError(
+            f"{address} can be reached over a network, and no keys are set: name their folder by engine.keys_dir "
+            f"({HOW}), or set engine.insecure_network where nobody else is on that network"
+        )
+
+
+@dataclass(frozen=True)
+class ClientKeys:
+    """What a process needs to connect: its own pair, and the public key of the only controller that it speaks to."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+    controller: bytes
+
+    @classmethod
+    def find(cls, folder: str, role: Role, address: str) -> Self | None:
+        """The keys for an address; None where it needs none.
+
+        Raises: ConfigError for a file that is missing, holds no key, or can be read by others.
+        """
+        if not folder or not address.startswith("tcp://"):
+            return None
+        secret = _read_secret(Path(folder) / f"{role}.secret")
+        return cls(zmq.curve_public(secret), secret, _read_key(Path(folder) / "controller.public"))
+
+    def apply(self, socket: "zmq.Socket[Any]") -> None:
+        """Let a socket that is not connected yet use them."""
+        socket.setsockopt(zmq.CURVE_SERVERKEY, self.controller)
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """The controller's own secret key, and which list the clients of a socket must stand on."""
+
+    role: Role
+    secret: bytes = field(repr=False)
+
+    @classmethod
+    def find(cls, folder: str, role: Role, address: str) -> Self | None:
+        """The keys for an address that is listened on; None where it needs none.
+
+        Raises: ConfigError for a file that is missing, holds no key, or can be read by others.
+        """
+        if not folder or not address.startswith("tcp://"):
+            return None
+        if not _listed(Path(folder), role):
+            raise ConfigError(f"{folder} has no {role}*.public, so nobody could connect to {address}; {HOW}")
+        return cls(role, _read_secret(Path(folder) / "controller.secret"))
+
+    def apply(self, socket: "zmq.Socket[bytes]") -> None:
+        """Let a socket that is not bound yet admit only those on the list; `admit_listed` must run by then."""
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret)
+        socket.setsockopt(zmq.ZAP_DOMAIN, self.role.encode())
+
+
+class _Listed:
+    """Answers whether a public key stands in the folder now, so that a removed file ends what it allowed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Called by the authenticator's thread for every connection; it must not raise."""
+        try:
+            admitted = domain in ("api", "agent") and key in _listed(self._folder, domain)
+        except (ConfigError, OSError) as error:
+            log.error("public keys cannot be read, so nobody is admitted", error=str(error))
+            return False
+        if not admitted:
+            log.warning("connection refused: its key is not listed", socket=domain, key=key.decode()[:8])
+        return admitted
+
+
+@contextlib.contextmanager
+def admit_listed(context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> Iterator[None]:
+    """While this runs, sockets of the context with ServerKeys admit those whose public keys are in the folder."""
+    if not folder:
+        yield
+        return
+    # Its own log would name whole keys.
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    try:
+        for role in ("api", "agent"):
+            authenticator.configure_curve_callback(role, _Listed(Path(folder)))
+        yield
+    finally:
+        authenticator.stop()
+
+
+def make_keys(folder: Path) -> list[Path]:
+    """Draw the pairs of controller, API and agents that are not there yet; the files that were written.
+
+    Raises: ConfigError where a secret is there without its public key, or the folder cannot be written to.
+    """
+    written: list[Path] = []
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for owner in OWNERS:
+            secret, public = folder / f"{owner}.secret", folder / f"{owner}.public"
+            if secret.exists() and public.exists():
+                continue
+            if secret.exists() or public.exists():
+                raise ConfigError(f"{folder} has only one half of the pair {owner}; move it away, or bring the other")
+            public_key, secret_key = zmq.curve_keypair()
+            _write(secret, secret_key, 0o600)
+            _write(public, public_key, 0o644)
+            written += [secret, public]
+    except OSError as error:
+        raise ConfigError(f"keys cannot be written to {folder}: {error.strerror}") from None
+    return written
+
+
+def _write(path: Path, key: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with open(descriptor, "wb") as file:
+        file.write(key + b"\n")
+
+
+def _listed(folder: Path, role: str) -> set[bytes]:
+    return {_read_key(path) for path in folder.glob(f"{role}*.public")}
+
+
+def _read_secret(path: Path) -> bytes:
+    """A secret key that nobody else can read; a group may where root owns the file, as where secrets are mounted."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {HOW}") from None
+    forbidden = 0o037 if found.st_uid == 0 else 0o077
+    if stat.S_IMODE(found.st_mode) & forbidden:
+        raise ConfigError(f"others may read {path} (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 {path}")
+    return _read_key(path)
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            key = file.read(KEY_CHARACTERS + 2).strip()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}; {HOW}") from None
+    try:
+        z85.decode(key)
+    except (ValueError, KeyError, ArithmeticError):
+        key = b""
+    if len(key) != KEY_CHARACTERS:
+        raise ConfigError(f"{path} holds no key, which has {KEY_CHARACTERS} characters of Z85; {HOW}")
+    return key
