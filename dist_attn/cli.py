@@ -172,16 +172,9 @@ def encode(
         size = file.stat().st_size if os.path.isfile(file) else 0
         with byte_progress("encoding", size, wanted=comm.rank == 0) as on_progress:
             report = encode_file(
-                comm,
-                loaded,
-                tokeniser,
-                file,
-                out,
-                spec,
-                deterministic=deterministic,
-                exchange=exchange,
-                on_progress=on_progress,
-            )
+                comm, loaded, tokeniser, file, out, spec,
+                deterministic=deterministic, exchange=exchange, on_progress=on_progress,
+            )  # fmt: skip
     if report is not None:
         from dataclasses import asdict
 
@@ -420,15 +413,9 @@ def plan(
     from dist_attn.engine.plan import plan as print_plan
 
     print_plan(
-        tokens,
-        ranks=ranks,
-        model=model,
-        gflops=gflops,
-        as_json=as_json,
-        measure=measure,
-        backend=backend,
-        exchange=exchange,
-    )
+        tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
+        measure=measure, backend=backend, exchange=exchange,
+    )  # fmt: skip
 
 
 @app.command()
