@@ -82,6 +82,9 @@ class LimitSettings(_Section):
     json_memory_bytes: Bytes = Field(default=64 * MIB, description="JSON bodies of all requests under way together")
     body_bytes: Bytes = Field(default=8 * GIB, description="a document that is streamed")
     row_spool_bytes: Bytes = Field(default=4 * GIB, description="rows that the client has not read yet, on disk")
+    npy_tokens: Number = Field(
+        default=1 << 28, description="of a document whose rows are sent as npy: its tokens wait on disk to be counted"
+    )
     spool_memory_bytes: Bytes = Field(default=1 * MIB, description="per spool, before the disk is used")
     max_tokens: Number = Field(default=65_536, description="highest max_tokens of a completion")
     max_choices: Number = Field(default=32, description="choices of one completion: its prompts times n")

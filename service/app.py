@@ -34,6 +34,7 @@ from service.routers import chat, completions, documentation, embeddings, encodi
 from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
 from service.served_model import ServedModel
 from service.settings import Settings
+from service.speed import EngineSpeed
 from service.spool import DiskBudget, SpoolFactory
 from service.tokenising import ThreadTokeniser
 
@@ -144,7 +145,7 @@ def _services(
     folder.mkdir(parents=True, exist_ok=True)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
-    watch = EngineWatch(engine, model, settings)
+    watch, speed = EngineWatch(engine, model, settings), EngineSpeed()
     return Services(
         settings=settings,
         model=model,
@@ -152,7 +153,7 @@ def _services(
         tokeniser=tokeniser,
         completions=CompletionService(settings, engine, watch, tokeniser),
         chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
-        documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics),
+        documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics, speed),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),

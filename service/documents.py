@@ -2,31 +2,36 @@
 
 import asyncio
 import codecs
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from dist_attn.wire.messages import EncodingDone, Rows, RowSpec
+from dist_attn.wire.messages import RowSpec
+from service.encoding_run import EncodingRun, count_rows
 from service.engine_port import EnginePort
 from service.engine_stream import EngineStream
 from service.engine_watch import EngineWatch
-from service.errors import BadRequest, Code, EngineFailure, ServiceError, TooLarge
+from service.errors import BadRequest, Code, ServiceError, TooLarge
 from service.exchange import RequestBody, ResponseWriter, task_group
+from service.formats import FORMATS, RowFormat, RowsAhead, make_format
 from service.logs import RequestRecord
 from service.metrics import Metrics
-from service.rows import FLOATS_PER_CALL, ByteOffsets, format_rows
+from service.rows import RowBlock
 from service.schemas import EncodingSummary, Usage
 from service.served_model import ServedModel
 from service.settings import Settings
+from service.speed import EngineSpeed
 from service.spool import Spool, SpoolFactory
-from service.tokenising import TokeniserPort
+from service.tokenising import Piece, TokeniserPort
 
-__all__ = ["DocumentService", "Source", "Utf8Check"]
+__all__ = ["DocumentService", "RowsWanted", "Source", "Utf8Check"]
 
-NDJSON = "application/x-ndjson"
-_NO_TOKENS = np.empty(0, dtype=np.int32)
+T = TypeVar("T")
+TOKEN_BYTES = 4
 
 
 class Utf8Check:
@@ -62,21 +67,27 @@ class Source:
     check_utf8: bool = False
 
 
+@dataclass(frozen=True)
+class RowsWanted:
+    """Which rows are sent, and how: from which row on, and in one of the formats by its name."""
+
+    spec: RowSpec
+    form: str = "ndjson"
+    first_row: int = 0
+
+
 @dataclass
 class _Document:
     """The moving parts of one encoding."""
 
-    spec: RowSpec
+    wanted: RowsWanted
     source: Source
     body: RequestBody
     inbox: Spool
     outbox: Spool
     record: RequestRecord
-    offsets: ByteOffsets = field(init=False)
-    rows: int = 0
-
-    def __post_init__(self) -> None:
-        self.offsets = ByteOffsets(self.spec)
+    input_bytes: int | None = None  # where all of it was tokenised beforehand
+    broken: bool = False  # the answer is not complete, and its format cannot say so
 
 
 class DocumentService:
@@ -92,6 +103,7 @@ class DocumentService:
         spools: SpoolFactory,
         threads: Executor,
         metrics: Metrics,
+        speed: EngineSpeed,
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -101,61 +113,98 @@ class DocumentService:
         self._spools = spools
         self._threads = threads
         self._metrics = metrics
+        self._speed = speed
 
     async def answer(
-        self, spec: RowSpec, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
+        self, wanted: RowsWanted, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
     ) -> None:
         """Stream the rows of one document; the head goes out after the first bytes of the body came in.
 
         Raises: ServiceError as long as nothing has been sent (afterwards it is the last line of the
-        answer), ClientGone when the client leaves.
+            answer, or the answer breaks off), ClientGone when the client leaves.
         """
         settings = self._settings
-        with (
-            self._spools.open("input", settings.body_bytes) as inbox,
-            self._spools.open("rows", settings.row_spool_bytes) as outbox,
-        ):
-            document = _Document(spec, source, body, inbox, outbox, record)
+        with ExitStack() as spools:
+            inbox = spools.enter_context(self._spools.open("input", settings.body_bytes))
+            outbox = spools.enter_context(self._spools.open("rows", settings.row_spool_bytes))
+            document = _Document(wanted, source, body, inbox, outbox, record)
             async with task_group() as group:
                 intake = group.create_task(self._take_body(document))
                 await inbox.ready()
                 if not inbox.waiting:
                     raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+                pieces, count = await self._pieces(document, spools)
+                form = await self._beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
                 await self._watch.until_ready()
-                with self._engine.open(spec, record.request_id) as stream:
+                with self._engine.open(wanted.spec, record.request_id) as stream:
                     await stream.admitted(settings.admission_seconds)
-                    await writer.start(NDJSON)
-                    delivery = group.create_task(self._deliver(outbox, writer))
-                    outbox.end(await self._encode(document, stream))
+                    await writer.start(form.media_type, form.length)
+                    delivery = group.create_task(self._deliver(document, form, writer))
+                    outbox.end(await self._encode(document, form, stream, pieces))
                 await delivery
                 intake.cancel()
 
-    async def _encode(self, document: _Document, stream: EngineStream) -> bytes:
-        """Feed the engine and collect its rows; returns the last line."""
-        try:
-            async with task_group() as work:
-                work.create_task(self._feed(document, stream))
-                done = await self._collect(document, stream)
-            if (done.tokens, done.rows) != (document.offsets.tokens, document.rows):
-                raise EngineFailure(
-                    f"the engine counted {done.tokens} tokens and {done.rows} rows where {document.offsets.tokens} "
-                    f"and {document.rows} went through this service"
+    async def _pieces(self, document: _Document, spools: ExitStack) -> tuple[AsyncIterator[Piece], int | None]:
+        """The document's tokens, and the number of its rows if the format needs that: then all of it is read first.
+
+        Raises: TooLarge for more tokens than may wait for being counted.
+        """
+        size = self._settings.piece_bytes
+        pieces: AsyncIterator[Piece] = self._tokeniser.pieces(_blocks(document.inbox, size))
+        if not FORMATS[document.wanted.form].needs_count:
+            return pieces, None
+        limit = self._settings.npy_tokens
+        spool = spools.enter_context(self._spools.open("tokens", TOKEN_BYTES * limit))
+        count = document.input_bytes = 0
+        async for piece in pieces:
+            count += len(piece.tokens)
+            document.input_bytes += int(piece.byte_lengths.sum())
+            if count > limit:
+                raise TooLarge(
+                    f"the document has more than {limit} tokens, which is this service's limit for npy, whose header "
+                    "holds the number of rows; take format=arrow",
+                    code=Code.CONTEXT_LENGTH_EXCEEDED,
                 )
+            await spool.put(piece.tokens.astype("<i4").tobytes())
+        spool.end()
+        return _spooled(spool, size), count_rows(document.wanted.spec, count)
+
+    def _ahead(self, wanted: RowsWanted, count: int | None) -> RowsAhead:
+        spec = wanted.spec
+        about = {
+            "model": self._model.id,
+            "granularity": spec.granularity,
+            "window": str(spec.window),
+            "pooling": spec.pooling,
+            "from_row": str(wanted.first_row),
+        }
+        return RowsAhead(self._model.hidden_size, None if count is None else max(0, count - wanted.first_row), about)
+
+    async def _encode(
+        self, document: _Document, form: RowFormat, stream: EngineStream, pieces: AsyncIterator[Piece]
+    ) -> bytes:
+        """Feed the engine and collect its rows; returns the last bytes, which say how it ended if they can."""
+        outbox, record = document.outbox, document.record
+
+        async def put(block: RowBlock) -> None:
+            await outbox.put(await self._beside(lambda: form.rows(block)))
+
+        spec, dim, first = document.wanted.spec, self._model.hidden_size, document.wanted.first_row
+        run = EncodingRun(spec, dim, put, first_row=first, speed=self._speed)
+        try:
+            await outbox.put(form.head())
+            await run.work(stream, pieces)
+            usage = Usage(prompt_tokens=run.tokens, total_tokens=run.tokens)
+            return form.end(EncodingSummary(tokens=run.tokens, rows=run.rows, model=self._model.id, usage=usage))
         except ServiceError as error:
             document.inbox.fail(error)
-            document.record.reason = str(error.code)
-            return error.line()
+            record.reason = str(error.code)
+            document.broken = form.breaks_off
+            return form.failed(error)
         finally:
-            tokens = document.offsets.tokens
-            document.record.note(tokens=tokens, rows=document.rows, input_bytes=document.offsets.bytes)
-            self._metrics.tokens("encoding", tokens)
-        summary = EncodingSummary(
-            tokens=tokens,
-            rows=document.rows,
-            model=self._model.id,
-            usage=Usage(prompt_tokens=tokens, total_tokens=tokens),
-        )
-        return summary.model_dump_json().encode() + b"\n"
+            size = run.bytes if document.input_bytes is None else document.input_bytes
+            record.note(tokens=run.tokens, rows=run.rows, input_bytes=size)
+            self._metrics.tokens("encoding", run.tokens)
 
     async def _take_body(self, document: _Document) -> None:
         """Read the body to its end whether or not anybody takes the rows, then watch for the disconnect."""
@@ -178,49 +227,39 @@ class DocumentService:
             inbox.fail(error)
         await body.until_gone()
 
-    async def _feed(self, document: _Document, stream: EngineStream) -> None:
-        """Tokens to the engine as fast as it gives credit."""
-        async for piece in self._tokeniser.pieces(_blocks(document.inbox, self._settings.piece_bytes)):
-            document.offsets.push(piece.byte_lengths)
-            await stream.send(piece.tokens, final=False)
-        await stream.send(_NO_TOKENS, final=True)
-
-    async def _collect(self, document: _Document, stream: EngineStream) -> EncodingDone:
-        """Rows from the engine, as text, to the outbox, until the engine says that these were all."""
-        loop = asyncio.get_running_loop()
-        while isinstance(event := await stream.next(), Rows):
-            dim = self._model.hidden_size
-            total = len(event.starts)
-            if len(event.stops) != total or len(event.vectors) != 4 * dim * total:
-                raise EngineFailure(
-                    f"the engine sent {len(event.vectors)} bytes for {total} rows of {dim} float32; "
-                    "is it serving another model?"
-                )
-            step = max(1, FLOATS_PER_CALL // dim)
-            for first in range(0, total, step):
-                count = min(step, total - first)
-                some = slice(first, first + count)
-                ranges = document.offsets.ranges(event.starts[some], event.stops[some])
-                lines = await loop.run_in_executor(self._threads, format_rows, event, first, count, ranges, dim)
-                await document.outbox.put(lines)
-            document.rows += total
-        if not isinstance(event, EncodingDone):
-            raise EngineFailure("the engine answered an encoding with generated tokens")
-        return event
-
-    async def _deliver(self, outbox: Spool, writer: ResponseWriter) -> None:
-        """Whole lines to the client, as fast as it takes them."""
+    async def _deliver(self, document: _Document, form: RowFormat, writer: ResponseWriter) -> None:
+        """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""
         rest = b""
-        while block := await outbox.read(self._settings.piece_bytes):
+        while block := await document.outbox.read(self._settings.piece_bytes):
+            if form.breaks_off:
+                await writer.write(block)
+                continue
             whole, newline, tail = block.rpartition(b"\n")
             if newline:
                 await writer.write(rest + whole + newline)
                 rest = tail
             else:
                 rest += block
-        await writer.finish(rest)
+        if document.broken:
+            writer.break_off()
+        else:
+            await writer.finish(rest)
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 async def _blocks(spool: Spool, count: int) -> AsyncIterator[bytes]:
     while block := await spool.read(count):
         yield block
+
+
+async def _spooled(spool: Spool, count: int) -> AsyncIterator[Piece]:
+    """Tokens that were counted before. Their bytes were not kept: what needs the count has no byte ranges."""
+    rest = b""
+    while block := await spool.read(count):
+        data = rest + block
+        whole = len(data) - len(data) % TOKEN_BYTES
+        rest = data[whole:]
+        tokens = np.frombuffer(data[:whole], dtype="<i4").astype(np.int32)
+        yield Piece(tokens, np.zeros(len(tokens), dtype=np.int64))

@@ -10,10 +10,11 @@ from starlette.types import Receive, Send
 
 from service.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 
-__all__ = ["LAST_WORDS", "RequestBody", "ResponseWriter", "task_group", "while_connected"]
+__all__ = ["BREAK_OFF", "LAST_WORDS", "RequestBody", "ResponseWriter", "task_group", "while_connected"]
 
 T = TypeVar("T")
 LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
+BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
 
 
 @asynccontextmanager
@@ -111,21 +112,26 @@ async def while_connected(body: RequestBody, work: Awaitable[T]) -> T:
 class ResponseWriter:
     """The one owner of `send`; knows what has been promised to the client so far."""
 
-    def __init__(self, send: Send, body: RequestBody, *, stall_seconds: float) -> None:
+    def __init__(
+        self, send: Send, body: RequestBody, *, stall_seconds: float, break_off: Callable[[], None] = lambda: None
+    ) -> None:
         self._send = send
+        self._break_off = break_off
         self._body = body
         self._stall_seconds = stall_seconds
         self.started = False
         self.finished = False
 
-    async def start(self, media_type: str) -> None:
-        """Send the head of a streamed 200."""
+    async def start(self, media_type: str, length: int | None = None) -> None:
+        """Send the head of a streamed 200, whose body has `length` bytes if that is known."""
         self.started = True
         headers = [
             (b"content-type", media_type.encode("latin-1")),
             (b"cache-control", b"no-store"),
             (b"x-accel-buffering", b"no"),
         ]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, data: bytes) -> None:
@@ -139,6 +145,11 @@ class ResponseWriter:
         """Send the last bytes and the end of the body."""
         self.finished = self._body.answered = True
         await self._deliver({"type": "http.response.body", "body": data, "more_body": False})
+
+    def break_off(self) -> None:
+        """Send what was written and close the connection: the client sees a body without its end."""
+        self.finished = self._body.answered = True
+        self._break_off()
 
     async def _deliver(self, message: dict[str, object]) -> None:
         """`send` waits for a slow client before it writes anything, so it may be given up and tried again."""

@@ -4,15 +4,17 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
+from functools import partial
 from typing import Any, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from service.errors import PROBLEM_JSON, Code, ServiceError
-from service.exchange import LAST_WORDS
+from service.exchange import BREAK_OFF, LAST_WORDS
 
 __all__ = ["BoundedProtocol", "bounded_protocol"]
 
+BROKEN_SECONDS = 30.0  # in which the client of an answer that breaks off may read what was written
 LINGER_SECONDS = 1.0  # an answer before the whole request was read: closing at once would reset it away
 _UPGRADE = b"upgrade:"
 
@@ -133,6 +135,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
+        cycle.scope.setdefault("state", {})[BREAK_OFF] = partial(self._break_off, cycle)
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:
@@ -174,7 +177,9 @@ class BoundedProtocol(HttpToolsProtocol):
             record = cycle.scope.get("state", {}).get("record")
             self.transport.write(_problem(error, record.request_id if record else f"req-{uuid.uuid4().hex}"))
         elif words := cycle.scope.get("state", {}).get(LAST_WORDS):
-            self.transport.write(_ended(words(error), chunked=bool(cycle.chunked_encoding)))
+            text = words(error)
+            if text is not None:
+                self.transport.write(_ended(text, chunked=bool(cycle.chunked_encoding)))
         elif cycle.chunked_encoding:
             self.transport.write(_ended(b"", chunked=True))
         self._leave()
@@ -182,6 +187,14 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _break_off(self, cycle: RequestResponseCycle) -> None:
+        """End the connection in the middle of an answer whose format has no words for what went wrong."""
+        cycle.disconnected = True
+        cycle.message_event.set()
+        self.pipeline.clear()
+        self.transport.close()
+        self.loop.call_later(BROKEN_SECONDS, self.transport.abort)
 
     def _leave(self) -> None:
         """Tell the request that is answered that its client is gone; those that wait behind it never begin."""

@@ -1,6 +1,7 @@
-"""Rows as NDJSON: byte offsets of their token ranges, floats in the fewest digits that keep float32."""
+"""Rows: what the engine sends with byte offsets of its token ranges, and as NDJSON in the fewest digits of float32."""
 
 from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 from dist_attn.wire.messages import Rows, RowSpec
 from service.errors import EngineFailure
 
-__all__ = ["FLOATS_PER_CALL", "ByteOffsets", "RowLine", "format_rows", "shortest_float32"]
+__all__ = ["FLOATS_PER_CALL", "ByteOffsets", "RowBlock", "RowLine", "format_rows", "row_block", "shortest_float32"]
 
 FLOATS_PER_CALL = 1 << 15  # about 4 ms of formatting: other threads get their turn
 _POWERS_OF_TEN = np.array([float(f"1e{k}") for k in range(64)])
@@ -24,6 +25,40 @@ class RowLine(msgspec.Struct):
     byte_start: int
     byte_stop: int
     embedding: list[float]
+
+
+@dataclass(frozen=True)
+class RowBlock:
+    """Some rows in order, the first of them row `first_row` of the document.
+
+    Shapes: ranges_N4 int64, for each row start and stop in tokens, then in bytes; vectors_ND little-endian float32.
+    """
+
+    first_row: int
+    ranges_N4: npt.NDArray[np.int64]
+    vectors_ND: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.vectors_ND)
+
+    def after(self, row: int) -> "RowBlock":
+        """Those from row `row` of the document on."""
+        drop = min(max(row - self.first_row, 0), len(self))
+        return RowBlock(self.first_row + drop, self.ranges_N4[drop:], self.vectors_ND[drop:])
+
+
+def row_block(rows: Rows, first: int, count: int, spans: list[tuple[int, int]], dim: int) -> RowBlock:
+    """Rows [first, first + count) of one message; `spans` are the byte ranges of exactly these.
+
+    Raises: EngineFailure when a vector holds a value that is not a number.
+    """
+    vectors = np.frombuffer(rows.vectors, dtype="<f4", count=count * dim, offset=4 * first * dim).reshape(count, dim)
+    if not np.isfinite(vectors).all():
+        raise EngineFailure(f"the engine computed a value that is not finite near row {rows.first_row + first}")
+    some = slice(first, first + count)
+    starts, stops = (np.array(values[some], dtype=np.int64) for values in (rows.starts, rows.stops))
+    ranges = np.column_stack((starts, stops, np.array(spans, dtype=np.int64).reshape(count, 2)))
+    return RowBlock(rows.first_row + first, ranges, vectors)
 
 
 class ByteOffsets:
@@ -96,16 +131,13 @@ def shortest_float32(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]
     return best
 
 
-def format_rows(rows: Rows, first: int, count: int, ranges: list[tuple[int, int]], dim: int) -> bytes:
-    """NDJSON lines of rows [first, first + count) of one message; `ranges` are the byte ranges of exactly these.
-
-    Raises: EngineFailure when a vector holds a value that is not a number.
-    """
-    vectors = np.frombuffer(rows.vectors, dtype="<f4", count=count * dim, offset=4 * first * dim).reshape(count, dim)
-    if not np.isfinite(vectors).all():
-        raise EngineFailure(f"the engine computed a value that is not finite near row {rows.first_row + first}")
+def format_rows(block: RowBlock) -> bytes:
+    """The rows as lines of NDJSON."""
+    values = shortest_float32(block.vectors_ND).tolist()
     lines = [
-        RowLine(rows.first_row + i, rows.starts[i], rows.stops[i], *span, embedding=values)
-        for i, span, values in zip(range(first, first + count), ranges, shortest_float32(vectors).tolist(), strict=True)
+        RowLine(index, start, stop, begin, end, vector)
+        for index, ((start, stop, begin, end), vector) in enumerate(
+            zip(block.ranges_N4.tolist(), values, strict=True), block.first_row
+        )
     ]
     return msgspec.json.Encoder().encode_lines(lines)

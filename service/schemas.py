@@ -248,7 +248,10 @@ class EncodingOptions(BaseModel):
         default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
     )
     pooling: Literal["mean", "last"] = "mean"
-    format: str = "ndjson"
+    format: Literal["ndjson", "arrow", "npy"] = "ndjson"
+    from_row: Annotated[int, BeforeValidator(_digits)] = Field(
+        default=0, ge=0, le=1 << 53, description="leave out the rows before this one, which are computed all the same"
+    )
 
 
 class EncodingRequest(EncodingOptions):

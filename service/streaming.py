@@ -9,7 +9,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from service.errors import ClientGone, Code, ServiceError, ServiceStopping, UnforeseenError
-from service.exchange import LAST_WORDS, RequestBody, ResponseWriter
+from service.exchange import BREAK_OFF, LAST_WORDS, RequestBody, ResponseWriter
 from service.logs import RequestRecord
 
 __all__ = ["EventWriter", "StreamedResponse"]
@@ -34,7 +34,7 @@ class StreamedResponse(Response):
         body: RequestBody,
         record: RequestRecord,
         *,
-        last_words: Callable[[ServiceError], bytes],
+        last_words: Callable[[ServiceError], bytes | None],
         stall_seconds: float,
     ) -> None:
         super().__init__()
@@ -45,12 +45,15 @@ class StreamedResponse(Response):
         self._stall_seconds = stall_seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the exchange; whatever happens after the head, the answer ends with words that say so.
+        """Run the exchange; whatever happens after the head, the answer ends with words that say so, or breaks off
+        where `last_words` has none.
 
         Raises: ServiceError and anything unexpected as long as the head has not been sent.
         """
-        scope.setdefault("state", {})[LAST_WORDS] = self._last_words
-        writer = ResponseWriter(send, self._body, stall_seconds=self._stall_seconds)
+        state = scope.setdefault("state", {})
+        state[LAST_WORDS] = self._last_words
+        break_off = state.get(BREAK_OFF, lambda: None)
+        writer = ResponseWriter(send, self._body, stall_seconds=self._stall_seconds, break_off=break_off)
         try:
             await self._exchange(writer)
         except ClientGone:
@@ -75,9 +78,13 @@ class StreamedResponse(Response):
     async def _end(self, writer: ResponseWriter, error: ServiceError) -> None:
         if writer.finished:
             return
+        words = self._last_words(error)
+        if words is None:
+            writer.break_off()
+            return
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
-                await writer.finish(self._last_words(error))
+                await writer.finish(words)
         except (TimeoutError, ClientGone):
             return
 

@@ -9,9 +9,10 @@ from starlette.responses import Response
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.row_choice import RowChoiceError, choose_rows
 from service.dependencies import Services, media_type, read_json_body, record_of, services_of
-from service.documents import Source
+from service.documents import RowsWanted, Source
 from service.errors import BadRequest, Code, ServiceError, TooLarge
 from service.exchange import RequestBody, ResponseWriter
+from service.formats import FORMATS, choose_format
 from service.parsing import parse_json, parse_query, utf8
 from service.schemas import EncodingOptions, EncodingRequest
 from service.streaming import StreamedResponse
@@ -20,8 +21,6 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["encodings"])
 TEXT, BYTES, JSON = "text/plain", "application/octet-stream", "application/json"
-FORMATS = ("ndjson",)
-PLANNED_FORMATS = ("arrow", "npy")
 
 
 def _query_parameters() -> list[dict[str, Any]]:
@@ -45,8 +44,9 @@ def _query_parameters() -> list[dict[str, Any]]:
         },
         "responses": {
             "200": {
-                "description": "One JSON object per line: rows, then a summary or an error.",
-                "content": {"application/x-ndjson": {"schema": {"type": "string"}}},
+                "description": "The rows, in the format that `format` or else `Accept` names: lines of JSON, the last "
+                "of them a summary or an error; an Arrow stream; or a file of NumPy.",
+                "content": {kind.media_type: {"schema": {"type": "string"}} for kind in FORMATS.values()},
             }
         },
     },
@@ -58,18 +58,20 @@ async def create_encoding(request: Request) -> Response:
     body = services.body(request)
     source, options = await _source(request, services, body, options)
     services.check_model(options.model)
-    _check_format(options.format)
-    spec = _rows(services, options)
+    named = options.format if "format" in options.model_fields_set else None
+    form = choose_format(named, request.headers.get("accept", ""))
+    wanted = RowsWanted(_rows(services, options), form, options.from_row)
+    _check_length(form, request, source)
 
     async def exchange(writer: ResponseWriter) -> None:
         with services.open_requests.one():
-            await services.documents.answer(spec, source, body, writer, record)
+            await services.documents.answer(wanted, source, body, writer, record)
 
     return StreamedResponse(
         exchange,
         body,
         record,
-        last_words=ServiceError.line,
+        last_words=_no_words if FORMATS[form].breaks_off else ServiceError.line,
         stall_seconds=services.settings.client_stall_seconds,
     )
 
@@ -123,10 +125,19 @@ def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
     return EncodingOptions(**values)
 
 
-def _check_format(name: str) -> None:
-    if name in FORMATS:
-        return
-    state = "is not offered yet" if name in PLANNED_FORMATS else f"{name[:40]!r} is unknown"
-    raise BadRequest(
-        f"format {state}; available: {', '.join(FORMATS)}", code=Code.UNSUPPORTED_PARAMETER, param="format"
-    )
+def _check_length(form: str, request: Request, source: Source) -> None:
+    """Refuse a format that needs the number of rows where the document's length is not known beforehand.
+
+    Raises: BadRequest.
+    """
+    if FORMATS[form].needs_count and source.text is None and "content-length" not in request.headers:
+        raise BadRequest(
+            f"format={form} has the number of rows in its header, and this body comes without Content-Length: send "
+            "one, or take format=arrow or ndjson",
+            code=Code.UNSUPPORTED_PARAMETER,
+            param="format",
+        )
+
+
+def _no_words(_: ServiceError) -> None:
+    """A format that has no words for an error."""

@@ -192,9 +192,9 @@ BAD_OPTIONS: list[tuple[str, int, str, str]] = [
     ("window=5&window=6", 400, "invalid_value", "window"),
     ("granularity=page", 400, "invalid_value", "granularity"),
     ("pooling=max", 400, "invalid_value", "pooling"),
-    ("format=arrow", 400, "unsupported_parameter", "format"),
-    ("format=npy", 400, "unsupported_parameter", "format"),
-    ("format=xml", 400, "unsupported_parameter", "format"),
+    ("format=xml", 400, "invalid_value", "format"),
+    ("from_row=-1", 400, "invalid_value", "from_row"),
+    ("from_row=1.0", 400, "invalid_value", "from_row"),
     ("windw=5", 400, "unknown_parameter", "windw"),
     ("model=nope", 404, "model_not_found", "model"),
 ]

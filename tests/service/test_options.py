@@ -78,7 +78,8 @@ ENCODINGS: Cases = {
     "granularity": (["token", "window", "document"], ["page"]),
     "window": ([1, 512, 1_000_000], [0, 1_000_001, 0.5]),
     "pooling": (["mean", "last"], ["max"]),
-    "format": (["ndjson"], ["npy", "arrow", "xml"]),
+    "format": (["ndjson", "arrow", "npy"], ["xml"]),
+    "from_row": ([0, 1, 1 << 53], [-1, (1 << 53) + 1, 0.5]),
 }
 TOKENIZE: Cases = {
     "model": (["tiny", None], ["other"]),

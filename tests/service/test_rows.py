@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from dist_attn.wire.messages import Rows, RowSpec
 from service.errors import EngineFailure
-from service.rows import ByteOffsets, format_rows, shortest_float32
+from service.rows import ByteOffsets, format_rows, row_block, shortest_float32
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
@@ -74,9 +74,9 @@ def test_lines_have_the_contract_form() -> None:
     """One JSON object per line, keys in the contract's order, and a value that is not finite is refused."""
     vectors = np.array([[0.1, 2.0], [3.0, -4.5]], dtype="<f4")
     rows = Rows(request_id="r", first_row=7, starts=[0, 5], stops=[5, 9], vectors=vectors.tobytes())
-    text = format_rows(rows, 1, 1, [(6, 11)], 2)
+    text = format_rows(row_block(rows, 1, 1, [(6, 11)], 2))
     assert text == (b'{"index":8,"start":5,"stop":9,"byte_start":6,"byte_stop":11,"embedding":[3.0,-4.5]}\n')
     vectors[1, 0] = np.nan
     broken = Rows(request_id="r", first_row=7, starts=[0, 5], stops=[5, 9], vectors=vectors.tobytes())
     with pytest.raises(EngineFailure, match="row 8"):
-        format_rows(broken, 1, 1, [(6, 11)], 2)
+        row_block(broken, 1, 1, [(6, 11)], 2)
