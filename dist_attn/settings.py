@@ -151,6 +151,7 @@ class EngineSettings(_Section):
     save_draws: Number = 256
     steps_in_flight: Number = 2
     blocks_of_credit: Number = 4
+    step_s: Seconds = 0.25
     patience_s: Seconds = 0.05
     max_open: Number = 512
     max_active: Number = 128

@@ -1,5 +1,6 @@
 """The controller's decisions: epochs, steps and requests come together here; no sockets, no clock, no torch."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
@@ -22,6 +23,7 @@ from dist_attn.wire.agent_messages import (
 )
 from dist_attn.wire.messages import (
     AnyMessage,
+    Draws,
     GetStatus,
     Heartbeat,
     Ping,
@@ -61,6 +63,7 @@ class Controller:
             beside_decode_tokens=settings.beside_decode_tokens,
             short_tokens=settings.block_tokens,
             max_active=settings.max_active,
+            step_s=settings.step_s,
         )
         self._ring: tuple[Turn, ...] = ()
         self._agents: set[bytes] = set()
@@ -100,7 +103,7 @@ class Controller:
                 group.group_exited(message, now)
             case RankExited():
                 group.rank_exited(message, now)
-            case RankHello() | StatePart() | StepDone() | RankFailed() if identity == rank_identity(
+            case RankHello() | StatePart() | Draws() | StepDone() | RankFailed() if identity == rank_identity(
                 group.epoch, message.rank
             ):
                 self._on_rank(message, now)
@@ -114,7 +117,7 @@ class Controller:
     def _is_from(self, identity: bytes, rank: int) -> bool:
         return identity == rank_identity(self._group.epoch, rank)
 
-    def _on_rank(self, message: RankHello | StatePart | StepDone | RankFailed, now: float) -> None:
+    def _on_rank(self, message: RankHello | StatePart | Draws | StepDone | RankFailed, now: float) -> None:
         if message.epoch != self._group.epoch:
             return
         match message:
@@ -124,8 +127,18 @@ class Controller:
                 self._group.rank_failed(message, now)
             case StatePart() if message.session in self._desk.sessions:
                 self._states.append(message.session, message.rank, message.start, message.data)
+            case Draws() if self._group.running and message.rank in self._group.ranks:
+                self._round_done(message, now)
             case StepDone() if self._group.running and message.rank in self._group.ranks:
                 self._step_done(message, now)
+
+    def _round_done(self, draws: Draws, now: float) -> None:
+        try:
+            self._steps.check_due(draws.rank, draws.k)
+        except WireError as error:
+            self._group.rank_confused(draws.rank, str(error), now)
+        else:
+            self._take_draws(draws)
 
     def _step_done(self, done: StepDone, now: float) -> None:
         try:
@@ -139,15 +152,18 @@ class Controller:
             self._desk.progress(number, position)
         if done.guards is not None:
             self._guards.add(done.guards)
-        for drawn in done.drawn:
-            self._desk.take_draw(drawn.session, drawn.token, drawn.logprobs)
+        self._take_draws(done)
         for saved in done.saved:
             self._desk.take_saved(done.rank, saved)
-        for fault in done.faults:
+        self._group.ranks[done.rank].finished(done.k, now)
+
+    def _take_draws(self, message: Draws | StepDone) -> None:
+        for drawn in message.drawn:
+            self._desk.take_draw(drawn.session, drawn.token, drawn.logprobs)
+        for fault in message.faults:
             session = self._desk.sessions.get(fault.session)
             if session is not None:
                 self._desk.fail(session, "engine_failed", fault.error)
-        self._group.ranks[done.rank].finished(done.k, now)
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -185,7 +201,9 @@ class Controller:
         views = (
             s.view(now, patience_s, hidden_size, desk.blocked(s), chunk, text_tokens) for s in desk.sessions.values()
         )
-        return View(self._limits, tuple(views), self._ring)
+        pace, pauses = self._steps.pace, model.pauses if model else 0
+        limits = replace(self._limits, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
+        return View(limits, tuple(views), self._ring)
 
     def _fail_the_unserved(self, now: float) -> None:
         limit = self._settings.ready_deadline_s

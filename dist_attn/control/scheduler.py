@@ -1,8 +1,9 @@
 """What the ranks do next: a pure function from a frozen view of the open work to a plan for one step.
 
 Decoding comes first, then short prompts in order of arrival, then long documents by deficit round-robin. While anything
-decodes, a step carries little prefill, so that the time between tokens stays bounded. When short and long work wait
-together each gets half of the step, and one block at least: nobody starves.
+decodes, a step carries little prefill, and further rounds of decoding go between the layers of its blocks, as many as
+leave reading half of the time: the time between tokens stays bounded, and so does what reading loses. When short and
+long work wait together each gets half of the step, and one block at least: nobody starves.
 
 A text is always cut into the same blocks: at multiples of its chunk, however much a step has room for and whatever else
 waits. So its rows and its state have the same bits in a busy engine, in an idle one, and when it is read a second time.
@@ -19,7 +20,11 @@ __all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "plan", "sp
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much goes into one step. Units: tokens; `block_tokens` and `beside_decode_tokens` are per rank."""
+    """How much goes into one step. Units: tokens and seconds; `block_tokens` and `beside_decode_tokens` are per rank.
+
+    `step_s` is how long a step should read at most, as far as one chunk allows: what comes meanwhile waits for it.
+    `token_s` and `round_s` are what a token of prefill and a round of decoding take; 0: not known yet.
+    """
 
     ranks: int = 1
     block_tokens: int = 2048
@@ -27,6 +32,10 @@ class Limits:
     short_tokens: int = 2048
     max_sessions: int = 4  # whose blocks share a step
     max_active: int = 128
+    step_s: float = 0.25
+    token_s: float = 0.0
+    round_s: float = 0.0
+    pauses: int = 0  # places in a block where a round of decoding may go
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +91,16 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of one step: sessions to open, blocks to prefill, and the sessions that each rank draws a token for."""
+    """The work of one step: sessions to open, blocks to prefill, and the sessions that each rank draws a token for.
+
+    They draw `rounds` times more between the layers of the blocks.
+    """
 
     opens: tuple[int, ...]
     blocks: tuple[Block, ...]
     decodes: tuple[tuple[int, ...], ...]
     ring: tuple[Turn, ...]
+    rounds: int = 0
 
     @property
     def empty(self) -> bool:
@@ -100,11 +113,29 @@ def plan(view: View) -> Plan:
     limits = view.limits
     sessions = _admitted(view)
     decodes = _decodes(sessions, limits.ranks)
-    per_rank = limits.beside_decode_tokens if any(decodes) else limits.block_tokens
-    blocks, ring = _prefills(view, sessions, limits.ranks * per_rank)
+    blocks, ring = _prefills(view, sessions, _budget(limits, decoding=any(decodes)))
     busy = {block.session for block in blocks}.union(*decodes)
     opens = tuple(s.session for s in sessions if not s.opened and s.session in busy)
-    return Plan(opens, blocks, decodes, ring)
+    return Plan(opens, blocks, decodes, ring, _rounds(limits, blocks) if any(decodes) else 0)
+
+
+def _budget(limits: Limits, *, decoding: bool) -> int:
+    """Tokens of prefill in this step: few beside decoding, but enough for half of the time; else for `step_s`."""
+    most = limits.ranks * limits.block_tokens
+    if not limits.token_s:
+        return min(most, limits.ranks * limits.beside_decode_tokens) if decoding else most
+    if not decoding:
+        return min(most, int(limits.step_s / limits.token_s))
+    half = int(limits.round_s / limits.token_s)
+    return min(most, max(limits.ranks * limits.beside_decode_tokens, half))
+
+
+def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
+    """How many rounds go between the layers, so that all of them together take no longer than the blocks."""
+    if not limits.round_s or not limits.token_s:
+        return 0
+    fit = int(_tokens(list(blocks)) * limits.token_s / limits.round_s)
+    return max(0, min(fit - 1, limits.pauses * len(blocks)))
 
 
 def _admitted(view: View) -> tuple[SessionView, ...]:

@@ -60,6 +60,11 @@ class Session:
         return self.final and len(self.queue) <= (self.sampling is not None and self.draws_asked == 0)
 
     @property
+    def may_draw(self) -> bool:
+        """Whether fewer tokens are asked of the ranks than the request wants."""
+        return self.sampling is not None and self.draws_asked < self.sampling.max_tokens
+
+    @property
     def is_read(self) -> bool:
         """Whether it is an encoding of which every token is in a block."""
         return self.rows is not None and self.prefilled
@@ -109,7 +114,7 @@ class Session:
             due=self.journal.due(self.dispatched),
         )
         if self.sampling is not None:
-            ready = self.prefilled and self.draws_asked < self.sampling.max_tokens
+            ready = self.prefilled and self.may_draw
             available = 0 if self.prefilled else max(0, len(self.queue) - 1)
             return replace(common, available=available, ready=ready, owner=self.owner)
         assert self.rows is not None

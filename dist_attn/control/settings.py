@@ -56,6 +56,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     save_draws: int = 256  # the same for drawn tokens
     steps_in_flight: int = 2
     blocks_of_credit: int = 4
+    step_s: float = 0.25  # how long a step reads at most, as far as a chunk allows: what comes meanwhile waits for it
     patience_s: float = 0.05  # how long tokens wait for more of them to fill a block
 
     # how much is taken on

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from dist_attn.control.desk import Desk
+from dist_attn.control.pace import Pace
 from dist_attn.control.scheduler import Block, Plan
 from dist_attn.control.sessions import Session
 from dist_attn.errors import WireError
@@ -33,6 +34,16 @@ class _UnderWay:
     sent_at: float
     waiting: set[int]
     reached: list[tuple[int, int]]  # sessions, and the position after this step
+    tokens: int
+    rounds: int
+    prefill_s: float = float("inf")
+    decode_s: float = 0.0
+
+    def finished(self, done: StepDone) -> None:
+        """A rank is done; its waiting in exchanges counts as reading, so the rank that read least waited least."""
+        self.waiting.discard(done.rank)
+        self.prefill_s = min(self.prefill_s, done.seconds - done.decode_seconds)
+        self.decode_s = max(self.decode_s, done.decode_seconds)
 
 
 @dataclass
@@ -43,6 +54,7 @@ class StepBook:
     epoch: int = 0
     last_k: int = 0
     under_way: deque[_UnderWay] = field(default_factory=deque)
+    pace: Pace = field(default_factory=Pace)
     _done: list[int] = field(default_factory=list)
     _rate: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -81,15 +93,19 @@ class StepBook:
         for number in dict.fromkeys(block.session for block in plan.blocks):
             self._save(desk, desk.sessions[number], ops, number % self.ranks)
             _close_read(desk.sessions[number], ops)
+        rounds = [
+            [_round(desk, numbers, rank) for _ in range(plan.rounds)] for rank, numbers in enumerate(plan.decodes)
+        ]
         self.last_k += 1
         reached = [(block.session, block.start + block.tokens) for block in plan.blocks]
-        self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks)), reached))
+        tokens, drawing = sum(block.tokens for block in plan.blocks), 1 + plan.rounds if any(plan.decodes) else 0
+        self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks)), reached, tokens, drawing))
         self._forget_old_rates(now)
-        self._rate.append((now, sum(map(len, plan.decodes)) + sum(block.tokens for block in plan.blocks)))
-        return self._messages(desk, restores, ops)
+        self._rate.append((now, tokens + sum(map(len, plan.decodes)) * (1 + plan.rounds)))
+        return self._messages(desk, restores, ops, rounds)
 
     def _messages(
-        self, desk: Desk, restores: list[tuple[int, int]], ops: list[list[Op]]
+        self, desk: Desk, restores: list[tuple[int, int]], ops: list[list[Op]], rounds: list[list[DecodeOp]]
     ) -> Iterator[tuple[int, AnyMessage]]:
         for rank, number in restores:
             start = 0
@@ -97,7 +113,7 @@ class StepBook:
                 yield rank, StatePart(self.epoch, rank, number, start, part)
                 start += len(part)
         for rank, of_rank in enumerate(ops):
-            yield rank, Step(self.epoch, self.last_k, of_rank)
+            yield rank, Step(self.epoch, self.last_k, of_rank, rounds[rank])
 
     def _open(self, session: Session, plan: Plan, ops: list[list[Op]]) -> list[tuple[int, int]]:
         """Let the ranks begin with the session, or the one that draws for it; which of them need its saved state."""
@@ -125,15 +141,21 @@ class StepBook:
 
         Raises: WireError if it is not the step that is due from this rank.
         """
-        due = self._done[done.rank] + 1
-        if done.k != due or done.k > self.last_k:
-            raise WireError(f"finished step {done.k}, due was step {due} of {self.last_k}")
+        self.check_due(done.rank, done.k)
         self._done[done.rank] = done.k
-        self.under_way[done.k - self.under_way[0].k].waiting.discard(done.rank)
+        self.under_way[done.k - self.under_way[0].k].finished(done)
         reached: list[tuple[int, int]] = []
         while self.under_way and not self.under_way[0].waiting:
-            reached += self.under_way.popleft().reached
+            step = self.under_way.popleft()
+            self.pace.learn(step.tokens, step.rounds, step.prefill_s, step.decode_s)
+            reached += step.reached
         return reached
+
+    def check_due(self, rank: int, k: int) -> None:
+        """Raises: WireError if `k` is not the step that is due from this rank."""
+        due = self._done[rank] + 1
+        if k != due or k > self.last_k:
+            raise WireError(f"finished step {k}, due was step {due} of {self.last_k}")
 
     def tokens_per_second(self, now: float) -> float:
         """Tokens prefilled and drawn per second, over the last seconds."""
@@ -155,6 +177,12 @@ def _entry(desk: Desk, number: int, rank: int) -> DecodeEntry:
     last = session.queue.take(1)
     session.journal.give(last)
     return DecodeEntry(number, int.from_bytes(last, "little"))
+
+
+def _round(desk: Desk, numbers: tuple[int, ...], rank: int) -> DecodeOp:
+    """One more token for those of the sessions that may draw one."""
+    sessions = [desk.sessions[number] for number in numbers]
+    return DecodeOp([_entry(desk, session.number, rank) for session in sessions if session.may_draw])
 
 
 def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:

@@ -1,15 +1,17 @@
 """The model on this rank's device: opens, prefills, decodes and closes sessions as the steps say."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 import numpy as np
 import torch
 
 from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, open_communicator
+from dist_attn.control.guard_tally import GuardTally
 from dist_attn.control.heartbeat import Pulse
 from dist_attn.engine.decode_slots import DecodeSlots
 from dist_attn.engine.rank_settings import RankSettings
@@ -19,6 +21,7 @@ from dist_attn.engine.state_bytes import read_state, state_size, write_state
 from dist_attn.errors import EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models.blocks import Block
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.finite import checked
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
@@ -106,7 +109,15 @@ class ModelExecutor:
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
         self._decoding = DecodeSlots(model)
+        # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
+        self._decode_watch = Watch(None if finite is None else replace(finite))
+        self._pause: Callable[[], None] | None = None
+        self.pauses = 0
+        for block in cast(list[Block], list(model.blocks)):
+            for part in (block.mixer, block):
+                part.register_forward_hook(lambda *_: self._let_in())
+                self.pauses += 1
         self.state_bytes: int | None = None
         self._warm_up()
 
@@ -135,8 +146,10 @@ class ModelExecutor:
         return SavedState(session, state.position, draws, len(data)), data
 
     @torch.inference_mode()
-    def prefill(self, op: PrefillOp) -> RowPieces | None:
+    def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
         """Feed this rank's slice of a block; the pieces of rows in it, for an encoding.
+
+        `pause` is called `pauses` times, after each mixer and each layer: it may decode, and nothing else.
 
         Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
             NotFiniteError where that is looked for.
@@ -158,8 +171,10 @@ class ModelExecutor:
         if self._watch.finite is not None:
             self._watch.finite.first_tokens = (op.start + start,)
             ops = checked(ops)
+        self._pause = pause
         with watching(self._watch):
             h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
+        self._pause = None
         session.position += sum(op.lengths)
         if session.rows is None or not length:
             return None
@@ -175,8 +190,15 @@ class ModelExecutor:
                     raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
                 del self._prefilling[entry.session]
                 self._decoding.take_in(entry.session, session.state, session.sampling)
-        with watching(self._watch):
+        with watching(self._decode_watch):
             return self._decoding.draw(op.entries)
+
+    def _let_in(self) -> None:
+        """Between two parts of the model: let others work, who must not be interrupted themselves."""
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause()
+            self._pause = pause
 
     @torch.inference_mode()
     def close(self, session: int) -> None:
@@ -186,12 +208,11 @@ class ModelExecutor:
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
-        watch = self._watch
-        if not watch.denominators:
-            return None
-        counts = GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded])
-        watch.clear()
-        return counts
+        tally = GuardTally()
+        for watch in (self._watch, self._decode_watch):
+            tally.add(GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded]))
+            watch.clear()
+        return tally.counts()
 
     def shut_down(self) -> None:
         """Leave the group."""

@@ -1,5 +1,6 @@
 """A text encoder on this rank's device: reads the sequences in its slices of blocks, without the other ranks."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn, final
 
@@ -30,6 +31,7 @@ class SequenceExecutor:
 
     end_token: int | None = None
     state_bytes: int | None = 0
+    pauses = 0
 
     def __init__(self, model: TextEncoder, rank: int, *, name: str, finite: FiniteCheck | None = None) -> None:
         self.model = name
@@ -58,8 +60,8 @@ class SequenceExecutor:
         return SavedState(session, self._known(session).position, 0, 0), b""
 
     @torch.inference_mode()
-    def prefill(self, op: PrefillOp) -> RowPieces | None:
-        """Read the sequences in this rank's slice of a block.
+    def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
+        """Read the sequences in this rank's slice of a block; nothing decodes here, so `pause` is never called.
 
         Raises: EngineError for a block that does not follow the one before, or a slice that begins inside a sequence.
         """

@@ -14,6 +14,7 @@ import zmq
 from dist_attn.control.heartbeat import HeartbeatThread, Pulse
 from dist_attn.control.identities import rank_identity
 from dist_attn.control.state_files import PART_BYTES
+from dist_attn.engine.interleaving import Decoding
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import InputError, WireError
 from dist_attn.wire.curve import ClientKeys
@@ -22,6 +23,7 @@ from dist_attn.wire.messages import (
     CloseOp,
     DecodeOp,
     Drawn,
+    Draws,
     GuardCounts,
     OpenOp,
     PrefillOp,
@@ -44,7 +46,7 @@ WAIT_S = 1.0
 SEND_S = 30.0
 ERROR_CHARACTERS = 2000
 
-Send = Callable[[StatePart], object]
+Send = Callable[[StatePart | Draws], object]
 
 
 class Executor(Protocol):
@@ -70,7 +72,10 @@ class Executor(Protocol):
 
     def open(self, op: OpenOp, state: bytes = b"") -> None: ...
 
-    def prefill(self, op: PrefillOp) -> RowPieces | None: ...
+    @property
+    def pauses(self) -> int: ...
+
+    def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
 
     def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
 
@@ -139,6 +144,7 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             executor.end_token,
             executor.text_tokens,
             executor.state_bytes,
+            pauses=executor.pauses,
         ),
         SEND_S,
     )
@@ -214,29 +220,33 @@ def _send_state(session: int, step: Step, rank: int, executor: Executor, send: S
 
 
 def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: ReceivedStates, send: Send) -> StepDone:
-    """Perform the operations of a step in order; parts of states that it asks for go out through `send`."""
+    """Perform the operations of a step in order, its further rounds of decoding between the layers of its blocks.
+
+    What is drawn before the step's blocks are read goes out through `send`, and so do parts of states.
+    """
     began = time.monotonic()
     saved: list[SavedState] = []
     pieces: list[RowPieces] = []
-    drawn: list[Drawn | SessionFault] = []
+    decoding = Decoding(step, rank, executor, send)
     for op in step.ops:
         match op:
             case OpenOp():
                 executor.open(op, states.take(op))
             case PrefillOp():
                 pulse.phase = "prefill"
-                result = executor.prefill(op)
+                result = executor.prefill(op, decoding.pause)
+                decoding.end_block(op)
                 if result is not None:
                     pieces.append(result)
             case DecodeOp():
                 pulse.phase = "decode"
-                drawn += executor.decode(op)
+                decoding.draw(op)
             case SaveOp():
                 saved.append(_send_state(op.session, step, rank, executor, send))
             case CloseOp():
                 executor.close(op.session)
         pulse.advance()
-    faults = [result for result in drawn if isinstance(result, SessionFault)]
-    tokens = [result for result in drawn if isinstance(result, Drawn)]
+    drawn, faults = decoding.kept
     seconds = time.monotonic() - began
-    return StepDone(step.epoch, step.k, rank, seconds, pieces, tokens, faults, executor.take_guards(), saved)
+    guards = executor.take_guards()
+    return StepDone(step.epoch, step.k, rank, seconds, pieces, drawn, faults, guards, saved, decoding.seconds)

@@ -5,7 +5,7 @@ Who speaks to whom:
     API  <-> controller : Open… / Tokens / Cancel / GetStatus   and   Accepted / Credit / Rows / … / Failed / Status
                           and, for sessions, what session_messages.py lists
     controller <-> rank : StatePart / Step / Shutdown / Ping
-                          and RankHello / StatePart / StepDone / Heartbeat / RankFailed
+                          and RankHello / StatePart / Draws / StepDone / Heartbeat / RankFailed
     controller <-> agent: StartGroup / WatchRanks / KillGroup / StopAgent / Ping
                           and AgentHello / GroupStarted / RankExited / GroupExited
 
@@ -44,7 +44,7 @@ from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
@@ -281,11 +281,16 @@ class StatePart(Message, frozen=True):
 
 
 class Step(Message, frozen=True):
-    """Step `k` of `epoch`: a rank performs `ops` in order; collective ops stand in the same order on all ranks."""
+    """Step `k` of `epoch`: a rank performs `ops` in order; collective ops stand in the same order on all ranks.
+
+    `rounds` are further rounds of decoding, which go between the layers of the step's blocks, evenly spread: the same
+    number on every rank, so that ranks decode at the same time and none waits for another in an exchange.
+    """
 
     epoch: Count
     k: Count
     ops: list[Op]
+    rounds: list[DecodeOp] = msgspec.field(default_factory=list)
 
 
 class Shutdown(Message, frozen=True):
@@ -305,6 +310,7 @@ class RankHello(Message, frozen=True):
     """First message of a rank: who it is and what it has loaded.
 
     `text_tokens` is how much of a text the model reads at once, as a sequence that stands alone; None: any length.
+    `pauses` is how often work on a block can be interrupted for a round of decoding; 0: not at all.
     """
 
     protocol_version: int
@@ -322,6 +328,7 @@ class RankHello(Message, frozen=True):
     state_bytes: Count | None = None
     # What the states of sessions say about themselves; None where they cannot be stored.
     manifest: Manifest | None = None
+    pauses: Count = 0
 
 
 class RowPieces(msgspec.Struct, frozen=True):
@@ -351,8 +358,21 @@ class SessionFault(msgspec.Struct, frozen=True):
     error: str
 
 
+class Draws(Message, frozen=True):
+    """What one round of decoding in step `k` gave; sent at once where the step goes on with other work."""
+
+    epoch: Count
+    k: Count
+    rank: Count
+    drawn: list[Drawn]
+    faults: list[SessionFault] = msgspec.field(default_factory=list)
+
+
 class StepDone(Message, frozen=True):
-    """The rank finished step `k`; its rows and drawn tokens travel here."""
+    """The rank finished step `k`; its rows travel here, and drawn tokens that no `Draws` has brought.
+
+    `decode_seconds` of the `seconds` went into rounds of decoding.
+    """
 
     epoch: Count
     k: Count
@@ -363,6 +383,7 @@ class StepDone(Message, frozen=True):
     faults: list[SessionFault] = msgspec.field(default_factory=list)
     guards: GuardCounts | None = None  # of this step, where attention formed denominators
     saved: list[SavedState] = msgspec.field(default_factory=list)
+    decode_seconds: float = 0.0
 
 
 class Heartbeat(Message, frozen=True):
@@ -411,6 +432,7 @@ AnyMessage = (
     | Shutdown
     | Ping
     | RankHello
+    | Draws
     | StepDone
     | Heartbeat
     | RankFailed

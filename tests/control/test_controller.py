@@ -17,6 +17,7 @@ from dist_attn.wire.messages import (
     DecodeEntry,
     DecodeOp,
     Drawn,
+    Draws,
     Failed,
     Generated,
     GuardCounts,
@@ -55,7 +56,8 @@ class Table:
         self.controller.tick(self.now)
         for rank in (0, 1):
             self.engine(
-                rank_identity(1, rank), RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, 9)
+                rank_identity(1, rank),
+                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, 9, pauses=12),
             )
 
     def to_api(self, peer, message):
@@ -87,6 +89,11 @@ class Table:
         """A rank finishes a step."""
         message = StepDone(epoch, k, rank, 0.1, results.get("pieces", []), results.get("drawn", []))
         self.engine(rank_identity(epoch, rank), message)
+
+    def decodes(self, rank):
+        """All rounds of decoding that a rank was asked for so far."""
+        rounds = [op for step in self.steps[rank] for op in step.rounds]
+        return [op for op in self.ops(rank) if isinstance(op, DecodeOp)] + rounds
 
     def ops(self, rank):
         """All operations that a rank was sent so far."""
@@ -155,6 +162,40 @@ def test_no_more_tokens_are_drawn_than_asked_for(table):
     table.turn()
     table.turn()
     assert sum(isinstance(op, DecodeOp) for op in table.ops(0)) == 1
+
+
+def test_tokens_that_come_in_the_middle_of_a_step_go_out_at_once(table):
+    """A round of decoding does not wait for the blocks of its step; one of another step ends the epoch."""
+    table.api(OpenCompletion("a", SamplingSpec(9)))
+    table.feed("a", 4)
+    table.turn()
+    table.engine(rank_identity(1, 0), Draws(1, 1, 0, [Drawn(1, 5)]))
+    assert table.to_peers[-1] == Generated("a", [5])
+    table.engine(rank_identity(1, 1), Draws(1, 1, 1, [], [SessionFault(1, "NaN logits")]))
+    assert table.to_peers[-1] == Failed("a", "engine_failed", "NaN logits")
+    table.engine(rank_identity(1, 0), Draws(1, 2, 0, [Drawn(1, 6)]))
+    assert "step 2, due was step 1" in table.controller.status(table.now).reason
+
+
+def test_further_rounds_ask_for_no_more_tokens_than_wanted(table):
+    """A step has further rounds once the pace is known, equally many on all ranks; who has all tokens is left out."""
+    table.api(OpenEncoding("long", RowSpec()))
+    table.feed("long", 2048, final=False)
+    for name, wanted in (("a", 3), ("b", 10)):
+        table.api(OpenCompletion(name, SamplingSpec(wanted)))
+        table.feed(name, 4)
+    for k in range(1, 6):
+        table.api(Tokens("long", 1024 * (k + 1), b"\0" * 4096, False))
+        table.turn()
+        for rank in (0, 1):
+            seconds = {"seconds": 1.0, "decode_seconds": 0.2}
+            table.engine(rank_identity(1, rank), StepDone(1, k, rank, pieces=[], drawn=[], **seconds))
+    table.turn()
+    assert [len(step.rounds) for step in table.steps[0]] == [len(step.rounds) for step in table.steps[1]]
+    assert max(len(step.rounds) for step in table.steps[0]) > 1
+    asked = [[e.session for op in table.decodes(rank) for e in op.entries] for rank in (0, 1)]
+    assert sum(numbers.count(2) for numbers in asked) == 3
+    assert sum(numbers.count(3) for numbers in asked) <= 10
 
 
 def test_a_cancelled_request_is_closed_on_all_ranks(table):

@@ -64,6 +64,26 @@ def test_prefill_is_small_while_anything_decodes():
     assert sum(tokens_of(planned(long_document(1))).values()) == 2 * 2048
 
 
+def test_rounds_of_decoding_leave_half_of_the_time_to_reading():
+    """As many rounds go into a step as take no longer than its blocks; one where blocks are quicker, as many blocks."""
+    quick = replace(LIMITS, token_s=1e-4, round_s=0.02, pauses=12)
+    assert planned(long_document(1), decoder(2), limits=quick).rounds == 4
+    assert planned(long_document(1), decoder(2), limits=replace(quick, pauses=3)).rounds == 3
+    slow = planned(long_document(1), decoder(2), limits=replace(quick, round_s=0.25))
+    assert slow.rounds == 0
+    assert sum(tokens_of(slow).values()) == 2048, "one more chunk would take longer than the round"
+    assert planned(long_document(1), limits=quick).rounds == 0
+    assert planned(decoder(2), limits=quick).rounds == 0
+    assert planned(long_document(1), decoder(2)).rounds == 0, "nothing is known of the ranks yet"
+
+
+def test_a_step_reads_for_a_bounded_time():
+    """What comes while a step is under way waits for its end, so slow ranks are given fewer blocks, one at least."""
+    assert sum(tokens_of(planned(long_document(1), limits=replace(LIMITS, token_s=1e-4))).values()) == 2048
+    assert sum(tokens_of(planned(long_document(1), limits=replace(LIMITS, token_s=1.0))).values()) == 1024
+    assert sum(tokens_of(planned(long_document(1), limits=replace(LIMITS, token_s=1e-9))).values()) == 4096
+
+
 def test_new_decoders_go_to_the_rank_with_the_fewest():
     """Owners spread over the ranks, counting those that are there."""
     made = planned(decoder(1, owner=0), decoder(2, owner=0), decoder(3), decoder(4), decoder(5))

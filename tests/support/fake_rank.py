@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -38,6 +39,7 @@ class FakeExecutor:
 
     model, hidden_size, vocab_size, end_token, text_tokens = "fake", DIM, VOCAB, END, None
     state_bytes = 24
+    pauses = 4
 
     def __init__(self, settings: RankSettings, pulse: Pulse) -> None:
         self.rank = settings.rank
@@ -64,11 +66,13 @@ class FakeExecutor:
         state = np.array([position, self.last.get(session, 0), draws], dtype="<i8").tobytes()
         return SavedState(session, position, draws, len(state)), state
 
-    def prefill(self, op: PrefillOp) -> RowPieces | None:
+    def prefill(self, op: PrefillOp, pause: Callable[[], None] = lambda: None) -> RowPieces | None:
         assert op.start == self.position[op.session], (op.start, self.position[op.session])
         self.position[op.session] += sum(op.lengths)
         tokens = np.frombuffer(op.tokens, dtype="<i4")
         assert len(tokens) == op.lengths[self.rank]
+        for _ in range(self.pauses):
+            pause()
         self.denominators += len(tokens)
         self._misbehave(set(tokens.tolist()))
         spec = self.rows[op.session]

@@ -64,10 +64,12 @@ EXAMPLES = [
     wire.Step(
         1, 3, [wire.OpenOp(2, None, wire.SamplingSpec(1), counts={7: 2}), wire.DecodeOp([wire.DecodeEntry(2, 5)])]
     ),
+    wire.Step(1, 4, [], [wire.DecodeOp([wire.DecodeEntry(2)]), wire.DecodeOp([])]),
     wire.StatePart(1, 0, 2, 8, b"abc"),
     wire.Shutdown(1),
     wire.Ping(),
     wire.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, None),
+    wire.Draws(1, 2, 0, [wire.Drawn(2, 5)], [wire.SessionFault(3, "NaN")]),
     wire.StepDone(
         1,
         2,
