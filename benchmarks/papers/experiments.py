@@ -3,6 +3,7 @@
 from benchmarks.papers.context_length import CONTEXT_LENGTH
 from benchmarks.papers.distributed_softmax import DISTRIBUTED_SOFTMAX
 from benchmarks.papers.experiment import Experiment
+from benchmarks.papers.million_scaling import MILLION_SCALING
 from benchmarks.papers.million_tokens import MILLION_TOKENS
 from benchmarks.papers.mixers import MIXERS
 from benchmarks.papers.needles import NEEDLES
@@ -16,6 +17,7 @@ from benchmarks.papers.rfa_table3 import RFA_TABLE3
 from benchmarks.papers.rfa_table3_speed import RFA_TABLE3_SPEED
 from benchmarks.papers.scaleformer_figures import SCALEFORMER_FIGURES
 from benchmarks.papers.scaleformer_translation import SCALEFORMER_TRANSLATION
+from benchmarks.papers.selector_collapse import SELECTOR_COLLAPSE
 from benchmarks.papers.trained_on_short import TRAINED_ON_SHORT
 
 __all__ = ["EXPERIMENTS"]
@@ -34,6 +36,8 @@ _ALL: tuple[Experiment, ...] = (
     CONTEXT_LENGTH,
     DISTRIBUTED_SOFTMAX,
     NEEDLES,
+    SELECTOR_COLLAPSE,
+    MILLION_SCALING,
     MILLION_TOKENS,
     MIXERS,
     QUANTISED_PROJECTION,

@@ -4,8 +4,8 @@ Both go through the same lengths: what is learnt on short sequences is learnt on
 of which eight matter. The Selector keeps everything at first and learns to drop once the classifier knows something.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,16 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.papers.arms import first_scores, of_arm
-from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch
+from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table, mean_and_spread
+from benchmarks.papers.needle_training import COPIES, NOISE, SYMBOLS, Stage, needles_job, needles_run
 from benchmarks.timing import interleaved
 from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
-from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.needles import Needles
-from dist_attn.training.loop import train
-from dist_attn.training.run_folder import read_metrics
 
-__all__ = ["NEEDLES"]
+__all__ = ["MODELS", "NEEDLES", "SPARSE"]
 
 SIZE, HEADS, MLP = 32, 2, 64
-NOISE, SYMBOLS, COPIES = 64, 4, 4
 HELD_OUT, SMOKE_HELD_OUT = 40, 3
 TIMES, ROUNDS = "times", 3
 SPARSE, DENSE = "sparse", "dense"
@@ -67,17 +64,6 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class Stage:
-    """One length of the curriculum, of both models alike, and how the sparse one's Selector learns there."""
-
-    length: int
-    batch: int
-    steps: int
-    learning_rate: float
-    selector: dict[str, Any] = field(default_factory=dict)
-
-
 STAGES: tuple[Stage, ...] = (
     Stage(32, 8, 500, 1e-2, {"frozen": True}),
     Stage(32, 8, 400, 3e-3, {"rate": 0.3}),
@@ -97,73 +83,14 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
 
 
 def _curriculum(arm: str, seed: int, stages: Sequence[Stage], held_out: int) -> Job:
-    """One training for each stage, each of which begins with the model of the one before and goes on where it was."""
-    sections = [_sections(arm, seed, number, stage, held_out) for number, stage in enumerate(stages)]
-
-    def work(folder: Path, watch: Watch) -> Scores:
-        scores: dict[str, float] = {}
-        begin_from: Path | None = None
-        steps = 0
-        for number, (values, stage) in enumerate(zip(sections, stages, strict=True)):
-            place = folder / f"stage-{number}"
-            run = {**values["run"], "folder": place, "begin_from": begin_from}
-            config = TrainingConfig.model_validate({**values, "run": run})
-
-            def report(metrics: Mapping[str, Any], stage: Stage = stage) -> None:
-                watch.tell(f"length {stage.length}: " + ", ".join(f"{k} {v}" for k, v in metrics.items()))
-
-            final = train(config, resume=(place / "config.json").exists(), report=report, stop=watch.stop)
-            if final.get("stopped"):
-                raise Interrupted
-            held = [record for record in read_metrics(place) if "accuracy" in record]
-            last, length = held[-1], stage.length
-            scores |= {f"accuracy_{length}": last["accuracy"], f"loss_{length}": last["validation_loss"]}
-            if "kept_share" in last:
-                scores |= {f"kept_{length}": last["kept_share"], f"dropped_{length}": last["dropped_share"]}
-                scores |= {f"kept_at_step_{steps + record['step']}": record["kept_share"] for record in held}
-            steps += stage.steps
-            begin_from = place / "model"
-        return scores
-
-    return Job(arm, seed, {"stages": sections}, work)
-
-
-def _sections(arm: str, seed: int, number: int, stage: Stage, held_out: int) -> dict[str, Any]:
-    model = MODELS[arm]
-    if arm == SPARSE:
-        model = {**model, "selector": {**model["selector"], **stage.selector}}
-    # The Selector's share is looked at along the way; of a dense model that would cost more than it trains.
-    looks = 2 if arm == SPARSE else 1
-    return {
-        "model": model,
-        "data": {
-            "kind": "needles",
-            # Other sequences in every stage and for every seed; both models read the same ones.
-            "seed": 100 * seed + number,
-            "length": stage.length,
-            "noise": NOISE,
-            "symbols": SYMBOLS,
-            "copies": COPIES,
-            "examples": stage.batch * stage.steps,
-            "validation_examples": held_out,
-            "batch": stage.batch,
-        },
-        "optimiser": {
-            "learning_rate": stage.learning_rate,
-            "warmup_steps": min(30, stage.steps // 3),
-            "weight_decay": 0.01,
-        },
-        "run": {
-            "seed": seed,
-            "steps": stage.steps,
-            "bf16": False,
-            "tensorboard": False,
-            "plot": False,
-            "log_every": max(1, stage.steps // 4),
-            "evaluate_every": max(1, stage.steps // looks),
-            "checkpoint_every": max(1, stage.steps // 4),
-        },
-    }
+    sections = []
+    for number, stage in enumerate(stages):
+        model = MODELS[arm]
+        if arm == SPARSE:
+            model = {**model, "selector": {**model["selector"], **stage.selector}}
+        # The Selector's share is looked at along the way; of a dense model that would cost more than it trains.
+        sections.append(needles_run(model, seed, number, stage, held_out, looks=2 if arm == SPARSE else 1))
+    return needles_job(arm, seed, sections, stages)
 
 
 def _times_job(stages: Sequence[Stage], rounds: int) -> Job:

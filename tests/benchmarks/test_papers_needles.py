@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.papers.experiment import Budget, Done
 from benchmarks.papers.needles import DENSE, NEEDLES, SPARSE, STAGES
+from benchmarks.papers.selector_collapse import ARMS, SELECTOR_COLLAPSE
 from dist_attn.training.config import TrainingConfig
 
 
@@ -41,3 +42,33 @@ def test_the_figure_is_drawn() -> None:
     for _, draw in NEEDLES.report(done).panels:
         draw(figure.add_subplot())
     assert [len(axes.lines) for axes in figure.axes] == [3, 1 + len(STAGES)]
+
+
+def test_arms_of_the_collapse_differ_in_what_the_selector_learns_for(tmp_path: Path) -> None:
+    """All stages are trainings that are accepted; the first is the same for all arms, sequences are in every stage."""
+    jobs = SELECTOR_COLLAPSE.jobs(Budget(), (0,))
+    assert {job.arm for job in jobs} == set(ARMS)
+    assert len({str(job.settings["stages"][0]) for job in jobs}) == 1
+    assert len({str(stage["data"]) for job in jobs for stage in job.settings["stages"]}) == 3
+    assert len({str(job.settings["stages"][1]["model"]) for job in jobs}) == len(ARMS)
+    for job in jobs:
+        for stage in job.settings["stages"]:
+            TrainingConfig.model_validate({**stage, "run": {**stage["run"], "folder": tmp_path}})
+            assert stage["run"]["steps"] % stage["run"]["evaluate_every"] == 0
+
+
+def test_the_collapse_is_reported_by_stage() -> None:
+    """Shares and accuracies at the ends of the stages, mean over seeds; an arm that is missing says so."""
+    (job,) = (job for job in SELECTOR_COLLAPSE.jobs(Budget(), (0,)) if job.arm == "adversarial")
+    ends = (480, 880, 1200)
+    scores = {f"kept_at_step_{end}": 1.0 / (1 + at) for at, end in enumerate(ends)}
+    scores |= {f"accuracy_at_step_{end}": 0.9 for end in ends} | {"accuracy_32": 0.9}
+    done = [Done("adversarial", seed, scores, 1.0, dict(job.settings), "") for seed in (0, 1)]
+    (table,) = SELECTOR_COLLAPSE.report(done).tables
+    rows = {row[0]: row[1:] for row in table.rows}
+    assert rows["Eq. 28, with the rate term"][:3] == ("100.0 ± 0.0 (2)", "50.0 ± 0.0 (2)", "33.3 ± 0.0 (2)")
+    assert rows["Eq. 27, with the rate term"][0] == "not measured"
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for _, draw in SELECTOR_COLLAPSE.report(done).panels:
+        draw(figure.add_subplot())
+    assert all(axes.lines for axes in figure.axes)
