@@ -27,23 +27,26 @@ from service.engine_stream import StreamLimits
 from service.engine_watch import EngineWatch
 from service.envelope import Envelope, routing_problem, service_problem
 from service.errors import PROBLEM_JSON, ServiceError
+from service.estimates import EstimateService
+from service.job_schemas import EstimateRequest
 from service.limits import BodyMemory, OpenRequests
 from service.logs import Log, make_log
 from service.metrics import Metrics
-from service.routers import chat, completions, documentation, embeddings, encodings, health, models, tokens
+from service.routers import chat, completions, documentation, embeddings, encodings, estimate, health, models, tokens
 from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
 from service.served_model import ServedModel
 from service.settings import Settings
-from service.speed import EngineSpeed
 from service.spool import DiskBudget, SpoolFactory
 from service.tokenising import ThreadTokeniser
+from service.workload import Workload
 
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, chat, encodings, embeddings, tokens, models, health, documentation)
+ROUTERS = (completions, chat, encodings, embeddings, estimate, tokens, models, health, documentation)
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+    EstimateRequest,
 )  # fmt: skip
 
 
@@ -145,7 +148,7 @@ def _services(
     folder.mkdir(parents=True, exist_ok=True)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
-    watch, speed = EngineWatch(engine, model, settings), EngineSpeed()
+    watch, workload = EngineWatch(engine, model, settings), Workload()
     return Services(
         settings=settings,
         model=model,
@@ -153,8 +156,9 @@ def _services(
         tokeniser=tokeniser,
         completions=CompletionService(settings, engine, watch, tokeniser),
         chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
-        documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics, speed),
+        documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics, workload),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
+        estimates=EstimateService(settings, model, watch, tokeniser, workload, threads),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,

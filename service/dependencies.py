@@ -9,17 +9,20 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.row_choice import RowChoiceError, choose_rows
 from service.chat import ChatService
 from service.completions import CompletionService
 from service.documents import DocumentService
 from service.embeddings import EmbeddingService
 from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from service.estimates import EstimateService
 from service.exchange import RequestBody
 from service.limits import BodyMemory, OpenRequests
 from service.logs import RequestRecord
 from service.metrics import Gauges, Metrics
-from service.schemas import CompletionUsage
+from service.schemas import CompletionUsage, EncodingOptions
 from service.served_model import ServedModel
 from service.settings import Settings
 from service.spool import DiskBudget
@@ -42,6 +45,7 @@ class Services:
     chat: ChatService
     documents: DocumentService
     embeddings: EmbeddingService
+    estimates: EstimateService
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget
@@ -70,6 +74,18 @@ class Services:
                 code=Code.MODEL_NOT_FOUND,
                 param="model",
             )
+
+    def rows(self, options: EncodingOptions) -> RowSpec:
+        """The rows that are asked for; what was left out depends on the model.
+
+        Raises: BadRequest for rows that the model does not give.
+        """
+        window = options.window if "window" in options.model_fields_set else None
+        pooling = options.pooling if "pooling" in options.model_fields_set else None
+        try:
+            return choose_rows(options.granularity, window, pooling, self.model.reading)
+        except RowChoiceError as error:
+            raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
 
     def check_writes(self) -> None:
         """Accept a model that generates text.

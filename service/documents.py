@@ -24,9 +24,9 @@ from service.rows import RowBlock
 from service.schemas import EncodingSummary, Usage
 from service.served_model import ServedModel
 from service.settings import Settings
-from service.speed import EngineSpeed
 from service.spool import Spool, SpoolFactory
 from service.tokenising import Piece, TokeniserPort
+from service.workload import DocumentLoad, Workload
 
 __all__ = ["DocumentService", "RowsWanted", "Source", "Utf8Check"]
 
@@ -61,10 +61,14 @@ class Utf8Check:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the document comes from: the body that still arrives, or a text that came as JSON."""
+    """Where the document comes from: the body that still arrives, or a text that came as JSON.
+
+    `size` is its length in bytes, where that is known.
+    """
 
     text: bytes | None = None
     check_utf8: bool = False
+    size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ class DocumentService:
         spools: SpoolFactory,
         threads: Executor,
         metrics: Metrics,
-        speed: EngineSpeed,
+        workload: Workload,
     ) -> None:
         self._settings = settings
         self._engine = engine
@@ -113,7 +117,7 @@ class DocumentService:
         self._spools = spools
         self._threads = threads
         self._metrics = metrics
-        self._speed = speed
+        self._workload = workload
 
     async def answer(
         self, wanted: RowsWanted, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
@@ -136,11 +140,14 @@ class DocumentService:
                 pieces, count = await self._pieces(document, spools)
                 form = await self._beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
                 await self._watch.until_ready()
-                with self._engine.open(wanted.spec, record.request_id) as stream:
+                with (
+                    self._workload.document(size=source.size) as load,
+                    self._engine.open(wanted.spec, record.request_id) as stream,
+                ):
                     await stream.admitted(settings.admission_seconds)
                     await writer.start(form.media_type, form.length)
                     delivery = group.create_task(self._deliver(document, form, writer))
-                    outbox.end(await self._encode(document, form, stream, pieces))
+                    outbox.end(await self._encode(document, form, load, stream, pieces))
                 await delivery
                 intake.cancel()
 
@@ -181,7 +188,12 @@ class DocumentService:
         return RowsAhead(self._model.hidden_size, None if count is None else max(0, count - wanted.first_row), about)
 
     async def _encode(
-        self, document: _Document, form: RowFormat, stream: EngineStream, pieces: AsyncIterator[Piece]
+        self,
+        document: _Document,
+        form: RowFormat,
+        load: DocumentLoad,
+        stream: EngineStream,
+        pieces: AsyncIterator[Piece],
     ) -> bytes:
         """Feed the engine and collect its rows; returns the last bytes, which say how it ended if they can."""
         outbox, record = document.outbox, document.record
@@ -190,7 +202,7 @@ class DocumentService:
             await outbox.put(await self._beside(lambda: form.rows(block)))
 
         spec, dim, first = document.wanted.spec, self._model.hidden_size, document.wanted.first_row
-        run = EncodingRun(spec, dim, put, first_row=first, speed=self._speed)
+        run = EncodingRun(spec, dim, put, first_row=first, load=load)
         try:
             await outbox.put(form.head())
             await run.work(stream, pieces)

@@ -10,8 +10,8 @@ from service.engine_stream import EngineStream
 from service.errors import EngineFailure
 from service.exchange import task_group
 from service.rows import FLOATS_PER_CALL, ByteOffsets, RowBlock, row_block
-from service.speed import EngineSpeed
 from service.tokenising import Piece
+from service.workload import DocumentLoad
 
 __all__ = ["EncodingRun", "count_rows"]
 
@@ -35,16 +35,14 @@ class EncodingRun:
     not given to the sink.
     """
 
-    def __init__(self, spec: RowSpec, dim: int, sink: Sink, *, first_row: int = 0, speed: EngineSpeed) -> None:
+    def __init__(self, spec: RowSpec, dim: int, sink: Sink, *, first_row: int = 0, load: DocumentLoad) -> None:
         self._spec = spec
         self._dim = dim
         self._sink = sink
         self._first_row = first_row
-        self._speed = speed
+        self._load = load
         self._offsets = ByteOffsets(spec)
         self.rows = 0
-        self.done_tokens = 0
-        """Tokens whose rows have come back."""
 
     @property
     def tokens(self) -> int:
@@ -74,9 +72,10 @@ class EncodingRun:
     async def _feed(self, stream: EngineStream, pieces: AsyncIterator[Piece], until_done: ExitStack) -> None:
         async for piece in pieces:
             self._offsets.push(piece.byte_lengths)
-            with self._speed.waiting():
+            self._load.tokenised(len(piece.tokens), int(piece.byte_lengths.sum()))
+            with self._load.waiting():
                 await stream.send(piece.tokens, final=False)
-        until_done.enter_context(self._speed.waiting())
+        until_done.enter_context(self._load.waiting())
         await stream.send(_NO_TOKENS, final=True)
 
     async def _collect(self, stream: EngineStream) -> EncodingDone:
@@ -89,7 +88,7 @@ class EncodingRun:
                     "is it serving another model?"
                 )
             if total:
-                self._progress(event.stops[-1])
+                self._load.done(event.stops[-1])
             step = max(1, FLOATS_PER_CALL // dim)
             for first in range(0, total, step):
                 count = min(step, total - first)
@@ -101,9 +100,5 @@ class EncodingRun:
             self.rows += total
         if not isinstance(event, EncodingDone):
             raise EngineFailure("the engine answered an encoding with generated tokens")
-        self._progress(event.tokens)
+        self._load.done(event.tokens)
         return event
-
-    def _progress(self, tokens: int) -> None:
-        self._speed.done(max(0, tokens - self.done_tokens))
-        self.done_tokens = tokens

@@ -1,4 +1,4 @@
-"""How fast the engine reads, as measured while somebody waits for it, and what that says of work to come."""
+"""What was measured lately: how fast the engine reads while somebody waits for it, and tokens per byte of text."""
 
 import math
 import time
@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-__all__ = ["EngineSpeed", "Speed"]
+__all__ = ["EngineSpeed", "Ratio", "Speed", "TextRatio"]
 
 INTERVAL_SECONDS = 0.5  # of waiting, at least
 INTERVALS = 64
 LEAST_TOKENS = 4096  # fewer say little: they are one or two steps
 LEAST_SPREAD = 0.05  # nobody's machine is steadier
+LEAST_RATIO_SPREAD, FEW_PIECES = 0.01, 0.25
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,52 @@ class EngineSpeed:
 
     def measured(self) -> Speed | None:
         """The speed of the last half minute or so of work; None before anything was measured."""
-        past = [*self._past, *([(self._tokens, self._seconds)] if self._seconds else [])]
-        tokens, seconds = sum(part[0] for part in past), sum(part[1] for part in past)
+        tokens = self._tokens + sum(part[0] for part in self._past)
+        seconds = self._seconds + sum(part[1] for part in self._past)
         if tokens < LEAST_TOKENS or seconds <= 0:
             return None
         mean = tokens / seconds
-        variance = sum(took * (count / took - mean) ** 2 for count, took in past) / seconds
-        return Speed(mean, max(LEAST_SPREAD, 2 * math.sqrt(variance / len(past)) / mean))
+        past = sum(part[1] for part in self._past)
+        if not past:
+            return Speed(mean, FEW_PIECES)
+        variance = sum(took * (count / took - mean) ** 2 for count, took in self._past) / past
+        return Speed(mean, max(LEAST_SPREAD, 2 * math.sqrt(variance / len(self._past)) / mean))
 
     def _tick(self) -> None:
         now = self._clock()
         if self._waiting:
             self._seconds += now - self._since
         self._since = now
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tokens per byte of text, and by which share those of another text of this kind may differ."""
+
+    tokens_per_byte: float
+    spread: float
+
+
+class TextRatio:
+    """Tokens over bytes of the pieces of text that were tokenised lately."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[int, int]] = deque(maxlen=INTERVALS)
+
+    def add(self, tokens: int, size: int) -> None:
+        """So many tokens came of so many bytes."""
+        if size > 0:
+            self._pieces.append((tokens, size))
+
+    def measured(self, least_bytes: int = 1) -> Ratio | None:
+        """The ratio over the last pieces; None before so many bytes were tokenised."""
+        tokens, size = sum(piece[0] for piece in self._pieces), sum(piece[1] for piece in self._pieces)
+        if size < least_bytes or not tokens:
+            return None
+        mean = tokens / size
+        if tokens == size and all(count == part for count, part in self._pieces):
+            return Ratio(mean, 0.0)  # a token per byte, always
+        variance = sum(part * (count / part - mean) ** 2 for count, part in self._pieces) / size
+        # two standard errors of the mean; a single piece says nothing about how texts vary
+        spread = 2 * math.sqrt(variance / len(self._pieces)) / mean if len(self._pieces) > 1 else FEW_PIECES
+        return Ratio(mean, max(LEAST_RATIO_SPREAD, spread))

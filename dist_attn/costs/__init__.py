@@ -28,7 +28,7 @@ from dist_attn.costs.operations import (
     reshuffle_back_bytes,
     reshuffle_bytes,
 )
-from dist_attn.costs.output import output_bytes
+from dist_attn.costs.output import OutputFormat, output_bytes
 from dist_attn.costs.relative_attention import RelativeAttention
 from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
 
@@ -45,6 +45,7 @@ __all__ = [
     "Link",
     "MemoryPerRank",
     "MixerCosts",
+    "OutputFormat",
     "Rates",
     "RelativeAttention",
     "ScanCost",

@@ -6,8 +6,6 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.row_choice import RowChoiceError, choose_rows
 from service.dependencies import Services, media_type, read_json_body, record_of, services_of
 from service.documents import RowsWanted, Source
 from service.errors import BadRequest, Code, ServiceError, TooLarge
@@ -60,8 +58,9 @@ async def create_encoding(request: Request) -> Response:
     services.check_model(options.model)
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, request.headers.get("accept", ""))
-    wanted = RowsWanted(_rows(services, options), form, options.from_row)
-    _check_length(form, request, source)
+    spec = services.rows(options)
+    wanted = RowsWanted(spec, form, options.from_row)
+    _check_length(form, source)
 
     async def exchange(writer: ResponseWriter) -> None:
         with services.open_requests.one():
@@ -83,7 +82,8 @@ async def _source(
     kind = media_type(request)
     if kind == JSON:
         wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EncodingRequest)
-        return Source(text=_document_bytes(wanted.input)), _merged(options, wanted)
+        text = _document_bytes(wanted.input)
+        return Source(text=text, size=len(text)), _merged(options, wanted)
     if kind not in (TEXT, BYTES, ""):
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}",
@@ -93,20 +93,7 @@ async def _source(
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > services.settings.body_bytes:
         raise TooLarge(f"the body has {length} bytes; a document may have {services.settings.body_bytes}")
-    return Source(check_utf8=kind == TEXT), options
-
-
-def _rows(services: Services, options: EncodingOptions) -> RowSpec:
-    """The rows that are asked for; what was left out depends on the model.
-
-    Raises: BadRequest for rows that the model does not give.
-    """
-    window = options.window if "window" in options.model_fields_set else None
-    pooling = options.pooling if "pooling" in options.model_fields_set else None
-    try:
-        return choose_rows(options.granularity, window, pooling, services.model.reading)
-    except RowChoiceError as error:
-        raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
+    return Source(check_utf8=kind == TEXT, size=int(length) if length.isdecimal() else None), options
 
 
 def _document_bytes(text: str) -> bytes:
@@ -125,12 +112,12 @@ def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
     return EncodingOptions(**values)
 
 
-def _check_length(form: str, request: Request, source: Source) -> None:
+def _check_length(form: str, source: Source) -> None:
     """Refuse a format that needs the number of rows where the document's length is not known beforehand.
 
     Raises: BadRequest.
     """
-    if FORMATS[form].needs_count and source.text is None and "content-length" not in request.headers:
+    if FORMATS[form].needs_count and source.size is None:
         raise BadRequest(
             f"format={form} has the number of rows in its header, and this body comes without Content-Length: send "
             "one, or take format=arrow or ndjson",

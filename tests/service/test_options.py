@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from service.chat_schemas import ChatRequest
 from service.errors import Code
+from service.job_schemas import EstimateRequest
 from service.metrics import Metrics
 from service.schemas import (
     CompletionRequest,
@@ -87,12 +88,22 @@ TOKENIZE: Cases = {
     "add_special_tokens": ([True, False, None], ["yes"]),
     "return_token_strs": ([True, False, None], [1]),
 }
+ESTIMATES: Cases = {
+    "model": (["tiny", None], ["other"]),
+    "input": (["a", ""], [5]),
+    "bytes": ([1000, None], [2, -1, 0.5]),
+    "tokens": ([None], [-1, "5"]),
+    "granularity": (["token", "window", "document"], ["page"]),
+    "window": ([1, 512, None], [0, 1_000_001, 0.5]),
+    "max_tokens": ([1, 1000, None], [0, 0.5]),
+}
 DETOKENIZE: Cases = {"model": (["tiny", None], ["other"]), "tokens": ([[], [97]], [[999], ["a"], "a"])}
 FAMILIES: list[tuple[str, str, type[BaseModel], dict[str, Any], Cases]] = [
     ("Completions", "/v1/completions", CompletionRequest, {"prompt": "abc"}, COMPLETIONS),
     ("Chats", "/v1/chat/completions", ChatRequest, {"messages": [MESSAGE]}, CHATS),
     ("Embeddings", "/v1/embeddings", EmbeddingRequest, {"input": "abc"}, EMBEDDINGS),
     ("Encodings", "/v1/encodings", EncodingRequest, {"input": "abc"}, ENCODINGS),
+    ("Estimates", "/v1/estimate", EstimateRequest, {"input": "abc"}, ESTIMATES),
     ("Tokenise and detokenise", "/tokenize", TokenizeRequest, {"prompt": "abc"}, TOKENIZE),
     ("Tokenise and detokenise", "/detokenize", DetokenizeRequest, {"tokens": [97]}, DETOKENIZE),
 ]
