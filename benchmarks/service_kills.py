@@ -6,15 +6,11 @@ peace, and then over and over while `kill -9` (every `--stop-every`th time SIGST
 
 import argparse
 import asyncio
-import contextlib
 import hashlib
 import json
 import os
 import random
-import re
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,10 +22,11 @@ from typing import Any
 
 import httpx
 
+from benchmarks.service_process import ServiceProcess, until_ready
+
 __all__ = ["Answers", "Kill", "Stream", "main"]
 
 START_S, SILENCE_S, RECOVERY_S = 180.0, 300.0, 120.0
-LISTENS = re.compile(r"http://[^\s/]+:\d+")
 
 
 @dataclass(frozen=True)
@@ -121,69 +118,12 @@ class Answers:
         }
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-class _Service:
-    """A service in processes of its own."""
-
-    def __init__(self, ranks: int, model: str, folder: Path) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "dist_attn",
-            "serve",
-            "--port",
-            str(_free_port()),
-            "--ranks",
-            str(ranks),
-            "--model",
-            model,
-        ]
-        self._log = (folder / "serve.log").open("wb")
-        self._process = subprocess.Popen(
-            [*command, "--model", model, "--data-dir", str(folder / "data")], stdout=subprocess.PIPE, stderr=self._log
-        )
-        assert self._process.stdout is not None
-        self.url = ""
-        for line in self._process.stdout:
-            found = LISTENS.search(line.decode())
-            if found:
-                self.url = found.group()
-                break
-        if not self.url:
-            raise RuntimeError(f"the service did not start: {(folder / 'serve.log').read_text()[-2000:]}")
-
-    def stop(self) -> None:
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(30)
-        self._process.kill()
-        self._log.close()
-
-
-async def _ready(http: httpx.AsyncClient, epoch: int, seconds: float) -> dict[str, Any]:
-    """The status as soon as the engine is ready in this epoch or a later one."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.HTTPError):
-            status: dict[str, Any] = (await http.get("/v1/status")).json()
-            if status["ready"] and (status["epoch"] or 0) >= epoch:
-                return status
-        await asyncio.sleep(0.05)
-    raise TimeoutError(f"the engine was not ready in epoch {epoch} within {seconds:g} s")
-
-
 async def _kill(http: httpx.AsyncClient, chance: random.Random, number: signal.Signals, streams: int) -> Kill:
-    status = await _ready(http, 0, RECOVERY_S)
+    status = await until_ready(http, 0, RECOVERY_S)
     victim = chance.choice(status["ranks"])
     began = time.monotonic()
     os.kill(victim["pid"], number)
-    after = await _ready(http, status["epoch"] + 1, RECOVERY_S)
+    after = await until_ready(http, status["epoch"] + 1, RECOVERY_S)
     seconds = time.monotonic() - began
     again = after["replayed_tokens"] - status["replayed_tokens"]
     return Kill(victim["rank"], victim["phase"], number.name, streams, round(seconds, 2), again)
@@ -192,7 +132,7 @@ async def _kill(http: httpx.AsyncClient, chance: random.Random, number: signal.S
 async def _measure(url: str, streams: Sequence[Stream], given: argparse.Namespace) -> Answers:
     chance, answers = random.Random(given.seed), Answers()
     async with httpx.AsyncClient(base_url=url, timeout=SILENCE_S, limits=httpx.Limits(max_connections=100)) as http:
-        await _ready(http, 0, START_S)
+        await until_ready(http, 0, START_S)
         began = time.monotonic()
         wanted = dict(zip(streams, await asyncio.gather(*(s.digest(http) for s in streams)), strict=True))
         undisturbed = time.monotonic() - began
@@ -253,13 +193,12 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"service_kills: {given.book} cannot be read: {error.strerror}", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory() as folder:
-        service = _Service(given.ranks, given.model, Path(folder))
-        try:
-            streams = _streams(book, given.streams, given.max_tokens)
-            answers = asyncio.run(_measure(service.url, streams, given))
-        finally:
-            service.stop()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
+    ):
+        streams = _streams(book, given.streams, given.max_tokens)
+        answers = asyncio.run(_measure(service.url, streams, given))
     result = json.dumps(answers.as_json(), indent=1)
     print(result)
     if given.json is not None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks import chapter_retrieval, longest_softmax, perplexity_by_position
+from benchmarks import chapter_retrieval, longest_softmax, perplexity_by_position, service_fairness
 
 __all__ = ["STUDIES", "Finding", "Study"]
 
@@ -40,5 +40,6 @@ _ALL = (
     Study("chapter-retrieval", chapter_retrieval.TESTS, chapter_retrieval.measure),
     Study("longest-softmax", longest_softmax.TESTS, longest_softmax.measure),
     Study("perplexity-by-position", perplexity_by_position.TESTS, perplexity_by_position.measure),
+    Study("service-fairness", service_fairness.TESTS, service_fairness.measure),
 )
 STUDIES = {study.name: study for study in _ALL}

@@ -17,6 +17,9 @@ from dist_attn.control.rows import GRAIN
 
 __all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "plan", "split"]
 
+DECODE_SHARE = 0.45
+"""Of a step's time. A little under one half, since what is promised to reading is half of the machine."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -131,10 +134,11 @@ def _budget(limits: Limits, *, decoding: bool) -> int:
 
 
 def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
-    """How many rounds go between the layers, so that all of them together take no longer than the blocks."""
+    """How many rounds go between the layers, so that all of them together take `DECODE_SHARE` of the step at most."""
     if not limits.round_s or not limits.token_s:
         return 0
-    fit = int(_tokens(list(blocks)) * limits.token_s / limits.round_s)
+    reading_s = _tokens(list(blocks)) * limits.token_s
+    fit = int(reading_s * DECODE_SHARE / (1 - DECODE_SHARE) / limits.round_s)
     return max(0, min(fit - 1, limits.pauses * len(blocks)))
 
 

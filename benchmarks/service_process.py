@@ -1,0 +1,82 @@
+"""A service in processes of its own, for measurements that need one to themselves."""
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+__all__ = ["ServiceProcess", "until_ready"]
+
+LISTENS = re.compile(r"http://[^\s/]+:\d+")
+END_S = 30.0
+
+
+class ServiceProcess:
+    """`dist-attn serve` on a free port, its log and its data in `folder`; `flags` are further ones.
+
+    Raises: RuntimeError with the end of the log if it does not start.
+    """
+
+    def __init__(self, folder: Path, *, ranks: int, model: str, flags: tuple[str, ...] = ()) -> None:
+        where = [f"--port={_free_port()}", f"--data-dir={folder / 'data'}", f"--ranks={ranks}", f"--model={model}"]
+        self._log = (folder / "serve.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "dist_attn", "serve", *where, *flags], stdout=subprocess.PIPE, stderr=self._log
+        )
+        assert self._process.stdout is not None
+        self.url = ""
+        for line in self._process.stdout:
+            found = LISTENS.search(line.decode())
+            if found:
+                self.url = found.group()
+                break
+        if not self.url:
+            raise RuntimeError(f"the service did not start: {(folder / 'serve.log').read_text()[-2000:]}")
+
+    def __enter__(self) -> "ServiceProcess":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The process that has started all others."""
+        return self._process.pid
+
+    def stop(self) -> None:
+        """End it, by force if need be."""
+        self._process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+        self._process.kill()
+        self._log.close()
+
+
+async def until_ready(http: httpx.AsyncClient, epoch: int, seconds: float) -> dict[str, Any]:
+    """The status as soon as the engine is ready in this epoch or a later one.
+
+    Raises: TimeoutError.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            status: dict[str, Any] = (await http.get("/v1/status")).json()
+            if status["ready"] and (status["epoch"] or 0) >= epoch:
+                return status
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"the engine was not ready in epoch {epoch} within {seconds:g} s")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
