@@ -8,7 +8,9 @@
     │   ├── TokenError                bytes or token ids that the tokeniser cannot take
     │   ├── StateMismatchError        a stored state that belongs to another model; names both values
     │   ├── UnknownStateError         a session, checkpoint or snapshot that is not there, or not this caller's
-    │   └── ConflictError             a session that stands elsewhere than the caller thinks, or is being written to
+    │   └── ConflictError             what was asked for does not go with how a session stands
+    │       ├── PositionError         it stands elsewhere than the caller thinks; has both positions
+    │       └── BusyError             it is being written to; says how long that may take
     ├── CommError                     an exchange between ranks failed; names the rank and the operation
     │   └── MismatchError             ranks called different operations, shapes, dtypes or layouts
     ├── WireError                     a message between processes that cannot be read or is out of order
@@ -22,6 +24,7 @@ A message says what was given, what was needed and what to do about it.
 """
 
 __all__ = [
+    "BusyError",
     "CommError",
     "ConfigError",
     "ConflictError",
@@ -32,6 +35,7 @@ __all__ = [
     "MissingExtraError",
     "ModelFolderError",
     "NotFiniteError",
+    "PositionError",
     "QuotaError",
     "ShapeError",
     "StateMismatchError",
@@ -75,7 +79,24 @@ class UnknownStateError(InputError):
 
 
 class ConflictError(InputError):
-    """A session that stands elsewhere than the caller thinks, or is being written to."""
+    """What was asked for does not go with how a session stands."""
+
+
+class PositionError(ConflictError):
+    """A session that stands at `position`, not at the `expected` one."""
+
+    def __init__(self, message: str, *, expected: int, position: int) -> None:
+        super().__init__(message)
+        self.expected = expected
+        self.position = position
+
+
+class BusyError(ConflictError):
+    """A session that is being written to; in `retry_s` seconds its writer has spoken, ended, or is given up."""
+
+    def __init__(self, message: str, *, retry_s: float) -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class CommError(DistAttnError):

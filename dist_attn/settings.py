@@ -6,6 +6,7 @@
     [work]     how work is cut
     [waits]    how long the API waits for whom
     [engine]   the ranks, and what the controller takes on
+    [store]    where states of sessions are kept, and how much of them
 
 In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the tree is refused, wherever it stands.
 """
@@ -29,6 +30,7 @@ __all__ = [
     "LimitSettings",
     "Resolved",
     "Settings",
+    "StoreSettings",
     "WaitSettings",
     "WorkSettings",
     "read_settings",
@@ -106,6 +108,7 @@ class WorkSettings(_Section):
     message_tokens: Number = Field(default=16_384, description="tokens per message to the controller")
     inbox_soft_bytes: Bytes = Field(default=16 * MIB, description="rows waiting to be written: stop feeding")
     inbox_hard_bytes: Bytes = Field(default=256 * MIB, description="rows waiting to be written: give up")
+    checkpoint_tokens: Number = Field(default=65_536, description="tokens of an append between two stored states")
 
 
 class WaitSettings(_Section):
@@ -123,6 +126,7 @@ class WaitSettings(_Section):
     status_stale_seconds: Seconds = Field(default=2, description="older than this means: not ready")
     ping_seconds: Seconds = Field(default=15, description="between keep-alive comments of an event stream")
     keep_alive_seconds: Number = 5
+    detached_seconds: Seconds = Field(default=60, description="work on a session whose client has left")
     shutdown_seconds: Number = Field(default=10, description="open streams may finish within this time")
 
 
@@ -173,6 +177,30 @@ class EngineSettings(_Section):
     losses_to_fail: Number = 4
 
 
+class StoreSettings(_Section):
+    """Where states of sessions are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
+
+    The values of the same names in dist_attn.store.StoreLimits, which explains them; `""` for address means a folder
+    `states` of data_dir.
+    """
+
+    address: str = Field(default="", description="a folder, redis://HOST:PORT/DB, or memory:; empty: a folder of ours")
+    snapshot_bytes: Bytes = 1 * GIB
+    store_bytes: Bytes = 64 * GIB
+    tenant_bytes: Bytes = Field(default=16 * GIB, description="of one caller")
+    tenant_sessions: Number = Field(default=1024, description="of one caller")
+    tenant_prefixes: Number = 4096
+    session_checkpoints: Number = Field(default=64, description="of one session; older ones go")
+    session_appends: Number = Field(default=64, description="idempotency keys that a session remembers")
+    session_ttl_s: Seconds = Field(default=7 * 86_400.0, description="a session that is not used ends after so long")
+    longest_ttl_s: Seconds = 90 * 86_400.0
+    hold_s: Seconds = Field(default=300.0, description="a state that nobody refers to yet")
+    orphan_s: Seconds = 3600.0
+    writer_s: Seconds = Field(default=60.0, description="a writer that says nothing for so long is taken for dead")
+    writers: Number = Field(default=8, description="states that are written at once")
+    upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
+
+
 class Settings(_Section):
     """The whole tree."""
 
@@ -184,6 +212,7 @@ class Settings(_Section):
     work: WorkSettings = WorkSettings()
     waits: WaitSettings = WaitSettings()
     engine: EngineSettings = EngineSettings()
+    store: StoreSettings = StoreSettings()
 
 
 @dataclass(frozen=True)
@@ -307,4 +336,6 @@ def _plain(key: str, value: Any) -> Any:
     """A value as JSON and people read it."""
     if _is_secret(key):
         return f"{len(value)} keys"
+    if key == "store.address":
+        return re.sub(r"//[^/]*@", "//…@", value)
     return str(value) if isinstance(value, Path) else value

@@ -32,9 +32,24 @@ from service.job_schemas import EstimateRequest
 from service.limits import BodyMemory, OpenRequests
 from service.logs import Log, make_log
 from service.metrics import Metrics
-from service.routers import chat, completions, documentation, embeddings, encodings, estimate, health, models, tokens
+from service.routers import (
+    chat,
+    completions,
+    documentation,
+    embeddings,
+    encodings,
+    estimate,
+    health,
+    models,
+    session_text,
+    sessions,
+    tokens,
+)
 from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
 from service.served_model import ServedModel
+from service.session_schemas import SESSION_BODIES
+from service.sessions.desk import SessionDesk
+from service.sessions.keeping import KeptStore, kept_store
 from service.settings import Settings
 from service.spool import DiskBudget, SpoolFactory
 from service.tokenising import ThreadTokeniser
@@ -43,10 +58,12 @@ from service.workload import Workload
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (completions, chat, encodings, embeddings, estimate, tokens, models, health, documentation)
+ROUTERS = (
+    completions, chat, encodings, embeddings, estimate, tokens, sessions, session_text, models, health, documentation,
+)  # fmt: skip
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-    EstimateRequest,
+    EstimateRequest, *SESSION_BODIES,
 )  # fmt: skip
 
 
@@ -80,15 +97,16 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
             ThreadPoolExecutor(settings.threads, thread_name_prefix="work") as threads,
             ThreadPoolExecutor(1, thread_name_prefix="disk") as disk,
         ):
-            services = _services(settings, port, metrics, open_requests, threads, disk)
-            metrics.watch(services.gauges, version=__version__, model=services.model.id)
-            await port.start()
-            try:
-                yield {"services": services}
-            finally:
-                await port.close()
-                # what was cut off still writes its last words and gives its spools back
-                await open_requests.drained(FAREWELL_SECONDS)
+            async with kept_store(settings, log) as kept:
+                services = _services(settings, port, metrics, open_requests, threads, disk, kept)
+                metrics.watch(services.gauges, version=__version__, model=services.model.id)
+                await port.start()
+                try:
+                    yield {"services": services}
+                finally:
+                    await port.close()
+                    # what was cut off still writes its last words and gives its spools back
+                    await open_requests.drained(FAREWELL_SECONDS)
 
     app = FastAPI(
         title="dist-attn",
@@ -140,6 +158,7 @@ def _services(
     open_requests: OpenRequests,
     threads: ThreadPoolExecutor,
     disk: ThreadPoolExecutor,
+    kept: KeptStore,
 ) -> Services:
     """Read the model folder and put the parts together."""
     model = ServedModel.read(settings.model)
@@ -159,6 +178,7 @@ def _services(
         documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics, workload),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
         estimates=EstimateService(settings, model, watch, tokeniser, workload, threads),
+        sessions=SessionDesk.over(kept, settings, engine, watch, tokeniser, model.id, metrics),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dist_attn.wire.messages import TokenLogprobs
+from service.schemas import ChoiceLogprobs
 from service.stopping import StopScanner
 from service.tokenising import TokeniserPort
 
-__all__ = ["ChoiceText", "ScoredToken"]
+__all__ = ["ChoiceText", "ScoredToken", "told_logprobs"]
 
 LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
 
@@ -21,6 +22,18 @@ class ScoredToken:
     logprob: float
     top: dict[str, float]
     offset: int
+
+
+def told_logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChoiceLogprobs | None:
+    """Log-probabilities in OpenAI's form, where they were asked for."""
+    if asked is None:
+        return None
+    return ChoiceLogprobs(
+        tokens=[token.text for token in scored],
+        token_logprobs=[token.logprob for token in scored],
+        top_logprobs=[token.top for token in scored] if asked else None,
+        text_offset=[token.offset for token in scored],
+    )
 
 
 class ChoiceText:

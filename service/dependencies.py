@@ -24,11 +24,12 @@ from service.logs import RequestRecord
 from service.metrics import Gauges, Metrics
 from service.schemas import CompletionUsage, EncodingOptions
 from service.served_model import ServedModel
+from service.sessions.desk import SessionDesk
 from service.settings import Settings
 from service.spool import DiskBudget
 from service.tokenising import TokeniserPort
 
-__all__ = ["Services", "media_type", "read_json_body", "record_of", "services_of"]
+__all__ = ["Services", "media_type", "read_json_body", "read_options", "record_of", "services_of"]
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ class Services:
     documents: DocumentService
     embeddings: EmbeddingService
     estimates: EstimateService
+    sessions: SessionDesk
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget
@@ -113,7 +115,8 @@ class Services:
 
     def gauges(self) -> Gauges:
         """How things are now."""
-        return Gauges(self.watch.health(), self.open_requests.count, self.watch.waiting, self.budget.used)
+        stored = self.sessions.kept.known_totals
+        return Gauges(self.watch.health(), self.open_requests.count, self.watch.waiting, self.budget.used, stored)
 
 
 def services_of(request: Request) -> Services:
@@ -168,3 +171,14 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
     if length.isdecimal() and int(length) > limit:
         raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
     return await body.read_all(limit, services_of(request).json_memory.hold(record_of(request).at_end.append))
+
+
+async def read_options(request: Request, body: RequestBody) -> bytes:
+    """The bytes of a JSON body that may be left out: then everything is as it is by default.
+
+    Raises: as `read_json_body`.
+    """
+    length, coding = request.headers.get("content-length", "0"), request.headers.get("transfer-encoding")
+    if length == "0" and coding is None:
+        return b"{}"
+    return await read_json_body(request, body, services_of(request).settings.json_body_bytes)

@@ -1,7 +1,6 @@
 """A long document through the engine: body -> tokens -> controller -> rows, all at once and in bounded memory."""
 
 import asyncio
-import codecs
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
@@ -25,38 +24,14 @@ from service.schemas import EncodingSummary, Usage
 from service.served_model import ServedModel
 from service.settings import Settings
 from service.spool import Spool, SpoolFactory
+from service.text_check import Utf8Check
 from service.tokenising import Piece, TokeniserPort
 from service.workload import DocumentLoad, Workload
 
-__all__ = ["DocumentService", "RowsWanted", "Source", "Utf8Check"]
+__all__ = ["DocumentService", "RowsWanted", "Source"]
 
 T = TypeVar("T")
 TOKEN_BYTES = 4
-
-
-class Utf8Check:
-    """Checks a stream for valid UTF-8, wherever it is cut."""
-
-    def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._checked = 0
-
-    def push(self, chunk: bytes, *, final: bool = False) -> None:
-        """Check the next bytes.
-
-        Raises: BadRequest naming the offset of the first byte that is wrong.
-        """
-        pending = len(self._decoder.getstate()[0])
-        try:
-            self._decoder.decode(chunk, final)
-        except UnicodeDecodeError as error:
-            raise BadRequest(
-                f"byte {self._checked - pending + error.start} of the text is not valid UTF-8 ({error.reason}); "
-                "send UTF-8, or any bytes as Content-Type: application/octet-stream",
-                code=Code.INVALID_UTF8,
-                param="input",
-            ) from None
-        self._checked += len(chunk)
 
 
 @dataclass(frozen=True)

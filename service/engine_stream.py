@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import cast
+from typing import Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -72,7 +72,7 @@ class EngineStream:
         self._heard = time.monotonic()
         self._changed = asyncio.Event()
 
-    def __enter__(self) -> "EngineStream":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -3,9 +3,10 @@
 import asyncio
 import time
 
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import Status
 from service.engine_port import EngineHealth, EnginePort
-from service.errors import Code, EngineUnavailable
+from service.errors import BadRequest, Code, EngineUnavailable
 from service.served_model import ServedModel
 from service.settings import Settings
 
@@ -40,6 +41,21 @@ class EngineWatch:
         if not health.ready or health.status is None:
             raise EngineUnavailable(f"the engine is not ready: {health.reason}")
         return health.status
+
+    def manifest(self) -> Manifest:
+        """What the states of sessions say about themselves; the engine must have been ready.
+
+        Raises: EngineUnavailable while it is not; BadRequest for a model whose states cannot be stored.
+        """
+        manifest = self.ready_status().manifest
+        if manifest is None:
+            raise BadRequest(
+                f"the states of {self._model.id!r} grow with the text and are not stored, so it has no sessions; send "
+                "the whole text to /v1/completions or /v1/encodings",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="model",
+            )
+        return manifest
 
     async def until_ready(self) -> None:
         """Return as soon as the engine can take work; a restart takes some seconds, so this may wait as long.

@@ -60,6 +60,12 @@ class Code(StrEnum):
     BODY_TOO_LARGE = "body_too_large"
     HEAD_TOO_LARGE = "head_too_large"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+    # sessions
+    CONFLICT = "conflict"
+    SESSION_BUSY = "session_busy"
+    PRECONDITION_FAILED = "precondition_failed"
+    PRECONDITION_REQUIRED = "precondition_required"
+    INSUFFICIENT_QUOTA = "insufficient_quota"
     # the engine
     ENGINE_NOT_READY = "engine_not_ready"
     ENGINE_UNREACHABLE = "engine_unreachable"
@@ -71,6 +77,7 @@ class Code(StrEnum):
     STATE_MISMATCH = "state_mismatch"
     # this process
     DISK_FULL = "disk_full"
+    STORAGE_FAILED = "storage_failed"
     STOPPING = "stopping"
     INTERNAL_ERROR = "internal_error"
 
@@ -80,7 +87,10 @@ class ClientGone(Exception):
 
 
 class ServiceError(Exception):
-    """An answer other than success: HTTP status, code of the closed set, a message, the parameter it is about."""
+    """An answer other than success: HTTP status, code of the closed set, a message, the parameter it is about.
+
+    `facts` are the values that a program needs to go on; they stand in the problem document beside its own members.
+    """
 
     status = 500
     default_code = Code.INTERNAL_ERROR
@@ -93,6 +103,7 @@ class ServiceError(Exception):
         param: str | None = None,
         status: int | None = None,
         headers: dict[str, str] | None = None,
+        facts: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -100,6 +111,7 @@ class ServiceError(Exception):
         self.param = param
         self.status = status or type(self).status
         self.headers = headers or {}
+        self.facts = facts or {}
 
     @property
     def openai_type(self) -> str:
@@ -121,13 +133,14 @@ class ServiceError(Exception):
                 "status": self.status,
                 "detail": self.message,
                 "instance": instance,
+                **self.facts,
                 "error": self.error_object(),
             }
         )
 
     def line(self) -> bytes:
         """The last line of an NDJSON stream that ends with this error."""
-        return msgspec.json.encode({"object": "error", "error": self.error_object()}) + b"\n"
+        return msgspec.json.encode({"object": "error", **self.facts, "error": self.error_object()}) + b"\n"
 
     def events(self) -> bytes:
         """The last events of an event stream that ends with this error."""

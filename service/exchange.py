@@ -122,13 +122,14 @@ class ResponseWriter:
         self.started = False
         self.finished = False
 
-    async def start(self, media_type: str, length: int | None = None) -> None:
-        """Send the head of a streamed 200, whose body has `length` bytes if that is known."""
+    async def start(self, media_type: str, length: int | None = None, more: dict[str, str] | None = None) -> None:
+        """Send the head of a streamed 200, whose body has `length` bytes if that is known, with more headers."""
         self.started = True
         headers = [
             (b"content-type", media_type.encode("latin-1")),
             (b"cache-control", b"no-store"),
             (b"x-accel-buffering", b"no"),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in (more or {}).items()),
         ]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))

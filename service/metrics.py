@@ -1,13 +1,14 @@
 """What Prometheus is told: counters of requests and tokens, and gauges that are read when it asks."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from dist_attn.store import Usage
 from dist_attn.wire.messages import GuardCounts
 from service.engine_port import EngineHealth
 from service.errors import Code
@@ -28,6 +29,7 @@ class Gauges:
     open_requests: int
     waiting_requests: int
     spool_bytes: int
+    stored: Usage = field(default_factory=Usage)
 
 
 class Metrics:
@@ -82,6 +84,9 @@ class _GaugeCollector(Collector):
         yield _gauge("dist_attn_open_requests", "Requests that hold engine work or spools", now.open_requests)
         yield _gauge("dist_attn_waiting_requests", "Requests that wait for the engine", now.waiting_requests)
         yield _gauge("dist_attn_spool_bytes", "Bytes of disk that spools hold", now.spool_bytes)
+        yield _gauge("dist_attn_stored_sessions", "Sessions that the store keeps", now.stored.sessions)
+        yield _gauge("dist_attn_stored_states", "States that the store keeps", now.stored.snapshots)
+        yield _gauge("dist_attn_stored_bytes", "Their bytes", now.stored.bytes)
         yield _gauge("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready)
         status = now.health.status
         if status is None:

@@ -9,7 +9,7 @@ from pydantic_core import ErrorDetails, from_json
 
 from service.engine_stream import TokenArray
 from service.errors import BadRequest, Code
-from service.schemas import CompletionRequest, EncodingOptions
+from service.schemas import CompletionRequest
 
 __all__ = [
     "parse_bias",
@@ -66,8 +66,8 @@ def _bounded(value: Any, kind: type[BaseModel]) -> None:
             raise BadRequest(f"{name} holds {len(inner)} keys; at most {MOST_KEYS} are read", param=name)
 
 
-def parse_query(items: list[tuple[str, str]]) -> EncodingOptions:
-    """The options of an encoding from the query string.
+def parse_query(items: list[tuple[str, str]], kind: type[M]) -> M:
+    """The options in a query string.
 
     Raises: BadRequest naming the option.
     """
@@ -78,9 +78,9 @@ def parse_query(items: list[tuple[str, str]]) -> EncodingOptions:
             raise BadRequest(f"{shown} is given more than once; give it once", param=shown)
         values[name] = value
     try:
-        return EncodingOptions.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise refuse(error.errors(include_url=False, include_context=False), EncodingOptions) from None
+        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
 
 
 def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:

@@ -33,6 +33,7 @@ __all__ = [
     "Usage",
     "UsageChunk",
     "Version",
+    "digits",
 ]
 
 MAX_WINDOW = 1_000_000
@@ -230,7 +231,7 @@ class Detokenized(Output):
 # ---- /v1/encodings -----------------------------------------------------------------------------
 
 
-def _digits(value: Any) -> Any:
+def digits(value: Any) -> Any:
     """In a query a number is its digits: not 5.0, +5 or 5_0, which Python would read as well."""
     if isinstance(value, str) and not re.fullmatch(r"-?[0-9]+", value):
         raise ValueError("a whole number was needed, in digits alone")
@@ -244,12 +245,12 @@ class EncodingOptions(BaseModel):
 
     model: str | None = None
     granularity: Literal["token", "window", "document"] = "window"
-    window: Annotated[int, BeforeValidator(_digits)] = Field(
+    window: Annotated[int, BeforeValidator(digits)] = Field(
         default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
     )
     pooling: Literal["mean", "last"] = "mean"
     format: Literal["ndjson", "arrow", "npy"] = "ndjson"
-    from_row: Annotated[int, BeforeValidator(_digits)] = Field(
+    from_row: Annotated[int, BeforeValidator(digits)] = Field(
         default=0, ge=0, le=1 << 53, description="leave out the rows before this one, which are computed all the same"
     )
 
@@ -340,6 +341,9 @@ class ServiceState(Output):
     open_requests: int
     waiting_requests: int
     spool_bytes: int
+    stored_sessions: int
+    stored_states: int
+    stored_bytes: int
     backend: str | None = None
     epoch: int | None = None
     step: int | None = None

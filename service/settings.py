@@ -6,8 +6,9 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from dist_attn.errors import ConfigError
-from dist_attn.settings import HttpSettings, LimitSettings, WaitSettings, WorkSettings
+from dist_attn.settings import HttpSettings, LimitSettings, StoreSettings, WaitSettings, WorkSettings
 from dist_attn.settings import Settings as SettingsTree
+from dist_attn.store import StoreLimits
 
 __all__ = ["Settings"]
 
@@ -22,8 +23,9 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     keys_dir: str = Field(default="", description="folder with the keys for a tcp:// address of the controller")
     insecure_network: bool = Field(default=False, description="connect over a network without keys")
     model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
-    data_dir: Path = Field(default=Path("data"), description="spools live here")
+    data_dir: Path = Field(default=Path("data"), description="spools and states live here")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    store: StoreSettings = Field(default=StoreSettings(), description="where states of sessions are kept")
 
     @classmethod
     def of(cls, tree: SettingsTree) -> Self:
@@ -46,4 +48,15 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
             model=Path(tree.model or ""),
             data_dir=tree.data_dir,
             log_level=tree.log_level,
+            store=tree.store,
         )
+
+    @property
+    def store_address(self) -> str:
+        """Where states of sessions are kept."""
+        return self.store.address or str(self.data_dir / "states")
+
+    @property
+    def store_limits(self) -> StoreLimits:
+        """How much may be kept there."""
+        return StoreLimits(**self.store.model_dump(exclude={"address", "upkeep_s"}))

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -89,10 +89,23 @@ class StreamedResponse(Response):
             return
 
 
+class AnswerSink(Protocol):
+    """What an answer is written to, as ResponseWriter is."""
+
+    async def start(self, media_type: str) -> None:
+        """Send the head."""
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes."""
+
+    async def finish(self, data: bytes) -> None:
+        """Send the last bytes."""
+
+
 class EventWriter:
     """Server-sent events as OpenAI's clients read them: no `id:`, no `retry:`, a comment as keep-alive."""
 
-    def __init__(self, writer: ResponseWriter, *, ping_seconds: float) -> None:
+    def __init__(self, writer: AnswerSink, *, ping_seconds: float) -> None:
         self._writer = writer
         self._ping_seconds = ping_seconds
 

@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from dist_attn.control.serve import api_stop_deadline_s
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
-from dist_attn.settings import EngineSettings, Resolved, Settings, read_settings, settings_keys
+from dist_attn.settings import EngineSettings, Resolved, Settings, StoreSettings, read_settings, settings_keys
+from dist_attn.store import StoreLimits
 from service.app import FAREWELL_SECONDS
 from service.settings import Settings as ServiceSettings
 
@@ -125,13 +126,31 @@ def test_the_engine_gets_its_part(tmp_path: Path) -> None:
     assert engine == {name: control[name] for name in engine}
 
 
+def test_the_store_gets_its_part() -> None:
+    """The [store] section has the names and defaults of the store's limits, so neither can drift; "" is a folder."""
+    limits = {field.name: field.default for field in msgspec.structs.fields(StoreLimits)}
+    store = {name: field.default for name, field in StoreSettings.model_fields.items()}
+    assert (store.pop("address"), store.pop("upkeep_s")) == ("", 60)
+    assert store == limits
+    own = ServiceSettings(api_address="ipc:///x", model=Path("m"), data_dir=Path("d"))
+    assert own.store_address == "d/states" and own.store_limits == StoreLimits()
+    there = ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, store={"address": "redis://h"}))
+    assert there.store_address == "redis://h"
+
+
+def test_a_password_of_the_store_is_not_shown(tmp_path: Path) -> None:
+    """What `config show` prints of the store's address is without the password that may stand in it."""
+    shown = {key: value for key, value, _ in read(tmp_path, '[store]\naddress = "redis://me:word@host/0"').rows()}
+    assert shown["store.address"] == "redis://…@host/0"
+
+
 def test_the_api_gets_its_part(tmp_path: Path) -> None:
-    """Every key outside [engine] and what leads to the controller is in the API's settings, with the file's value."""
+    """Every key outside [engine] and [store], and what leads to the controller, is in the API's settings."""
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
-    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith("engine.")}
-    assert set(ServiceSettings.model_fields) == names | {"api_address", "keys_dir", "insecure_network"}
+    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(("engine.", "store."))}
+    assert set(ServiceSettings.model_fields) == names | {"api_address", "keys_dir", "insecure_network", "store"}
     with pytest.raises(ConfigError, match="--api-address"):
         ServiceSettings.of(Settings(model="m"))
 

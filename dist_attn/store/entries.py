@@ -43,7 +43,8 @@ class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of everything. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     `tenant_*` are the share of one caller. A snapshot that nobody refers to yet is kept for `hold_s`; bytes without a
-    record, left by a writer that died, for `orphan_s`.
+    record, left by a writer that died, for `orphan_s`. A writer of a session that says nothing for `writer_s` is taken
+    for dead.
     """
 
     snapshot_bytes: int = 1 << 30
@@ -57,6 +58,7 @@ class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_ttl_s: float = 90 * 86_400.0
     hold_s: float = 300.0
     orphan_s: float = 3600.0
+    writer_s: float = 60.0
     writers: int = 8
 
 
@@ -110,7 +112,8 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one append, named by its caller's key, has come to: it began at `start` and stands at `position`.
 
-    `digest` is that of what is appended, "" where it is not known; `result` is whatever the writer said at its end.
+    `digest` is that of what is appended, "" where it is not known; `fed` that of the part up to `position`, so that who
+    goes on can tell that it is the same; `result` is whatever the writer said at its end.
     """
 
     key: str
@@ -119,6 +122,7 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: str = ""
     done: bool = False
     result: str = ""
+    fed: str = ""
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -130,7 +134,7 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A session; `checkpoints` by position, `appends` the newest last."""
+    """A session; `checkpoints` by position, `appends` the newest last; `label` and `metadata` are its owner's own."""
 
     tenant: str
     made_at: float
@@ -142,10 +146,15 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checkpoints: tuple[Checkpoint, ...] = ()
     appends: tuple[Append, ...] = ()
     writer: Writer | None = None
+    label: str = ""
+    metadata: dict[str, str] = {}
 
 
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A session as its owner sees it; `parent` is the session it was forked from, "" for none."""
+    """A session as its owner sees it; `parent` is the session it was forked from, "" for none.
+
+    `busy_until` is until when its writer is waited for, 0 without one.
+    """
 
     id: str
     position: int
@@ -154,6 +163,9 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     parent: str
     parent_position: int
     checkpoints: tuple[Checkpoint, ...]
+    busy_until: float = 0.0
+    label: str = ""
+    metadata: dict[str, str] = {}
 
     def checkpoint(self, position: int | None = None) -> Checkpoint | None:
         """The newest checkpoint at this position or before it; None where there is none."""
@@ -180,6 +192,9 @@ def public_session(name: str, record: SessionRecord) -> Session:
         record.parent,
         record.parent_position,
         record.checkpoints,
+        0.0 if record.writer is None else record.writer.until,
+        record.label,
+        record.metadata,
     )
 
 

@@ -1,16 +1,25 @@
 """Sessions: where each stands, its checkpoints and forks, and appends that are fed once however often they come."""
 
 import secrets
+from collections.abc import Mapping
 from typing import final
 
-from dist_attn.errors import ConflictError, InputError, QuotaError, UnknownStateError
-from dist_attn.store.entries import Append, Checkpoint, Session, SessionRecord, Writer, changed, public_session
+from dist_attn.errors import BusyError, ConflictError, InputError, PositionError, QuotaError, UnknownStateError
+from dist_attn.store.entries import (
+    Append,
+    Checkpoint,
+    Session,
+    SessionRecord,
+    SnapshotInfo,
+    Writer,
+    changed,
+    public_session,
+)
 from dist_attn.store.ledger import Ledger
 from dist_attn.store.place import Place
 
 __all__ = ["Sessions"]
 
-WRITER_S = 60.0  # a writer that says nothing for so long is taken for dead
 LONGEST_KEY = 256
 
 
@@ -21,15 +30,20 @@ class Sessions:
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    async def create(self, tenant: str, *, ttl_s: float | None = None) -> Session:
+    async def create(
+        self, tenant: str, *, ttl_s: float | None = None, label: str = "", metadata: Mapping[str, str] | None = None
+    ) -> Session:
         """A new session at position 0, which ends `ttl_s` after it was used last.
+
+        `label` and `metadata` are kept as they are given; who gives them sees to their sizes.
 
         Raises: QuotaError when the caller has as many as may be.
         """
         tag = self._place.tenant(tenant)
 
         async def enter(ledger: Ledger) -> Session:
-            return await _begin(ledger, SessionRecord(tag, ledger.now, 0.0, _ttl(ledger, ttl_s)))
+            record = SessionRecord(tag, ledger.now, 0.0, _ttl(ledger, ttl_s))
+            return await _begin(ledger, changed(record, label=label, metadata=dict(metadata or {})))
 
         return await self._place.change(enter)
 
@@ -47,14 +61,16 @@ class Sessions:
         prefix = f"owned/{tag}/"
 
         async def read(ledger: Ledger) -> list[Session]:
-            rows = await ledger.transaction.scan(prefix, min(limit, 1000), f"{prefix}{after}" if after else "")
-            found = []
-            for key, _ in rows:
-                name = key.removeprefix(prefix)
-                record = await ledger.session(name)
-                if record is not None and record.expires_at > ledger.now:
-                    found.append(public_session(name, record))
-            return found
+            found: list[Session] = []
+            last = f"{prefix}{after}" if after else ""
+            while len(found) < limit and (rows := await ledger.transaction.scan(prefix, min(limit, 1000), last)):
+                for key, _ in rows:
+                    name = key.removeprefix(prefix)
+                    record = await ledger.session(name)
+                    if record is not None and record.expires_at > ledger.now:
+                        found.append(public_session(name, record))
+                last = rows[-1][0]
+            return found[:limit]
 
         return await self._place.change(read)
 
@@ -84,10 +100,57 @@ class Sessions:
 
         await self._place.change(end)
 
-    async def fork(self, tenant: str, name: str, *, position: int | None = None) -> Session:
+    async def checkpoints(self, tenant: str, name: str) -> list[tuple[Checkpoint, SnapshotInfo]]:
+        """The checkpoints of a session by position, each with what is known of its snapshot.
+
+        Raises: UnknownStateError.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def read(ledger: Ledger) -> list[tuple[Checkpoint, SnapshotInfo]]:
+            record = await ledger.owned_session(tag, name)
+            found = [(point, await ledger.owned_snapshot(tag, point.snapshot)) for point in record.checkpoints]
+            return [(point, snapshot.info(point.snapshot)) for point, snapshot in found]
+
+        return await self._place.change(read)
+
+    async def replace(self, tenant: str, name: str, position: int, snapshot: str, *, instead_of: str) -> Session:
+        """The session stands at `position` of another text now, with that snapshot as its only checkpoint.
+
+        `instead_of` is the snapshot that the caller thinks it stands at, "" for a session without any.
+
+        Raises: UnknownStateError for a session or snapshot that is not there; BusyError while somebody writes to it;
+            ConflictError when it stands at another snapshot.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def put(ledger: Ledger) -> Session:
+            before = await ledger.owned_session(tag, name)
+            _require_no_writer(name, before, ledger)
+            if instead_of != (before.checkpoints[-1].snapshot if before.checkpoints else ""):
+                raise ConflictError(f"the state of session {name} is another one by now; look at it again")
+            await ledger.refer(tag, snapshot)
+            for point in before.checkpoints:
+                await ledger.release(point.snapshot)
+            point = Checkpoint(position, snapshot, ledger.now)
+            return _save(ledger, name, changed(before, position=position, checkpoints=(point,), writer=None), before)
+
+        return await self._place.change(put)
+
+    async def fork(
+        self,
+        tenant: str,
+        name: str,
+        *,
+        position: int | None = None,
+        ttl_s: float | None = None,
+        label: str = "",
+        metadata: Mapping[str, str] | None = None,
+    ) -> Session:
         """A new session that goes on from a checkpoint of this one; nothing is copied. Cost: O(1), for any length.
 
-        Without `position` it is where the session stands, which must be a checkpoint. The two never touch each other.
+        Without `position` it is where the session stands, which must be a checkpoint. The two never touch each other;
+        without `ttl_s` the new one lives as long as this one.
 
         Raises: UnknownStateError for a session or position that is not there; QuotaError.
         """
@@ -102,8 +165,9 @@ class Sessions:
                 raise UnknownStateError(f"session {name} has no checkpoint at {at}; it has {where}")
             for point in points:
                 await ledger.refer(tag, point.snapshot)
-            child = SessionRecord(tag, ledger.now, 0.0, parent.ttl_s, at, name, at, points)
-            return await _begin(ledger, child)
+            life = parent.ttl_s if ttl_s is None else _ttl(ledger, ttl_s)
+            child = SessionRecord(tag, ledger.now, 0.0, life, at, name, at, points)
+            return await _begin(ledger, changed(child, label=label, metadata=dict(metadata or {})))
 
         return await self._place.change(split)
 
@@ -113,37 +177,39 @@ class Sessions:
         """Become the writer of a session: the append under this key, and a token that only this writer has.
 
         A key that is known is the same append: done, it is answered from what it came to and nothing is fed again (the
-        token is ""); half done, it goes on at its `position`, up to which all is in the state. `expected_position` is
-        where the caller thinks the session stands, or stood when the append began.
+        token is ""); half done, it goes on at its `position`, up to which all is in the state. "" is never known.
+        `expected_position` is where the caller thinks the session stands, or stood when the append began.
 
-        Raises: UnknownStateError; InputError for an unusable key; ConflictError when the session stands elsewhere,
-            somebody else writes to it now, or the key was used for other contents.
+        Raises: UnknownStateError; InputError for an unusable key; PositionError when the session stands elsewhere;
+            BusyError when somebody else writes to it now; ConflictError when the key was used for other contents.
         """
         tag = self._place.tenant(tenant)
-        if not 0 < len(key) <= LONGEST_KEY:
-            raise InputError(f"an idempotency key of {len(key)} characters was given; it has 1 to {LONGEST_KEY}")
+        if len(key) > LONGEST_KEY:
+            raise InputError(f"an idempotency key of {len(key)} characters was given; it has up to {LONGEST_KEY}")
 
         async def begin(ledger: Ledger) -> tuple[Append, str]:
             before = await ledger.owned_session(tag, name)
-            append = next((known for known in before.appends if known.key == key), None)
+            append = next((known for known in before.appends if known.key == key), None) if key else None
             if append is not None and not _same_append(append, digest, expected_position):
                 raise ConflictError(
                     f"the key {key!r} was used for another append, which began at {append.start}; take a new key"
                 )
             if append is not None and append.done:
                 return append, ""
-            writer = before.writer
-            if writer is not None and writer.until > ledger.now:
-                raise ConflictError(f"session {name} is being written to; try again when that append has ended")
+            _require_no_writer(name, before, ledger)
             expected = expected_position if append is None else append.position
             if expected is not None and expected != before.position:
-                raise ConflictError(f"session {name} stands at {before.position}, not at {expected}; append from there")
+                raise PositionError(
+                    f"session {name} stands at {before.position}, not at {expected}; append from there",
+                    expected=expected,
+                    position=before.position,
+                )
             append = append or Append(key, before.position, before.position, digest)
             token = secrets.token_hex(8)
             record = changed(
                 before,
                 appends=_with(before.appends, append, ledger),
-                writer=Writer(key, token, ledger.now + WRITER_S),
+                writer=Writer(key, token, ledger.now + ledger.limits.writer_s),
             )
             _save(ledger, name, record, before)
             return append, token
@@ -151,11 +217,22 @@ class Sessions:
         return await self._place.change(begin)
 
     async def advance(
-        self, tenant: str, name: str, token: str, position: int, snapshot: str, *, done: bool = False, result: str = ""
+        self,
+        tenant: str,
+        name: str,
+        token: str,
+        position: int,
+        snapshot: str,
+        *,
+        done: bool = False,
+        result: str = "",
+        fed: str = "",
+        digest: str = "",
     ) -> Session:
         """The session stands at `position` now, its state is in that snapshot, and all up to there has been fed.
 
-        With `done` the append has ended, and `result` is what a caller who sends it again is told.
+        `fed` is a digest of what has been fed. With `done` the append has ended, and `result` is what a caller who
+        sends it again is told; `digest` is that of the whole, where it was not known at the beginning.
 
         Raises: UnknownStateError for a session or snapshot that is not there; ConflictError when this writer was taken
             for dead, or the position lies before the one that the session has.
@@ -177,20 +254,22 @@ class Sessions:
             for point in gone + points[:spare]:
                 await ledger.release(point.snapshot)
             append = next(known for known in before.appends if known.key == writer.key)
-            append = changed(append, position=position, done=done, result=result)
+            append = changed(
+                append, position=position, done=done, result=result, fed=fed, digest=append.digest or digest
+            )
             record = changed(
                 before,
                 position=position,
                 checkpoints=tuple(points[spare:]),
                 appends=_with(before.appends, append, ledger),
-                writer=None if done else changed(writer, until=ledger.now + WRITER_S),
+                writer=None if done else changed(writer, until=ledger.now + ledger.limits.writer_s),
             )
             return _save(ledger, name, record, before)
 
         return await self._place.change(move)
 
     async def keep_writing(self, tenant: str, name: str, token: str) -> None:
-        """The writer lives; to be said more often than every WRITER_S.
+        """The writer lives; to be said more often than every `writer_s`.
 
         Raises: UnknownStateError; ConflictError when it was taken for dead.
         """
@@ -200,7 +279,8 @@ class Sessions:
             before = await ledger.owned_session(tag, name)
             if before.writer is None or before.writer.token != token:
                 raise ConflictError(f"session {name} was given to another writer; nothing of this one is kept")
-            _save(ledger, name, changed(before, writer=changed(before.writer, until=ledger.now + WRITER_S)), before)
+            writer = changed(before.writer, until=ledger.now + ledger.limits.writer_s)
+            _save(ledger, name, changed(before, writer=writer), before)
 
         await self._place.change(renew)
 
@@ -234,6 +314,12 @@ def _save(ledger: Ledger, name: str, record: SessionRecord, before: SessionRecor
     record = changed(record, expires_at=ledger.now + record.ttl_s)
     ledger.save_session(name, record, before)
     return public_session(name, record)
+
+
+def _require_no_writer(name: str, record: SessionRecord, ledger: Ledger) -> None:
+    left = 0.0 if record.writer is None else record.writer.until - ledger.now
+    if left > 0:
+        raise BusyError(f"session {name} is being written to; try again when that append has ended", retry_s=left)
 
 
 def _same_append(append: Append, digest: str, expected_position: int | None) -> bool:

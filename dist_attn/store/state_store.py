@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self, final
 
 from dist_attn.store.blobs import Blobs
-from dist_attn.store.entries import StoreLimits
+from dist_attn.store.entries import StoreLimits, Usage
 from dist_attn.store.place import Place
 from dist_attn.store.prefixes import Prefixes
 from dist_attn.store.records import Records
@@ -23,6 +23,7 @@ class StateStore:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self.limits = place.limits
         self.upkeep = Upkeep(place)
         self.snapshots = Snapshots(place, self.upkeep)
         self.sessions = Sessions(place)
@@ -39,6 +40,13 @@ class StateStore:
         store = StateStore(await Place.open(records, blobs, limits or StoreLimits(), clock))
         await store.upkeep.repair()
         return store
+
+    async def totals(self) -> Usage:
+        """How much is kept for all callers together.
+
+        Raises: StorageError.
+        """
+        return await self._place.change(lambda ledger: ledger.usage())
 
     async def close(self) -> None:
         """Let go of the place; all that was kept stays."""

@@ -7,14 +7,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.choice_text import ScoredToken
+from service.choice_text import told_logprobs
 from service.completions import CompletionRun, Delta, PreparedCompletion
 from service.dependencies import Services, read_json_body, record_of, services_of
 from service.errors import ClientGone, ServiceError
 from service.exchange import RequestBody, ResponseWriter, while_connected
 from service.logs import RequestRecord
 from service.parsing import parse_json
-from service.schemas import Choice, ChoiceLogprobs, Completion, CompletionChunk, CompletionRequest, UsageChunk
+from service.schemas import Choice, Completion, CompletionChunk, CompletionRequest, UsageChunk
 from service.streaming import EventWriter, StreamedResponse
 
 __all__ = ["router"]
@@ -122,7 +122,7 @@ class _Gathered:
         return Choice(
             index=index,
             text="".join(delta.text for delta in self._deltas),
-            logprobs=_logprobs(scored, self._logprobs),
+            logprobs=told_logprobs(scored, self._logprobs),
             finish_reason=self._deltas[-1].finish_reason,
         )
 
@@ -155,7 +155,7 @@ async def _stream(
             while not run.finished:
                 delta = await events.alive(run.next())
                 if delta.text or delta.scored:
-                    told = _logprobs(delta.scored, prepared.logprobs) if delta.scored else None
+                    told = told_logprobs(delta.scored, prepared.logprobs) if delta.scored else None
                     await events.send(chunk(Choice(index=delta.index, text=delta.text, logprobs=told)))
                 if delta.finish_reason is not None:
                     await events.send(chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason)))
@@ -164,14 +164,3 @@ async def _stream(
         finally:
             services.count_completion(record, run.usage)
     await events.done()
-
-
-def _logprobs(scored: list[ScoredToken] | tuple[ScoredToken, ...], asked: int | None) -> ChoiceLogprobs | None:
-    if asked is None:
-        return None
-    return ChoiceLogprobs(
-        tokens=[token.text for token in scored],
-        token_logprobs=[token.logprob for token in scored],
-        top_logprobs=[token.top for token in scored] if asked else None,
-        text_offset=[token.offset for token in scored],
-    )

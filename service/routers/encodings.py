@@ -52,7 +52,7 @@ def _query_parameters() -> list[dict[str, Any]]:
 async def create_encoding(request: Request) -> Response:
     """Stream rows back while the document is still being sent."""
     services, record = services_of(request), record_of(request)
-    options = parse_query(request.query_params.multi_items())
+    options = parse_query(request.query_params.multi_items(), EncodingOptions)
     body = services.body(request)
     source, options = await _source(request, services, body, options)
     services.check_model(options.model)

@@ -49,7 +49,7 @@ async def version() -> Version:
 async def status(request: Request) -> ServiceState:
     """Ranks, queue, sessions, speed; 200 also while the engine is not ready."""
     services = services_of(request)
-    health = services.watch.health()
+    health, stored = services.watch.health(), await services.sessions.kept.totals()
     stopping = services.open_requests.closed
     own = {
         "ready": health.ready and not stopping,
@@ -60,6 +60,9 @@ async def status(request: Request) -> ServiceState:
         "open_requests": services.open_requests.count,
         "waiting_requests": services.watch.waiting,
         "spool_bytes": services.budget.used,
+        "stored_sessions": stored.sessions,
+        "stored_states": stored.snapshots,
+        "stored_bytes": stored.bytes,
     }
     engine = health.status
     if engine is None:
@@ -84,5 +87,7 @@ async def status(request: Request) -> ServiceState:
 @router.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Counters and gauges in Prometheus' text format, or in OpenMetrics when that is asked for."""
-    text, media_type = services_of(request).metrics.render(request.headers.get("accept", ""))
+    services = services_of(request)
+    await services.sessions.kept.totals()  # so that the gauges tell of this moment
+    text, media_type = services.metrics.render(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": media_type})

@@ -6,7 +6,15 @@ import random
 
 import pytest
 
-from dist_attn.errors import ConflictError, InputError, QuotaError, StorageError, UnknownStateError
+from dist_attn.errors import (
+    BusyError,
+    ConflictError,
+    InputError,
+    PositionError,
+    QuotaError,
+    StorageError,
+    UnknownStateError,
+)
 from dist_attn.store import Usage
 from tests.support.stores import kept, read, stream, written
 
@@ -136,14 +144,79 @@ def test_an_append_that_comes_again_is_not_fed_again(place):
         for position, digest in ((0, "d2"), (5, "d1")):
             with pytest.raises(ConflictError, match="used for another append, which began at 0"):
                 await sessions.begin_append("ann", session.id, "key", expected_position=position, digest=digest)
-        with pytest.raises(ConflictError, match="stands at 700, not at 512"):
+        with pytest.raises(PositionError, match="stands at 700, not at 512") as refused:
             await sessions.begin_append("ann", session.id, "new", expected_position=512)
-        with pytest.raises(InputError, match="1 to 256"):
-            await sessions.begin_append("ann", session.id, "")
+        assert (refused.value.expected, refused.value.position) == (512, 700)
+        with pytest.raises(InputError, match="up to 256"):
+            await sessions.begin_append("ann", session.id, "k" * 257)
         return await sessions.get("ann", session.id)
 
     session = place.run(work)
     assert [point.position for point in session.checkpoints] == [512, 700]
+
+
+def test_an_append_without_a_key_is_always_another_one(place):
+    """Two of them both feed; what has been fed, and the digest of the whole, are kept with those that have a key."""
+
+    async def work(store):
+        session, sessions = await store.sessions.create("ann"), store.sessions
+        for position in (3, 5):
+            append, token = await sessions.begin_append("ann", session.id, "")
+            assert (append.start, append.done) == (3 if position == 5 else 0, False)
+            state = await kept(store, "ann", b"state at %d" % position)
+            await sessions.advance("ann", session.id, token, position, state, done=True)
+        _, token = await sessions.begin_append("ann", session.id, "key")
+        state = await kept(store, "ann", b"state at 8")
+        await sessions.advance("ann", session.id, token, 8, state, fed="f8")
+        await sessions.stop_writing("ann", session.id, token)
+        append, token = await sessions.begin_append("ann", session.id, "key")
+        assert (append.start, append.position, append.fed, append.digest) == (5, 8, "f8", "")
+        await sessions.advance("ann", session.id, token, 9, state, done=True, digest="whole")
+        with pytest.raises(ConflictError, match="used for another append"):
+            await sessions.begin_append("ann", session.id, "key", digest="other")
+        return (await sessions.begin_append("ann", session.id, "key", digest="whole"))[0]
+
+    assert place.run(work).done
+
+
+def test_a_state_takes_the_place_of_another(place):
+    """Only of the one that the caller names, and while nobody writes; what stood there before is let go of."""
+
+    async def work(store):
+        session, sessions = await store.sessions.create("ann", label="mine", metadata={"a": "b"}), store.sessions
+        assert (session.label, session.metadata) == ("mine", {"a": "b"})
+        first, other = await kept(store, "ann", b"first"), await kept(store, "ann", b"other")
+        assert (await sessions.replace("ann", session.id, 700, first, instead_of="")).position == 700
+        for wrong in ("", other):
+            with pytest.raises(ConflictError, match="another one by now"):
+                await sessions.replace("ann", session.id, 5, other, instead_of=wrong)
+        _, token = await sessions.begin_append("ann", session.id, "")
+        with pytest.raises(BusyError) as busy:
+            await sessions.replace("ann", session.id, 5, other, instead_of=first)
+        assert 0 < busy.value.retry_s <= 60 and (await sessions.get("ann", session.id)).busy_until > place.clock.now
+        await sessions.stop_writing("ann", session.id, token)
+        moved = await sessions.replace("ann", session.id, 5, other, instead_of=first)
+        assert (moved.label, moved.busy_until) == ("mine", 0)
+        assert (await store.totals()).snapshots == 2 and (await store.snapshots.stat("ann", first)).references == 0
+        return await sessions.checkpoints("ann", session.id)
+
+    ((point, info),) = place.run(work)
+    assert (point.position, info.size, info.id) == (5, 5, point.snapshot)
+
+
+def test_a_page_of_sessions_is_full(place):
+    """Sessions that have ended do not count, so fewer than asked for means that there are no more."""
+
+    async def work(store):
+        names = [(await store.sessions.create("ann", ttl_s=10 if n % 2 else 1000)).id for n in range(9)]
+        place.clock.now += 20
+        living = sorted(name for n, name in enumerate(names) if n % 2 == 0)
+        first = await store.sessions.listed("ann", limit=3)
+        rest = await store.sessions.listed("ann", limit=3, after=first[-1].id)
+        assert [session.id for session in first + rest] == living
+        return len(first)
+
+    assert place.run(work) == 3
 
 
 def test_one_writes_at_a_time(place):

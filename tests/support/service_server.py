@@ -11,6 +11,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
 from service.__main__ import ApiServer, server_config
 from service.app import create_app, stream_limits
@@ -83,6 +84,7 @@ def running_service(folder: Path, engine: FakeEngine | None = None, **values: An
     if "model" not in values:
         values["model"] = model_folder(folder)
     values.setdefault("shutdown_seconds", 2)
+    values.setdefault("store", StoreSettings(address="memory:"))
     settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", **values)
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))

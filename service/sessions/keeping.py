@@ -1,0 +1,88 @@
+"""The store of states for as long as the service runs: opened, kept in order beside the requests, closed."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import final
+
+from dist_attn.errors import StorageError
+from dist_attn.store import StateStore, Usage, open_store
+from service.logs import Log
+from service.settings import Settings
+
+__all__ = ["KeptStore", "kept_store"]
+
+ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
+FRESH_SECONDS = 1.0
+
+
+@final
+class KeptStore:
+    """The open store, and how much it holds."""
+
+    def __init__(self, store: StateStore, settings: Settings, log: Log) -> None:
+        self.store = store
+        self._settings = settings
+        self._log = log
+        self._looked_at = -FRESH_SECONDS
+        self._repaired_at = time.monotonic()  # the store repairs itself when it is opened
+        self._totals = Usage()
+
+    async def totals(self) -> Usage:
+        """How much is kept for all callers, not older than a second; what was last known when the store is away."""
+        if time.monotonic() - self._looked_at >= FRESH_SECONDS:
+            self._looked_at = time.monotonic()
+            with contextlib.suppress(StorageError):
+                self._totals = await self.store.totals()
+        return self._totals
+
+    @property
+    def known_totals(self) -> Usage:
+        """What `totals` said last."""
+        return self._totals
+
+    async def upkeep(self) -> None:
+        """Keep the store in order until cancelled: a round at a time, each with a deadline."""
+        while True:
+            await asyncio.sleep(self._settings.store.upkeep_s)
+            try:
+                async with asyncio.timeout(ROUND_SECONDS):
+                    await self.round()
+            except (StorageError, TimeoutError) as error:
+                self._log.warning("upkeep of the store failed", error=str(error) or "it took too long")
+
+    async def round(self) -> None:
+        """Remove what has expired, then what is over the store's bounds, and now and then bytes that nobody names.
+
+        Raises: StorageError.
+        """
+        upkeep, orphan_s = self.store.upkeep, self._settings.store.orphan_s
+        removed = await upkeep.collect()
+        if not await upkeep.make_room(0):
+            self._log.warning("the store holds more than its limit, and all of it is in use")
+        orphans = 0
+        if time.monotonic() - self._repaired_at >= orphan_s:
+            self._repaired_at = time.monotonic()
+            orphans = (await upkeep.repair()).orphans
+        if removed.sessions or removed.snapshots or orphans:
+            self._log.info(
+                "upkeep of the store", sessions=removed.sessions, snapshots=removed.snapshots, orphans=orphans
+            )
+
+
+@asynccontextmanager
+async def kept_store(settings: Settings, log: Log) -> AsyncIterator[KeptStore]:
+    """The store that the settings name, with its upkeep, until the block ends.
+
+    Raises: StorageError, ConfigError or MissingExtraError when it cannot be opened.
+    """
+    async with await open_store(settings.store_address, settings.store_limits) as store:
+        kept = KeptStore(store, settings, log)
+        task = asyncio.create_task(kept.upkeep(), name="store-upkeep")
+        try:
+            yield kept
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
