@@ -34,7 +34,7 @@ from service.tokenising import TokeniserPort
 __all__ = ["GenerateService", "GenerateWork", "TextPiece"]
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
-KEPT_CHARACTERS = 65_536  # of an answer that is said again to who sends the same key
+KEPT_CHARACTERS = 16_384  # of an answer that is said again to who sends the same key
 FRESH = RestoreReport(0, 0, True, "")
 FinishReason = Literal["stop", "length"]
 
