@@ -141,6 +141,13 @@ class EngineSettings(_Section):
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
     backend: Literal["local", "gloo", "nccl", "mpi"] = Field(default="gloo", description="how ranks talk to each other")
     launcher: Literal["auto", "direct", "torchrun", "mpiexec"] = "auto"
+    rank_address: str = Field(
+        default="", description="ZeroMQ address where agents and ranks of other hosts connect; empty: a private one"
+    )
+    agents: int = Field(default=1, ge=1, le=1024, description="hosts that share the ranks, each with an agent")
+    local_agent: bool = Field(default=True, description="whether the controller's own host has ranks")
+    agent_name: str = Field(default="", description="this host's name among the agents; empty: its host name")
+    host_address: str = Field(default="", description="where other hosts reach this one's ranks; empty: found out")
     keys_dir: str = Field(default="", description="folder with the keys for tcp:// addresses, see `dist-attn keys`")
     insecure_network: bool = Field(
         default=False, description="listen on and connect to networks without keys: only where nobody else is on them"

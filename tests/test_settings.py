@@ -16,7 +16,7 @@ from service.app import FAREWELL_SECONDS
 from service.settings import Settings as ServiceSettings
 
 HASH = "ab" * 32
-NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "rank_address", "parent", "rank_command", "local_agent"}
+NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "parent", "rank_command"}
 
 
 def read(folder: Path, toml: str = "", flags: dict[str, Any] | None = None, **environment: str) -> Resolved:

@@ -1,21 +1,23 @@
 """The agent: one per host, starts the host's ranks when told to, watches them, and leaves none alive."""
 
 import contextlib
-import hashlib
 import os
 import signal
 import socket
 import time
 from types import FrameType
 
+import msgspec
 import structlog
 import zmq
 
+from dist_attn.control.host_address import address_towards, free_port
+from dist_attn.control.identities import agent_identity
 from dist_attn.control.processes import kill_processes
 from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.tether import adopt_orphans, die_with_parent, parent_is_gone
-from dist_attn.errors import WireError
+from dist_attn.errors import ConfigError, WireError
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
@@ -43,16 +45,26 @@ log = structlog.get_logger("dist_attn.agent")
 
 
 def run_agent(settings: ControlSettings) -> int:
-    """Serve the controller at `settings.rank_address` until it stops the agent, dies or falls silent."""
+    """Serve the controller at `settings.rank_address` until it stops the agent.
+
+    An agent that a controller has started ends with it; one of its own waits for the next controller.
+    Raises: ConfigError for an address or keys that cannot be used.
+    """
+    if not settings.rank_address:
+        raise ConfigError("rank_address is not set; give --rank-address, the one of the controller")
     if settings.parent:
         die_with_parent()
     adopt_orphans()
     keys = ClientKeys.find(settings.keys_dir, "agent", settings.rank_address)
     context = zmq.Context[zmq.Socket[bytes]](1)
-    identity = f"agent-{socket.gethostname()}-{os.getpid()}"
+    identity = agent_identity(settings.host_name, os.getpid()).decode()
+    again = True
     try:
-        with Dealer(context, settings.rank_address, identity, keys) as dealer:
-            return _Agent(settings, dealer).run()
+        while again:
+            # A connection of its own for each controller: what one did not take is not for the next.
+            with Dealer(context, settings.rank_address, identity, keys) as dealer:
+                again = _Agent(settings, dealer).run()
+        return 0
     finally:
         context.term()
 
@@ -62,13 +74,15 @@ class _Agent:
         self._settings = settings
         self._dealer = dealer
         self._group: RankProcesses | None = None
-        # Another agent of the same controller carries the same mark, so that it clears what this one may leave.
-        self._mark = hashlib.sha256(settings.rank_address.encode()).hexdigest()[:16] + ":"
+        self._name = settings.host_name
+        self._address = settings.host_address
+        self._engine: str | None = None  # the controller that spoke last
         self._stop = ""
+        self._again = False
         self._unanswered = 0
 
-    def run(self) -> int:
-        """Wait for the next thing to happen, until there is a reason to stop."""
+    def run(self) -> bool:
+        """Wait for the next thing to happen, until there is a reason to stop; whether the next controller counts."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         next_hello = 0.0
@@ -87,9 +101,16 @@ class _Agent:
             log.info("agent stops", reason=self._stop or "an error")
             if self._group is not None:
                 self._group.kill()
-            kill_processes(self._mark, (), KILL_TIMEOUT_S)
+            self._clear()
             _reap()
-        return 0
+        return self._again
+
+    def _clear(self, but: int | None = None) -> None:
+        """Kill what this host has of the controller that spoke last, that of an agent before this one too."""
+        if (engine := self._engine) is not None:
+            left = kill_processes(lambda m: m.is_of(engine, self._name) and m.epoch != but, (), KILL_TIMEOUT_S)
+            if left:
+                log.error("processes of an older epoch cannot be killed", pids=sorted(left))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._stop = f"signal {signal.Signals(number).name}"
@@ -100,9 +121,12 @@ class _Agent:
             self._stop = "its parent is gone"
         elif self._unanswered * HELLO_S >= self._settings.silence_deadline_s:
             self._stop = f"the controller has been silent for {self._settings.silence_deadline_s:g} s"
+            self._again = not self._settings.parent
         self._unanswered += 1
         with contextlib.suppress(WireError):
-            self._dealer.send(AgentHello(PROTOCOL_VERSION, socket.gethostname(), os.getpid()))
+            self._address = self._address or address_towards(self._settings.rank_address)
+            hello = AgentHello(PROTOCOL_VERSION, socket.gethostname(), os.getpid(), self._name, self._address)
+            self._dealer.send(hello)
 
     def _wait(self) -> None:
         poller = zmq.Poller()
@@ -125,29 +149,38 @@ class _Agent:
             case StartGroup():
                 self._start(message)
             case WatchRanks() if self._group is not None and self._group.epoch == message.epoch:
-                self._group.watch(message.pids)
+                self._group.watch(message.first_rank, message.pids)
             case KillGroup():
+                self._engine = message.engine
                 if self._group is not None and self._group.epoch == message.epoch:
                     self._end_group()
                 else:
-                    kill_processes(f"{self._mark}{message.epoch}:", message.pids, KILL_TIMEOUT_S)
+                    self._kill(message)
                     self._dealer.send(GroupExited(message.epoch, 0, ""), SEND_S)
             case StopAgent():
                 self._stop = "the controller said so"
 
+    def _kill(self, order: KillGroup) -> None:
+        """Kill what is left of an epoch that this agent did not start: an agent before it did, or another host's."""
+        kill_processes(
+            lambda mark: mark.is_of(order.engine, self._name) and mark.epoch == order.epoch, order.pids, KILL_TIMEOUT_S
+        )
+
     def _start(self, start: StartGroup) -> None:
         if self._group is not None:
             self._group.kill()
-        left = kill_processes(self._mark, (), KILL_TIMEOUT_S)
-        if left:
-            log.error("processes of an older epoch cannot be killed", pids=sorted(left))
+        self._engine = start.engine
+        self._clear(but=start.epoch)
         try:
-            self._group = RankProcesses(self._settings, start, self._mark)
+            if len(start.hosts) > 1 and not start.rendezvous:
+                address = start.hosts[start.node].address
+                start = msgspec.structs.replace(start, rendezvous=f"{address}:{free_port(address)}")
+            self._group = RankProcesses(self._settings, start)
         except OSError as error:
             self._group = None
             self._dealer.send(GroupExited(start.epoch, 127, f"the ranks could not be started: {error}"), SEND_S)
             return
-        self._dealer.send(GroupStarted(start.epoch, self._group.launcher_pid), SEND_S)
+        self._dealer.send(GroupStarted(start.epoch, self._group.launcher_pid, start.rendezvous), SEND_S)
 
     def _look_after_group(self) -> None:
         if self._group is None:

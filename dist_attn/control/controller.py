@@ -54,8 +54,9 @@ class Port(Protocol):
 class Controller:
     """All open requests and the group of ranks that works on them."""
 
-    def __init__(self, settings: ControlSettings, rank_address: str, port: Port, states: StateKeeper) -> None:
+    def __init__(self, settings: ControlSettings, port: Port, states: StateKeeper, engine: str = "") -> None:
         self._settings = settings
+        self._engine = engine
         self._port = port
         self._limits = Limits(
             ranks=settings.ranks,
@@ -72,7 +73,7 @@ class Controller:
         self._down_since = 0.0
         self._desk = Desk(settings, port.to_api, states)
         self._states = states
-        self._group = RankGroup(settings, rank_address, self)
+        self._group = RankGroup(settings, self, engine)
         self._steps = StepBook(settings.ranks)
         self._guards = GuardTally()
         self._lost_groups = 0
@@ -98,24 +99,23 @@ class Controller:
                     self._agents.add(identity)
                     self._port.to_engine(identity, Ping())
             case GroupStarted():
-                log.info("launcher runs", epoch=message.epoch, pid=message.launcher_pid)
+                group.group_started(identity, message)
             case GroupExited():
-                group.group_exited(message, now)
+                group.group_exited(identity, message, now)
             case RankExited():
                 group.rank_exited(message, now)
-            case RankHello() | StatePart() | Draws() | StepDone() | RankFailed() if identity == rank_identity(
-                group.epoch, message.rank
-            ):
+            case RankHello() | StatePart() | Draws() | StepDone() | RankFailed() if identity == self._rank(message.rank):
                 self._on_rank(message, now)
-            case Heartbeat() if identity == beat_identity(group.epoch, message.rank):
+            case Heartbeat() if identity == beat_identity(group.epoch, message.rank, self._engine):
                 group.heartbeat(message, now)
                 self._port.to_engine(identity, Ping())
             case _:
                 # Ranks of an older epoch hear nothing, so they exit by themselves if nobody kills them.
                 log.debug("message dropped", kind=type(message).__name__, identity=identity.hex())
 
-    def _is_from(self, identity: bytes, rank: int) -> bool:
-        return identity == rank_identity(self._group.epoch, rank)
+    def _rank(self, rank: int) -> bytes:
+        """The identity of a rank of the current epoch."""
+        return rank_identity(self._group.epoch, rank, self._engine)
 
     def _on_rank(self, message: RankHello | StatePart | Draws | StepDone | RankFailed, now: float) -> None:
         if message.epoch != self._group.epoch:
@@ -186,7 +186,7 @@ class Controller:
             if chosen.empty and not self._desk.closing:
                 return
             for rank, message in self._steps.compose(chosen, self._desk, now):
-                if self._port.to_engine(rank_identity(self._group.epoch, rank), message) is not Sent.DONE:
+                if self._port.to_engine(self._rank(rank), message) is not Sent.DONE:
                     self._group.rank_unreachable(rank, now)
 
     @property
@@ -265,16 +265,16 @@ class Controller:
         self._group.stop()
         self._desk.stop("the engine is stopping; send the request again later")
         for rank in self._group.ranks:
-            self._port.to_engine(rank_identity(self._group.epoch, rank), Shutdown(self._group.epoch))
+            self._port.to_engine(self._rank(rank), Shutdown(self._group.epoch))
 
     @property
     def stopped(self) -> bool:
         """Whether no ranks are left, or none that could be asked to finish."""
         return self._group.phase is Phase.IDLE or all(rank.exited for rank in self._group.ranks.values())
 
-    def agent_silence_s(self, now: float, since: float) -> float:
-        """How long no agent has been heard, from `since` on, while one is needed; 0 as long as the ranks just run."""
-        return 0.0 if self._group.phase is Phase.RUNNING else now - max(since, self._group.agent_heard)
+    def agent_silence_s(self, identity: bytes, now: float, since: float) -> float:
+        """How long an agent was not heard, from `since` on, while it is needed; 0 as long as the ranks just run."""
+        return 0.0 if self._group.phase is Phase.RUNNING else now - max(since, self._group.agents.heard_at(identity))
 
     def dismiss_agents(self) -> None:
         """Let the agents kill what may be left, and exit."""

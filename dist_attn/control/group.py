@@ -2,33 +2,31 @@
 
 No clock and no sockets: every method is told the time, and what it decides goes out through `Outlet`.
 
-    idle --(agent here, back-off over)--> starting --(every rank said hello)--> running
+    idle --(agents here, back-off over)-> starting --(every rank said hello)--> running
       ^                                      |                                    |
       └──(nothing of the epoch is left)── clearing <──(a rank failed, died, fell silent, stuck)──┘
 """
 
 from collections import deque
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 import structlog
 
+from dist_attn.control.placement import Placement
+from dist_attn.control.roster import Roster, unreachable
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.vitals import RankVitals, name_culprit, name_ending
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
-    KillGroup,
+    GroupStarted,
     RankExited,
-    StartGroup,
-    WatchRanks,
 )
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
     AnyMessage,
     Heartbeat,
-    Ping,
     RankFailed,
     RankHello,
     RankStatus,
@@ -36,7 +34,7 @@ from dist_attn.wire.messages import (
 
 __all__ = ["Outlet", "Phase", "RankGroup"]
 
-AGENT_SILENT_S = 5.0
+PROBE_S = 0.5  # how often it is seen whether the agents can still be reached; gone twice means dead
 EVIDENCE_S = 0.3  # after the first sign of a failure: who died shows a moment after who noticed it
 CLEAR_DEADLINE_S = 10.0
 
@@ -62,22 +60,16 @@ class Outlet(Protocol):
     def group_lost(self, reason: str) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Agent:
-    identity: bytes
-    pid: int
-    host: str
-
-
 class RankGroup:
-    """The ranks of the current epoch and the agent that starts and kills them."""
+    """The ranks of the current epoch, and the agents that start and kill them; `engine` names the controller."""
 
-    def __init__(self, settings: ControlSettings, rank_address: str, outlet: Outlet) -> None:
+    def __init__(self, settings: ControlSettings, outlet: Outlet, engine: str = "") -> None:
         self._settings = settings
-        self._rank_address = rank_address
         self._outlet = outlet
-        self._agent: _Agent | None = None
-        self.agent_heard = 0.0
+        self._placement = Placement(settings, engine, roster := Roster(outlet.to_agent))
+        self.agents = roster
+        self._probed_at = 0.0
+        self._gone = ""
         self._start_at = 0.0
         self._deadline = 0.0
         self._ready_at = 0.0
@@ -108,8 +100,10 @@ class RankGroup:
             return f"the ranks crash again and again; the next try is in {wait:.0f} s{failure}"
         if self.phase is Phase.STARTING:
             return f"epoch {self.epoch} starts: {len(self.ranks)} of {self._settings.ranks} ranks are loaded{failure}"
-        if not self._agent_present(now):
-            return f"no agent has connected, so there is nobody to start ranks{failure}"
+        if len(self.agents.here(now)) < self._settings.agents:
+            return self._too_few(now) + failure
+        if cut_off := unreachable(self.agents.choose(self._settings.agents, self._placement.names, now)):
+            return f"other hosts cannot reach {', '.join(cut_off)}: set engine.host_address there{failure}"
         return f"the ranks are being started again{failure}"
 
     def status(self, now: float) -> list[RankStatus]:
@@ -123,23 +117,24 @@ class RankGroup:
         if hello.protocol_version != PROTOCOL_VERSION:
             log.error("agent refused", given=hello.protocol_version, needed=PROTOCOL_VERSION)
             return False
-        before = self._agent
-        if before is None or before.identity != identity:
-            if self._agent_present(now) and self._tell_agent(Ping()):
-                # Two agents at once: the first one holds the ranks and stays until it dies or falls silent.
-                return True
-            self._agent = _Agent(identity, hello.pid, hello.host)
-            self.agent_heard = now
-            log.info("agent connected", host=hello.host, pid=hello.pid)
-            if before is not None and self.phase in (Phase.STARTING, Phase.RUNNING):
-                self._lose(f"the agent (pid {before.pid}) died and its ranks with it", now)
-            elif self.phase is Phase.CLEARING:
-                self._tell_agent(KillGroup(self.epoch, []))
-        self.agent_heard = now
+        before = self.agents.hello(identity, hello, now)
+        if before is not None and self.phase in (Phase.STARTING, Phase.RUNNING) and hello.name in self._placement.names:
+            self._lose(f"{before} died and its ranks with it", now)
+        elif before is not None and self.phase is Phase.CLEARING and hello.name in self._placement.uncleared:
+            self._placement.kill_again(hello.name)
         return True
 
-    def _agent_present(self, now: float) -> bool:
-        return self._agent is not None and now - self.agent_heard <= AGENT_SILENT_S
+    def _too_few(self, now: float) -> str:
+        here, needed = self.agents.here(now), self._settings.agents
+        if not here:
+            return "no agent has connected, so there is nobody to start ranks"
+        names = ", ".join(agent.hello.name for agent in here)
+        return f"{len(here)} of {needed} agents are here ({names}); the ranks start when all are"
+
+    def group_started(self, identity: bytes, started: GroupStarted) -> None:
+        """The launcher of a host runs."""
+        if started.epoch == self.epoch and self.phase is Phase.STARTING:
+            self._placement.started(self.agents.name_of(identity), started)
 
     def rank_hello(self, hello: RankHello, now: float) -> None:
         """A rank of the current epoch has loaded its model."""
@@ -160,9 +155,9 @@ class RankGroup:
             self._ready_at = now
             for vitals in self.ranks.values():
                 vitals.heard_at = vitals.progress_at = now
-            pids = [self.ranks[rank].hello.pid for rank in range(self._settings.ranks)]
-            self._tell_agent(WatchRanks(self.epoch, pids))
-            log.info("epoch ready", epoch=self.epoch, ranks=len(pids), pids=pids, model=hello.model)
+            pids = self._pids()
+            self._placement.watch(pids)
+            log.info("epoch ready", epoch=self.epoch, ranks=len(pids), pids=list(pids.values()), model=hello.model)
             self._outlet.group_ready(hello)
 
     def heartbeat(self, beat: Heartbeat, now: float) -> None:
@@ -193,14 +188,17 @@ class RankGroup:
         """A rank sent something that cannot be."""
         self._lose(f"rank {rank}: {what}", now)
 
-    def group_exited(self, exited: GroupExited, now: float) -> None:
-        """Nothing of an epoch is left."""
-        if exited.epoch != self.epoch or self.phase is Phase.IDLE:
+    def group_exited(self, identity: bytes, exited: GroupExited, now: float) -> None:
+        """A host has nothing of an epoch left."""
+        name = self.agents.name_of(identity)
+        if exited.epoch != self.epoch or self.phase is Phase.IDLE or name not in self._placement.names:
             return
         if self.phase is not Phase.CLEARING and not self._stopping:
             named = name_culprit(self.ranks.values()) or "the ranks ended"
             self._lose(f"{named} ({name_ending(exited)})", now)
-        self._cleared(now)
+        self._placement.uncleared.discard(name)
+        if not self._placement.uncleared:
+            self._cleared(now)
 
     def stop(self) -> None:
         """Start no further epoch."""
@@ -213,45 +211,62 @@ class RankGroup:
         """
         match self.phase:
             case Phase.IDLE:
-                if self._agent_present(now) and now >= self._start_at and not self._stopping:
+                if now >= self._start_at and not self._stopping:
                     self._start(now)
             case Phase.STARTING:
+                self._look_after_agents(now)
                 if now >= self._deadline:
                     missing = sorted(set(range(self._settings.ranks)) - self.ranks.keys())
                     limit = self._settings.start_deadline_s
                     self._lose(f"rank {', '.join(map(str, missing))} did not load within {limit:g} s", now)
             case Phase.RUNNING:
+                self._look_after_agents(now)
                 self._check_ranks(now, step_sent_at, step)
             case Phase.CLEARING:
-                if now >= self._deadline:
+                if now >= self._deadline or not self._placement.uncleared:
                     self._cleared(now)
 
     def forgive_silence(self, now: float) -> None:
         """The controller itself was held up: what it did not hear meanwhile says nothing about the others."""
-        self.agent_heard = max(self.agent_heard, now)
+        self.agents.forgive_silence(now)
         for vitals in self.ranks.values():
             vitals.heard_at = vitals.progress_at = now
 
     # ---- decisions -----------------------------------------------------------------------------
 
     def _start(self, now: float) -> None:
+        settings = self._settings
+        agents = self.agents.choose(settings.agents, self._placement.names, now)
+        if not agents or unreachable(agents):
+            return
         self.epoch += 1
         self.phase = Phase.STARTING
         self.ranks = {}
         self._suspected_at = None
-        self._deadline = now + self._settings.start_deadline_s
-        log.info("epoch starts", epoch=self.epoch, ranks=self._settings.ranks)
-        settings = self._settings
-        self._tell_agent(StartGroup(self.epoch, settings.ranks, settings.backend, settings.model, self._rank_address))
+        self._deadline = now + settings.start_deadline_s
+        hosts = [agent.hello.name for agent in agents]
+        log.info("epoch starts", epoch=self.epoch, ranks=settings.ranks, agents=hosts)
+        self._placement.begin(self.epoch, agents)
+
+    def _look_after_agents(self, now: float) -> None:
+        """A host whose agent died has no ranks any more, whatever else can be seen of them."""
+        if now - self._probed_at < PROBE_S or self._stopping:
+            return
+        self._probed_at = now
+        before, self._gone = self._gone, self._placement.name_gone()
+        if before and self._gone:
+            self._lose(self._gone, now)
 
     def _check_ranks(self, now: float, step_sent_at: float | None, step: int) -> None:
         settings = self._settings
+        if self.phase is not Phase.RUNNING:
+            return
         if self._suspected_at is not None:
             culprit = name_culprit(self.ranks.values())
             if culprit is not None and any(v.exited and not v.failure for v in self.ranks.values()):
                 self._lose(culprit, now)
             elif now - self._suspected_at >= EVIDENCE_S:
-                self._lose(culprit or "the connection to a rank broke", now)
+                self._lose(self._placement.name_gone() or culprit or "the connection to a rank broke", now)
             return
         if now - self._ready_at >= settings.stable_s:
             self._crashes.clear()
@@ -260,7 +275,8 @@ class RankGroup:
         for rank, vitals in self.ranks.items():
             silent = now - vitals.heard_at
             if silent > settings.heartbeat_deadline_s:
-                self._lose(f"rank {rank} has been silent for {silent:.1f} s in phase {vitals.phase!r}", now)
+                also = self._placement.name_silent(rank, now - settings.heartbeat_deadline_s)
+                self._lose(f"rank {rank} has been silent for {silent:.1f} s in phase {vitals.phase!r}{also}", now)
                 return
         if step_sent_at is None or now - step_sent_at <= settings.stall_limit_s:
             return
@@ -288,7 +304,7 @@ class RankGroup:
         self._start_at = now + (settings.cool_down_s if many else self._backoff_s)
         self._backoff_s = min(settings.backoff_max_s, max(settings.backoff_s, 2 * self._backoff_s))
         log.error("epoch lost", epoch=self.epoch, reason=reason, circuit_open=many)
-        self._tell_agent(KillGroup(self.epoch, [vitals.hello.pid for vitals in self.ranks.values()]))
+        self._placement.kill(self._pids())
         self._outlet.group_lost(reason)
 
     def _cleared(self, now: float) -> None:
@@ -297,6 +313,6 @@ class RankGroup:
         self._suspected_at = None
         self._start_at = max(self._start_at, now)
 
-    def _tell_agent(self, message: AnyMessage) -> bool:
-        """Send to the agent; false when it is not there."""
-        return self._agent is not None and self._outlet.to_agent(self._agent.identity, message)
+    def _pids(self) -> dict[int, int]:
+        """The processes of the ranks that have said hello."""
+        return {rank: self.ranks[rank].hello.pid for rank in sorted(self.ranks)}

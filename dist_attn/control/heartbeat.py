@@ -66,6 +66,7 @@ class HeartbeatThread:
         every_s: float,
         silence_deadline_s: float,
         on_silence: Callable[[str], None] = leave,
+        engine: str = "",
         keys: ClientKeys | None = None,
     ) -> None:
         self._address = address
@@ -75,6 +76,7 @@ class HeartbeatThread:
         self._every_s = every_s
         self._silence_deadline_s = silence_deadline_s
         self._on_silence = on_silence
+        self._engine = engine
         self._keys = keys
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -90,7 +92,7 @@ class HeartbeatThread:
 
     def _run(self) -> None:
         context = zmq.Context[zmq.Socket[bytes]](1)
-        identity = beat_identity(self._epoch, self._rank).decode()
+        identity = beat_identity(self._epoch, self._rank, self._engine).decode()
         with Dealer(context, self._address, identity, self._keys) as dealer:
             # Unanswered beats are counted instead of time: when this whole process was held up, nobody was silent.
             unanswered = 0

@@ -72,7 +72,7 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
     if settings is None:
         if "api_address" not in fields:
             folder = tempfile.mkdtemp(prefix="dist-attn-")
-            fields |= {"api_address": f"ipc://{folder}/api", "rank_address": f"ipc://{folder}/ranks"}
+            fields = {"rank_address": f"ipc://{folder}/ranks", **fields, "api_address": f"ipc://{folder}/api"}
         try:
             settings = ControlSettings(**fields)
         except BaseException:

@@ -10,9 +10,10 @@ from collections import deque
 from pathlib import Path
 
 import dist_attn
+from dist_attn.control.host_address import interface_of
 from dist_attn.control.passing_on import PassOn
-from dist_attn.control.processes import GROUP_MARK, kill_processes
-from dist_attn.control.settings import ControlSettings
+from dist_attn.control.processes import GROUP_MARK, GroupMark, kill_processes
+from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.launchers import find_mpiexec
 from dist_attn.wire.agent_messages import (
     StartGroup,
@@ -33,40 +34,77 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *others])}
 
 
-def launch_command(settings: ControlSettings, start: StartGroup) -> list[str]:
-    """The command of the launcher, or of one rank when there is none between."""
+def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark) -> list[str]:
+    """The command of the launcher, or of one rank when there is none between; `settings` are this host's."""
     program = [
         *settings.rank_program,
-        f"--controller={start.controller_address}",
+        f"--controller={settings.rank_address}",
+        *([f"--engine={start.engine}"] if start.engine else []),
         f"--epoch={start.epoch}",
         f"--ranks={start.ranks}",
         f"--backend={start.backend}",
-        f"--model={start.model}",
+        f"--model={settings.model}",
         *([f"--keys-dir={settings.keys_dir}"] if settings.keys_dir else []),
-        f"--heartbeat-s={settings.heartbeat_s}",
-        f"--silence-deadline-s={settings.silence_deadline_s}",
-        f"--exchange-deadline-s={settings.exchange_deadline_s}",
-        *(["--check-finite"] if settings.check_finite else []),
+        f"--heartbeat-s={start.heartbeat_s}",
+        f"--silence-deadline-s={start.silence_deadline_s}",
+        f"--exchange-deadline-s={start.exchange_deadline_s}",
+        *(["--check-finite"] if start.check_finite else []),
     ]
-    if settings.starts_by == "torchrun":
-        # A new rendezvous per epoch: what an old group left in its store must not reach the new one.
-        torchrun = f"torch.distributed.run --nnodes=1 --nproc-per-node={start.ranks} --max-restarts=0"
-        # Ranks print into this process's pipe: torchrun needs no folder for logs, which it would leave behind.
-        torchrun += f" --log-dir={os.devnull}"
-        rendezvous = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0 --rdzv-id=dist-attn-{os.getpid()}-{start.epoch}"
-        program = [sys.executable, "-m", *torchrun.split(), *rendezvous.split(), "--no-python", *program]
-    elif settings.starts_by == "mpiexec":
-        # Where it is missing, the tether says so in the group's output.
-        program = [find_mpiexec() or "mpiexec", "-n", str(start.ranks), *program]
+    if start.launcher == "torchrun":
+        program = [*_torchrun(start, settings.start_deadline_s), "--no-python", *program]
+    elif start.launcher == "mpiexec":
+        program = [*_mpiexec(start, mark), *program]
     return [sys.executable, "-m", "dist_attn.control.tether", str(os.getpid()), *program]
+
+
+def _torchrun(start: StartGroup, deadline_s: float) -> list[str]:
+    """torchrun for this host's ranks, with a rendezvous that no other epoch has used.
+
+    What an old group left in its store must not reach a new one. Over several hosts the order of the hosts is fixed,
+    so that the controller knows whose ranks are where.
+    """
+    name = f"dist-attn-{start.engine or os.getpid()}-{start.epoch}"
+    # Ranks print into this process's pipe: torchrun needs no folder for logs, which it would leave behind.
+    words = f"--nproc-per-node={start.local_ranks} --max-restarts=0 --log-dir={os.devnull} --rdzv-id={name}"
+    if len(start.hosts) == 1:
+        words += " --nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
+    else:
+        address, _, port = start.rendezvous.rpartition(":")
+        words += f" --nnodes={len(start.hosts)} --node-rank={start.node} --rdzv-backend=static"
+        words += f" --master-addr={address} --master-port={port} --rdzv-conf=timeout={max(1, round(deadline_s))}"
+    return [sys.executable, "-m", "torch.distributed.run", *words.split()]
+
+
+def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
+    """mpiexec for all ranks, from the first host; where it is missing, the tether says so in the group's output."""
+    command = [find_mpiexec() or "mpiexec", "-n", str(start.ranks)]
+    if len(start.hosts) > 1:
+        command += ["-host", ",".join(f"{host.address}:{host.ranks}" for host in start.hosts)]
+        # Not every MPI hands the environment on to other hosts.
+        kept = {GROUP_MARK: str(mark), "PYTHONPATH": child_environment()["PYTHONPATH"]}
+        command += ["env", *(f"{name}={value}" for name, value in kept.items())]
+    return command
+
+
+def _rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
+    """What the launcher and, through it, the ranks are told by their environment."""
+    environment = {**child_environment(), GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OMP_NUM_THREADS", str(threads_for(start.local_ranks)))
+    interface = interface_of(start.hosts[start.node].address) if len(start.hosts) > 1 else ""
+    if interface:
+        # Else each host's ranks would listen where the host's name points to, which may be the host itself.
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            environment.setdefault(variable, interface)
+    return environment
 
 
 class RankProcesses:
     """The ranks of one epoch on this machine."""
 
-    def __init__(self, settings: ControlSettings, start: StartGroup, mark: str) -> None:
+    def __init__(self, settings: ControlSettings, start: StartGroup) -> None:
         self.epoch = start.epoch
-        self._mark = f"{mark}{start.epoch}:"
+        agent = "*" if start.launcher == "mpiexec" and len(start.hosts) > 1 else settings.host_name
+        self._mark = GroupMark(start.engine, start.epoch, agent)
         self._tail: deque[bytes] = deque()
         self._stderr = PassOn(STDERR)
         self._watched: dict[int, tuple[int, int]] = {}  # pidfd -> rank, pid
@@ -75,16 +113,15 @@ class RankProcesses:
         self._ended_at: float | None = None
         self.output, write_end = os.pipe()
         os.set_blocking(self.output, False)
-        command = launch_command(settings, start)
-        environment = child_environment()
-        environment[GROUP_MARK] = self._mark
-        environment.setdefault("OMP_NUM_THREADS", str(settings.threads_per_rank))
-        environment["PYTHONUNBUFFERED"] = "1"
+        command = launch_command(settings, start, self._mark)
+        environment = _rank_environment(start, self._mark)
+        direct = start.launcher == "direct"
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            for rank in range(start.ranks if settings.starts_by == "direct" else 1):
-                if settings.starts_by == "direct":
-                    environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(start.ranks)}
+            for local in range(start.local_ranks if direct else 1):
+                if direct:
+                    rank = {"RANK": start.first_rank + local, "LOCAL_RANK": local, "WORLD_SIZE": start.ranks}
+                    environment |= {name: str(value) for name, value in rank.items()}
                 self._processes.append(
                     subprocess.Popen(
                         command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end, env=environment
@@ -108,10 +145,10 @@ class RankProcesses:
         """File descriptors that become readable when something happens."""
         return [*([self.output] if self.output >= 0 else []), *self._watched]
 
-    def watch(self, pids: list[int]) -> None:
+    def watch(self, first_rank: int, pids: list[int]) -> None:
         """From now on `ended_ranks` tells of these processes, which stand in order of rank."""
         self._reported = list(pids)
-        for rank, pid in enumerate(pids):
+        for rank, pid in enumerate(pids, first_rank):
             try:
                 self._watched[os.pidfd_open(pid)] = (rank, pid)
             except (OSError, AttributeError):
@@ -171,7 +208,7 @@ class RankProcesses:
     def kill(self) -> tuple[int, str]:
         """Kill whatever is left of the group; the launcher's exit code and the end of its output."""
         code = self.exit_code(0.0)
-        left = kill_processes(self._mark, [*self._reported, *(p.pid for p in self._processes)], KILL_TIMEOUT_S)
+        left = kill_processes(self._mark.__eq__, [*self._reported, *(p.pid for p in self._processes)], KILL_TIMEOUT_S)
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(KILL_TIMEOUT_S if process.pid not in left else 0.01)

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -15,11 +17,12 @@ import structlog
 import zmq
 
 from dist_attn.control.controller import Controller
+from dist_attn.control.identities import agent_identity
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
 from dist_attn.control.tether import parent_is_gone
-from dist_attn.errors import WireError
+from dist_attn.errors import ConfigError, WireError
 from dist_attn.wire.curve import ServerKeys, admit_listed
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.sockets import Router, Sent
@@ -41,6 +44,8 @@ def run_controller(settings: ControlSettings) -> int:
 
     Raises: ConfigError if an address cannot be used.
     """
+    if not settings.api_address:
+        raise ConfigError("api_address is not set; give --api-address, or see --help")
     # A private folder: nobody else may connect, and its path is short, which the path of a socket has to be.
     rank_address = settings.rank_address or f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
     api_keys = ServerKeys.find(settings.keys_dir, "api", settings.api_address)
@@ -77,6 +82,11 @@ def _remove(address: str) -> None:
                 path.parent.rmdir()
 
 
+def local_address(address: str) -> str:
+    """Where this machine connects to an address that is listened on, which may stand for all addresses."""
+    return re.sub(r"^tcp://(\*|0\.0\.0\.0):", "tcp://127.0.0.1:", address)
+
+
 class _Server:
     def __init__(
         self, settings: ControlSettings, rank_address: str, api: Router, engine: Router, states: StateFiles
@@ -85,7 +95,7 @@ class _Server:
         self._rank_address = rank_address
         self._api = api
         self._engine = engine
-        self._controller = Controller(settings, rank_address, self, states)
+        self._controller = Controller(settings, self, states, secrets.token_hex(8))
         self._agent: subprocess.Popen[bytes] | None = None
         self._agent_due = 0.0
         self._agent_started = 0.0
@@ -133,7 +143,8 @@ class _Server:
             return
         now = time.monotonic()
         if self._agent is not None and self._agent.poll() is None:
-            if self._controller.agent_silence_s(now, self._agent_started) > AGENT_STUCK_S:
+            identity = agent_identity(self._settings.host_name, self._agent.pid)
+            if self._controller.agent_silence_s(identity, now, self._agent_started) > AGENT_STUCK_S:
                 # Stopped, or stuck: the kernel ends its ranks with it. The next turn finds it ended.
                 log.error("agent is silent and will be killed", pid=self._agent.pid)
                 self._agent.kill()
@@ -143,7 +154,8 @@ class _Server:
             self._agent = None
             self._agent_due = now + AGENT_RESTART_S
         if now >= self._agent_due:
-            settings = msgspec.structs.replace(self._settings, rank_address=self._rank_address, parent=os.getpid())
+            address = local_address(self._rank_address)
+            settings = msgspec.structs.replace(self._settings, rank_address=address, parent=os.getpid())
             command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
             self._agent_started = now
             self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())

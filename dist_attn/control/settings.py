@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import re
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +20,7 @@ from dist_attn.wire.sockets import check_address
 
 __all__ = ["BACKENDS", "ControlSettings", "Launcher", "engine_fields", "threads_for"]
 
+AGENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 BACKENDS = ("local", "gloo", "nccl", "mpi")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 Launcher = Literal["auto", "direct", "torchrun", "mpiexec"]
@@ -31,7 +34,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """
 
     # where things are
-    api_address: str
+    api_address: str = ""  # where API processes connect; agents need none
     model: str
     data_dir: str = "data"
     rank_address: str = ""  # where ranks and agents connect; empty: a socket in a private folder
@@ -45,7 +48,10 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     backend: str = "gloo"
     launcher: Launcher = "auto"  # auto: torchrun or mpiexec for two ranks or more, directly for one
     rank_command: tuple[str, ...] = ()  # what starts one rank; empty: `python -m dist_attn.engine`
+    agents: int = 1  # hosts that share the ranks; a group starts when so many agents are here
     local_agent: bool = True  # start an agent on this machine, and again if it dies
+    agent_name: str = ""  # of this host among the agents; empty: the host's own name
+    host_address: str = ""  # where other hosts reach this one's ranks; empty: that by which it reaches the controller
     check_finite: bool = False  # ranks name the first NaN or infinity, and where it is; slower
 
     # how work is cut
@@ -87,7 +93,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     def __post_init__(self) -> None:
         for address in (self.api_address, self.rank_address):
-            if address or address is self.api_address:
+            if address:
                 check_address(address)
                 check_exposure(address, self.keys_dir, insecure=self.insecure_network)
         if self.backend not in BACKENDS:
@@ -96,6 +102,14 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"log_level {self.log_level!r} is not known; choose one of {', '.join(LOG_LEVELS)}")
         if self.ranks > 1 and (self.backend == "mpi") != (self.starts_by == "mpiexec"):
             raise ConfigError(f"launcher {self.launcher} does not go with backend {self.backend}: choose auto")
+        if self.agents > self.ranks:
+            raise ConfigError(f"agents is {self.agents} and ranks is {self.ranks}: every agent needs a rank to start")
+        if self.agents > 1 and not self.rank_address:
+            raise ConfigError(
+                f"agents is {self.agents}, but rank_address is not set, so no other host can connect: give tcp://HOST:PORT"
+            )
+        if not AGENT_NAME.fullmatch(self.host_name):
+            raise ConfigError(f"agent_name {self.host_name!r} cannot be used: give letters, digits, dots and dashes")
         if self.ranks > 1 and self.backend == "local":
             raise ConfigError(f"backend local has no way between {self.ranks} ranks: choose gloo, nccl or mpi")
         if self.heartbeat_deadline_s < 2 * self.heartbeat_s:
@@ -124,9 +138,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return "mpiexec" if self.backend == "mpi" else "torchrun"
 
     @property
-    def threads_per_rank(self) -> int:
-        """Compute threads of each rank."""
-        return threads_for(self.ranks)
+    def host_name(self) -> str:
+        """The name of this host among the agents of a controller."""
+        return self.agent_name or socket.gethostname()
 
     @property
     def rank_program(self) -> tuple[str, ...]:
@@ -181,8 +195,9 @@ def engine_fields(settings: Settings) -> dict[str, Any]:
     }
     if settings.model:
         fields["model"] = str(resolve_model_folder(settings.model))
-    if not settings.engine.api_address:
-        del fields["api_address"]
+    for name in ("api_address", "rank_address"):
+        if not fields[name]:
+            del fields[name]
     return fields
 
 

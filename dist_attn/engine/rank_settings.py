@@ -21,6 +21,7 @@ class RankSettings:
     rank: int
     model: str
     backend: str = "gloo"
+    engine: str = ""  # the name of the controller that it belongs to
     keys_dir: str = ""  # the folder; keys themselves stand in no command line
     heartbeat_s: float = 0.5
     silence_deadline_s: float = 10.0
@@ -39,6 +40,7 @@ class RankSettings:
         parser.add_argument("--ranks", type=int, required=True)
         parser.add_argument("--model", required=True, help="model folder")
         parser.add_argument("--backend", default=cls.backend)
+        parser.add_argument("--engine", default=cls.engine, help="the controller's own name")
         parser.add_argument("--keys-dir", default=cls.keys_dir, help="folder with this host's keys")
         for name in ("heartbeat_s", "silence_deadline_s", "exchange_deadline_s"):
             parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(cls, name))

@@ -103,11 +103,12 @@ def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Puls
         pulse,
         every_s=settings.heartbeat_s,
         silence_deadline_s=settings.silence_deadline_s,
+        engine=settings.engine,
         keys=keys,
     )
     heartbeat.start()
     context = zmq.Context[zmq.Socket[bytes]](1)
-    identity = rank_identity(settings.epoch, settings.rank).decode()
+    identity = rank_identity(settings.epoch, settings.rank, settings.engine).decode()
     with Dealer(context, settings.controller, identity, keys) as dealer:
         try:
             executor = make_executor(settings, pulse)

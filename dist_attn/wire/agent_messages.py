@@ -1,11 +1,14 @@
 """What the controller and the agents, which start and kill ranks, say to each other."""
 
-from dist_attn.wire.message import Count, Message
+import msgspec
+
+from dist_attn.wire.message import Count, Message, Name
 
 __all__ = [
     "AgentHello",
     "GroupExited",
     "GroupStarted",
+    "HostShare",
     "KillGroup",
     "RankExited",
     "StartGroup",
@@ -14,27 +17,65 @@ __all__ = [
 ]
 
 
+class HostShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many ranks of a group one host has, and by which address the others reach it."""
+
+    address: str
+    ranks: Count
+
+
 class StartGroup(Message, frozen=True):
-    """Start `ranks` rank processes for `epoch`; the agent kills what is left of older epochs first."""
+    """Start the ranks of `epoch` that are this host's share, after killing what is left of older epochs.
+
+    `hosts` are in order of rank, this one is `hosts[node]`. `engine` is the controller's own name: what two controllers
+    have started is never taken for one group. Where ranks of several hosts have to find each other, node 0 is asked
+    without a `rendezvous`, answers with one, and the other nodes are given it.
+    """
 
     epoch: Count
-    ranks: Count
+    engine: str
+    hosts: list[HostShare]
+    node: Count
     backend: str
-    model: str
-    controller_address: str
+    launcher: str
+    rendezvous: str = ""
+    heartbeat_s: float = 0.5
+    silence_deadline_s: float = 10.0
+    exchange_deadline_s: float = 30.0
+    check_finite: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the whole group."""
+        return sum(host.ranks for host in self.hosts)
+
+    @property
+    def first_rank(self) -> int:
+        """The first of this host's ranks."""
+        return sum(host.ranks for host in self.hosts[: self.node])
+
+    @property
+    def local_ranks(self) -> int:
+        """How many ranks this host has."""
+        return self.hosts[self.node].ranks
 
 
 class WatchRanks(Message, frozen=True):
-    """All ranks of `epoch` have said hello: report at once when one of these processes ends; pids in order of rank."""
+    """All ranks of `epoch` have said hello: report at once when one of these processes ends.
+
+    `pids` are those of this host, in order of rank from `first_rank` on.
+    """
 
     epoch: Count
+    first_rank: Count
     pids: list[Count]
 
 
 class KillGroup(Message, frozen=True):
-    """Kill every process of `epoch`: the launcher and the pids that its ranks reported."""
+    """Kill every process of `epoch` on this host: the launcher, and the pids that its ranks reported."""
 
     epoch: Count
+    engine: str
     pids: list[Count]
 
 
@@ -43,18 +84,24 @@ class StopAgent(Message, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """First message of an agent, repeated every second: it also says that the agent is alive."""
+    """First message of an agent, repeated every second: it also says that the agent is alive.
+
+    `name` is the host's among all agents of a controller, `address` that by which other hosts reach it.
+    """
 
     protocol_version: int
     host: str
     pid: Count
+    name: Name
+    address: str
 
 
 class GroupStarted(Message, frozen=True):
-    """The launcher of `epoch` runs."""
+    """The launcher of `epoch` runs; node 0 says where the ranks of all hosts find each other, as HOST:PORT."""
 
     epoch: Count
     launcher_pid: Count
+    rendezvous: str = ""
 
 
 class RankExited(Message, frozen=True):

@@ -50,9 +50,9 @@ class Table:
 
     def __init__(self):
         self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
-        self.controller = Controller(SETTINGS, "ipc:///ranks", self, MemoryStates())
+        self.controller = Controller(SETTINGS, self, MemoryStates())
         self.now = 1.0
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5))
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
         self.controller.tick(self.now)
         for rank in (0, 1):
             self.engine(
@@ -241,7 +241,7 @@ def test_a_step_that_is_not_due_ends_the_epoch(table, rank, k):
     table.done(rank, k)
     assert not table.controller.status(table.now).ready
     assert f"rank {rank}: finished step {k}, due was step 1" in table.controller.status(table.now).reason
-    assert table.others[-1] == (b"agent", KillGroup(1, [70, 71]))
+    assert table.others[-1] == (b"agent", KillGroup(1, "", [70, 71]))
     status = table.controller.status(table.now)
     assert (status.lost_groups, status.replayed_tokens, status.queued) == (1, 600, 1)
 

@@ -8,6 +8,7 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
+    HostShare,
     KillGroup,
     RankExited,
     StartGroup,
@@ -60,11 +61,11 @@ class Scene:
 
     def __init__(self, settings=SETTINGS):
         self.outlet = Recorder()
-        self.group = RankGroup(settings, "ipc:///ranks", self.outlet)
+        self.group = RankGroup(settings, self.outlet)
         self.now = 100.0
 
     def agent(self, identity=b"agent"):
-        self.group.agent_hello(identity, AgentHello(PROTOCOL_VERSION, "host", 9), self.now)
+        self.group.agent_hello(identity, AgentHello(PROTOCOL_VERSION, "host", 9, "host", "127.0.0.1"), self.now)
 
     def wait(self, seconds, beats=(0, 1), step_sent_at=None, step=0):
         """Let time pass in turns; the agent and the ranks in `beats` are heard meanwhile."""
@@ -96,7 +97,7 @@ class Scene:
         self.group.rank_exited(RankExited(self.group.epoch, 1, 71), self.now)
         self.group.tick(self.now, None, 0)
         assert self.group.phase is Phase.CLEARING
-        self.group.group_exited(GroupExited(self.group.epoch, -9, ""), self.now)
+        self.group.group_exited(b"agent", GroupExited(self.group.epoch, -9, ""), self.now)
 
 
 def test_a_group_starts_when_there_is_an_agent_and_runs_when_every_rank_said_hello():
@@ -107,12 +108,12 @@ def test_a_group_starts_when_there_is_an_agent_and_runs_when_every_rank_said_hel
     assert "no agent" in scene.group.reason(scene.now)
     scene.agent()
     scene.group.tick(scene.now, None, 0)
-    assert scene.outlet.last(StartGroup) == StartGroup(1, 2, "gloo", "m", "ipc:///ranks")
+    assert scene.outlet.last(StartGroup) == StartGroup(1, "", [HostShare("127.0.0.1", 2)], 0, "gloo", "torchrun")
     scene.hello(1)
     assert "1 of 2" in scene.group.reason(scene.now)
     scene.hello(0)
     assert scene.group.running
-    assert scene.outlet.last(WatchRanks) == WatchRanks(1, [70, 71])
+    assert scene.outlet.last(WatchRanks) == WatchRanks(1, 0, [70, 71])
     assert len(scene.outlet.ready) == 1
 
 
@@ -125,7 +126,7 @@ def test_the_rank_that_died_is_named_not_the_one_that_complained():
     scene.group.rank_exited(RankExited(1, 1, 71), scene.now)
     scene.group.tick(scene.now, None, 0)
     assert scene.outlet.lost == ["rank 1 (pid 71) died"]
-    assert scene.outlet.last(KillGroup) == KillGroup(1, [70, 71])
+    assert scene.outlet.last(KillGroup) == KillGroup(1, "", [70, 71])
 
 
 def test_a_rank_that_reports_an_error_is_named_with_it():
@@ -241,7 +242,7 @@ def test_messages_of_an_old_epoch_change_nothing():
     scene.crash()
     scene.run()
     scene.group.rank_exited(RankExited(1, 0, 70), scene.now)
-    scene.group.group_exited(GroupExited(1, 1, ""), scene.now)
+    scene.group.group_exited(b"agent", GroupExited(1, 1, ""), scene.now)
     scene.wait(1)
     assert scene.group.running
     assert scene.group.epoch == 2
@@ -251,7 +252,7 @@ def test_a_launcher_that_ends_by_itself_ends_the_epoch():
     """Its exit code and its last line are in the reason."""
     scene = Scene()
     scene.wait(1, beats=())
-    scene.group.group_exited(GroupExited(1, 17, "first\nno such model\n"), scene.now)
+    scene.group.group_exited(b"agent", GroupExited(1, 17, "first\nno such model\n"), scene.now)
     assert "exit code 17: no such model" in scene.outlet.lost[0]
     assert scene.group.phase is Phase.IDLE
 
@@ -260,7 +261,7 @@ def test_a_launcher_that_ends_by_itself_ends_the_epoch():
 def test_a_launcher_that_was_killed_is_said_to_be(code, words):
     """What the ranks happened to print last is not given as the reason."""
     scene = Scene().run()
-    scene.group.group_exited(GroupExited(1, code, "a warning of long ago\n"), scene.now)
+    scene.group.group_exited(b"agent", GroupExited(1, code, "a warning of long ago\n"), scene.now)
     assert words in scene.outlet.lost[0]
     assert "warning" not in scene.outlet.lost[0]
 
@@ -273,7 +274,7 @@ def test_an_agent_that_died_is_replaced_and_its_ranks_are_given_up():
     scene.outlet.agents = {b"other"}
     scene.agent(b"other")
     assert "agent" in scene.outlet.lost[0]
-    scene.group.group_exited(GroupExited(1, -9, ""), scene.now)
+    scene.group.group_exited(b"other", GroupExited(1, -9, ""), scene.now)
     scene.group.tick(scene.now, None, 0)
     assert scene.group.epoch == 2
 
@@ -283,7 +284,7 @@ def test_a_stopping_group_starts_nothing_and_counts_no_crash():
     scene = Scene().run()
     scene.group.stop()
     scene.group.rank_exited(RankExited(1, 0, 70), scene.now)
-    scene.group.group_exited(GroupExited(1, 0, ""), scene.now)
+    scene.group.group_exited(b"agent", GroupExited(1, 0, ""), scene.now)
     scene.wait(5, beats=())
     assert not scene.outlet.lost
     assert scene.group.phase is Phase.IDLE

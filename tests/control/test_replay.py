@@ -72,8 +72,8 @@ class Engine:
         self.settings, self.states, self.now, self.epoch = settings, MemoryStates(), 1.0, 0
         self.inboxes, self.outboxes, self.ranks, self.received, self.epochs = {}, {}, {}, [], []
         self.rounds = Counter()  # by step: rounds of decoding that were heard of before its end
-        self.controller = Controller(settings, "ipc:///ranks", self, self.states)
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5))
+        self.controller = Controller(settings, self, self.states)
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
 
     # ---- Port
 
@@ -115,7 +115,7 @@ class Engine:
     def turn(self):
         """A moment passes: fresh ranks say hello, killed groups are reported, new steps go out."""
         self.now += 1.0
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5))
+        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
         for epoch in self.epochs:
             self.engine(b"agent", GroupExited(epoch, -9, ""))
         self.epochs.clear()

@@ -5,12 +5,14 @@ import tempfile
 import pytest
 
 from dist_attn.control.launch import start_engine
+from dist_attn.control.processes import GroupMark
 from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import ConfigError
 from dist_attn.shipped import default_model_folder
 from dist_attn.wire.agent_messages import (
+    HostShare,
     StartGroup,
 )
 
@@ -133,6 +135,7 @@ def test_the_search_for_nan_reaches_the_ranks(check):
     flags = ["--api-address=ipc:///tmp/a", "--model=m"]
     settings = ControlSettings.from_flags(flags, "x", environment)
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").check_finite is check
-    command = launch_command(settings, StartGroup(1, 1, "local", "m", "ipc:///tmp/b"))
+    start = StartGroup(1, "", [HostShare("", 1)], 0, "local", "direct", check_finite=settings.check_finite)
+    command = launch_command(settings, start, GroupMark("", 1, "a"))
     own = command[command.index("dist_attn.engine") + 1 :]
     assert RankSettings.from_flags(own).check_finite is check

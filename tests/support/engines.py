@@ -12,7 +12,7 @@ from dist_attn.control.processes import is_alive
 from dist_attn.wire.curve import ClientKeys
 from tests.support.controller_client import ControllerClient
 
-MARK = "DIST_ATTN_TEST_MARK"
+MARK = "TEST_OF_DIST_ATTN"
 FAKE_RANK = (sys.executable, "-m", "tests.support.fake_rank")
 
 QUICK = {

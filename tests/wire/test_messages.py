@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import WireError
 from dist_attn.wire import messages as wire
+from dist_attn.wire.agent_messages import HostShare
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import AnyMessage, decode, encode
 from dist_attn.wire.session_messages import (
@@ -82,12 +83,12 @@ EXAMPLES = [
     ),
     wire.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
     wire.RankFailed(1, 0, 2, "why"),
-    wire.StartGroup(1, 2, "gloo", "m", "ipc:///x"),
-    wire.WatchRanks(1, [77, 78]),
-    wire.KillGroup(1, [77]),
+    wire.StartGroup(1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "gloo", "torchrun", "a:1"),
+    wire.WatchRanks(1, 2, [77, 78]),
+    wire.KillGroup(1, "e", [77]),
     wire.StopAgent(),
-    wire.AgentHello(1, "host", 5),
-    wire.GroupStarted(1, 6),
+    wire.AgentHello(1, "host", 5, "name", "10.0.0.1"),
+    wire.GroupStarted(1, 6, "10.0.0.1:5"),
     wire.RankExited(1, 0, 77),
     wire.GroupExited(1, -9, "tail"),
 ]
