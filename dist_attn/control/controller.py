@@ -276,6 +276,10 @@ class Controller:
         """How long an agent was not heard, from `since` on, while it is needed; 0 as long as the ranks just run."""
         return 0.0 if self._group.phase is Phase.RUNNING else now - max(since, self._group.agents.heard_at(identity))
 
+    def knows_agent(self, identity: bytes) -> bool:
+        """Whether an agent has ever said hello."""
+        return self._group.agents.heard_at(identity) > 0
+
     def dismiss_agents(self) -> None:
         """Let the agents kill what may be left, and exit."""
         for identity in self._agents:

@@ -19,7 +19,6 @@ from typing import Any, Literal, Self
 
 import structlog
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from dist_attn.errors import ConfigError
@@ -134,7 +133,8 @@ def admit_listed(context: "zmq.Context[zmq.Socket[bytes]]", folder: str) -> Iter
     if not folder:
         yield
         return
-    # Its own log would name whole keys.
+    from zmq.auth.thread import ThreadAuthenticator  # the controller's alone; it takes asyncio along
+
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     try:

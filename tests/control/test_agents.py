@@ -55,13 +55,12 @@ def test_a_group_starts_when_enough_agents_are_there(scene):
     np.testing.assert_array_equal(client.encode("a", tokens, RowSpec("window", 300)).rows[0], expected.astype("f4"))
 
 
-@pytest.mark.parametrize("lost", ["left", "right"])
-def test_a_host_that_is_lost_is_named_and_comes_back(scene, lost):
+def test_a_host_that_is_lost_is_named_and_comes_back(scene):
     """Agent and ranks of a host die at once: the reason names its agent; when it is back, open streams go on."""
     _, client, mark, start = scene
     programs = {name: start(name) for name in ("left", "right")}
     client.wait_ready()
-    text = slow_text(60_000)
+    lost, text = "left", slow_text(60_000)
     client.open_encoding("e", RowSpec("window", 500))
     client.feed("e", text[:30_000], final=False)
     kill_family(programs[lost])
@@ -106,7 +105,7 @@ def test_an_agent_of_its_own_waits_for_the_next_controller(tmp_path):
         assert marked_processes(agent_mark) == {}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_process_is_left_whatever_dies_first(seed, tmp_path):
     """Controller, agents and ranks are killed in an order that is drawn: the rest end by themselves, or when told."""
     draw = random.Random(seed)

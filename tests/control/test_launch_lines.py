@@ -1,0 +1,115 @@
+"""What an agent starts its ranks with: alone, over several hosts, by torchrun, by mpiexec, and on which interface."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from dist_attn.control.host_address import address_towards, free_port, interface_of
+from dist_attn.control.processes import GROUP_MARK, GroupMark, group_processes, kill_processes
+from dist_attn.control.ranks import launch_command
+from dist_attn.control.settings import ControlSettings
+from dist_attn.engine.rank_settings import RankSettings
+from dist_attn.errors import ConfigError
+from dist_attn.launchers import find_mpiexec
+from dist_attn.wire.agent_messages import HostShare, StartGroup
+
+SETTINGS = ControlSettings(model="/models/here", rank_address="tcp://127.0.0.1:9", keys_dir="/keys", agent_name="b")
+HOSTS = [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)]
+MARK = GroupMark("e", 7, "b")
+
+
+def line(launcher, node=0, backend="gloo", hosts=HOSTS):
+    """The command without its tether."""
+    start = StartGroup(7, "e", hosts, node, backend, launcher, "10.0.0.1:4567")
+    command = launch_command(SETTINGS, start, MARK)
+    return command[command.index(str(os.getpid())) + 1 :]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("node", [0, 1])
+def test_torchrun_over_two_hosts_has_a_fixed_order_and_a_meeting_place_of_its_own(node, backend):
+    """Each host starts its share, as its number says; no restart is left to torchrun, no name is used twice."""
+    command = line("torchrun", node, backend)
+    words = set(command)
+    assert {"--nnodes=2", f"--node-rank={node}", "--rdzv-backend=static", "--max-restarts=0"} <= words
+    assert {"--master-addr=10.0.0.1", "--master-port=4567", "--rdzv-id=dist-attn-e-7"} <= words
+    assert f"--nproc-per-node={2 - node}" in words and "--standalone" not in words
+    assert f"--backend={backend}" in words
+
+
+def test_torchrun_on_one_host_chooses_its_port_itself():
+    """Nothing of it can be reached from other hosts but what the system picks."""
+    words = line("torchrun", hosts=HOSTS[:1])
+    assert "--rdzv-endpoint=127.0.0.1:0" in words and "--nproc-per-node=2" in words
+    assert not any(word.startswith("--master") for word in words)
+
+
+def test_ranks_are_told_this_hosts_places():
+    """Model, keys and the way to the controller are the agent's; the rest is what the controller said."""
+    command = line("direct", 1)
+    own = command[command.index("dist_attn.engine") + 1 :]
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "2", "3"
+    try:
+        rank = RankSettings.from_flags(own)
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    assert (rank.controller, rank.model, rank.keys_dir) == ("tcp://127.0.0.1:9", "/models/here", "/keys")
+    assert (rank.engine, rank.epoch, rank.ranks, rank.rank) == ("e", 7, 3, 2)
+
+
+def test_mpiexec_starts_all_hosts_and_hands_the_mark_on():
+    """One line for all ranks, with every host's share; whose they are travels in their environment."""
+    command = line("mpiexec", backend="mpi")
+    assert command[1:5] == ["-n", "3", "-host", "10.0.0.1:2,10.0.0.2:1"]
+    assert f"{GROUP_MARK}=e:7:b" in command[command.index("env") :]
+    assert "-host" not in line("mpiexec", backend="mpi", hosts=HOSTS[:1])
+
+
+@pytest.mark.skipif(find_mpiexec() is None, reason="needs mpiexec")
+def test_mpiexec_takes_the_line():
+    """The real launcher starts so many processes for a host that is named by its address."""
+    command = line("mpiexec", backend="mpi", hosts=[HostShare("127.0.0.1", 1), HostShare("127.0.0.1", 1)])
+    words = [*command[: command.index(sys.executable)], "printenv", GROUP_MARK]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["e:7:b"] * 2, done.stderr
+
+
+def test_a_host_knows_its_own_address():
+    """The address is that of the way to the controller, its interface has a name, its port is free."""
+    assert address_towards("tcp://127.0.0.1:5") == address_towards("ipc:///x") == "127.0.0.1"
+    assert address_towards("tcp://no such host:5") == ""
+    assert interface_of("127.0.0.1") in [name for _, name in socket.if_nameindex()]
+    assert interface_of("203.0.113.9") == ""
+    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_only_the_processes_of_a_mark_are_killed():
+    """Another epoch, engine or agent on the same machine is left alone."""
+    engine = f"test-{os.getpid()}"
+    marks = [GroupMark(engine, 1, "a"), GroupMark(engine, 2, "a"), GroupMark(engine, 1, "b"), GroupMark(engine, 1, "*")]
+    sleepers = [subprocess.Popen(["sleep", "60"], env={GROUP_MARK: str(mark)}) for mark in marks]
+    try:
+        kill_processes(lambda mark: mark.is_of(engine, "a") and mark.epoch == 1, (), 5.0)
+        assert group_processes(lambda mark: mark.engine == engine) == {sleepers[1].pid, sleepers[2].pid}
+    finally:
+        for sleeper in sleepers:
+            sleeper.kill()
+            sleeper.wait()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"agents": 2}, "every agent needs a rank"),
+        ({"agents": 2, "ranks": 2}, "rank_address is not set"),
+        ({"agent_name": "a:b"}, "agent_name"),
+    ],
+)
+def test_settings_of_several_hosts_that_do_not_fit_are_refused(fields, words):
+    """What is missing is said before anything starts."""
+    with pytest.raises(ConfigError, match=words):
+        ControlSettings(model="m", **fields)
