@@ -1,6 +1,6 @@
 """Entry point of the images: turns a model's name into its folder, then becomes the process that was asked for.
 
-python start.py api|engine [--model NAME_OR_FOLDER] [--config FILE] [FLAG …]: the flags are those of that process.
+python start.py api|engine|agent [--model NAME_OR_FOLDER] [--config FILE] [FLAG …]: the flags are those of that process.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from dist_attn.shipped import resolve_model_folder
 PROGRAMS = {
     "api": ("service",),
     "engine": ("dist_attn.control", "controller"),
+    "agent": ("dist_attn.control", "agent"),
 }
 
 

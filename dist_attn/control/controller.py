@@ -104,7 +104,9 @@ class Controller:
                 group.group_exited(identity, message, now)
             case RankExited():
                 group.rank_exited(message, now)
-            case RankHello() | StatePart() | Draws() | StepDone() | RankFailed() if identity == self._rank(message.rank):
+            case RankHello() | StatePart() | Draws() | StepDone() | RankFailed() if identity == self._rank(
+                message.rank
+            ):
                 self._on_rank(message, now)
             case Heartbeat() if identity == beat_identity(group.epoch, message.rank, self._engine):
                 group.heartbeat(message, now)

@@ -44,7 +44,7 @@ from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
