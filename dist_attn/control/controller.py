@@ -115,9 +115,6 @@ class Controller:
                 # Ranks of an older epoch hear nothing, so they exit by themselves if nobody kills them.
                 log.debug("message dropped", kind=type(message).__name__, identity=identity.hex())
 
-    def _is_rank(self, identity: bytes, rank: int) -> bool:
-        return identity == self._rank(rank)
-
     def _rank(self, rank: int) -> bytes:
         """The identity of a rank of the current epoch."""
         return rank_identity(self._group.epoch, rank, self._engine)
