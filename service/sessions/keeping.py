@@ -16,6 +16,7 @@ __all__ = ["KeptStore", "kept_store"]
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
+LOOK_SECONDS = 1.0  # whoever asks for the status does not wait longer for a store that is away
 
 
 @final
@@ -34,8 +35,9 @@ class KeptStore:
         """How much is kept for all callers, not older than a second; what was last known when the store is away."""
         if time.monotonic() - self._looked_at >= FRESH_SECONDS:
             self._looked_at = time.monotonic()
-            with contextlib.suppress(StorageError):
-                self._totals = await self.store.totals()
+            with contextlib.suppress(StorageError, TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    self._totals = await self.store.totals()
         return self._totals
 
     @property

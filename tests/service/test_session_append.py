@@ -25,7 +25,7 @@ from tests.support.fake_sessions import after, stored
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head
 from tests.support.service_server import RunningService, eventually, running_service
 from tests.support.sessions import SessionClient
-from tests.support.stores import Clock, stream
+from tests.support.stores import Clock, redis_server, stream, why_no_redis
 
 BOOK = "".join(f"Line {n} of a book that is long enough. " for n in range(130)).encode()  # 4,900 tokens
 
@@ -306,9 +306,12 @@ def test_models_whose_states_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.
         assert answer.status_code == 400 and "grow with the text" in answer.text
 
 
-def test_two_services_share_a_store(tmp_path: Path) -> None:
-    """Two processes over one folder serve the same sessions; what one has written the other goes on with."""
-    store = StoreSettings(address=str(tmp_path / "states"))
+@pytest.mark.parametrize("place", ["folder", "redis"])
+def test_two_services_share_a_store(tmp_path: Path, place: str) -> None:
+    """Two services over a folder or a Redis serve the same sessions; what one has written the other goes on with."""
+    if place == "redis" and (lack := why_no_redis()):
+        pytest.skip(lack)
+    store = StoreSettings(address=redis_server() if place == "redis" else str(tmp_path / "states"))
     with running_service(tmp_path / "a", store=store) as first, running_service(tmp_path / "b", store=store) as second:
         one, two = SessionClient(first.url), SessionClient(second.url)
         session = one.make()
