@@ -128,7 +128,7 @@ class Controller:
             case RankFailed():
                 self._group.rank_failed(message, now)
             case StatePart() if message.session in self._desk.sessions:
-                self._states.append(message.session, message.rank, message.start, message.data)
+                self._states.append(message.session, message.ordinal, message.start, message.data)
             case Draws() if self._group.running and message.rank in self._group.ranks:
                 self._round_done(message, now)
             case StepDone() if self._group.running and message.rank in self._group.ranks:
@@ -156,7 +156,7 @@ class Controller:
             self._guards.add(done.guards)
         self._take_draws(done)
         for saved in done.saved:
-            self._desk.take_saved(done.rank, saved)
+            self._desk.take_saved(saved)
         self._group.ranks[done.rank].finished(done.k, now)
 
     def _take_draws(self, message: Draws | StepDone) -> None:
@@ -165,7 +165,7 @@ class Controller:
         for fault in message.faults:
             session = self._desk.sessions.get(fault.session)
             if session is not None:
-                self._desk.fail(session, "engine_failed", fault.error)
+                self._desk.fail(session, fault.code, fault.error)
 
     # ---- time ----------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class Controller:
         while self._group.running and len(self._steps.under_way) < self._settings.steps_in_flight:
             chosen = plan(self._view(now))
             self._ring = chosen.ring
-            if chosen.empty and not self._desk.closing:
+            if chosen.empty and not self._desk.closing and not self._desk.unsaved:
                 return
             for rank, message in self._steps.compose(chosen, self._desk, now):
                 if self._port.to_engine(self._rank(rank), message) is not Sent.DONE:
@@ -259,6 +259,7 @@ class Controller:
             guards=self._guards.counts(),
             lost_groups=self._lost_groups,
             replayed_tokens=self._replayed_tokens,
+            manifest=model.manifest if model else None,
         )
 
     def stop(self, now: float) -> None:

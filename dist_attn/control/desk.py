@@ -14,6 +14,7 @@ from dist_attn.control.rows import RowAssembler, RowBatch
 from dist_attn.control.sessions import Session
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
+from dist_attn.control.state_traffic import StateTraffic
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
@@ -24,6 +25,7 @@ from dist_attn.wire.messages import (
     Generated,
     OpenCompletion,
     OpenEncoding,
+    OpenSession,
     RankHello,
     RowPieces,
     Rows,
@@ -31,12 +33,14 @@ from dist_attn.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
+from dist_attn.wire.session_messages import FinishDrawing, SessionDone, StateCredit, StatePiece
 from dist_attn.wire.sockets import Sent
 
 __all__ = ["Desk"]
 
 ROWS_MESSAGE_BYTES = 256 << 10
 PROBE_S = 2.0
+FINISH_LAG = 64  # draws that a reader may be behind when it finds that it has had enough
 SUSPECT = 2  # losses after which it is worked on without others that are suspect too
 
 log = structlog.get_logger("dist_attn.control")
@@ -50,6 +54,8 @@ class Desk:
     ) -> None:
         self._settings = settings
         self.states = states
+        self._chunk = settings.ranks * settings.chunk_tokens
+        self._traffic = StateTraffic(self, states)
         self.save_tokens, self.save_draws = settings.save_tokens * settings.ranks, settings.save_draws
         self._outboxes = Outboxes(send, settings.reader_deadline_s)
         self._numbers = count(1)
@@ -68,10 +74,14 @@ class Desk:
         """Take one message of an API process."""
         self._now = now
         match message:
-            case OpenEncoding() | OpenCompletion():
+            case OpenEncoding() | OpenCompletion() | OpenSession():
                 self._open(peer, message)
             case Tokens():
                 self._take_tokens(peer, message)
+            case StatePiece() | StateCredit() | FinishDrawing():
+                session = self._by_name.get((peer, message.request_id))
+                if session is not None and session.work is not None:
+                    self._of_session(session, message)
             case Cancel(request_id=request_id):
                 session = self._by_name.get((peer, request_id))
                 if session is not None:
@@ -79,7 +89,7 @@ class Desk:
             case _:
                 log.warning("unexpected message", peer=peer.hex(), kind=type(message).__name__)
 
-    def _open(self, peer: bytes, message: OpenEncoding | OpenCompletion) -> None:
+    def _open(self, peer: bytes, message: OpenEncoding | OpenCompletion | OpenSession) -> None:
         name = message.request_id
         if (peer, name) in self._by_name:
             log.warning("request id is open already", request=name, peer=peer.hex())
@@ -91,16 +101,33 @@ class Desk:
             text = f"{len(self.sessions)} requests are open, which is the limit of this engine; try again soon"
             self.post(peer, Failed(name, "overloaded", text))
             return
-        session = Session(next(self._numbers), peer, name, self._now, heard_at=self._now)
-        if isinstance(message, OpenEncoding):
-            session.rows = message.rows
+        number = next(self._numbers)
+        if isinstance(message, OpenSession):
+            session = Session.of_work(number, peer, self._now, message, self._chunk)
         else:
+            session = Session(number, peer, name, self._now, heard_at=self._now)
+            session.rows = message.rows if isinstance(message, OpenEncoding) else None
+            session.sampling = message.sampling if isinstance(message, OpenCompletion) else None
+        if session.sampling is not None and session.sampling.seed is None:
             # The seed is settled here, so that doing the work again elsewhere draws the same tokens.
-            seed = secrets.randbits(63) if message.sampling.seed is None else message.sampling.seed
-            session.sampling = msgspec.structs.replace(message.sampling, seed=seed)
+            session.sampling = msgspec.structs.replace(session.sampling, seed=secrets.randbits(63))
         self.sessions[session.number] = self._by_name[peer, name] = session
         self.post(peer, Accepted(name))
-        self.grant(session)
+        if self._traffic.expect(session):
+            self.grant(session)
+
+    def _of_session(self, session: Session, message: StatePiece | StateCredit | FinishDrawing) -> None:
+        session.heard_at = self._now
+        match message:
+            case StatePiece():
+                if self._traffic.take_piece(session, message):
+                    self.grant(session)
+                    self._end_session(session)
+            case StateCredit():
+                self._traffic.take_credit(session, message, self._now)
+                self._end_session(session)
+            case FinishDrawing(drawn=drawn):
+                self._finish_drawing(session, drawn)
 
     def _take_tokens(self, peer: bytes, message: Tokens) -> None:
         session = self._by_name.get((peer, message.request_id))
@@ -122,7 +149,7 @@ class Desk:
             session.waiting_since = self._now
         session.queue.push(message.tokens)
         session.received, session.final, session.heard_at = stop, message.final, self._now
-        if session.final and not session.received and session.sampling is not None:
+        if session.final and not session.received and session.kind != "encoding":
             self.fail(session, "empty_input", "the prompt has no tokens; send at least one")
         elif self._tokens_fit(session):
             self.settle(session)
@@ -145,7 +172,7 @@ class Desk:
         """What the ranks have loaded; tokens that came before it was known are checked now."""
         self.model = model
         for session in list(self.sessions.values()):
-            if self._tokens_fit(session):
+            if self._traffic.expect(session) and self._tokens_fit(session):
                 self.grant(session)
 
     def take_pieces(self, pieces: RowPieces) -> None:
@@ -157,7 +184,8 @@ class Desk:
         if session is None or session.rows is None or self.model is None:
             return
         if session.assembler is None:
-            session.assembler = RowAssembler(session.rows, self.model.hidden_size)
+            start = session.work.begin.position if session.work and session.work.begin else 0
+            session.assembler = RowAssembler(session.rows, self.model.hidden_size, start)
         batches = session.assembler.add(pieces, session.received if session.final else None)
         self._post_rows(session, batches)
         self.settle(session)
@@ -171,18 +199,56 @@ class Desk:
         session.progress(session.received, session.draws_back)
         if session.draws_back <= session.draws:
             self._compare(session, token)
-            return
+        elif session.draws < session.most_draws:
+            self._send_draw(session, token, logprobs)
+        elif token == self.model.end_token:
+            session.draws_back = session.draws_asked  # what was asked for beyond it is not drawn
+        if session.draining and session.draws_back >= session.draws_asked:
+            self._go_back(session)
+
+    def _send_draw(self, session: Session, token: int, logprobs: TokenLogprobs | None) -> None:
+        assert session.sampling is not None and self.model is not None
         if token == self.model.end_token:
             self.post(session.peer, Generated(session.request_id, [], "stop"))
-            self._remove(session, "done")
+            session.draw_limit, session.draws_back = session.draws, session.draws_asked
+            self._end_drawing(session)
             return
         session.draws += 1
         session.journal.draw(token)
-        last = session.draws >= session.sampling.max_tokens
-        reason, told = "length" if last else None, None if logprobs is None else [logprobs]
-        self.post(session.peer, Generated(session.request_id, [token], reason, told))
+        last = session.draws >= session.most_draws
+        reason = "length" if session.draws >= session.sampling.max_tokens else "stop"
+        told = None if logprobs is None else [logprobs]
+        self.post(session.peer, Generated(session.request_id, [token], reason if last else None, told))
         if last:
+            self._end_drawing(session)
+
+    def _end_drawing(self, session: Session) -> None:
+        if session.work is None:
             self._remove(session, "done")
+        else:
+            self._commit(session)
+
+    def _finish_drawing(self, session: Session, drawn: int) -> None:
+        """A stored session shall stand after its first `drawn` drawn tokens, or the first state after them."""
+        drawn = max(drawn, session.journal.draws)
+        if session.ended or session.sampling is None or drawn >= session.most_draws:
+            return
+        session.draw_limit = drawn
+        if session.draws_asked > drawn:
+            session.draws = min(session.draws, drawn)
+            session.journal.forget_draws(drawn)
+            session.draining = True
+            if session.draws_back >= session.draws_asked:
+                self._go_back(session)
+        elif session.draws == drawn:
+            self._commit(session)
+
+    def _go_back(self, session: Session) -> None:
+        """The ranks have drawn more than shall count, and owe nothing: they do it again from the last saved state."""
+        if session.opened:
+            self.closing.append(session.number)
+        session.rewind()
+        self._end_session(session)
 
     def _compare(self, session: Session, token: int) -> None:
         """A draw that is made again must give the token that was sent; the one that was sent is fed on in any case."""
@@ -190,30 +256,64 @@ class Desk:
         if token != sent:
             log.error("replay differs", request=session.request_id, draw=session.draws_back, sent=sent, again=token)
 
-    def take_saved(self, rank: int, saved: SavedState) -> None:
+    def take_saved(self, saved: SavedState) -> None:
         """A rank has sent a session's state whole: its journal begins there, once no other rank has rows before it."""
         session = self.sessions.get(saved.session)
         if session is None:
             self.states.drop(saved.session)
             return
-        if self.states.finish(saved.session, rank, saved.position, saved.num_bytes):
-            session.held.append(saved)
-            self._commit(session)
+        if not session.saves.awaits(saved.ordinal):
+            return
+        if self.states.finish(saved.session, saved.ordinal, saved.num_bytes):
+            session.saves.take(saved)
+        elif session.work is None:
+            session.saves.give_up(saved.ordinal)
+        else:
+            self.fail(session, "engine_failed", "the session's state could not be written to the controller's disk")
+            return
+        self._commit(session)
 
     def _commit(self, session: Session) -> None:
         """Begin the journal at the states up to which every rank's rows are back: those of a slower one would be lost.
 
-        What comes with a draw is behind all of the text.
+        They count in the order in which they were asked for: two ranks may be heard the other way round.
         """
-        for saved in [s for s in session.held if s.draws or s.position <= session.best[0]]:
-            session.held.remove(saved)
-            # The last token of a prompt is fed by the first draw.
-            position = session.received if saved.draws else saved.position
-            # Two ranks may save one after the other and be heard the other way round.
-            later = (position, saved.draws) > (session.journal.position, session.journal.draws)
-            if later and self.states.commit(session.number, saved.position):
-                session.journal.advance(position, saved.draws)
+        while (saved := session.saves.first) is not None and self._may_count(session, saved):
+            session.saves.pop()
+            if saved.draws > session.most_draws:
+                continue  # its reader has had enough before
+            if self.states.commit(session.number, saved.ordinal):
+                session.journal.advance(session.text_position(saved), saved.draws)
                 session.saved = saved
+                if session.every and saved.position % session.every == 0:
+                    self._traffic.offer(session, self._now)
+        self._end_session(session)
+
+    def _may_count(self, session: Session, saved: SavedState) -> bool:
+        if session.work is None:
+            return saved.draws > 0 or saved.position <= session.read  # what comes with a draw is behind all of the text
+        if session.text_position(saved) > session.read:
+            return False
+        # Its reader may still want to go back to a token before it, which a state cannot.
+        lag = min(FINISH_LAG, self._settings.save_draws)
+        return not saved.draws or saved.draws + lag <= session.draws or session.draws >= session.most_draws
+
+    def _end_session(self, session: Session) -> None:
+        """End a stored session whose last state is here, once all of it has been handed out."""
+        if session.work is None or session.number not in self.sessions or not session.is_at_its_end:
+            return
+        if not session.ended:
+            session.ended = True
+            if session.opened:
+                self.closing.append(session.number)
+            session.opened, session.exposed = False, False
+            self._traffic.offer(session, self._now)
+            if session.assembler is not None:
+                self._post_rows(session, session.assembler.finish(session.received))
+        if not session.offers.waiting and session.number in self.sessions:
+            end = session.received + session.draws
+            self.post(session.peer, SessionDone(session.request_id, end, session.draws, session.rows_sent))
+            self._remove(session, "done")
 
     def rewind(self, reason: str) -> int:
         """The ranks are lost: every request goes back to its last saved state; how many tokens will be done again.
@@ -237,11 +337,15 @@ class Desk:
         """All ranks have read a request up to here."""
         session = self.sessions.get(number)
         if session is not None:
+            session.read = max(session.read, position)
             session.progress(position, 0)
             self._commit(session)
 
     def settle(self, session: Session) -> None:
-        """End an encoding whose every row has been sent."""
+        """End an encoding whose every row has been sent, or a session that stands at its end already."""
+        if session.work is not None:
+            self._end_session(session)
+            return
         if session.rows is None or not session.final:
             return
         if session.assembler is not None:
@@ -266,6 +370,11 @@ class Desk:
             self.post(session.peer, rows)
         session.rows_sent += len(starts)
 
+    @property
+    def unsaved(self) -> bool:
+        """Whether a state shall be saved though there may be no other work."""
+        return any(session.awaits_save for session in self.sessions.values())
+
     # ---- to the API ----------------------------------------------------------------------------
 
     def grant(self, session: Session) -> None:
@@ -275,7 +384,7 @@ class Desk:
         whole = (self.model and self.model.text_tokens) or 0
         upto = session.dispatched + max(self._settings.blocks_of_credit * block, whole)
         short = session.credit - session.dispatched < whole
-        if not session.final and (short or upto - session.credit >= min(block, upto)):
+        if session.restored and not session.final and (short or upto - session.credit >= min(block, upto)):
             session.credit, session.heard_at = upto, self._now
             self.post(session.peer, Credit(session.request_id, upto))
 
@@ -314,6 +423,12 @@ class Desk:
             waits_for_tokens = not session.final and session.received < session.credit
             if waits_for_tokens and now - session.heard_at > self._settings.tokens_deadline_s:
                 text = f"no tokens came for {self._settings.tokens_deadline_s:g} s; send the request again"
+                self.fail(session, "body_timeout", text)
+            elif session.arrival is not None and now - session.heard_at > self._settings.tokens_deadline_s:
+                text = f"nothing came of the state to begin with for {self._settings.tokens_deadline_s:g} s"
+                self.fail(session, "body_timeout", text)
+            elif session.offers.waiting and now - session.offers.since > self._settings.reader_deadline_s:
+                text = f"a state of the session was not fetched for {self._settings.reader_deadline_s:g} s"
                 self.fail(session, "body_timeout", text)
         if now - self._probed_at > PROBE_S:
             self._probed_at = now

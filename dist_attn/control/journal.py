@@ -13,17 +13,20 @@ __all__ = ["Journal"]
 class Journal:
     """The saved state stands after `position` tokens of the input and `draws` drawn tokens; 0 and 0 is the empty state.
 
+    `unfed` drawn tokens are not in it: the last one, where each is fed by the next draw.
+
     Memory: 4 bytes per token of the input since then, what was drawn since then, and a count of each token of the
     vocabulary that was drawn before.
     """
 
     position: int = 0
     draws: int = 0
+    unfed: int = 1
     given: TokenQueue = field(default_factory=TokenQueue)
     edges: deque[int] = field(default_factory=deque)
     """Where the blocks since `position` ended."""
     counts: Counter[int] = field(default_factory=Counter)
-    """How often each token was drawn before the last one that the saved state follows; penalties need it."""
+    """How often each token was drawn that was fed to the saved state; penalties need it."""
     _drawn: deque[int] = field(default_factory=deque)
     _first_drawn: int = 0  # which draw the first of them was
 
@@ -49,13 +52,17 @@ class Journal:
         at = index - self._first_drawn
         return self._drawn[at] if 0 <= at < len(self._drawn) else None
 
+    def forget_draws(self, after: int) -> None:
+        """The tokens of later draws than these do not count."""
+        while self._first_drawn + len(self._drawn) > max(after, self._first_drawn):
+            self._drawn.pop()
+
     def advance(self, position: int, draws: int) -> None:
         """A later state was saved: what came before it will not be needed again."""
         self.given.drop(position - self.position)
         for _ in takewhile(lambda edge: edge <= position, tuple(self.edges)):
             self.edges.popleft()
-        # The token of the last draw before the state is the first that is fed to it.
-        while self._first_drawn < draws - 1 and self._drawn:
+        while self._first_drawn < draws - self.unfed and self._drawn:
             self.counts[self._drawn.popleft()] += 1
             self._first_drawn += 1
         self.position, self.draws = position, draws

@@ -44,6 +44,7 @@ def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark
         f"--ranks={start.ranks}",
         f"--backend={start.backend}",
         f"--model={settings.model}",
+        f"--chunk-tokens={start.chunk_tokens}",
         *([f"--keys-dir={settings.keys_dir}"] if settings.keys_dir else []),
         f"--heartbeat-s={start.heartbeat_s}",
         f"--silence-deadline-s={start.silence_deadline_s}",

@@ -76,7 +76,7 @@ class RowAssembler:
     Pieces may come in any order of ranks and steps; what is ahead of its turn waits (bounded by the steps in flight).
     """
 
-    def __init__(self, spec: RowSpec, dim: int) -> None:
+    def __init__(self, spec: RowSpec, dim: int, start: int = 0) -> None:
         self._length = row_length(spec)
         self._mean = spec.pooling == "mean"
         self._dim = dim
@@ -84,7 +84,7 @@ class RowAssembler:
         self._open: _OpenRow | None = None
         self._rows = 0
         self._again = 0  # pieces before this position may come a second time
-        self.position = 0
+        self.position = start
         """Every token before this position is in a row that has been taken, or in the one that is open."""
 
     @property

@@ -1,22 +1,26 @@
 """One open request: the tokens that wait for the ranks, how far it has come, and what the scheduler may know of it."""
 
-from collections import deque
 from dataclasses import dataclass, field, replace
 
 from dist_attn.control.journal import Journal
 from dist_attn.control.rows import GRAIN, RowAssembler, row_length, sequence_length
 from dist_attn.control.scheduler import SessionView
+from dist_attn.control.session_states import Arrival, Offers, Saves
 from dist_attn.control.token_queue import TokenQueue
-from dist_attn.wire.messages import RowSpec, SamplingSpec, SavedState
+from dist_attn.wire.messages import OpenSession, RowSpec, SamplingSpec, SavedState
 
 __all__ = ["Session"]
 
+MOST_OFFERS = 2  # states that wait to be fetched; with more of them a session rests
 ROW_BYTES_PER_BLOCK = 8 << 20  # so that the rows of a step stay below the size of a message
 
 
 @dataclass
 class Session:
-    """An open encoding (`rows`) or completion (`sampling`) of one API process. Times are monotonic seconds."""
+    """An open encoding (`rows`), completion (`sampling`) or work on a stored session (`work`) of one API process.
+
+    Times are monotonic seconds. Positions of a stored session count from its beginning, not from that of the request.
+    """
 
     number: int
     peer: bytes
@@ -24,6 +28,8 @@ class Session:
     created_at: float
     rows: RowSpec | None = None
     sampling: SamplingSpec | None = None
+    work: OpenSession | None = None
+    every: int = 0  # states are handed out at multiples of it; 0: only at the end
 
     queue: TokenQueue = field(default_factory=TokenQueue)
     received: int = 0
@@ -40,34 +46,90 @@ class Session:
     draws_asked: int = 0
     draws_back: int = 0  # draws that came back from the ranks; fewer than `draws` while they are made a second time
     draws: int = 0  # draws that were sent on
+    draw_limit: int | None = None  # where drawing ends before `max_tokens`
+    draining: bool = False  # too much was drawn: once the ranks owe nothing more, it goes back
 
     journal: Journal = field(default_factory=Journal)
     saved: SavedState | None = None  # the state that the journal begins after; None: the empty one
-    held: deque[SavedState] = field(default_factory=deque)  # whole, but some rank's rows before them are not back yet
+    saves: Saves = field(default_factory=Saves)
     saved_at: tuple[int, int] = (0, 0)  # tokens and draws at which a state was last asked for
+    end_asked: bool = False  # the state at the end was asked for
+    ended: bool = False  # it has come: what is left is to hand it out
+    holder: int | None = None  # the rank that has the logits after the last token that was read; None: all, or none
+    arrival: Arrival | None = None
+    offers: Offers = field(default_factory=Offers)
     exposed: bool = False  # the ranks of this epoch have worked on it
     losses: int = 0  # groups lost in a row while they worked on it and it came no further
     best: tuple[int, int] = (0, 0)  # tokens and draws that have come back from the ranks
+    read: int = 0  # every rank has answered for the text up to here
+
+    @staticmethod
+    def of_work(number: int, peer: bytes, now: float, work: OpenSession, chunk: int) -> "Session":
+        """A stored session that is gone on with; blocks end at multiples of `chunk`."""
+        at = work.begin.position if work.begin else 0
+        session = Session(number, peer, work.request_id, now, work.rows, work.sampling, work, heard_at=now)
+        session.every = -(-work.checkpoint_tokens // chunk) * chunk
+        session.received = session.dispatched = session.credit = session.read = at
+        session.journal = Journal(position=at, unfed=0)
+        session.best = session.saved_at = (at, 0)
+        return session
 
     @property
     def kind(self) -> str:
         """What it is, in one word."""
+        if self.work is not None:
+            return "session"
         return "encoding" if self.rows is not None else "completion"
 
     @property
     def prefilled(self) -> bool:
         """Whether every token that a block may hold is in one; a completion's last token is left for decoding."""
-        return self.final and len(self.queue) <= (self.sampling is not None and self.draws_asked == 0)
+        left = self.sampling is not None and self.work is None and self.draws_asked == 0
+        return self.final and len(self.queue) <= left
 
     @property
     def may_draw(self) -> bool:
         """Whether fewer tokens are asked of the ranks than the request wants."""
-        return self.sampling is not None and self.draws_asked < self.sampling.max_tokens
+        return self.draws_asked < self.most_draws and not self.draining
+
+    @property
+    def most_draws(self) -> int:
+        """How many tokens are drawn at most, as far as is known now."""
+        most = 0 if self.sampling is None else self.sampling.max_tokens
+        return most if self.draw_limit is None else min(most, self.draw_limit)
 
     @property
     def is_read(self) -> bool:
         """Whether it is an encoding of which every token is in a block."""
-        return self.rows is not None and self.prefilled
+        return self.kind == "encoding" and self.prefilled
+
+    @property
+    def restored(self) -> bool:
+        """Whether the state that it begins with is here."""
+        return self.work is None or self.work.begin is None or self.saved is not None
+
+    @property
+    def awaits_save(self) -> bool:
+        """Whether a stored session stands now where its state shall be handed out, as far as the ranks have orders."""
+        if self.work is None or self.ended or self.draining or not self.opened:
+            return False
+        if self.prefilled and not self.may_draw:
+            return not self.end_asked
+        at = self.dispatched + self.draws_asked
+        return bool(self.every) and at % self.every == 0 and (self.dispatched, self.draws_asked) != self.saved_at
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """Whether the last saved state of a stored session is the one at its end."""
+        end = self.received + self.draws
+        return self.final and self.draws >= self.most_draws and self.saved is not None and self.saved.position == end
+
+    def text_position(self, saved: SavedState) -> int:
+        """How much of the input is in a saved state."""
+        if self.work is not None:
+            return saved.position - saved.draws
+        # The last token of a prompt is fed by the first draw.
+        return self.received if saved.draws else saved.position
 
     def rewind(self) -> int:
         """The ranks are lost: go back to the last saved state; how many tokens will be done again.
@@ -79,8 +141,9 @@ class Session:
         self.queue.push_front(journal.given)
         self.dispatched, self.draws_asked, self.draws_back = journal.position, journal.draws, journal.draws
         self.saved_at = (journal.position, journal.draws)
-        self.held.clear()
+        self.saves.clear()
         self.opened, self.exposed, self.owner = False, False, None
+        self.end_asked, self.draining, self.holder = False, False, None
         if self.assembler is not None:
             self.assembler.rewind()
         return again
@@ -113,6 +176,13 @@ class Session:
             chunk=chunk,
             due=self.journal.due(self.dispatched),
         )
+        if self.work is not None:
+            # However slowly its text comes: it is always cut into the same blocks.
+            rests = not self.restored or self.draining or self.ended or len(self.offers.waiting) > MOST_OFFERS
+            ready = self.prefilled and self.may_draw
+            owner = self.holder if ready and self.owner is None else self.owner
+            common = replace(common, overdue=False, blocked=blocked or rests, home=self.number)
+            return replace(common, available=len(self.queue), ready=ready, owner=owner)
         if self.sampling is not None:
             ready = self.prefilled and self.may_draw
             available = 0 if self.prefilled else max(0, len(self.queue) - 1)

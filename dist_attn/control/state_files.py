@@ -23,16 +23,36 @@ log = structlog.get_logger("dist_attn.control")
 class StateKeeper(Protocol):
     """Keeps bytes by session: new states are written in parts beside the last one, and one of them takes its place."""
 
-    def append(self, session: int, rank: int, start: int, data: bytes) -> None:
-        """Bytes [start, start + n) of the session's next state from this rank; what does not follow makes it none."""
+    def append(self, session: int, ordinal: int, start: int, data: bytes) -> None:
+        """Bytes [start, start + n) of the session's state of that number; what does not follow makes it none."""
         ...
 
-    def finish(self, session: int, rank: int, position: int, num_bytes: int) -> bool:
-        """What this rank sent is the state at `position`; false, and nothing is kept, if it is not whole."""
+    def finish(self, session: int, ordinal: int, num_bytes: int) -> bool:
+        """The state of that number has come; false, and nothing is kept, if it is not whole."""
         ...
 
-    def commit(self, session: int, position: int) -> bool:
-        """Let the finished state of `position` take the place of the last one; false if it cannot."""
+    def commit(self, session: int, ordinal: int) -> bool:
+        """Let the finished state of that number take the place of the last one; false if it cannot."""
+        ...
+
+    def begin(self, session: int, start: int, data: bytes) -> bool:
+        """Bytes [start, start + n) of the state that the session begins with; false if they cannot be kept."""
+        ...
+
+    def begun(self, session: int) -> bool:
+        """What has come so is the session's last state; false if it cannot be."""
+        ...
+
+    def offer(self, session: int, ordinal: int) -> bool:
+        """Keep the last state under that number, however many follow, until `end_offer`; false if it cannot be."""
+        ...
+
+    def offered(self, session: int, ordinal: int, start: int, count: int) -> bytes:
+        """Bytes [start, start + count) of a state that is kept so; fewer if they cannot be read."""
+        ...
+
+    def end_offer(self, session: int, ordinal: int) -> None:
+        """It is not needed any more."""
         ...
 
     def parts(self, session: int) -> Iterator[bytes]:
@@ -57,9 +77,9 @@ class StateFiles:
         _remove_left_over(folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
 
-    def append(self, session: int, rank: int, start: int, data: bytes) -> None:
+    def append(self, session: int, ordinal: int, start: int, data: bytes) -> None:
         """Write one part."""
-        path = self._next(session, rank)
+        path = self._next(session, ordinal)
         try:
             with path.open("r+b" if start else "wb") as file:
                 if file.seek(0, os.SEEK_END) != start:
@@ -69,26 +89,72 @@ class StateFiles:
             log.warning("state is not kept", session=session, error=str(error))
             path.unlink(missing_ok=True)
 
-    def finish(self, session: int, rank: int, position: int, num_bytes: int) -> bool:
-        """Rename what was written, so that the rank's next state may come."""
-        path = self._next(session, rank)
+    def finish(self, session: int, ordinal: int, num_bytes: int) -> bool:
+        """Rename what was written."""
+        path = self._next(session, ordinal)
         try:
             if not num_bytes:  # there is nothing to keep, and nothing was sent
                 path.write_bytes(b"")
             if path.stat().st_size != num_bytes:
                 return False
-            path.replace(self._whole(session, position))
+            path.replace(self._whole(session, ordinal))
         except OSError:
             return False
         return True
 
-    def commit(self, session: int, position: int) -> bool:
+    def commit(self, session: int, ordinal: int) -> bool:
         """Rename the state over the last one."""
         try:
-            self._whole(session, position).replace(self._last(session))
+            self._whole(session, ordinal).replace(self._last(session))
         except OSError:
             return False
         return True
+
+    def begin(self, session: int, start: int, data: bytes) -> bool:
+        """Write one piece; a loss of ranks leaves it."""
+        try:
+            with self._begin(session).open("r+b" if start else "wb") as file:
+                file.seek(start)
+                file.write(data)
+        except OSError as error:
+            log.warning("state to begin with is not kept", session=session, error=str(error))
+            return False
+        return True
+
+    def begun(self, session: int) -> bool:
+        """Rename it."""
+        try:
+            self._begin(session).replace(self._last(session))
+        except OSError:
+            return False
+        return True
+
+    def offer(self, session: int, ordinal: int) -> bool:
+        """Another name for the file, or a copy where a file cannot have two."""
+        offered = self._offered(session, ordinal)
+        try:
+            offered.hardlink_to(self._last(session))
+        except OSError:
+            try:
+                shutil.copyfile(self._last(session), offered)
+            except OSError as error:
+                log.warning("state cannot be handed out", session=session, error=str(error))
+                return False
+        return True
+
+    def offered(self, session: int, ordinal: int, start: int, count: int) -> bytes:
+        """Read a piece."""
+        try:
+            with self._offered(session, ordinal).open("rb") as file:
+                file.seek(start)
+                return file.read(count)
+        except OSError as error:
+            log.error("state cannot be read", session=session, error=str(error))
+            return b""
+
+    def end_offer(self, session: int, ordinal: int) -> None:
+        """Remove the name."""
+        self._offered(session, ordinal).unlink(missing_ok=True)
 
     def parts(self, session: int) -> Iterator[bytes]:
         """Read the last state; where it cannot be read, what is sent is not whole, and the ranks refuse it."""
@@ -113,11 +179,17 @@ class StateFiles:
         """Remove everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _next(self, session: int, rank: int) -> Path:
-        return self.folder / f"{session}.{rank}.next"
+    def _next(self, session: int, ordinal: int) -> Path:
+        return self.folder / f"{session}.{ordinal}.next"
 
-    def _whole(self, session: int, position: int) -> Path:
-        return self.folder / f"{session}.{position}.whole"
+    def _whole(self, session: int, ordinal: int) -> Path:
+        return self.folder / f"{session}.{ordinal}.whole"
+
+    def _begin(self, session: int) -> Path:
+        return self.folder / f"{session}.begin"
+
+    def _offered(self, session: int, ordinal: int) -> Path:
+        return self.folder / f"{session}.{ordinal}.offered"
 
     def _last(self, session: int) -> Path:
         return self.folder / f"{session}.state"

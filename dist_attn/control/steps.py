@@ -90,12 +90,15 @@ class StepBook:
                 self._save(desk, desk.sessions[number], ops, rank)
         for block in plan.blocks:
             _prefill(desk, block, ops, now)
+            self._save_asked(desk, desk.sessions[block.session], ops)
         for number in dict.fromkeys(block.session for block in plan.blocks):
             self._save(desk, desk.sessions[number], ops, number % self.ranks)
             _close_read(desk.sessions[number], ops)
         rounds = [
             [_round(desk, numbers, rank) for _ in range(plan.rounds)] for rank, numbers in enumerate(plan.decodes)
         ]
+        for session in desk.sessions.values():
+            self._save_asked(desk, session, ops)
         self.last_k += 1
         reached = [(block.session, block.start + block.tokens) for block in plan.blocks]
         tokens, drawing = sum(block.tokens for block in plan.blocks), 1 + plan.rounds if any(plan.decodes) else 0
@@ -121,20 +124,26 @@ class StepBook:
         journal, number = session.journal, session.number
         owners = [rank for rank, numbers in enumerate(plan.decodes) if number in numbers]
         ranks = owners if journal.draws else list(range(self.ranks))
+        kept = session.work is not None
         counts = dict(journal.counts) if session.sampling is not None and session.sampling.penalises else {}
         for rank in ranks:
-            ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved, counts))
+            ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved, counts, kept))
         return [(rank, number) for rank in ranks if session.saved is not None]
 
     def _save(self, desk: Desk, session: Session, ops: list[list[Op]], rank: int) -> None:
         """Ask for the session's state where it has gone far since the last one that was asked for."""
-        if desk.model is None or desk.model.state_bytes is None:
-            return
-        tokens, draws = session.saved_at
-        far = session.dispatched - tokens >= desk.save_tokens or session.draws_asked - draws >= desk.save_draws
-        if far and not session.is_read:
+        if session.work is None and not session.is_read and _has_gone_far(desk, session):
             session.saved_at = (session.dispatched, session.draws_asked)
-            ops[rank].append(SaveOp(session.number))
+            ops[rank].append(SaveOp(session.number, session.saves.ask()))
+
+    def _save_asked(self, desk: Desk, session: Session, ops: list[list[Op]]) -> None:
+        """Ask for the state of a stored session, for a loss or to hand it out: of the rank that has its logits."""
+        kept = session.work is not None and session.opened and not session.draining
+        if session.awaits_save or (kept and _has_gone_far(desk, session)):
+            rank = session.owner if session.owner is not None else session.holder
+            session.saved_at = (session.dispatched, session.draws_asked)
+            session.end_asked = session.prefilled and not session.may_draw
+            ops[rank or 0].append(SaveOp(session.number, session.saves.ask(), True))
 
     def finish(self, done: StepDone) -> list[tuple[int, int]]:
         """One rank has finished a step; the sessions that have come further, now that all ranks have, and how far.
@@ -167,11 +176,20 @@ class StepBook:
             self._rate.popleft()
 
 
+def _has_gone_far(desk: Desk, session: Session) -> bool:
+    if desk.model is None or desk.model.state_bytes is None:
+        return False
+    tokens, draws = session.saved_at
+    return session.dispatched - tokens >= desk.save_tokens or session.draws_asked - draws >= desk.save_draws
+
+
 def _entry(desk: Desk, number: int, rank: int) -> DecodeEntry:
     session = desk.sessions[number]
     index = session.draws_asked
     session.draws_asked += 1
     session.owner = rank
+    if session.work is not None:
+        return DecodeEntry(number, session.journal.drawn(index))
     if index:
         return DecodeEntry(number, session.journal.drawn(index - 1))
     last = session.queue.take(1)
@@ -180,9 +198,10 @@ def _entry(desk: Desk, number: int, rank: int) -> DecodeEntry:
 
 
 def _round(desk: Desk, numbers: tuple[int, ...], rank: int) -> DecodeOp:
-    """One more token for those of the sessions that may draw one."""
+    """One more token for those of the sessions that may draw one; where a state is wanted, it comes first."""
     sessions = [desk.sessions[number] for number in numbers]
-    return DecodeOp([_entry(desk, session.number, rank) for session in sessions if session.may_draw])
+    drawing = [session for session in sessions if session.may_draw and not session.awaits_save]
+    return DecodeOp([_entry(desk, session.number, rank) for session in drawing])
 
 
 def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
@@ -192,6 +211,7 @@ def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
         session.journal.give(tokens)
         of_rank.append(PrefillOp(block.session, block.start, list(block.lengths), tokens))
     session.dispatched += block.tokens
+    session.holder = max(rank for rank, length in enumerate(block.lengths) if length)
     session.journal.cut(session.dispatched)
     session.waiting_since = now
     desk.grant(session)

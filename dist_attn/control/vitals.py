@@ -33,6 +33,8 @@ class RankVitals:
     def same_model(self, other: RankHello) -> bool:
         """Whether another rank has loaded the same."""
         own = self.hello
+        if (own.manifest and own.manifest.model) != (other.manifest and other.manifest.model):
+            return False
         return (own.model, own.hidden_size, own.vocab_size, own.end_token) == (
             other.model,
             other.hidden_size,

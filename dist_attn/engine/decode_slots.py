@@ -30,6 +30,8 @@ class _Seat:
     generator: torch.Generator
     token: int = 0  # the one to feed next
     draws: int = 0
+    logits_V: torch.Tensor | None = None  # those after the last token, where it draws from them; else it feeds first
+    ended: bool = False  # it has drawn the end token from them, which is not fed
     counts: Counter[int] = field(default_factory=Counter)  # of drawn tokens that were fed; kept where penalties need it
 
 
@@ -43,8 +45,9 @@ class _Batch:
 class DecodeSlots:
     """The sessions that this rank draws tokens for."""
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: LanguageModel, end_token: int | None = None) -> None:
         self._model = model
+        self._end_token = end_token
         self._seats: dict[int, _Seat] = {}
         self._apart: dict[int, ModelState] = {}  # states that are in no batch
         self._batches: list[_Batch] = []
@@ -60,22 +63,27 @@ class DecodeSlots:
         *,
         draws: int = 0,
         counts: Mapping[int, int] | None = None,
+        logits_V: torch.Tensor | None = None,
     ) -> None:
         """A session whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before.
 
-        `counts` are those of the drawn tokens that are in the state: all but the last one.
+        `counts` are those of the drawn tokens that are in the state: all but the last one. With `logits_V`, those after
+        the state's last token, the session draws from them and then feeds what it has drawn: all drawn ones are in it.
         """
         generator = generator_for(spec, session, draws)
-        self._seats[session] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}))
+        self._seats[session] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
         self._apart[session] = state
 
-    def state_of(self, session: int) -> tuple[ModelState, int]:
-        """The session's state, which does not hold the last drawn token yet, and how many were drawn."""
-        draws = self._seats[session].draws
+    def state_of(self, session: int) -> tuple[ModelState, int, torch.Tensor | None]:
+        """The session's state, how many tokens were drawn, and the logits after its last one where they are kept.
+
+        Where they are not, the last drawn token is not in the state yet.
+        """
+        seat = self._seats[session]
         if session in self._apart:
-            return self._apart[session], draws
+            return self._apart[session], seat.draws, seat.logits_V
         batch = next(batch for batch in self._batches if session in batch.sessions)
-        return batch.state.select(batch.sessions.index(session)), draws
+        return batch.state.select(batch.sessions.index(session)), seat.draws, seat.logits_V
 
     def forget(self, session: int) -> None:
         """Drop the session and its state; an unknown one is ignored."""
@@ -88,20 +96,40 @@ class DecodeSlots:
                 return
 
     def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | SessionFault]:
-        """Feed each session its token and draw the next one."""
+        """Feed each session its token and draw the next one; those that draw from kept logits feed what they draw."""
         wanted = []
+        results: list[Drawn | SessionFault] = []
         for entry in entries:
             seat = self._seats[entry.session]
+            if seat.logits_V is not None:
+                result = self._draw_kept(entry, seat, seat.logits_V)
+                results += [] if result is None else [result]
+                if isinstance(result, Drawn) and not seat.ended:
+                    wanted.append(entry.session)
+                continue
             seat.token = seat.token if entry.token is None else entry.token
             if seat.draws and seat.spec.penalises:
                 # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
                 seat.counts[seat.token] += 1
             wanted.append(entry.session)
         self._arrange(wanted)
-        results: list[Drawn | SessionFault] = []
         for batch in self._batches:
             results += self._draw_batch(batch)
         return results
+
+    def _draw_kept(self, entry: DecodeEntry, seat: _Seat, logits_V: torch.Tensor) -> Drawn | SessionFault | None:
+        """Draw from the logits after the session's last token; what it gave the first time is what will be fed."""
+        if seat.ended:
+            return None
+        result = _draw(entry.session, seat, logits_V)
+        if isinstance(result, Drawn):
+            seat.token = result.token if entry.token is None else entry.token
+            seat.ended = seat.token == self._end_token
+            if seat.ended:
+                seat.draws -= 1
+            elif seat.spec.penalises:
+                seat.counts[seat.token] += 1
+        return result
 
     def _draw_batch(self, batch: _Batch) -> list[Drawn | SessionFault]:
         seats = [self._seats[session] for session in batch.sessions]
@@ -118,12 +146,13 @@ class DecodeSlots:
         logits_BV = logits_BV[: len(seats)].float().cpu()
         results: list[Drawn | SessionFault] = []
         for session, seat, logits_V in zip(batch.sessions, seats, logits_BV, strict=True):
-            try:
-                (seat.token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts])
-                seat.draws += 1
-                results.append(Drawn(session, seat.token, token_logprobs(logits_V, seat.token, seat.spec.logprobs)))
-            except EngineError as error:
-                results.append(SessionFault(session, str(error)))
+            if seat.logits_V is not None:
+                seat.logits_V = logits_V.clone()
+                continue
+            result = _draw(session, seat, logits_V)
+            if isinstance(result, Drawn):
+                seat.token = result.token
+            results.append(result)
         return results
 
     def _arrange(self, wanted: list[int]) -> None:
@@ -154,6 +183,15 @@ class DecodeSlots:
         for slot, session in enumerate(batch.sessions):
             if session in self._seats:
                 self._apart[session] = batch.state.select(slot)
+
+
+def _draw(session: int, seat: _Seat, logits_V: torch.Tensor) -> Drawn | SessionFault:
+    try:
+        (token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts])
+    except EngineError as error:
+        return SessionFault(session, str(error))
+    seat.draws += 1
+    return Drawn(session, token, token_logprobs(logits_V, token, seat.spec.logprobs))
 
 
 def _shapes(state: ModelState) -> tuple[torch.Size, ...]:

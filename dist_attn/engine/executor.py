@@ -13,12 +13,14 @@ from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, open_communicator
 from dist_attn.control.guard_tally import GuardTally
 from dist_attn.control.heartbeat import Pulse
-from dist_attn.engine.decode_slots import DecodeSlots
+from dist_attn.engine.decode_slots import SLOTS, DecodeSlots
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.engine.sequence_executor import SequenceExecutor
 from dist_attn.engine.state_bytes import read_state, state_size, write_state
-from dist_attn.errors import EngineError
+from dist_attn.engine.stored_states import pack_session, unpack_session
+from dist_attn.errors import EngineError, StateMismatchError, WireError
+from dist_attn.generation import computation_of, identity_of
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.models.blocks import Block
@@ -27,7 +29,9 @@ from dist_attn.ops.finite import checked
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import (
+    DecodeEntry,
     DecodeOp,
     Drawn,
     GuardCounts,
@@ -51,6 +55,9 @@ class _Prefilling:
     rows: RowSpec | None
     sampling: SamplingSpec | None
     position: int = 0
+    from_logits: bool = False
+    logits_V: torch.Tensor | None = None  # after its last token, as they were stored
+    last_D: torch.Tensor | None = None  # or that token's hidden state, on the rank that has read it
 
 
 def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | SequenceExecutor":
@@ -78,7 +85,11 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     model = load_model(folder).to(device)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: pulse.advance())
-    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite)
+    computed = computation_of(
+        model, chunk_tokens=settings.chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
+    )
+    manifest = Manifest(identity_of(model, folder), computed)
+    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite, manifest=manifest)
 
 
 def _end_token(folder: Path) -> int | None:
@@ -98,6 +109,7 @@ class ModelExecutor:
         name: str,
         end_token: int | None,
         finite: FiniteCheck | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         self.model = name
         self.hidden_size = model.config.hidden_size
@@ -108,7 +120,8 @@ class ModelExecutor:
         self._device = model.embedding.weight.device
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
-        self._decoding = DecodeSlots(model)
+        self._decoding = DecodeSlots(model, end_token)
+        self._refused: set[int] = set()  # sessions whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
         self._decode_watch = Watch(None if finite is None else replace(finite))
@@ -120,30 +133,55 @@ class ModelExecutor:
                 self.pauses += 1
         self.state_bytes: int | None = None
         self._warm_up()
+        self.manifest = manifest if self.state_bytes is not None else None
 
     @torch.inference_mode()
-    def open(self, op: OpenOp, state: bytes = b"") -> None:
-        """Begin a session with the empty state, or go on from the bytes of a saved one."""
-        empty, restore = self._language_model.initial_state(1), op.restore
-        if restore is None:
-            self._prefilling[op.session] = _Prefilling(empty, op.rows, op.sampling)
-        elif restore.draws and op.sampling is not None:
-            restored = read_state(state, empty)
-            self._decoding.take_in(op.session, restored, op.sampling, draws=restore.draws, counts=op.counts)
+    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None:
+        """Begin a session with the empty state, or go on from the bytes of a saved one.
+
+        A stored state that is none of this model's is a fault of the session: every rank sees the same bytes, and all
+        pass over what follows until the session is closed.
+        """
+        restored, restore = self._language_model.initial_state(1), op.restore
+        logits_V = None
+        if restore is not None and restore.snapshot:
+            try:
+                restored, logits_V = unpack_session(state, self._language_model, self.manifest)
+            except (WireError, StateMismatchError) as error:
+                self._refused.add(op.session)
+                return SessionFault(op.session, str(error), "invalid_state")
+        elif restore is not None:
+            restored = read_state(state, restored)
+        if restore is not None and restore.draws and op.sampling is not None:
+            self._decoding.take_in(
+                op.session, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
+            )
         else:
-            restored = read_state(state, empty)
-            self._prefilling[op.session] = _Prefilling(restored, op.rows, op.sampling, restore.position)
+            position = 0 if restore is None else restore.position
+            self._prefilling[op.session] = _Prefilling(
+                restored, op.rows, op.sampling, position, op.from_logits, logits_V
+            )
+        return None
 
     @torch.inference_mode()
-    def save(self, session: int) -> tuple[SavedState, bytes]:
-        """The session's state as it is now."""
+    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
+        """The session's state as it is now; nothing of one that was refused."""
+        if session in self._refused:
+            return None
         if session in self._decoding:
-            state, draws = self._decoding.state_of(session)
+            state, draws, logits_V = self._decoding.state_of(session)
         else:
             known = self._known(session)
-            state, draws = known.state, 0
-        data = write_state(state)
-        return SavedState(session, state.position, draws, len(data)), data
+            state, draws, logits_V = known.state, 0, self._logits(known)
+        data = pack_session(state, logits_V, self.manifest) if snapshot else write_state(state)
+        return SavedState(session, state.position, draws, len(data), snapshot=snapshot), data
+
+    def _logits(self, session: _Prefilling) -> torch.Tensor | None:
+        """The logits after the session's last token, where this rank has them."""
+        if session.last_D is not None:
+            session.logits_V = self._language_model.readout(session.last_D[None])[0].float().cpu()
+            session.last_D = None
+        return session.logits_V
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
@@ -154,6 +192,8 @@ class ModelExecutor:
         Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
             NotFiniteError where that is looked for.
         """
+        if op.session in self._refused:
+            return None
         session = self._known(op.session)
         if op.start != session.position:
             raise EngineError(f"a block of session {op.session} starts at {op.start}; due is {session.position}")
@@ -176,6 +216,10 @@ class ModelExecutor:
             h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
         self._pause = None
         session.position += sum(op.lengths)
+        session.logits_V = None
+        # A copy: a view would keep the hidden states of the whole block.
+        reads_last = session.from_logits and length and not any(op.lengths[self._comm.rank + 1 :])
+        session.last_D = h_BLD[0, -1].clone() if reads_last else None
         if session.rows is None or not length:
             return None
         return reduce_to_pieces(h_BLD[0], op.start + start, op.session, session.rows)
@@ -183,15 +227,28 @@ class ModelExecutor:
     @torch.inference_mode()
     def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]:
         """Draw one token for each session; those that come for the first time leave prefill for good."""
-        for entry in op.entries:
+        entries = [entry for entry in op.entries if entry.session not in self._refused]
+        faults: list[Drawn | SessionFault] = []
+        for entry in entries:
             if entry.session not in self._decoding:
-                session = self._known(entry.session)
-                if session.sampling is None or entry.token is None:
-                    raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
-                del self._prefilling[entry.session]
-                self._decoding.take_in(entry.session, session.state, session.sampling)
+                fault = self._begin_decoding(entry)
+                faults += [] if fault is None else [fault]
         with watching(self._decode_watch):
-            return self._decoding.draw(op.entries)
+            return faults + self._decoding.draw(entry for entry in entries if entry.session in self._decoding)
+
+    def _begin_decoding(self, entry: DecodeEntry) -> SessionFault | None:
+        session = self._known(entry.session)
+        logits_V = self._logits(session)
+        if session.sampling is None or (entry.token is None and not session.from_logits):
+            raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
+        if session.from_logits and logits_V is None:
+            self._refused.add(entry.session)
+            text = "the stored state has no logits after its last token to draw from; feed at least one token"
+            return SessionFault(entry.session, text, "invalid_value")
+        del self._prefilling[entry.session]
+        kept_V = logits_V if session.from_logits else None
+        self._decoding.take_in(entry.session, session.state, session.sampling, logits_V=kept_V)
+        return None
 
     def _let_in(self) -> None:
         """Between two parts of the model: let others work, who must not be interrupted themselves."""
@@ -204,6 +261,7 @@ class ModelExecutor:
     def close(self, session: int) -> None:
         """Drop the session's state; an unknown session is ignored."""
         self._prefilling.pop(session, None)
+        self._refused.discard(session)
         self._decoding.forget(session)
 
     def take_guards(self) -> GuardCounts | None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dist_attn.control.rows import GRAIN
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import read_launch
 
@@ -26,6 +27,7 @@ class RankSettings:
     heartbeat_s: float = 0.5
     silence_deadline_s: float = 10.0
     exchange_deadline_s: float = 30.0
+    chunk_tokens: int = GRAIN  # per rank: how texts are cut, which stored states tell
     check_finite: bool = False
 
     @classmethod
@@ -39,6 +41,7 @@ class RankSettings:
         parser.add_argument("--epoch", type=int, required=True)
         parser.add_argument("--ranks", type=int, required=True)
         parser.add_argument("--model", required=True, help="model folder")
+        parser.add_argument("--chunk-tokens", type=int, default=cls.chunk_tokens)
         parser.add_argument("--backend", default=cls.backend)
         parser.add_argument("--engine", default=cls.engine, help="the controller's own name")
         parser.add_argument("--keys-dir", default=cls.keys_dir, help="folder with this host's keys")

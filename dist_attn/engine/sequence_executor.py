@@ -12,6 +12,7 @@ from dist_attn.engine.sequences import read_sequences
 from dist_attn.errors import EngineError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, Watch, watching
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec, SavedState
 
 __all__ = ["SequenceExecutor"]
@@ -32,6 +33,7 @@ class SequenceExecutor:
     end_token: int | None = None
     state_bytes: int | None = 0
     pauses = 0
+    manifest: Manifest | None = None
 
     def __init__(self, model: TextEncoder, rank: int, *, name: str, finite: FiniteCheck | None = None) -> None:
         self.model = name
@@ -55,7 +57,7 @@ class SequenceExecutor:
             raise EngineError(f"session {op.session} wants text from {self.model!r}, which makes vectors only")
         self._sessions[op.session] = _Reading(op.rows, op.restore.position if op.restore else 0)
 
-    def save(self, session: int) -> tuple[SavedState, bytes]:
+    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes]:
         """The place in the text."""
         return SavedState(session, self._known(session).position, 0, 0), b""
 

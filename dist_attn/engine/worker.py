@@ -9,6 +9,7 @@ from collections.abc import Callable
 from os import getpid
 from typing import Protocol, final
 
+import msgspec
 import zmq
 
 from dist_attn.control.heartbeat import HeartbeatThread, Pulse
@@ -18,6 +19,7 @@ from dist_attn.engine.interleaving import Decoding
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import InputError, WireError
 from dist_attn.wire.curve import ClientKeys
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
     CloseOp,
@@ -38,6 +40,7 @@ from dist_attn.wire.messages import (
     Step,
     StepDone,
 )
+from dist_attn.wire.snapshot import largest_snapshot
 from dist_attn.wire.sockets import Dealer
 
 __all__ = ["Executor", "ReceivedStates", "perform", "run_rank"]
@@ -70,7 +73,10 @@ class Executor(Protocol):
     @property
     def state_bytes(self) -> int | None: ...
 
-    def open(self, op: OpenOp, state: bytes = b"") -> None: ...
+    @property
+    def manifest(self) -> Manifest | None: ...
+
+    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None: ...
 
     @property
     def pauses(self) -> int: ...
@@ -79,7 +85,7 @@ class Executor(Protocol):
 
     def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
 
-    def save(self, session: int) -> tuple[SavedState, bytes]: ...
+    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None: ...
 
     def close(self, session: int) -> None: ...
 
@@ -145,12 +151,13 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             executor.end_token,
             executor.text_tokens,
             executor.state_bytes,
+            executor.manifest,
             pauses=executor.pauses,
         ),
         SEND_S,
     )
     pulse.phase = "idle"
-    states = ReceivedStates(executor.state_bytes or 0)
+    states = ReceivedStates(largest_snapshot(executor.state_bytes or 0, executor.vocab_size))
     while True:
         # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
         message = dealer.receive(WAIT_S)
@@ -213,11 +220,14 @@ class ReceivedStates:
         return bytes(state)
 
 
-def _send_state(session: int, step: Step, rank: int, executor: Executor, send: Send) -> SavedState:
-    saved, state = executor.save(session)
+def _send_state(op: SaveOp, step: Step, rank: int, executor: Executor, send: Send) -> list[SavedState]:
+    result = executor.save(op.session, op.snapshot)
+    if result is None:
+        return []
+    saved, state = result
     for start in range(0, len(state), PART_BYTES):
-        send(StatePart(step.epoch, rank, session, start, state[start : start + PART_BYTES]))
-    return saved
+        send(StatePart(step.epoch, rank, op.session, start, state[start : start + PART_BYTES], op.ordinal))
+    return [msgspec.structs.replace(saved, ordinal=op.ordinal)]
 
 
 def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: ReceivedStates, send: Send) -> StepDone:
@@ -229,10 +239,12 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
     saved: list[SavedState] = []
     pieces: list[RowPieces] = []
     decoding = Decoding(step, rank, executor, send)
+    faults: list[SessionFault] = []
     for op in step.ops:
         match op:
             case OpenOp():
-                executor.open(op, states.take(op))
+                fault = executor.open(op, states.take(op))
+                faults += [] if fault is None else [fault]
             case PrefillOp():
                 pulse.phase = "prefill"
                 result = executor.prefill(op, decoding.pause)
@@ -243,11 +255,13 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
                 pulse.phase = "decode"
                 decoding.draw(op)
             case SaveOp():
-                saved.append(_send_state(op.session, step, rank, executor, send))
+                saved += _send_state(op, step, rank, executor, send)
             case CloseOp():
                 executor.close(op.session)
         pulse.advance()
-    drawn, faults = decoding.kept
+    drawn, more_faults = decoding.kept
     seconds = time.monotonic() - began
     guards = executor.take_guards()
-    return StepDone(step.epoch, step.k, rank, seconds, pieces, drawn, faults, guards, saved, decoding.seconds)
+    return StepDone(
+        step.epoch, step.k, rank, seconds, pieces, drawn, faults + more_faults, guards, saved, decoding.seconds
+    )

@@ -15,6 +15,7 @@ from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.models.mixer_stack import mixers_of_layers
+from dist_attn.ops.denormals import flushes_denormals
 from dist_attn.shipped.manifest import sha256
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.manifest import (
@@ -22,8 +23,8 @@ from dist_attn.wire.manifest import (
     Manifest,
     ModelIdentity,
     RestoreReport,
+    report_restore,
     require_same_model,
-    why_other_bits,
 )
 from dist_attn.wire.snapshot import Snapshot, SnapshotFile, Storage, pack_snapshot
 
@@ -73,6 +74,7 @@ def computation_of(model: LanguageModel, *, chunk_tokens: int, decode_slots: int
         ranks=ranks,
         threads=torch.get_num_threads(),
         device=re.sub("[^a-z0-9]+", "_", kind.lower())[:40],
+        denormals_flushed=flushes_denormals(),
         library_version=dist_attn.__version__,
         torch_version=str(torch.__version__),
     )
@@ -121,15 +123,7 @@ def restore_state(
     state = _state(snapshot, model)
     logits = snapshot.arrays.get("logits")
     logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.embedding.weight.device)
-    reasons = [] if header.storage == "exact" else [f"the state was stored as {header.storage}, not exactly"]
-    if other := why_other_bits(stored.computed, manifest.computed):
-        reasons.append(other)
-    if wanted > header.position and header.position % stored.computed.chunk_tokens:
-        reasons.append(
-            f"position {header.position} is not on the grid of {stored.computed.chunk_tokens} tokens, so what follows "
-            "is cut into other blocks"
-        )
-    report = RestoreReport(header.position, wanted - header.position, not reasons, "; ".join(reasons))
+    report = report_restore(stored.computed, manifest.computed, header.position, wanted=wanted, storage=header.storage)
     return Restored(state, logits_V, report)
 
 

@@ -43,6 +43,7 @@ class StartGroup(Message, frozen=True):
     silence_deadline_s: float = 10.0
     exchange_deadline_s: float = 30.0
     check_finite: bool = False
+    chunk_tokens: Count = 512  # per rank: how the controller cuts texts
 
     @property
     def ranks(self) -> int:

@@ -7,7 +7,15 @@ from msgspec import Meta, structs
 
 from dist_attn.errors import StateMismatchError
 
-__all__ = ["Computation", "Manifest", "ModelIdentity", "RestoreReport", "require_same_model", "why_other_bits"]
+__all__ = [
+    "Computation",
+    "Manifest",
+    "ModelIdentity",
+    "RestoreReport",
+    "report_restore",
+    "require_same_model",
+    "why_other_bits",
+]
 
 # \Z, not $: the latter also matches before a newline at the end.
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -37,7 +45,8 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a state was computed: elsewhere it goes on as well, but the last bits of what follows may be others.
 
-    `chunk_tokens` is the grid on which blocks are cut, `decode_slots` the rows of a decode batch.
+    `chunk_tokens` is the grid on which blocks are cut, all ranks together, `decode_slots` the rows of a decode batch.
+    `denormals_flushed` says whether numbers below the smallest normal one are taken for 0.
     """
 
     chunk_tokens: Size
@@ -45,6 +54,7 @@ class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Size
     threads: Size
     device: Kind
+    denormals_flushed: bool
     library_version: Version
     torch_version: Version
 
@@ -87,6 +97,22 @@ def why_other_bits(stored: Computation, present: Computation) -> str:
         if getattr(stored, name) != getattr(present, name)
     ]
     return "; ".join(differences)
+
+
+def report_restore(
+    stored: Computation, present: Computation, position: int, *, wanted: int | None = None, storage: str = "exact"
+) -> RestoreReport:
+    """What going on from a state at `position` comes to, after the tokens up to `wanted` have been read again."""
+    reasons = [] if storage == "exact" else [f"the state was stored as {storage}, not exactly"]
+    if other := why_other_bits(stored, present):
+        reasons.append(other)
+    again = 0 if wanted is None else wanted - position
+    if again and position % stored.chunk_tokens:
+        reasons.append(
+            f"position {position} is not on the grid of {stored.chunk_tokens} tokens, so what follows is cut into "
+            "other blocks"
+        )
+    return RestoreReport(position, again, not reasons, "; ".join(reasons))
 
 
 def _short(value: object) -> str:

@@ -44,7 +44,7 @@ from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
@@ -204,22 +204,27 @@ class Status(Message, frozen=True):
 
 
 class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A session's state after `position` tokens of its input and `draws` drawn tokens; its bytes travel as `StatePart`.
+    """A session's state after `position` tokens, `draws` tokens drawn; its bytes travel as `StatePart`.
 
-    With draws the last drawn token is not in the state yet: it is the next one to feed.
+    Those of completions do not hold the last drawn token yet: it is the next one to feed. `ordinal` is that of the
+    `SaveOp`; `snapshot` says that the bytes are a snapshot's and not the bare numbers.
     """
 
     session: Count
     position: Count
     draws: Count
     num_bytes: Count
+    ordinal: Count = 0
+    snapshot: bool = False
 
 
 class OpenOp(msgspec.Struct, frozen=True, tag="open"):
     """A session begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions.
 
     With `restore` it goes on from a state whose parts have come before this step; `counts` says then how often each
-    token was drawn and fed to that state, where penalties need it.
+    token was drawn and fed to that state, where penalties need it. `from_logits`: the logits after the last token are
+    kept beside the state and drawn from, and what is drawn is fed at once, but for the end token; otherwise the last
+    token of the prompt is fed by the first draw.
     """
 
     session: Count
@@ -227,6 +232,7 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
     sampling: SamplingSpec | None = None
     restore: SavedState | None = None
     counts: dict[Count, Count] = {}
+    from_logits: bool = False
 
 
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
@@ -243,7 +249,10 @@ class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
 
 
 class DecodeEntry(msgspec.Struct, frozen=True):
-    """One session in a decode batch; `token` is fed to it, the last prompt token first; None: the last drawn one."""
+    """One session in a decode batch; `token` is fed to it, the last prompt token first; None: the last drawn one.
+
+    Of one that draws from kept logits, `token` is what this draw gave the first time; None: it is the first time.
+    """
 
     session: Count
     token: Count | None = None
@@ -262,9 +271,14 @@ class CloseOp(msgspec.Struct, frozen=True, tag="close"):
 
 
 class SaveOp(msgspec.Struct, frozen=True, tag="save"):
-    """Send the session's state as it is now: its parts, and a `SavedState` in the `StepDone` of this step."""
+    """Send the session's state as it is now: its parts, and a `SavedState` in the `StepDone` of this step.
+
+    As a `snapshot` it has a manifest and, where they are kept, the logits after its last token.
+    """
 
     session: Count
+    ordinal: Count = 0
+    snapshot: bool = False
 
 
 Op = OpenOp | PrefillOp | DecodeOp | CloseOp | SaveOp
@@ -278,6 +292,7 @@ class StatePart(Message, frozen=True):
     session: Count
     start: Count
     data: bytes
+    ordinal: Count = 0  # of the SaveOp that asked for it
 
 
 class Step(Message, frozen=True):
@@ -356,6 +371,7 @@ class SessionFault(msgspec.Struct, frozen=True):
 
     session: Count
     error: str
+    code: str = "engine_failed"
 
 
 class Draws(Message, frozen=True):

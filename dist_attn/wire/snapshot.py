@@ -35,6 +35,7 @@ __all__ = [
     "SnapshotHeader",
     "SnapshotParser",
     "Storage",
+    "largest_snapshot",
     "pack_snapshot",
     "read_snapshot",
 ]
@@ -179,6 +180,11 @@ def pack_snapshot(
         raise WireError(f"this state cannot be stored: {error}") from None
     _check_header(checked)
     return SnapshotFile(header, payloads)
+
+
+def largest_snapshot(state_bytes: int, vocab_size: int) -> int:
+    """No snapshot of a state of so many bytes has more, the logits after its last token included."""
+    return MAX_HEADER_BYTES + state_bytes + 4 * vocab_size
 
 
 def read_snapshot(file: BinaryIO, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Snapshot:

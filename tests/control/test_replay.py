@@ -35,8 +35,9 @@ from dist_attn.wire.messages import (
     Step,
     Tokens,
 )
+from dist_attn.wire.snapshot import largest_snapshot
 from dist_attn.wire.sockets import Sent
-from tests.support.fake_rank import DIE, END, FakeExecutor, fake_hidden, fake_next
+from tests.support.fake_rank import DIE, END, VOCAB, FakeExecutor, fake_hidden, fake_next
 from tests.support.states import MemoryStates
 
 RANKS = 2
@@ -101,7 +102,8 @@ class Engine:
             rank: _Mortal(RankSettings("ipc:///x", epoch, self.settings.ranks, rank, "m"), Pulse())
             for rank in range(self.settings.ranks)
         }
-        self.coming = {rank: ReceivedStates(FakeExecutor.state_bytes) for rank in self.ranks}
+        largest = largest_snapshot(FakeExecutor.state_bytes, VOCAB)
+        self.coming = {rank: ReceivedStates(largest) for rank in self.ranks}
         self.hello = True
 
     # ---- what happens
@@ -136,6 +138,7 @@ class Engine:
                     END,
                     None,
                     24,
+                    self.ranks[rank].manifest,
                     pauses=4,
                 )
                 self.engine(rank_identity(self.epoch, rank), hello)

@@ -15,9 +15,9 @@ def keeper(request, tmp_path):
     return StateFiles(tmp_path) if request.param == "files" else MemoryStates()
 
 
-def _commit(keeper, session, rank, num_bytes):
-    """What the rank sent takes the place of the session's last state, if it is whole."""
-    return keeper.finish(session, rank, 7, num_bytes) and keeper.commit(session, 7)
+def _commit(keeper, session, ordinal, num_bytes):
+    """What has come takes the place of the session's last state, if it is whole."""
+    return keeper.finish(session, ordinal, num_bytes) and keeper.commit(session, ordinal)
 
 
 def test_the_last_whole_state_is_kept(keeper):
@@ -41,8 +41,8 @@ def test_a_gap_makes_no_state(keeper):
     assert not _commit(keeper, 1, 0, 4)
 
 
-def test_ranks_do_not_mix(keeper):
-    """What two ranks send of one session stays apart."""
+def test_states_do_not_mix(keeper):
+    """The parts of two states of one session stay apart."""
     keeper.append(1, 0, 0, b"ab")
     keeper.append(1, 1, 0, b"xy")
     keeper.append(1, 0, 2, b"cd")
@@ -69,9 +69,9 @@ def test_an_empty_state_is_a_state(keeper):
 
 def test_finished_states_wait_side_by_side(keeper):
     """Later states come while earlier ones wait for their turn; a loss of ranks forgets those that waited."""
-    for position, data in ((4, b"ab"), (8, b"cd"), (9, b"ef")):
-        keeper.append(1, 0, 0, data)
-        assert keeper.finish(1, 0, position, 2)
+    for ordinal, data in ((4, b"ab"), (8, b"cd"), (9, b"ef")):
+        keeper.append(1, ordinal, 0, data)
+        assert keeper.finish(1, ordinal, 2)
     assert keeper.commit(1, 4) and b"".join(keeper.parts(1)) == b"ab"
     assert keeper.commit(1, 8) and b"".join(keeper.parts(1)) == b"cd"
     keeper.forget_unfinished()
@@ -120,3 +120,25 @@ def test_a_state_that_cannot_be_read_ends_nothing(tmp_path):
     assert _commit(kept, 1, 0, 2)
     kept.close()
     assert list(kept.parts(1)) == []
+
+
+def test_a_state_to_begin_with_comes_in_pieces_and_survives_a_loss(keeper):
+    """What an API process sends is no part of what the ranks lose, and becomes the session's state when it is whole."""
+    assert keeper.begin(1, 0, b"ab")
+    keeper.forget_unfinished()
+    assert keeper.begin(1, 2, b"cd") and keeper.begun(1)
+    assert b"".join(keeper.parts(1)) == b"abcd"
+
+
+def test_a_state_that_is_handed_out_stays_while_others_follow(keeper, tmp_path):
+    """Its bytes are those that it had when it was offered, until it is not needed any more."""
+    for ordinal, data in ((1, b"abc"), (2, b"xyz")):
+        keeper.append(1, ordinal, 0, data)
+        assert _commit(keeper, 1, ordinal, 3)
+        assert keeper.offer(1, ordinal)
+    keeper.forget_unfinished()
+    assert [keeper.offered(1, 1, start, 2) for start in (0, 2)] == [b"ab", b"c"]
+    keeper.end_offer(1, 1)
+    assert keeper.offered(1, 2, 0, 3) == b"xyz"
+    keeper.drop(1)
+    assert not list(tmp_path.glob("*/*"))

@@ -1,5 +1,6 @@
 """A rank without torch whose model is plain arithmetic, and which fails in any way a test asks for by a token."""
 
+import io
 import os
 import signal
 import sys
@@ -14,7 +15,20 @@ from dist_attn.control.heartbeat import Pulse
 from dist_attn.control.rows import piece_edges
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.worker import run_rank
-from dist_attn.wire.messages import DecodeOp, Drawn, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec, SavedState
+from dist_attn.wire.messages import (
+    DecodeEntry,
+    DecodeOp,
+    Drawn,
+    GuardCounts,
+    OpenOp,
+    PrefillOp,
+    RowPieces,
+    RowSpec,
+    SavedState,
+    SessionFault,
+)
+from dist_attn.wire.snapshot import pack_snapshot, read_snapshot
+from tests.support.snapshots import manifest
 
 VOCAB, DIM, END = 1000, 4, 7
 RAISE, HANG, DIE, STOP, SLOW = 991, 992, 993, 994, 995
@@ -34,6 +48,17 @@ def fake_next(token, counts=None):
     return (token * 7 + 3 + sum(other * times for other, times in (counts or {}).items())) % 900
 
 
+def fake_manifest(chunk_tokens=1024, ranks=2):
+    """What the states of this model say about themselves."""
+    return manifest(vocab_size=VOCAB, hidden_size=DIM, mixers=["rfa"], chunk_tokens=chunk_tokens, ranks=ranks)
+
+
+def fake_snapshot(position, last, described=None):
+    """The stored state after `position` tokens, the last of which is known."""
+    array = np.array([position, last], dtype="<i8")
+    return b"".join(pack_snapshot(described or fake_manifest(), position, [("layers.0.0", array)]).pieces())
+
+
 class FakeExecutor:
     """Remembers which tokens each session should be given next, and refuses a gap."""
 
@@ -49,24 +74,49 @@ class FakeExecutor:
         self.draws: dict[int, int] = {}
         self.counts: dict[int, Counter[int] | None] = {}
         self.denominators = 0
+        self.kept: dict[int, bool] = {}  # sessions that draw from kept logits, and whether this rank has them
+        self.ended: set[int] = set()
+        self.refused: set[int] = set()
+        self.manifest = fake_manifest(settings.chunk_tokens * settings.ranks, settings.ranks)
 
-    def open(self, op: OpenOp, state: bytes = b"") -> None:
+    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None:
         assert op.session not in self.position, "opened twice"
         self.rows[op.session], self.position[op.session] = op.rows, 0
         self.draws[op.session] = 0
         penalises = op.sampling is not None and op.sampling.penalises
         self.counts[op.session] = Counter(op.counts) if penalises else None
-        if op.restore is not None:
+        self.ended.discard(op.session)
+        if op.from_logits:
+            self.kept[op.session] = op.restore is not None
+        if op.restore is not None and op.restore.snapshot:
+            snapshot = read_snapshot(io.BytesIO(state))
+            position, last = snapshot.arrays["layers.0.0"].tolist()
+            if last >= VOCAB:
+                self.position.pop(op.session)
+                self.refused.add(op.session)
+                return SessionFault(op.session, "its array has another shape", "invalid_state")
+            assert position == snapshot.header.position == op.restore.position
+            self.position[op.session], self.last[op.session] = position, last
+            self.draws[op.session] = op.restore.draws
+        elif op.restore is not None:
             position, last, draws = np.frombuffer(state, dtype="<i8").tolist()
             assert (position, draws) == (op.restore.position, op.restore.draws)
             self.position[op.session], self.last[op.session], self.draws[op.session] = position, last, draws
 
-    def save(self, session: int) -> tuple[SavedState, bytes]:
+    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
+        if session in self.refused:
+            return None
+        if snapshot:
+            assert self.kept[session], "this rank has no logits"
+            state = fake_snapshot(self.position[session], self.last[session], self.manifest)
+            return SavedState(session, self.position[session], self.draws[session], len(state), snapshot=True), state
         position, draws = self.position[session], self.draws[session]
         state = np.array([position, self.last.get(session, 0), draws], dtype="<i8").tobytes()
         return SavedState(session, position, draws, len(state)), state
 
     def prefill(self, op: PrefillOp, pause: Callable[[], None] = lambda: None) -> RowPieces | None:
+        if op.session in self.refused:
+            return None
         assert op.start == self.position[op.session], (op.start, self.position[op.session])
         self.position[op.session] += sum(op.lengths)
         tokens = np.frombuffer(op.tokens, dtype="<i4")
@@ -75,6 +125,10 @@ class FakeExecutor:
             pause()
         self.denominators += len(tokens)
         self._misbehave(set(tokens.tolist()))
+        if op.session in self.kept:
+            self.kept[op.session] = bool(len(tokens)) and not any(op.lengths[self.rank + 1 :])
+            if self.kept[op.session]:
+                self.last[op.session] = int(tokens[-1])
         spec = self.rows[op.session]
         if spec is None or not len(tokens):
             return None
@@ -90,6 +144,9 @@ class FakeExecutor:
     def decode(self, op: DecodeOp) -> list[Drawn]:
         drawn = []
         for entry in op.entries:
+            if entry.session in self.kept or entry.session in self.refused:
+                drawn += self._draw_kept(entry)
+                continue
             if entry.token is not None:
                 self._misbehave({entry.token})
             fed = self.last[entry.session] if entry.token is None else entry.token
@@ -102,7 +159,28 @@ class FakeExecutor:
             drawn.append(Drawn(entry.session, token))
         return drawn
 
+    def _draw_kept(self, entry: DecodeEntry) -> list[Drawn]:
+        """Draw after the last token, and feed what was drawn but for the end token."""
+        session = entry.session
+        if session in self.ended or session in self.refused:
+            return []
+        assert self.kept[session], "this rank has no logits"
+        counts = self.counts[session]
+        token = fake_next(self.last[session], counts)
+        fed = token if entry.token is None else entry.token
+        if fed == END:
+            self.ended.add(session)
+            return [Drawn(session, token)]
+        if counts is not None:
+            counts[fed] += 1
+        self.last[session] = fed
+        self.position[session] += 1
+        self.draws[session] += 1
+        return [Drawn(session, token)]
+
     def close(self, session: int) -> None:
+        self.refused.discard(session)
+        self.kept.pop(session, None)
         self.position.pop(session, None)
         self.last.pop(session, None)
 

@@ -34,6 +34,7 @@ def manifest(**changes: Any) -> Manifest:
         "ranks": 1,
         "threads": 1,
         "device": "cpu",
+        "denormals_flushed": True,
         "library_version": "0.1.0",
         "torch_version": "2.9.1+cpu",
     }

@@ -1,0 +1,158 @@
+"""Stored states between API processes and the files of this controller: those that sessions begin with, and back.
+
+A state comes in pieces as far as credit was given, is checked as it comes, and lies in a file; never whole in memory.
+What the ranks have saved goes out the same way, one state after the other, as far as its reader gives credit.
+"""
+
+from typing import Protocol, final
+
+from dist_attn.control.session_states import Arrival, Offer
+from dist_attn.control.sessions import Session
+from dist_attn.control.state_files import StateKeeper
+from dist_attn.errors import StateMismatchError, WireError
+from dist_attn.wire.manifest import report_restore, require_same_model
+from dist_attn.wire.messages import AnyMessage, RankHello, SavedState
+from dist_attn.wire.session_messages import Checkpoint, Restored, StateCredit, StatePiece
+from dist_attn.wire.snapshot import SnapshotParser, largest_snapshot
+
+__all__ = ["StateTraffic"]
+
+WINDOW_BYTES = 8 << 20
+PIECE_BYTES = 1 << 20
+
+
+class Outlet(Protocol):
+    """What answers go through."""
+
+    model: RankHello | None
+
+    def post(self, peer: bytes, message: AnyMessage) -> None: ...
+
+    def fail(self, session: Session, code: str, text: str) -> None: ...
+
+
+@final
+class StateTraffic:
+    """The states of all sessions that come or go."""
+
+    def __init__(self, outlet: Outlet, states: StateKeeper) -> None:
+        self._outlet = outlet
+        self._states = states
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    def expect(self, session: Session) -> bool:
+        """Let the state come that the session begins with, once the model is known; whether it can have one."""
+        model, work = self._outlet.model, session.work
+        if model is None or work is None:
+            return work is None
+        if model.manifest is None or model.state_bytes is None:
+            text = "sessions are not offered by this model: what it knows of a text is no state of one size"
+            self._outlet.fail(session, "invalid_value", text)
+            return False
+        if work.begin is None or session.arrival is not None or session.saved is not None:
+            return True
+        limit = largest_snapshot(model.state_bytes, model.vocab_size)
+        if not 0 < work.begin.num_bytes <= limit:
+            text = f"a state of {work.begin.num_bytes} bytes was announced; one of this model has up to {limit}"
+            self._outlet.fail(session, "invalid_state", text)
+            return False
+        session.arrival = Arrival(SnapshotParser(max_bytes=limit))
+        self._grant(session, session.arrival)
+        return True
+
+    def take_piece(self, session: Session, piece: StatePiece) -> bool:
+        """Take a piece; true when the state is whole now, and belongs to this model."""
+        arrival, begin = session.arrival, session.work.begin if session.work else None
+        stop = piece.start + len(piece.data)
+        if arrival is None or begin is None or piece.start != arrival.received or stop > arrival.credit:
+            text = f"bytes [{piece.start}, {stop}) of a state came that were not due"
+            self._outlet.fail(session, "invalid_value", text)
+            return False
+        try:
+            arrival.parser.feed(piece.data)
+            arrival.received = stop
+            if not self._states.begin(session.number, piece.start, piece.data):
+                raise OSError
+            if stop < begin.num_bytes:
+                self._grant(session, arrival)
+                return False
+            return self._restore(session, arrival)
+        except StateMismatchError as error:
+            self._outlet.fail(session, "state_mismatch", str(error))
+        except WireError as error:
+            self._outlet.fail(session, "invalid_state", str(error))
+        except OSError:
+            self._outlet.fail(session, "engine_failed", "the state could not be written to the controller's disk")
+        return False
+
+    def _restore(self, session: Session, arrival: Arrival) -> bool:
+        """All bytes have come: see what they are.
+
+        Raises: WireError, StateMismatchError, OSError.
+        """
+        header, model, work = arrival.parser.finish().header, self._outlet.model, session.work
+        assert model is not None and model.manifest is not None and work is not None and work.begin is not None
+        require_same_model(header.manifest.model, model.manifest.model)
+        if header.position != work.begin.position:
+            raise WireError(f"the state stands at {header.position}, and {work.begin.position} was announced")
+        if not self._states.begun(session.number):
+            raise OSError
+        session.arrival = None
+        session.saved = SavedState(session.number, header.position, 0, work.begin.num_bytes, snapshot=True)
+        report = report_restore(
+            header.manifest.computed, model.manifest.computed, header.position, storage=header.storage
+        )
+        self._outlet.post(session.peer, Restored(session.request_id, report))
+        return True
+
+    def _grant(self, session: Session, arrival: Arrival) -> None:
+        assert session.work is not None and session.work.begin is not None
+        begin = session.work.begin
+        upto = min(begin.num_bytes, arrival.received + WINDOW_BYTES)
+        if upto > arrival.credit and (upto == begin.num_bytes or upto - arrival.credit >= WINDOW_BYTES // 2):
+            arrival.credit = upto
+            self._outlet.post(session.peer, StateCredit(session.request_id, begin.position, upto))
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    def offer(self, session: Session, now: float) -> None:
+        """Hand out the session's last saved state, unless that was done before a loss."""
+        saved, offers = session.saved, session.offers
+        assert saved is not None
+        if saved.position <= offers.position:
+            return
+        if not self._states.offer(session.number, saved.ordinal):
+            self._outlet.fail(session, "engine_failed", "a state could not be written to the controller's disk")
+            return
+        offers.position = saved.position
+        offers.waiting.append(Offer(saved))
+        if len(offers.waiting) == 1:
+            self._announce(session, now)
+
+    def _announce(self, session: Session, now: float) -> None:
+        session.offers.since = now
+        saved = session.offers.waiting[0].saved
+        self._outlet.post(session.peer, Checkpoint(session.request_id, saved.position, saved.draws, saved.num_bytes))
+
+    def take_credit(self, session: Session, credit: StateCredit, now: float) -> None:
+        """The reader of the state that was announced takes more of it."""
+        waiting = session.offers.waiting
+        if not waiting or waiting[0].saved.position != credit.position:
+            return
+        session.offers.since = now
+        offer = waiting[0]
+        offer.credit = min(max(offer.credit, credit.upto), offer.saved.num_bytes)
+        while offer.sent < offer.credit:
+            count = min(PIECE_BYTES, offer.credit - offer.sent)
+            data = self._states.offered(session.number, offer.saved.ordinal, offer.sent, count)
+            if len(data) != count:
+                self._outlet.fail(session, "engine_failed", "a saved state cannot be read any more")
+                return
+            self._outlet.post(session.peer, StatePiece(session.request_id, credit.position, offer.sent, data))
+            offer.sent += count
+        if offer.sent == offer.saved.num_bytes:
+            self._states.end_offer(session.number, offer.saved.ordinal)
+            waiting.popleft()
+            if waiting:
+                self._announce(session, now)

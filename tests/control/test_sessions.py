@@ -1,0 +1,370 @@
+"""Stored sessions at the controller: states in, tokens, draws, states out; ranks are lost meanwhile, bits stay."""
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_attn.wire.messages import (
+    Credit,
+    Failed,
+    Generated,
+    OpenSession,
+    PrefillOp,
+    Rows,
+    RowSpec,
+    SamplingSpec,
+    Tokens,
+)
+from dist_attn.wire.session_messages import (
+    BeginState,
+    Checkpoint,
+    FinishDrawing,
+    Restored,
+    SessionDone,
+    StateCredit,
+    StatePiece,
+)
+from tests.control.test_replay import RANKS, SETTINGS, Engine, check, drawn_after, open_all
+from tests.support.fake_rank import END, fake_hidden, fake_manifest, fake_snapshot
+
+GRID = RANKS * SETTINGS.chunk_tokens
+MANIFEST = fake_manifest(GRID, RANKS)
+
+
+@dataclass
+class Client:
+    """The API's side of one session: answers what it is sent, `piece` bytes of a state at a time."""
+
+    engine: Engine
+    name: str
+    tokens: np.ndarray
+    begin: int = 0
+    draws: int = 0
+    every: int = 0
+    rows: RowSpec | None = None
+    last: int = 11  # the last token in the state to begin with
+    piece: int = 777
+    finish: int | None = None  # how many drawn tokens it wants after all
+    position: int = 0
+    heard: int = 0
+    drawn: list[int] = field(default_factory=list)
+    restored: list[Restored] = field(default_factory=list)
+    states: dict[int, bytes] = field(default_factory=dict)
+    announced: list[Checkpoint] = field(default_factory=list)
+    done: SessionDone | None = None
+    failed: Failed | None = None
+    stored: bytes | None = None
+
+    def open(self):
+        """Ask for it."""
+        if self.stored is None:
+            self.stored = fake_snapshot(self.begin, self.last, MANIFEST) if self.begin else b""
+        self.position = self.begin
+        begin = BeginState(self.begin, len(self.stored)) if self.begin else None
+        sampling = SamplingSpec(self.draws, temperature=0.0) if self.draws else None
+        self.engine.api(OpenSession(self.name, begin, self.rows, sampling, self.every))
+        if not len(self.tokens):
+            self.engine.api(Tokens(self.name, self.begin, b"", True))
+        return self
+
+    def listen(self):
+        """Answer what has come since."""
+        messages = self.engine.received
+        while self.heard < len(messages):
+            message = messages[self.heard]
+            self.heard += 1
+            if getattr(message, "request_id", None) == self.name:
+                self._answer(message)
+
+    def _answer(self, message):
+        assert self.done is None and self.failed is None, "nothing follows the end"
+        match message:
+            case StateCredit(upto=upto):
+                for at in range(0, upto, self.piece):
+                    self.engine.api(StatePiece(self.name, self.begin, at, self.stored[at : at + self.piece]))
+            case Restored():
+                self.restored.append(message)
+            case Credit(upto=upto):
+                stop = min(upto, self.begin + len(self.tokens))
+                if stop > self.position:
+                    data = self.tokens[self.position - self.begin : stop - self.begin].astype("<i4").tobytes()
+                    start, self.position = self.position, stop
+                    self.engine.api(Tokens(self.name, start, data, stop == self.begin + len(self.tokens)))
+            case Generated(tokens=tokens):
+                self.drawn += tokens
+                if self.finish is not None and len(self.drawn) == self.finish + 2:
+                    self.engine.api(FinishDrawing(self.name, self.finish))
+            case Checkpoint(position=position, num_bytes=size):
+                assert position not in self.states, "handed out twice"
+                self.announced.append(message)
+                self.states[position] = b""
+                self.engine.api(StateCredit(self.name, position, min(size, self.piece)))
+            case StatePiece(position=position, start=start, data=data):
+                assert position == self.announced[-1].position and start == len(self.states[position])
+                self.states[position] += data
+                whole = self.announced[-1].num_bytes
+                if len(self.states[position]) < whole:
+                    upto = min(whole, len(self.states[position]) + self.piece)
+                    self.engine.api(StateCredit(self.name, position, upto))
+            case SessionDone():
+                self.done = message
+            case Failed():
+                self.failed = message
+
+    def check(self):
+        """All came once, as an undisturbed run gives it."""
+        assert self.failed is None, self.failed
+        last = int(self.tokens[-1]) if len(self.tokens) else self.last
+        wanted = drawn_after(last, self.draws)
+        if self.finish is None:
+            assert self.drawn == wanted
+        else:
+            # A reader that is late may find that a state after more draws is the last one saved: then it ends there.
+            assert self.done.drawn >= min(self.finish, len(wanted))
+            assert self.drawn[: self.done.drawn] == wanted[: self.done.drawn]
+            wanted = wanted[: self.done.drawn]
+        fed = [*self.tokens.tolist(), *wanted]
+        end = self.begin + len(fed)
+        every = -(-self.every // GRID) * GRID
+        positions = {p for p in range(self.begin + 1, end + 1) if every and p % every == 0} | {end}
+        assert list(self.states) == sorted(positions)
+        for position, data in self.states.items():
+            at = position - self.begin
+            assert data == fake_snapshot(position, fed[at - 1] if at else self.last, MANIFEST)
+        assert len(self.restored) == bool(self.begin)
+        assert (self.done.position, self.done.drawn) == (end, len(wanted))
+        if self.rows is not None and len(self.tokens):
+            self._check_rows()
+
+    def _check_rows(self):
+        starts, vectors = self.engine.rows(self.name)
+        stop = self.begin + len(self.tokens)
+        edges = [self.begin, *range((self.begin // self.rows.window + 1) * self.rows.window, stop, self.rows.window)]
+        assert starts == edges and self.done.rows == len(edges)
+        hidden = fake_hidden(self.tokens, self.begin).astype(np.float64)
+        ranges = zip(edges, [*edges[1:], stop], strict=True)
+        parts = [hidden[a - self.begin : b - self.begin].mean(0) for a, b in ranges]
+        assert np.array_equal(vectors, np.array(parts, dtype=np.float32))
+
+
+def run_to_the_end(engine, clients, turns=3000):
+    """Work on until every session has ended, and nothing is left of it."""
+    for _ in range(turns):
+        for client in clients:
+            client.listen()
+        if all(client.done or client.failed for client in clients):
+            return
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    raise AssertionError(f"not ended: {[c for c in clients if not c.done]}")
+
+
+def nothing_is_left(engine):
+    """No bytes in the keeper, no session on a rank."""
+    for _ in range(3):
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    states = engine.states
+    assert not (states.kept or states.unfinished or states.finished or states.offers or states.beginnings)
+    assert engine.controller.idle and not any(executor.position for executor in engine.ranks.values())
+
+
+SESSION = st.tuples(
+    st.sampled_from([0, 1, 700, 1024, 3000]),  # where it begins
+    st.sampled_from([0, 1, 300, 1024, 2500, 5000]),  # tokens
+    st.sampled_from([0, 1, 3, 20]),  # draws
+    st.sampled_from([0, 1024, 1100]),  # states handed out
+    st.booleans(),  # rows
+    st.sampled_from([None, 0, 2, 9]),  # where its reader has enough
+)
+
+
+@given(st.lists(SESSION, min_size=1, max_size=3), st.booleans(), st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=30)
+def test_ranks_may_be_lost_at_any_moment(sessions, beside, seed):
+    """Kills between any two messages change no state, no row and no token that is handed out, and none comes twice."""
+    chance = random.Random(seed)
+    engine = Engine()
+    clients = []
+    for n, (begin, length, draws, every, rows, finish) in enumerate(sessions):
+        if not (begin or length):
+            length = 5
+        tokens = (np.arange(length) * 13 + n) % 900
+        rows = RowSpec("window", 300) if rows else None
+        finish = finish if draws == 20 else None
+        clients.append(Client(engine, f"s{n}", tokens, begin, draws, every, rows, finish=finish).open())
+    texts, prompts = ({"t": (np.arange(3000) % 900, 300)}, {"p": (np.arange(600), 9)}) if beside else ({}, {})
+    open_all(engine, texts, prompts)
+    kills = 3
+    for _ in range(chance.randrange(150)):
+        action = chance.randrange(20)
+        if action == 0 and kills:
+            kills -= 1
+            engine.kill(chance.randrange(RANKS))
+        elif action < 5:
+            engine.turn()
+        elif action < 9:
+            chance.choice(clients).listen()
+        else:
+            engine.work(chance.randrange(RANKS), chance.randrange(3) or 1000)
+    run_to_the_end(engine, clients)
+    engine.to_the_end([*texts, *prompts])
+    for client in clients:
+        client.check()
+    check(engine, texts, prompts)
+    nothing_is_left(engine)
+
+
+def test_the_end_token_is_no_part_of_the_session():
+    """Drawing stops before it, the state stands before it, and the reason says so."""
+    engine = Engine()
+    before = next(token for token in range(900) if drawn_after(token, 9) == [])
+    client = Client(engine, "s", np.array([before]), 700, 9).open()
+    run_to_the_end(engine, [client])
+    client.check()
+    assert [m for m in engine.of("s") if isinstance(m, Generated)] == [Generated("s", [], "stop")]
+    assert client.done.position == 701 and END not in client.drawn
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("enough", [0, 1, 4, 9])
+def test_a_reader_that_has_enough_gets_the_state_after_that(enough):
+    """Tokens that were drawn beyond are taken back: the state is the one that fewer draws would have left."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(40), 700, 30, finish=enough).open()
+    run_to_the_end(engine, [client])
+    client.check()
+    assert client.done.drawn == enough and len(client.drawn) >= enough + 2
+    nothing_is_left(engine)
+
+
+def test_nothing_to_do_gives_the_state_back():
+    """A session that is neither read on nor drawn from stands where it stood, with the same bytes."""
+    engine = Engine()
+    client = Client(engine, "s", np.array([], dtype=int), 700).open()
+    run_to_the_end(engine, [client])
+    client.check()
+    assert client.states[700] == client.stored
+
+
+def test_what_a_restore_comes_to_is_told():
+    """A state of another number of ranks goes on, and the answer says what may differ, with both values."""
+    engine = Engine()
+    computed = msgspec.structs.replace(MANIFEST.computed, ranks=1)
+    client = Client(engine, "s", np.arange(5), 700)
+    client.stored = fake_snapshot(700, 3, msgspec.structs.replace(MANIFEST, computed=computed))
+    client.open()
+    run_to_the_end(engine, [client])
+    (restored,) = client.restored
+    report = restored.report
+    assert (report.restored_position, report.recomputed_tokens, report.bit_exact) == (700, 0, False)
+    assert report.reason == "ranks was 1 and is 2"
+
+
+def spoilt(kind):
+    """A state that cannot be gone on from."""
+    good = fake_snapshot(700, 3, MANIFEST)
+    match kind:
+        case "damaged":
+            return good[:-1] + bytes([good[-1] ^ 1])
+        case "other weights":
+            model = msgspec.structs.replace(MANIFEST.model, weights="00" * 32)
+            return fake_snapshot(700, 3, msgspec.structs.replace(MANIFEST, model=model))
+        case "other place":
+            return fake_snapshot(701, 3, MANIFEST)
+        case "arrays of another shape":
+            return fake_snapshot(700, 100_000, MANIFEST)
+        case "cut off":
+            return good[:-3]
+    return good + bytes(10_000_000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "words"),
+    [
+        ("damaged", "invalid_state", "is damaged"),
+        ("other weights", "state_mismatch", f"weights is {'00' * 32}, that of the model here is {'ab' * 32}"),
+        ("other place", "invalid_state", "stands at 701, and 700 was announced"),
+        ("arrays of another shape", "invalid_state", "another shape"),
+        ("cut off", "invalid_state", "3 of its bytes are missing"),
+        ("too large", "invalid_state", "one of this model has up to"),
+    ],
+)
+def test_a_state_that_is_none_fails_its_request_alone(kind, code, words):
+    """What is wrong is said, no rank is lost by it, and others go on."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(3000) % 900, 700, draws=3)
+    client.stored = spoilt(kind)
+    client.open()
+    other = Client(engine, "other", np.arange(3000) % 900, 700, draws=3).open()
+    run_to_the_end(engine, [client, other])
+    assert client.failed.code == code and words in client.failed.message
+    other.check()
+    assert engine.controller.status(engine.now).lost_groups == 0
+    nothing_is_left(engine)
+
+
+def test_a_state_that_nobody_fetches_ends_the_session():
+    """A reader that takes nothing has a deadline, rests the session meanwhile, and leaves nothing behind."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(60_000) % 900, every=1024).open()
+    client.piece = 0
+    for _ in range(40):
+        client.listen()
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    assert len(engine.states.offers) <= 12
+    engine.now += SETTINGS.reader_deadline_s
+    engine.turn()
+    client.listen()
+    assert client.failed.code == "body_timeout" and "fetched" in client.failed.message
+    nothing_is_left(engine)
+
+
+def test_a_session_without_anything_is_refused():
+    """From the empty state there must be a token."""
+    engine = Engine()
+    client = Client(engine, "s", np.array([], dtype=int), draws=3).open()
+    client.listen()
+    assert client.failed.code == "empty_input"
+
+
+def test_an_append_in_messages_of_any_size_is_cut_into_the_same_blocks():
+    """However slowly tokens come, blocks end on the grid, so the state has the same bits."""
+    engine, cuts = Engine(), []
+    engine.api(OpenSession("s", None, None, None, 1024))
+    engine.turn()
+    engine.turn()
+    tokens, sent = np.arange(2500) % 900, 0
+    while sent < len(tokens):
+        stop = min(len(tokens), sent + 350)
+        engine.api(Tokens("s", sent, tokens[sent:stop].astype("<i4").tobytes(), stop == len(tokens)))
+        sent = stop
+        for _ in range(4):
+            engine.turn()
+            ops = [op for message in engine.inboxes.get(0, []) for op in getattr(message, "ops", [])]
+            cuts += [op.start for op in ops if isinstance(op, PrefillOp)]
+            for rank in range(RANKS):
+                while engine.work(rank):
+                    pass
+    assert cuts == [0, 1024, 2048]
+
+
+def test_rows_of_a_session_come_with_its_states():
+    """Vectors of what is fed, by windows that count from the beginning of the session."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(2000) % 900, 700, every=1024, rows=RowSpec("window", 300)).open()
+    run_to_the_end(engine, [client])
+    client.check()
+    assert any(isinstance(m, Rows) for m in engine.of("s"))
