@@ -180,8 +180,7 @@ class AppendService:
 
     async def _until_kept(self, append: _Append) -> None:
         """Wait for the last state that comes back without the end of the text."""
-        computed = self._watch.manifest().computed
-        grid = computed.chunk_tokens * computed.ranks
+        grid = self._watch.manifest().computed.chunk_tokens
         every = -(-self._settings.checkpoint_tokens // grid) * grid
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.detached_seconds):

@@ -85,6 +85,8 @@ def test_addresses_fit_together() -> None:
     assert flags["engine"]["--api-address"] == f"tcp://0.0.0.0:{port}"
     assert set(SERVICES[host]["networks"]) & set(SERVICES["api"]["networks"])
     assert flags["engine"]["--model"] == flags["api"]["--model"]
+    assert set(SERVICES["redis"]["networks"]) & set(SERVICES["api"]["networks"])
+    assert "DIST_ATTN_STORE__ADDRESS" in SERVICES["api"]["environment"]
 
 
 @pytest.mark.parametrize("name", OWN)

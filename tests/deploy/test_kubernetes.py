@@ -160,11 +160,12 @@ def test_streams_may_end_after_sigterm() -> None:
 
 
 def test_disks_are_as_large_as_the_spools_may_be() -> None:
-    """The API's volume holds limits.disk_bytes, and the pod's limit of disk holds the volume."""
+    """The API's volume holds limits.disk_bytes and the store's, and the pod's limit of disk holds the volume."""
     (volume,) = [volume for volume in pod("api")["volumes"] if volume["name"] == "data"]
     size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi"))
     limit = int(container("api")["resources"]["limits"]["ephemeral-storage"].removesuffix("Gi"))
-    assert settings_of("api").limits.disk_bytes < size << 30
+    settings = settings_of("api")
+    assert settings.limits.disk_bytes + settings.store.store_bytes < size << 30
     assert size < limit
 
 
