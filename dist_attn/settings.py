@@ -7,6 +7,7 @@
     [waits]    how long the API waits for whom
     [engine]   the ranks, and what the controller takes on
     [store]    where states of sessions are kept, and how much of them
+    [jobs]     work that outlives its connection, and when work becomes that
 
 In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the tree is refused, wherever it stands.
 """
@@ -27,6 +28,7 @@ from dist_attn.errors import ConfigError
 __all__ = [
     "EngineSettings",
     "HttpSettings",
+    "JobSettings",
     "LimitSettings",
     "Resolved",
     "Settings",
@@ -208,6 +210,25 @@ class StoreSettings(_Section):
     upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
 
 
+class JobSettings(_Section):
+    """Work that outlives its connection. Units: `*_bytes` in bytes, `*_s` in seconds.
+
+    Inputs and results are in the folder `jobs` of data_dir, which API processes that serve one address share.
+    """
+
+    address: str = Field(default="", description="the catalogue: redis://HOST:PORT/DB; empty: a file")
+    disk_bytes: Bytes = Field(default=16 * GIB, description="inputs and results of all jobs")
+    per_caller: Number = Field(default=64, description="jobs of one caller, ended ones too")
+    at_once: Number = Field(default=2, description="jobs that one API process works on")
+    keep_s: Seconds = Field(default=86_400.0, description="a job that has ended, with its results")
+    life_s: Seconds = Field(default=7 * 86_400.0, description="a job that has not ended")
+    lease_s: Seconds = Field(default=15.0, description="a process that says nothing for so long is taken for dead")
+    look_s: Seconds = Field(default=0.5, description="between two looks at what others have changed")
+    save_s: Seconds = Field(default=1.0, description="between two times that progress is made safe")
+    queue_s: Seconds = Field(default=120.0, description="work that would wait for longer is refused, or becomes a job")
+    when_busy: Literal["refuse", "job"] = Field(default="refuse", description="then, where the client does not say")
+
+
 class Settings(_Section):
     """The whole tree."""
 
@@ -220,6 +241,7 @@ class Settings(_Section):
     waits: WaitSettings = WaitSettings()
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
+    jobs: JobSettings = JobSettings()
 
 
 @dataclass(frozen=True)
@@ -343,6 +365,6 @@ def _plain(key: str, value: Any) -> Any:
     """A value as JSON and people read it."""
     if _is_secret(key):
         return f"{len(value)} keys"
-    if key == "store.address":
+    if key in ("store.address", "jobs.address"):
         return re.sub(r"//[^/]*@", "//…@", value)
     return str(value) if isinstance(value, Path) else value

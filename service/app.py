@@ -1,6 +1,6 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypedDict
@@ -28,7 +28,10 @@ from service.engine_watch import EngineWatch
 from service.envelope import Envelope, routing_problem, service_problem
 from service.errors import PROBLEM_JSON, ServiceError
 from service.estimates import EstimateService
-from service.job_schemas import EstimateRequest
+from service.job_schemas import EstimateRequest, Job, JobRequest
+from service.jobs.book import JobBook
+from service.jobs.office import JobOffice, job_book
+from service.jobs.runner import Complete
 from service.limits import BodyMemory, OpenRequests
 from service.logs import Log, make_log
 from service.metrics import Metrics
@@ -40,6 +43,7 @@ from service.routers import (
     encodings,
     estimate,
     health,
+    jobs,
     models,
     session_text,
     sessions,
@@ -53,17 +57,19 @@ from service.sessions.keeping import KeptStore, kept_store
 from service.settings import Settings
 from service.spool import DiskBudget, SpoolFactory
 from service.tokenising import ThreadTokeniser
+from service.whole_completions import complete
 from service.workload import Workload
 
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
 ROUTERS = (
-    completions, chat, encodings, embeddings, estimate, tokens, sessions, session_text, models, health, documentation,
+    completions, chat, encodings, embeddings, estimate, jobs, tokens, sessions, session_text, models, health,
+    documentation,
 )  # fmt: skip
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-    EstimateRequest, *SESSION_BODIES,
+    EstimateRequest, JobRequest, Job, *SESSION_BODIES,
 )  # fmt: skip
 
 
@@ -97,13 +103,15 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
             ThreadPoolExecutor(settings.threads, thread_name_prefix="work") as threads,
             ThreadPoolExecutor(1, thread_name_prefix="disk") as disk,
         ):
-            async with kept_store(settings, log) as kept:
-                services = _services(settings, port, metrics, open_requests, threads, disk, kept)
+            async with kept_store(settings, log) as kept, job_book(settings) as book:
+                services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, log)
                 metrics.watch(services.gauges, version=__version__, model=services.model.id)
                 await port.start()
+                services.jobs.runner.start()
                 try:
                     yield {"services": services}
                 finally:
+                    await services.jobs.runner.stop()
                     await port.close()
                     # what was cut off still writes its last words and gives its spools back
                     await open_requests.drained(FAREWELL_SECONDS)
@@ -159,6 +167,8 @@ def _services(
     threads: ThreadPoolExecutor,
     disk: ThreadPoolExecutor,
     kept: KeptStore,
+    book: JobBook,
+    log: Log,
 ) -> Services:
     """Read the model folder and put the parts together."""
     model = ServedModel.read(settings.model)
@@ -168,23 +178,55 @@ def _services(
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     watch, workload = EngineWatch(engine, model, settings), Workload()
+    completions = CompletionService(settings, engine, watch, tokeniser)
     return Services(
         settings=settings,
         model=model,
         watch=watch,
         tokeniser=tokeniser,
-        completions=CompletionService(settings, engine, watch, tokeniser),
+        completions=completions,
         chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
         documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics, workload),
         embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
         estimates=EstimateService(settings, model, watch, tokeniser, workload, threads),
         sessions=SessionDesk.over(kept, settings, engine, watch, tokeniser, model.id, metrics),
+        jobs=JobOffice.over(
+            book,
+            settings,
+            engine,
+            watch,
+            tokeniser,
+            model,
+            workload,
+            metrics,
+            threads,
+            log=log,
+            complete=_complete(completions, model, metrics),
+        ),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
         metrics=metrics,
         threads=threads,
     )
+
+
+def _complete(completions: CompletionService, model: ServedModel, metrics: Metrics) -> Complete:
+    """How a job draws a completion."""
+
+    async def run(options: dict[str, Any], name: str, drawn: Callable[[int], None]) -> bytes:
+        prepared = await completions.prepare(CompletionRequest.model_validate(options))
+        answer = await complete(
+            completions,
+            prepared,
+            model.id,
+            name,
+            counted=metrics.completion,
+            drawn=lambda usage: drawn(usage.completion_tokens),
+        )
+        return answer.model_dump_json().encode()
+
+    return run
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from service.estimates import EstimateService
 from service.exchange import RequestBody
+from service.jobs.office import JobOffice
 from service.limits import BodyMemory, OpenRequests
 from service.logs import RequestRecord
 from service.metrics import Gauges, Metrics
@@ -48,6 +49,7 @@ class Services:
     embeddings: EmbeddingService
     estimates: EstimateService
     sessions: SessionDesk
+    jobs: JobOffice
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget
@@ -110,8 +112,7 @@ class Services:
     def count_completion(self, record: RequestRecord, usage: CompletionUsage) -> None:
         """Likewise the tokens of a completion, however it ended."""
         record.note(completion_tokens=usage.completion_tokens)
-        self.metrics.tokens("prompt", usage.prompt_tokens)
-        self.metrics.tokens("completion", usage.completion_tokens)
+        self.metrics.completion(usage)
 
     def gauges(self) -> Gauges:
         """How things are now."""

@@ -66,6 +66,8 @@ class Code(StrEnum):
     PRECONDITION_FAILED = "precondition_failed"
     PRECONDITION_REQUIRED = "precondition_required"
     INSUFFICIENT_QUOTA = "insufficient_quota"
+    # jobs
+    JOB_NOT_DONE = "job_not_done"
     # the engine
     ENGINE_NOT_READY = "engine_not_ready"
     ENGINE_UNREACHABLE = "engine_unreachable"

@@ -112,6 +112,18 @@ class EstimateService:
             return _around(total / 4, ASSUMED_SPREAD, "planned")
         return _around(total * assumed.tokens_per_byte, ASSUMED_SPREAD if assumed.spread else 0.0, "planned")
 
+    async def delay(self, size: Size) -> tuple[float, float]:
+        """How long work would wait for what is under way, and how long it would take with that.
+
+        Units: seconds; 0 and 0 before anything was measured.
+        """
+        speed = self._workload.speed.measured()
+        if speed is None:
+            return 0.0, 0.0
+        tokens = (await self.tokens(size)).value
+        queue = self._workload.tokens_before(tokens) / speed.tokens_per_second
+        return queue, queue + tokens / speed.tokens_per_second
+
     def queue_seconds(self, tokens: Range, seconds: Range) -> float:
         """How much longer work takes because of what is under way."""
         if tokens.value <= 0:

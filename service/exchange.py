@@ -122,8 +122,10 @@ class ResponseWriter:
         self.started = False
         self.finished = False
 
-    async def start(self, media_type: str, length: int | None = None, more: dict[str, str] | None = None) -> None:
-        """Send the head of a streamed 200, whose body has `length` bytes if that is known, with more headers."""
+    async def start(
+        self, media_type: str, length: int | None = None, more: dict[str, str] | None = None, status: int = 200
+    ) -> None:
+        """Send the head of a streamed answer, whose body has `length` bytes if that is known, with more headers."""
         self.started = True
         headers = [
             (b"content-type", media_type.encode("latin-1")),
@@ -133,7 +135,7 @@ class ResponseWriter:
         ]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def write(self, data: bytes) -> None:
         """Send bytes as soon as the client takes them.

@@ -1,12 +1,24 @@
 """The JSON of estimates and jobs."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from service.schemas import MAX_WINDOW, Input, Output
+from service.schemas import MAX_WINDOW, Input, Output, digits
 
-__all__ = ["Estimate", "EstimateRequest", "MemoryEstimate", "Range"]
+__all__ = [
+    "Estimate",
+    "EstimateRequest",
+    "EventOptions",
+    "Job",
+    "JobList",
+    "JobProgress",
+    "JobRequest",
+    "ListJobs",
+    "MemoryEstimate",
+    "Range",
+    "ResultOptions",
+]
 
 MOST = 1 << 53
 
@@ -68,3 +80,82 @@ class Estimate(Output):
     memory_bytes_per_rank: MemoryEstimate | None
     output_bytes: dict[str, int]
     notes: list[str]
+
+
+# ---- jobs --------------------------------------------------------------------------------------
+
+
+class JobRequest(Input):
+    """Work that outlives its connection: the encoding of `input`, or a completion."""
+
+    model: str | None = None
+    input: str | None = Field(default=None, description="the text of an encoding")
+    granularity: Literal["token", "window", "document"] | None = None
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
+    pooling: Literal["mean", "last"] | None = None
+    completion: dict[str, Any] | None = Field(
+        default=None, description="the body of a request to /v1/completions, without stream"
+    )
+
+
+class _Query(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ListJobs(_Query):
+    """Which page of jobs."""
+
+    limit: Annotated[int, BeforeValidator(digits), Field(ge=1, le=100)] = 20
+    after: Annotated[str, Field(max_length=100)] = ""
+
+
+class EventOptions(_Query):
+    """Which events: those behind number `after`."""
+
+    after: Annotated[int, BeforeValidator(digits), Field(ge=0, le=MOST)] = 0
+
+
+class ResultOptions(_Query):
+    """How the rows of a job are sent, and from which on."""
+
+    format: Literal["ndjson", "arrow", "npy"] | None = None
+    from_row: Annotated[int, BeforeValidator(digits), Field(ge=0, le=MOST)] = 0
+
+
+class JobProgress(Output):
+    """How far a job is. `rows` are those that are safe; `expected_tokens` may be an estimate, null: not known yet."""
+
+    tokens: int
+    expected_tokens: int | None
+    rows: int
+    fraction: float
+    tokens_per_second: float | None
+    eta_seconds: float | None
+
+
+class Job(Output):
+    """A job. Times are unix times in seconds; at `expires_at` it is forgotten, with its results."""
+
+    id: str
+    object: Literal["job"] = "job"
+    kind: Literal["encoding", "completion"]
+    model: str
+    status: Literal["queued", "running", "succeeded", "failed", "cancelled"]
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    expires_at: float
+    cancel_requested: bool
+    attempts: int
+    input_bytes: int
+    progress: JobProgress
+    error: dict[str, Any] | None
+    last_event: int
+
+
+class JobList(Output):
+    """Jobs of a caller, in order of arrival."""
+
+    object: Literal["list"] = "list"
+    data: list[Job]
+    has_more: bool

@@ -12,6 +12,7 @@ from dist_attn.store import Usage
 from dist_attn.wire.messages import GuardCounts
 from service.engine_port import EngineHealth
 from service.errors import Code
+from service.schemas import CompletionUsage
 
 __all__ = ["OUTCOMES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
 
@@ -46,6 +47,7 @@ class Metrics:
         self._seconds = Histogram(
             "dist_attn_request_seconds", "Time of a request to its end", ["route"], buckets=SECONDS, registry=own
         )
+        self._jobs = Counter("dist_attn_jobs", "Jobs that ended", ["kind", "state"], registry=own)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
 
@@ -56,6 +58,15 @@ class Metrics:
     def tokens(self, kind: str, count: int) -> None:
         """Count tokens of one of TOKEN_KINDS."""
         self._tokens.labels(kind).inc(count)
+
+    def completion(self, usage: CompletionUsage) -> None:
+        """Count the tokens of a completion, however it ended."""
+        self.tokens("prompt", usage.prompt_tokens)
+        self.tokens("completion", usage.completion_tokens)
+
+    def job_ended(self, kind: str, state: str) -> None:
+        """Count a job: kinds are encoding and completion, states succeeded, failed and cancelled."""
+        self._jobs.labels(kind, state).inc()
 
     def ended(self, route: str, outcome: str, seconds: float, *, received: int, sent: int) -> None:
         """Count a request. `route` is a path of the app as it is declared, or UNROUTED."""

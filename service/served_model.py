@@ -1,5 +1,6 @@
 """What the API knows of the model it serves, read from the model folder; never its weights."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -50,6 +51,12 @@ class ServedModel:
     created: int
     reading: SequenceReading | None = None
     frame_tokens: int = 0
+    digest: str = ""
+
+    @property
+    def identity(self) -> str:
+        """The id with a digest of configuration and tokeniser: another model of the same name has another identity."""
+        return f"{self.id}@{self.digest}"
 
     @property
     def capabilities(self) -> list[str]:
@@ -73,12 +80,14 @@ class ServedModel:
             kind = msgspec.json.decode(data, type=_Kind).kind
             if kind in UNSERVED:
                 raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
-            if not (folder / "tokenizer.json").is_file():
+            tokeniser = folder / "tokenizer.json"
+            if not tokeniser.is_file():
                 raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
             name = folder.resolve().name
+            digest = hashlib.sha256(hashlib.sha256(data).digest() + tokeniser.read_bytes()).hexdigest()[:16]
             if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
-                return cls(name, sizes.vocab_size, sizes.hidden_size, created)
+                return cls(name, sizes.vocab_size, sizes.hidden_size, created, digest=digest)
             encoder = msgspec.json.decode(data, type=_TextEncoder)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
@@ -86,4 +95,4 @@ class ServedModel:
             raise ModelFolderError(f"{path} is not a model's configuration: {error}") from None
         frame = len(encoder.prefix) + len(encoder.suffix)
         reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
-        return cls(name, encoder.vocab_size, encoder.encoder.hidden_size, created, reading, frame)
+        return cls(name, encoder.vocab_size, encoder.encoder.hidden_size, created, reading, frame, digest)

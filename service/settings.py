@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from dist_attn.errors import ConfigError
-from dist_attn.settings import HttpSettings, LimitSettings, StoreSettings, WaitSettings, WorkSettings
+from dist_attn.settings import HttpSettings, JobSettings, LimitSettings, StoreSettings, WaitSettings, WorkSettings
 from dist_attn.settings import Settings as SettingsTree
 from dist_attn.store import StoreLimits
 
@@ -26,6 +26,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     data_dir: Path = Field(default=Path("data"), description="spools and states live here")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     store: StoreSettings = Field(default=StoreSettings(), description="where states of sessions are kept")
+    jobs: JobSettings = Field(default=JobSettings(), description="work that outlives its connection")
 
     @classmethod
     def of(cls, tree: SettingsTree) -> Self:
@@ -49,6 +50,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
             data_dir=tree.data_dir,
             log_level=tree.log_level,
             store=tree.store,
+            jobs=tree.jobs,
         )
 
     @property

@@ -1,21 +1,19 @@
 """POST /v1/completions: OpenAI's text completion, whole or as an event stream."""
 
-from math import inf
-from statistics import fmean
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.choice_text import told_logprobs
-from service.completions import CompletionRun, Delta, PreparedCompletion
+from service.completions import PreparedCompletion
 from service.dependencies import Services, read_json_body, record_of, services_of
 from service.errors import ClientGone, ServiceError
 from service.exchange import RequestBody, ResponseWriter, while_connected
 from service.logs import RequestRecord
 from service.parsing import parse_json
-from service.schemas import Choice, Completion, CompletionChunk, CompletionRequest, UsageChunk
+from service.schemas import Choice, Completion, CompletionChunk, CompletionRequest, CompletionUsage, UsageChunk
 from service.streaming import EventWriter, StreamedResponse
+from service.whole_completions import complete
 
 __all__ = ["router"]
 
@@ -73,71 +71,19 @@ async def create_completion(request: Request) -> Response:
 async def _whole(
     services: Services, prepared: PreparedCompletion, body: RequestBody, record: RequestRecord
 ) -> Response:
-    choices = [_Gathered(prepared.logprobs) for _ in prepared.choices]
+    def counted(usage: CompletionUsage) -> None:
+        services.count_completion(record, usage)
 
-    async def work() -> CompletionRun:
-        async with services.completions.open(prepared, record.request_id) as run:
-            try:
-                while not run.finished:
-                    delta = await run.next()
-                    choices[delta.index].add(delta)
-                return run
-            finally:
-                services.count_completion(record, run.usage)
-
+    work = complete(services.completions, prepared, services.model.id, record.request_id, counted=counted)
     try:
         with services.open_requests.one():
-            run = await while_connected(body, work())
+            answer = await while_connected(body, work)
     except ClientGone:
         record.reason = "client_gone"
         return Response(status_code=499)
-    answer = Completion(
-        id=prepared.id,
-        created=prepared.created,
-        model=services.model.id,
-        choices=[choice.whole(index) for index, choice in enumerate(_best(prepared, choices))],
-        usage=run.usage,
-    )
+    finally:
+        work.close()  # where it was not begun
     return Response(answer.model_dump_json(), media_type="application/json")
-
-
-class _Gathered:
-    """What has come of one choice."""
-
-    def __init__(self, logprobs: int | None) -> None:
-        self._logprobs = logprobs
-        self._deltas: list[Delta] = []
-
-    def add(self, delta: Delta) -> None:
-        self._deltas.append(delta)
-
-    @property
-    def score(self) -> float:
-        """The mean log-probability of its tokens; a text without any is the worst."""
-        values = [token.logprob for delta in self._deltas for token in delta.scored]
-        return fmean(values) if values else -inf
-
-    def whole(self, index: int) -> Choice:
-        scored = [token for delta in self._deltas for token in delta.scored]
-        return Choice(
-            index=index,
-            text="".join(delta.text for delta in self._deltas),
-            logprobs=told_logprobs(scored, self._logprobs),
-            finish_reason=self._deltas[-1].finish_reason,
-        )
-
-
-def _best(prepared: PreparedCompletion, choices: list[_Gathered]) -> list[_Gathered]:
-    """Of each prompt's choices the wanted number; where more were drawn, the likeliest first."""
-    drawn = len(choices) // len(prepared.prompts)
-    if drawn == prepared.wanted:
-        return choices
-    groups = [choices[at : at + drawn] for at in range(0, len(choices), drawn)]
-    return [
-        choice
-        for group in groups
-        for choice in sorted(group, key=lambda choice: choice.score, reverse=True)[: prepared.wanted]
-    ]
 
 
 async def _stream(

@@ -1,29 +1,24 @@
 """POST /v1/encodings: a document of any length in, rows out while it still arrives."""
 
-from typing import Any
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from service.dependencies import Services, media_type, read_json_body, record_of, services_of
 from service.documents import RowsWanted, Source
-from service.errors import BadRequest, Code, ServiceError, TooLarge
+from service.errors import BadRequest, Code, ServiceError
 from service.exchange import RequestBody, ResponseWriter
 from service.formats import FORMATS, choose_format
 from service.parsing import parse_json, parse_query, utf8
+from service.routers.document_bodies import JSON, document_source, no_words, query_parameters, whole_body
+from service.routers.jobs import job_response
+from service.routers.prefer import becomes_job
 from service.schemas import EncodingOptions, EncodingRequest
 from service.streaming import StreamedResponse
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["encodings"])
-TEXT, BYTES, JSON = "text/plain", "application/octet-stream", "application/json"
-
-
-def _query_parameters() -> list[dict[str, Any]]:
-    fields = EncodingOptions.model_json_schema()["properties"]
-    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
 
 
 @router.post(
@@ -31,12 +26,12 @@ def _query_parameters() -> list[dict[str, Any]]:
     summary="Encode a document of any length",
     response_class=Response,
     openapi_extra={
-        "parameters": _query_parameters(),
+        "parameters": query_parameters(EncodingOptions),
         "requestBody": {
             "required": True,
             "content": {
-                TEXT: {"schema": {"type": "string"}},
-                BYTES: {"schema": {"type": "string", "format": "binary"}},
+                "text/plain": {"schema": {"type": "string"}},
+                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
                 JSON: {"schema": {"$ref": "#/components/schemas/EncodingRequest"}},
             },
         },
@@ -45,7 +40,11 @@ def _query_parameters() -> list[dict[str, Any]]:
                 "description": "The rows, in the format that `format` or else `Accept` names: lines of JSON, the last "
                 "of them a summary or an error; an Arrow stream; or a file of NumPy.",
                 "content": {kind.media_type: {"schema": {"type": "string"}} for kind in FORMATS.values()},
-            }
+            },
+            "202": {
+                "description": "A job: `Prefer: respond-async` asked for it, or work would wait for too long.",
+                "content": {JSON: {"schema": {"$ref": "#/components/schemas/Job"}}},
+            },
         },
     },
 )
@@ -62,6 +61,11 @@ async def create_encoding(request: Request) -> Response:
     wanted = RowsWanted(spec, form, options.from_row)
     _check_length(form, source)
 
+    if await becomes_job(services, request.headers, source):
+        with services.open_requests.one():
+            made = await services.jobs.desk.encoding(record.caller, spec, whole_body(source, body), source.size)
+        return await job_response(services, *made, preference_applied="respond-async")
+
     async def exchange(writer: ResponseWriter) -> None:
         with services.open_requests.one():
             await services.documents.answer(wanted, source, body, writer, record)
@@ -70,7 +74,7 @@ async def create_encoding(request: Request) -> Response:
         exchange,
         body,
         record,
-        last_words=_no_words if FORMATS[form].breaks_off else ServiceError.line,
+        last_words=no_words if FORMATS[form].breaks_off else ServiceError.line,
         stall_seconds=services.settings.client_stall_seconds,
     )
 
@@ -84,16 +88,7 @@ async def _source(
         wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EncodingRequest)
         text = _document_bytes(wanted.input)
         return Source(text=text, size=len(text)), _merged(options, wanted)
-    if kind not in (TEXT, BYTES, ""):
-        raise ServiceError(
-            f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or {JSON}",
-            code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
-        )
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length) > services.settings.body_bytes:
-        raise TooLarge(f"the body has {length} bytes; a document may have {services.settings.body_bytes}")
-    return Source(check_utf8=kind == TEXT, size=int(length) if length.isdecimal() else None), options
+    return document_source(request, services), options
 
 
 def _document_bytes(text: str) -> bytes:
@@ -124,7 +119,3 @@ def _check_length(form: str, source: Source) -> None:
             code=Code.UNSUPPORTED_PARAMETER,
             param="format",
         )
-
-
-def _no_words(_: ServiceError) -> None:
-    """A format that has no words for an error."""

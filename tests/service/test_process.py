@@ -1,57 +1,21 @@
 """`python -m service` as a process of its own, with a controller on the other side of a real socket."""
 
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 
-from dist_attn.settings import settings_keys
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
+from tests.support.service_process import SECONDS, command, running_process
 from tests.support.service_server import eventually, model_folder
 
-SECONDS = 30
 MIB = 1 << 20
-
-
-def command(folder: Path, address: str, *more: str) -> list[str]:
-    """The command line of a service on any free port."""
-    return [
-        sys.executable, "-m", "service", "--port", "0", "--api-address", address,
-        "--model", str(model_folder(folder)), "--data-dir", str(folder / "data"), *more,
-    ]  # fmt: skip
-
-
-def variable(name: str) -> str:
-    """The environment variable of a setting."""
-    key = next(key for key in settings_keys() if key.rpartition(".")[2] == name)
-    return f"DIST_ATTN_{key.replace('.', '__').upper()}"
-
-
-@contextmanager
-def running_process(folder: Path, address: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process and its URL, as it announced it; killed at the end if it still runs."""
-    env = {**os.environ, **{variable(name): value for name, value in environment.items()}}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command(folder, address), stdout=subprocess.PIPE, stderr=log, text=True, env=env)
-        try:
-            assert process.stdout is not None
-            announced = process.stdout.readline()
-            assert announced.startswith("listening on http://127.0.0.1:"), (folder / "log").read_text()
-            assert "tiny" in announced and "Ctrl-C" in announced
-            yield process, announced.split()[2]
-        finally:
-            process.kill()
-            process.wait(SECONDS)
-            process.stdout.close()
 
 
 def test_a_service_by_itself(tmp_path: Path) -> None:

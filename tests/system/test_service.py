@@ -1,12 +1,14 @@
 """`dist-attn serve` with its real engine, told by a file: keys, sockets, clients that leave, ranks that die."""
 
 import hashlib
+import io
 import json
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 
@@ -137,3 +139,23 @@ def test_a_request_waits_for_ranks_that_start_again(whole: Served) -> None:
     asked.join(SECONDS)
     assert answers[0].status_code == 200 and answers[0].json()["choices"] == wanted
     assert status(whole)["epoch"] == epoch + 1
+
+
+def test_every_way_to_the_rows_gives_the_same_bits(whole: Served) -> None:
+    """Lines, npy, rows from the middle on and a job's: of a real model the same float32, bit for bit."""
+    data, url = (
+        b"It was a dark and stormy night; the rain fell in torrents. " * 60,
+        f"{whole.url}/v1/encodings?window=50",
+    )
+    lines = httpx.post(url, content=data, headers=HEADERS, timeout=SECONDS).text.splitlines()
+    rows = [json.loads(line) for line in lines[:-1]]
+    vectors = np.array([row["embedding"] for row in rows], np.float32)
+    assert (
+        httpx.post(f"{url}&from_row=7", content=data, headers=HEADERS, timeout=SECONDS).text.splitlines() == lines[7:]
+    )
+    npy = httpx.post(f"{url}&format=npy&from_row=7", content=data, headers=HEADERS, timeout=SECONDS)
+    np.testing.assert_array_equal(np.load(io.BytesIO(npy.content)), vectors[7:], strict=True)
+    made = httpx.post(url, content=data, headers={**HEADERS, "Prefer": "respond-async"}, timeout=SECONDS)
+    place = f"{whole.url}{made.headers['location']}"
+    eventually(lambda: httpx.get(place, headers=HEADERS).json()["status"] == "succeeded", "the job to end", SECONDS)
+    assert httpx.get(f"{place}/result", headers=HEADERS, timeout=SECONDS).text.splitlines() == lines

@@ -1,0 +1,244 @@
+"""Jobs as their callers deal with them: hand one in, look at it, follow what happens, cancel and delete it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import IO, Any, Literal, final
+
+import msgspec
+
+from dist_attn.wire.messages import RowSpec
+from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from service.job_schemas import Job, JobProgress
+from service.jobs.book import JobBook
+from service.jobs.files import JobFiles
+from service.jobs.record import Event, JobRecord, end_of, with_event
+from service.jobs.runner import JobRunner
+from service.served_model import ServedModel
+from service.settings import Settings
+from service.workload import Workload
+
+__all__ = ["JobDesk"]
+
+STEP_BYTES = 8 << 20  # of disk, taken at once while a body of unknown length comes in
+WRITE_BYTES = 1 << 20
+RENEW_SECONDS = 5.0
+
+
+@final
+class JobDesk:
+    """What routes do with jobs. `runner` is that of this process, which is told at once what others see later."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        book: JobBook,
+        files: JobFiles,
+        runner: JobRunner,
+        model: ServedModel,
+        workload: Workload,
+    ) -> None:
+        self._settings = settings
+        self._book = book
+        self._files = files
+        self._runner = runner
+        self._model = model
+        self._workload = workload
+
+    # ---- handing in ----------------------------------------------------------------------------
+
+    async def encoding(
+        self, caller: str, spec: RowSpec, body: AsyncIterator[bytes], size: int | None
+    ) -> tuple[str, JobRecord]:
+        """A new job that encodes what `body` gives, once all of it is on the disk; `size` is its length, if known.
+
+        Raises: ServiceError for an empty body, too many jobs or a full disk, and what `body` raises; then there is no
+            job.
+        """
+        lease = self._settings.body_idle_seconds + self._settings.jobs.lease_s
+        until, runner = self._book.clock() + lease, self._book.runner
+        record = self._new(
+            caller, "encoding", state="receiving", spec=spec, disk_bytes=size or 0, runner=runner, lease_until=until
+        )
+        name = await self._book.add(record)
+        try:
+            total = await self._receive(name, body, size or 0, lease)
+            if not total:
+                raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+            return name, await self._enqueue(name, total)
+        except BaseException:
+            await asyncio.shield(self._drop(name))
+            raise
+
+    async def completion(self, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:
+        """A new job that draws a completion.
+
+        Raises: ServiceError for too many jobs or a full disk.
+        """
+        size = len(msgspec.json.encode(request))
+        record = self._new(caller, "completion", completion=request, disk_bytes=size)
+        name = await self._book.add(with_event(record, "created", self._book.clock()))
+        self._runner.wake()
+        return name, await self._book.get(name)
+
+    def _new(self, caller: str, kind: Literal["encoding", "completion"], **values: Any) -> JobRecord:
+        now = self._book.clock()
+        return JobRecord(
+            caller=caller,
+            kind=kind,
+            model=self._model.identity,
+            created_at=now,
+            expires_at=now + self._settings.jobs.life_s,
+            **{"state": "queued", **values},
+        )
+
+    async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> int:
+        """Write the body to the job's file; its length."""
+        await asyncio.to_thread(self._files.make, name)
+        file: IO[bytes] = await asyncio.to_thread(self._files.input(name).open, "wb")
+        total, waiting, renewed = 0, bytearray(), self._book.clock()
+        try:
+            async for chunk in body:
+                total += len(chunk)
+                if total > self._settings.body_bytes:
+                    raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
+                waiting += chunk
+                now = self._book.clock()
+                if total > reserved or now - renewed > RENEW_SECONDS:
+                    reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
+                    await self._book.change(name, _holding(reserved, now + lease))
+                if len(waiting) >= WRITE_BYTES:
+                    await asyncio.to_thread(file.write, bytes(waiting))
+                    waiting.clear()
+            await asyncio.to_thread(file.write, bytes(waiting))
+        finally:
+            await asyncio.to_thread(file.close)
+        return total
+
+    async def _enqueue(self, name: str, total: int) -> JobRecord:
+        ratio = self._workload.ratio.measured()
+        expected = None if ratio is None else total * ratio.tokens_per_byte
+        now = self._book.clock()
+
+        def queued(record: JobRecord) -> JobRecord:
+            record = msgspec.structs.replace(
+                record, state="queued", runner="", lease_until=0.0, input_bytes=total, disk_bytes=total
+            )
+            return with_event(msgspec.structs.replace(record, expected_tokens=expected), "created", now)
+
+        record = await self._book.change(name, queued)
+        self._runner.wake()
+        return record
+
+    async def _drop(self, name: str) -> None:
+        await asyncio.to_thread(self._files.remove, name)
+        await self._book.remove(name)
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    async def get(self, caller: str, name: str) -> JobRecord:
+        """A job of this caller.
+
+        Raises: NotFound.
+        """
+        return await self._book.get(name, caller)
+
+    async def listed(self, caller: str, after: str, limit: int) -> list[tuple[str, JobRecord]]:
+        """A caller's jobs in order of arrival."""
+        return await self._book.listed(caller, after, limit)
+
+    async def view(self, name: str, record: JobRecord) -> Job:
+        """A job as its caller sees it."""
+        expected = record.expected_tokens
+        if record.state == "succeeded":
+            expected = record.tokens
+        remaining = None if expected is None else max(0.0, expected - record.tokens)
+        fraction = min(1.0, record.tokens / expected) if expected else float(record.state == "succeeded")
+        progress = JobProgress(
+            tokens=record.tokens,
+            expected_tokens=None if expected is None else round(expected),
+            rows=record.rows,
+            fraction=round(fraction, 4),
+            tokens_per_second=record.tokens_per_second,
+            eta_seconds=None if remaining is None else await self._eta(name, record, remaining),
+        )
+        return Job(
+            id=name,
+            kind=record.kind,
+            model=record.model.rpartition("@")[0],
+            status="queued" if record.state == "receiving" else record.state,
+            created_at=record.created_at,
+            started_at=record.started_at,
+            ended_at=record.ended_at,
+            expires_at=record.expires_at,
+            cancel_requested=record.cancel and not record.ended,
+            attempts=record.attempts,
+            input_bytes=record.input_bytes,
+            progress=progress,
+            error=record.error,
+            last_event=record.last_event,
+        )
+
+    async def _eta(self, name: str, record: JobRecord, remaining: float) -> float | None:
+        """Seconds to its end, by its own speed while it runs, else by what was measured lately; None: unknown."""
+        if record.ended:
+            return 0.0
+        speed = self._workload.speed.measured()
+        if record.state == "running" and record.tokens_per_second:
+            return round(remaining / record.tokens_per_second, 1)
+        if speed is None or record.kind != "encoding":
+            return None
+        ahead = await self._book.ahead(name, record) if record.state == "queued" else 0.0
+        return round((ahead + remaining) / speed.tokens_per_second, 1)
+
+    async def events(self, caller: str, name: str, after: int, ping_seconds: float) -> AsyncIterator[Event | None]:
+        """The events behind number `after`, and those to come, until the job has ended; None after a time without any.
+
+        Raises: NotFound, also when it is deleted meanwhile.
+        """
+        clock = asyncio.get_running_loop().time
+        told = clock()
+        while True:
+            record = await self._book.get(name, caller)
+            for event in record.events:
+                if event.number > after:
+                    after, told = event.number, clock()
+                    yield event
+            if record.ended:
+                return
+            if clock() - told > ping_seconds:
+                told = clock()
+                yield None
+            await asyncio.sleep(self._settings.jobs.look_s)
+
+    # ---- ending --------------------------------------------------------------------------------
+
+    async def cancel(self, caller: str, name: str) -> JobRecord:
+        """Ask for an end: at once where it waits or runs here, within a second or so where another process runs it.
+
+        What has ended stays as it is.
+        """
+        await self._book.get(name, caller)
+        record = await self._book.change(name, self._cancelled)
+        self._runner.interrupt(name)
+        return record
+
+    async def delete(self, caller: str, name: str) -> None:
+        """Cancel if need be, and forget."""
+        await self._book.get(name, caller)
+        record = await self._book.change(name, lambda r: msgspec.structs.replace(self._cancelled(r), deleted=True))
+        self._runner.interrupt(name)
+        if not record.runner:
+            with suppress(NotFound, ServiceError):
+                await self._drop(name)
+
+    def _cancelled(self, record: JobRecord) -> JobRecord:
+        if record.ended:
+            return record
+        if record.state == "queued":
+            return end_of(record, "cancelled", self._book.clock(), self._settings.jobs.keep_s)
+        return msgspec.structs.replace(record, cancel=True)
+
+
+def _holding(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
+    return lambda record: msgspec.structs.replace(record, disk_bytes=reserved, lease_until=until)

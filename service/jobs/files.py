@@ -1,0 +1,109 @@
+"""The files of one job: its input, and its rows as numbers, so that any format can be made of them from any row on.
+
+`input` has the bytes that were sent; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64
+[rows, 4] (start and stop in tokens, then in bytes); `result` is a completion's JSON. Calls block: they belong beside
+the event loop.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import IO, final
+
+import numpy as np
+
+from service.rows import RowBlock
+
+__all__ = ["JobFiles", "RowFile"]
+
+RANGE_BYTES = 32
+
+
+@final
+class JobFiles:
+    """Where the files of jobs are. A job's id is one that the catalogue has given, never a client's word."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def make(self, name: str) -> None:
+        """The folder of a new job."""
+        self._of(name).mkdir(parents=True, exist_ok=True)
+
+    def remove(self, name: str) -> None:
+        """All files of a job, if there are any."""
+        shutil.rmtree(self._of(name), ignore_errors=True)
+
+    def input(self, name: str) -> Path:
+        """The file with what was sent."""
+        return self._of(name) / "input"
+
+    def result(self, name: str) -> Path:
+        """The file with a completion."""
+        return self._of(name) / "result"
+
+    def rows(self, name: str, dim: int) -> "RowFile":
+        """The rows of an encoding."""
+        return RowFile(self._of(name), dim)
+
+    def _of(self, name: str) -> Path:
+        return self._folder / name[-2:] / name
+
+
+@final
+class RowFile:
+    """Rows in two files. One process appends; others read the rows that the catalogue says are safe."""
+
+    def __init__(self, folder: Path, dim: int) -> None:
+        self._vectors_path, self._ranges_path = folder / "vectors", folder / "ranges"
+        self._dim = dim
+        self._vectors: IO[bytes] | None = None
+        self._ranges: IO[bytes] | None = None
+        self.rows = 0
+
+    def begin(self, rows: int) -> int:
+        """Open for appending behind the first `rows` rows, or behind fewer if fewer are whole; how many there are."""
+        self._vectors, self._ranges = (path.open("ab") for path in (self._vectors_path, self._ranges_path))
+        sizes = (self._vectors.tell() // (4 * self._dim), self._ranges.tell() // RANGE_BYTES)
+        self.rows = min(rows, *sizes)
+        self._vectors.truncate(self.rows * 4 * self._dim)
+        self._ranges.truncate(self.rows * RANGE_BYTES)
+        return self.rows
+
+    def append(self, block: RowBlock) -> None:
+        """The next rows."""
+        assert self._vectors is not None and self._ranges is not None and block.first_row == self.rows
+        self._vectors.write(np.ascontiguousarray(block.vectors_ND, dtype="<f4").tobytes())
+        self._ranges.write(np.ascontiguousarray(block.ranges_N4, dtype="<i8").tobytes())
+        self.rows += len(block)
+
+    def settle(self) -> int:
+        """Have all rows so far on the disk; how many these are."""
+        rows = self.rows
+        for file in (self._vectors, self._ranges):
+            if file is not None:
+                file.flush()
+                os.fsync(file.fileno())
+        return rows
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in (self._vectors, self._ranges):
+            if file is not None:
+                file.close()
+        self._vectors = self._ranges = None
+
+    def read(self, first: int, count: int) -> RowBlock:
+        """Rows [first, first + count), which must be there."""
+        with self._vectors_path.open("rb") as vectors, self._ranges_path.open("rb") as ranges:
+            numbers = os.pread(vectors.fileno(), count * 4 * self._dim, first * 4 * self._dim)
+            spans = os.pread(ranges.fileno(), count * RANGE_BYTES, first * RANGE_BYTES)
+        return RowBlock(
+            first,
+            np.frombuffer(spans, dtype="<i8").reshape(count, 4),
+            np.frombuffer(numbers, dtype="<f4").reshape(count, self._dim),
+        )
+
+    def bytes_per_row(self) -> int:
+        """What a row takes on the disk."""
+        return RANGE_BYTES + 4 * self._dim

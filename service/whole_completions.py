@@ -1,0 +1,81 @@
+"""A completion whose choices are gathered whole, for who does not stream it."""
+
+from collections.abc import Callable
+from math import inf
+from statistics import fmean
+
+from service.choice_text import told_logprobs
+from service.completions import CompletionService, Delta, PreparedCompletion
+from service.schemas import Choice, Completion, CompletionUsage
+
+__all__ = ["complete"]
+
+
+async def complete(
+    service: CompletionService,
+    prepared: PreparedCompletion,
+    model: str,
+    name: str,
+    *,
+    counted: Callable[[CompletionUsage], None],
+    drawn: Callable[[CompletionUsage], None] = lambda _: None,
+) -> Completion:
+    """Draw a completion to its end. `counted` is told what was read and drawn, however it ends; `drawn` on the way.
+
+    `name` is the request's in the log. Raises: ServiceError when the engine does not take it, or fails.
+    """
+    choices = [Gathered(prepared.logprobs) for _ in prepared.choices]
+    async with service.open(prepared, name) as run:
+        try:
+            while not run.finished:
+                delta = await run.next()
+                choices[delta.index].add(delta)
+                drawn(run.usage)
+        finally:
+            counted(run.usage)
+    return Completion(
+        id=prepared.id,
+        created=prepared.created,
+        model=model,
+        choices=[choice.whole(index) for index, choice in enumerate(_best(prepared, choices))],
+        usage=run.usage,
+    )
+
+
+class Gathered:
+    """What has come of one choice."""
+
+    def __init__(self, logprobs: int | None) -> None:
+        self._logprobs = logprobs
+        self._deltas: list[Delta] = []
+
+    def add(self, delta: Delta) -> None:
+        self._deltas.append(delta)
+
+    @property
+    def score(self) -> float:
+        """The mean log-probability of its tokens; a text without any is the worst."""
+        values = [token.logprob for delta in self._deltas for token in delta.scored]
+        return fmean(values) if values else -inf
+
+    def whole(self, index: int) -> Choice:
+        scored = [token for delta in self._deltas for token in delta.scored]
+        return Choice(
+            index=index,
+            text="".join(delta.text for delta in self._deltas),
+            logprobs=told_logprobs(scored, self._logprobs),
+            finish_reason=self._deltas[-1].finish_reason,
+        )
+
+
+def _best(prepared: PreparedCompletion, choices: list[Gathered]) -> list[Gathered]:
+    """Of each prompt's choices the wanted number; where more were drawn, the likeliest first."""
+    drawn = len(choices) // len(prepared.prompts)
+    if drawn == prepared.wanted:
+        return choices
+    groups = [choices[at : at + drawn] for at in range(0, len(choices), drawn)]
+    return [
+        choice
+        for group in groups
+        for choice in sorted(group, key=lambda choice: choice.score, reverse=True)[: prepared.wanted]
+    ]
