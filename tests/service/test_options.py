@@ -212,6 +212,6 @@ def test_every_metric_is_in_the_table(service: RunningService) -> None:
 def test_every_route_is_in_the_table(service: RunningService) -> None:
     """The page lists every route of the OpenAPI document."""
     listed = {name.split()[-1] for row in table("The service") for name in names(row[0]) if "/" in name}
-    paths = httpx.get(f"{service.url}/openapi.json").json()["paths"]
+    paths = httpx.get(f"{service.url}/openapi.json", timeout=60).json()["paths"]
     documented = {re.sub("{[a-z_]+}", "{id}", path) for path in paths}
     assert listed == documented | {"/docs", "/openapi.json"}
