@@ -145,12 +145,13 @@ def test_a_password_of_the_store_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_api_gets_its_part(tmp_path: Path) -> None:
-    """Every key outside [engine] and [store], and what leads to the controller, is in the API's settings."""
+    """Every key outside [engine], [store] and [jobs], and what leads to the controller, is in the API's settings."""
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
-    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(("engine.", "store."))}
-    assert set(ServiceSettings.model_fields) == names | {"api_address", "keys_dir", "insecure_network", "store"}
+    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(("engine.", "store.", "jobs."))}
+    assert set(ServiceSettings.model_fields) == names | {"api_address", "keys_dir", "insecure_network", "store", "jobs"}
+    assert ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, jobs={"at_once": 7})).jobs.at_once == 7
     with pytest.raises(ConfigError, match="--api-address"):
         ServiceSettings.of(Settings(model="m"))
 
