@@ -125,24 +125,27 @@ class Engine:
         if self.ranks and self.hello:
             self.hello = False
             for rank in self.ranks:
-                hello = RankHello(
-                    PROTOCOL_VERSION,
-                    self.epoch,
-                    rank,
-                    len(self.ranks),
-                    70 + rank,
-                    "h",
-                    "m",
-                    4,
-                    1000,
-                    END,
-                    None,
-                    24,
-                    self.ranks[rank].manifest,
-                    pauses=4,
-                )
-                self.engine(rank_identity(self.epoch, rank), hello)
+                self.engine(rank_identity(self.epoch, rank), self.hello_of(rank))
             self.controller.tick(self.now)
+
+    def hello_of(self, rank):
+        """What the rank says first."""
+        return RankHello(
+            PROTOCOL_VERSION,
+            self.epoch,
+            rank,
+            len(self.ranks),
+            70 + rank,
+            "h",
+            "m",
+            4,
+            1000,
+            END,
+            None,
+            24,
+            self.ranks[rank].manifest,
+            pauses=4,
+        )
 
     def work(self, rank, heard=1000):
         """The rank takes what it was sent first, and so many of its messages are heard; false when there is nothing."""

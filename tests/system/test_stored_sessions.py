@@ -1,4 +1,4 @@
-"""A session over a real controller and real ranks: stored, and gone on from by an engine that was started afresh."""
+"""A session over a real controller and a real rank: stored, and gone on from by an engine that was started afresh."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,8 +54,8 @@ def drawn(events: list[SessionEvent]) -> list[int]:
 
 
 async def with_engine(model: Path, folder: Path, use) -> object:
-    """What `use` makes of a fresh engine of two ranks."""
-    with start_engine(model=str(model), ranks=2, data_dir=str(folder), save_draws=4) as engine:
+    """What `use` makes of a fresh engine."""
+    with start_engine(model=str(model), ranks=1, data_dir=str(folder), save_draws=4) as engine:
         port = ZmqEnginePort(engine.api_address, StreamLimits(), make_log(), status_seconds=0.1)
         await port.start()
         try:
