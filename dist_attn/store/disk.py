@@ -58,8 +58,9 @@ class DiskRecords(Records):
         """Run the work while nobody else writes."""
         async with self._lock:
             with _refusals(f"the catalogue {self._file} could not be written"):
-                await self._connection.execute("BEGIN IMMEDIATE")
                 try:
+                    # Inside: who is cancelled here may have begun it all the same, in the thread of the connection.
+                    await self._connection.execute("BEGIN IMMEDIATE")
                     transaction = BufferedTransaction(_DiskView(self._connection))
                     result = await work(transaction)
                     changed = [(key, value) for key, value in transaction.changes.items() if value is not None]
@@ -68,7 +69,7 @@ class DiskRecords(Records):
                     await self._connection.executemany("DELETE FROM records WHERE key = ?", gone)
                     await self._connection.execute("COMMIT")
                 except BaseException:
-                    # A full disk may have rolled back already.
+                    # A full disk may have rolled back already, or nothing was begun.
                     with contextlib.suppress(sqlite3.Error):
                         await asyncio.shield(self._connection.execute("ROLLBACK"))
                     raise

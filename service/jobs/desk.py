@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import IO, Any, Literal, final
+from functools import partial
+from typing import Any, Literal, final
 
 import msgspec
 
@@ -11,7 +12,7 @@ from dist_attn.wire.messages import RowSpec
 from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from service.job_schemas import Job, JobProgress
 from service.jobs.book import JobBook
-from service.jobs.files import JobFiles
+from service.jobs.files import JobFiles, unbroken
 from service.jobs.record import Event, JobRecord, end_of, with_event
 from service.jobs.runner import JobRunner
 from service.served_model import ServedModel
@@ -95,24 +96,20 @@ class JobDesk:
     async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> int:
         """Write the body to the job's file; its length."""
         await asyncio.to_thread(self._files.make, name)
-        file: IO[bytes] = await asyncio.to_thread(self._files.input(name).open, "wb")
         total, waiting, renewed = 0, bytearray(), self._book.clock()
-        try:
-            async for chunk in body:
-                total += len(chunk)
-                if total > self._settings.body_bytes:
-                    raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
-                waiting += chunk
-                now = self._book.clock()
-                if total > reserved or now - renewed > RENEW_SECONDS:
-                    reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
-                    await self._book.change(name, _holding(reserved, now + lease))
-                if len(waiting) >= WRITE_BYTES:
-                    await asyncio.to_thread(file.write, bytes(waiting))
-                    waiting.clear()
-            await asyncio.to_thread(file.write, bytes(waiting))
-        finally:
-            await asyncio.to_thread(file.close)
+        async for chunk in body:
+            total += len(chunk)
+            if total > self._settings.body_bytes:
+                raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
+            waiting += chunk
+            now = self._book.clock()
+            if total > reserved or now - renewed > RENEW_SECONDS:
+                reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
+                await self._book.change(name, _holding(reserved, now + lease))
+            if len(waiting) >= WRITE_BYTES:
+                await unbroken(partial(self._files.add_input, name, bytes(waiting)))
+                waiting.clear()
+        await unbroken(partial(self._files.add_input, name, bytes(waiting)))
         return total
 
     async def _enqueue(self, name: str, total: int) -> JobRecord:

@@ -5,18 +5,31 @@
 the event loop.
 """
 
+import asyncio
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, final
+from typing import IO, TypeVar, final
 
 import numpy as np
 
 from service.rows import RowBlock
 
-__all__ = ["JobFiles", "RowFile"]
+__all__ = ["JobFiles", "RowFile", "unbroken"]
 
+T = TypeVar("T")
 RANGE_BYTES = 32
+
+
+async def unbroken(work: Callable[[], T]) -> T:
+    """The result of `work`, which runs beside the event loop; who is cancelled meanwhile goes on when it is over."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 @final
@@ -37,6 +50,16 @@ class JobFiles:
     def input(self, name: str) -> Path:
         """The file with what was sent."""
         return self._of(name) / "input"
+
+    def add_input(self, name: str, data: bytes) -> None:
+        """The next bytes of what is sent."""
+        with self.input(name).open("ab") as file:
+            file.write(data)
+
+    def read_input(self, name: str, start: int, count: int) -> bytes:
+        """Bytes [start, start + count) of what was sent, or as many as there are."""
+        with self.input(name).open("rb") as file:
+            return os.pread(file.fileno(), count, start)
 
     def result(self, name: str) -> Path:
         """The file with a completion."""

@@ -11,7 +11,7 @@ import msgspec
 from service.errors import Code, ServiceError, UnforeseenError
 from service.exchange import task_group
 from service.jobs.book import JobBook, JobGone
-from service.jobs.files import JobFiles
+from service.jobs.files import JobFiles, unbroken
 from service.jobs.record import JobRecord, State, end_of, with_event
 from service.logs import Log
 from service.metrics import Metrics
@@ -19,7 +19,7 @@ from service.settings import Settings
 
 __all__ = ["Complete", "JobRunner", "Report", "Work"]
 
-SWEEP_SECONDS = 30.0
+SWEEP_SECONDS = 30.0  # at most; a third of how long an ended job is kept, where that is less
 PAST_SAVES = 20  # over which a job's own speed is taken
 LONGEST_PAUSE = 30.0
 LATER = (Code.ENGINE_NOT_READY, Code.ENGINE_UNREACHABLE, Code.OVERLOADED, Code.STOPPING, Code.STORAGE_FAILED)
@@ -113,7 +113,7 @@ class JobRunner:
                     if claimed is None:
                         break
                     self._begin(*claimed)
-                if clock() - swept > SWEEP_SECONDS:
+                if clock() - swept > min(SWEEP_SECONDS, self._settings.jobs.keep_s / 3):
                     swept = clock()
                     await self._sweep()
             except ServiceError as error:
@@ -186,7 +186,7 @@ class JobRunner:
         """
         while True:
             await asyncio.sleep(self._settings.jobs.save_s)
-            rows = None if report.settle is None else await asyncio.to_thread(report.settle)
+            rows = None if report.settle is None else await unbroken(report.settle)
             await self._book.change(name, lambda record, rows=rows: self._progress(record, report, rows))  # type: ignore[misc]
 
     def _progress(self, record: JobRecord, report: Report, rows: int | None) -> JobRecord:
@@ -239,6 +239,9 @@ class JobRunner:
             record = await self._book.change(name, lambda record: record)
         except JobGone:
             await asyncio.to_thread(self._files.remove, name)
+            return
+        except ServiceError as error:  # then its lease ends
+            self._log.warning("a job could not be stopped in the catalogue", job=name, error=str(error))
             return
         if record.runner == self._book.runner and (record.cancel or record.deleted):
             await self._end(name, "cancelled", {})

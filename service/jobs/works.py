@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -10,7 +11,7 @@ from service.encoding_run import EncodingRun
 from service.engine_port import EnginePort
 from service.engine_watch import EngineWatch
 from service.errors import BadRequest, NotFound, ServiceError
-from service.jobs.files import JobFiles
+from service.jobs.files import JobFiles, unbroken
 from service.jobs.record import JobRecord
 from service.jobs.runner import Complete, Report
 from service.metrics import Metrics
@@ -65,15 +66,14 @@ class EncodingWork:
         assert record.spec is not None
         await self._watch.until_ready()
         rows = self._files.rows(name, self._model.hidden_size)
-        source = self._files.input(name)
-        if not await asyncio.to_thread(source.is_file):
+        if not await asyncio.to_thread(self._files.input(name).is_file):
             raise _gone()
-        first = await asyncio.to_thread(rows.begin, record.rows)
 
         async def put(block: RowBlock) -> None:
-            await asyncio.to_thread(rows.append, block)
+            await unbroken(partial(rows.append, block))
 
         try:
+            first = await unbroken(partial(rows.begin, record.rows))
             with (
                 self._workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load,
                 self._engine.open(record.spec, name) as stream,
@@ -84,14 +84,20 @@ class EncodingWork:
                 report.expected = lambda: run.tokens * record.input_bytes / run.bytes if run.bytes else None
                 report.settle, report.bytes_per_row = rows.settle, rows.bytes_per_row()
                 try:
-                    await run.work(stream, self._tokeniser.pieces(_blocks(source, self._settings.piece_bytes)))
+                    await run.work(stream, self._tokeniser.pieces(self._blocks(name)))
                 finally:
                     self._metrics.tokens("encoding", run.tokens)
-            safe = await asyncio.to_thread(rows.settle)
+            safe = await unbroken(rows.settle)
         finally:
-            await asyncio.to_thread(rows.close)
+            await unbroken(rows.close)
         size = record.input_bytes + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
+
+    async def _blocks(self, name: str) -> AsyncIterator[bytes]:
+        start, count = 0, self._settings.piece_bytes
+        while block := await asyncio.to_thread(self._files.read_input, name, start, count):
+            start += len(block)
+            yield block
 
 
 @final
@@ -125,15 +131,6 @@ class CompletionWork:
 
 def _gone() -> ServiceError:
     return NotFound("what was sent with this job is no longer on the disk; send it again as a new job")
-
-
-async def _blocks(path: Path, count: int) -> AsyncIterator[bytes]:
-    file = await asyncio.to_thread(path.open, "rb")
-    try:
-        while block := await asyncio.to_thread(file.read, count):
-            yield block
-    finally:
-        await asyncio.to_thread(file.close)
 
 
 def _write(path: Path, data: bytes) -> None:

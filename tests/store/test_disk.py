@@ -17,6 +17,7 @@ import pytest
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.store import StoreLimits, Usage, open_store
 from dist_attn.store.disk import DiskRecords
+from dist_attn.store.records import BufferedTransaction
 from tests.support.stores import stream
 
 KILLS = int(os.environ.get("DIST_ATTN_TEST_KILLS", "4"))
@@ -227,3 +228,26 @@ def test_files_lie_below_the_folder(tmp_path):
     files = [Path(folder) / name for folder, _, names in os.walk(tmp_path) for name in names]
     assert len(files) >= 4
     assert all(path.is_relative_to(tmp_path / "inner") for path in files)
+
+
+def test_who_is_cancelled_leaves_no_transaction_open(tmp_path: Path) -> None:
+    """Wherever a change is cut off, the next one of the same process goes through, and only whole changes are there."""
+
+    async def put(transaction: BufferedTransaction) -> None:
+        transaction.put("one", b"1")
+        transaction.put("two", b"2")
+
+    async def cut(steps: int) -> list[bytes | None]:
+        records = await DiskRecords.open(tmp_path / f"{steps}.sqlite")
+        try:
+            task = asyncio.create_task(records.transact(put))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return await records.transact(lambda transaction: transaction.get_many(["one", "two"]))
+        finally:
+            await records.close()
+
+    for steps in range(6):
+        assert asyncio.run(cut(steps)) in ([None, None], [b"1", b"2"])
