@@ -5,6 +5,7 @@
     [limits]   how much one request, and all of them together, may take
     [work]     how work is cut
     [waits]    how long the API waits for whom
+    [files]    where files that clients upload are kept, and how much of them
     [engine]   the ranks, and what the controller takes on
     [store]    where states of sessions are kept, and how much of them
     [jobs]     work that outlives its connection, and when work becomes that
@@ -27,6 +28,7 @@ from dist_attn.errors import ConfigError
 
 __all__ = [
     "EngineSettings",
+    "FileSettings",
     "HttpSettings",
     "JobSettings",
     "LimitSettings",
@@ -130,6 +132,29 @@ class WaitSettings(_Section):
     keep_alive_seconds: Number = 5
     detached_seconds: Seconds = Field(default=60, description="work on a session whose client has left")
     shutdown_seconds: Number = Field(default=10, description="open streams may finish within this time")
+
+
+class FileSettings(_Section):
+    """Where files that clients upload are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
+
+    Several API processes may share the folder. Those on one machine share the catalogue in it too; those on several
+    machines need one in Redis.
+    """
+
+    folder: str = Field(default="", description="where their bytes lie; empty: a folder of data_dir")
+    catalogue: str = Field(
+        default="", description="redis://HOST:PORT/DB for machines that share the folder; empty: in it"
+    )
+    file_bytes: Bytes = Field(default=8 * GIB, description="one file")
+    part_bytes: Bytes = Field(default=64 * MIB, description="one part of an upload")
+    upload_parts: int = Field(default=1024, gt=0, le=10_000, description="parts of one upload")
+    caller_bytes: Bytes = Field(default=32 * GIB, description="all of one caller, with what open uploads announced")
+    caller_files: Number = Field(default=10_000, description="files and uploads of one caller")
+    all_bytes: Bytes = Field(default=64 * GIB, description="of all callers")
+    upload_s: Seconds = Field(default=86_400.0, description="an upload ends so long after it began or went on")
+    file_s: float = Field(default=30 * 86_400.0, ge=0, description="a file without an end of its own; 0: for ever")
+    sync_bytes: Bytes = Field(default=32 * MIB, description="a power cut costs a stream at most so much")
+    upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
 
 
 class EngineSettings(_Section):
@@ -239,6 +264,7 @@ class Settings(_Section):
     limits: LimitSettings = LimitSettings()
     work: WorkSettings = WorkSettings()
     waits: WaitSettings = WaitSettings()
+    files: FileSettings = FileSettings()
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
     jobs: JobSettings = JobSettings()
@@ -365,6 +391,6 @@ def _plain(key: str, value: Any) -> Any:
     """A value as JSON and people read it."""
     if _is_secret(key):
         return f"{len(value)} keys"
-    if key in ("store.address", "jobs.address"):
+    if key in ("store.address", "jobs.address", "files.catalogue"):
         return re.sub(r"//[^/]*@", "//…@", value)
     return str(value) if isinstance(value, Path) else value

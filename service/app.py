@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypedDict
 
 from fastapi import FastAPI
@@ -28,6 +28,7 @@ from service.engine_watch import EngineWatch
 from service.envelope import Envelope, routing_problem, service_problem
 from service.errors import PROBLEM_JSON, ServiceError
 from service.estimates import EstimateService
+from service.file_schemas import CompleteUploadRequest, UploadRequest
 from service.job_schemas import EstimateRequest, Job, JobRequest
 from service.jobs.book import JobBook
 from service.jobs.office import JobOffice, job_book
@@ -42,12 +43,14 @@ from service.routers import (
     embeddings,
     encodings,
     estimate,
+    files,
     health,
     jobs,
     models,
     session_text,
     sessions,
     tokens,
+    uploads,
 )
 from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
 from service.served_model import ServedModel
@@ -57,6 +60,7 @@ from service.sessions.keeping import KeptStore, kept_store
 from service.settings import Settings
 from service.spool import DiskBudget, SpoolFactory
 from service.tokenising import ThreadTokeniser
+from service.uploads.shelf import FileShelf
 from service.whole_completions import complete
 from service.workload import Workload
 
@@ -64,12 +68,13 @@ __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
 ROUTERS = (
-    completions, chat, encodings, embeddings, estimate, jobs, tokens, sessions, session_text, models, health,
+    completions, chat, encodings, embeddings, estimate, jobs, tokens, sessions, session_text, files, uploads, models,
+    health,
     documentation,
 )  # fmt: skip
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-    EstimateRequest, JobRequest, Job, *SESSION_BODIES,
+    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, *SESSION_BODIES,
 )  # fmt: skip
 
 
@@ -99,22 +104,23 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[LifespanState]:
-        with (
-            ThreadPoolExecutor(settings.threads, thread_name_prefix="work") as threads,
-            ThreadPoolExecutor(1, thread_name_prefix="disk") as disk,
-        ):
-            async with kept_store(settings, log) as kept, job_book(settings) as book:
-                services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, log)
-                metrics.watch(services.gauges, version=__version__, model=services.model.id)
-                await port.start()
-                services.jobs.runner.start()
-                try:
-                    yield {"services": services}
-                finally:
-                    await services.jobs.runner.stop()
-                    await port.close()
-                    # what was cut off still writes its last words and gives its spools back
-                    await open_requests.drained(FAREWELL_SECONDS)
+        async with AsyncExitStack() as parts:
+            threads = parts.enter_context(ThreadPoolExecutor(settings.threads, thread_name_prefix="work"))
+            disk = parts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="disk"))
+            kept = await parts.enter_async_context(kept_store(settings, log))
+            book = await parts.enter_async_context(job_book(settings))
+            shelf = await parts.enter_async_context(FileShelf.opened(settings, log))
+            services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, shelf, log)
+            metrics.watch(services.gauges, version=__version__, model=services.model.id)
+            await port.start()
+            services.jobs.runner.start()
+            try:
+                yield {"services": services}
+            finally:
+                await services.jobs.runner.stop()
+                await port.close()
+                # what was cut off still writes its last words and gives its spools back
+                await open_requests.drained(FAREWELL_SECONDS)
 
     app = FastAPI(
         title="dist-attn",
@@ -168,6 +174,7 @@ def _services(
     disk: ThreadPoolExecutor,
     kept: KeptStore,
     book: JobBook,
+    shelf: FileShelf,
     log: Log,
 ) -> Services:
     """Read the model folder and put the parts together."""
@@ -208,6 +215,7 @@ def _services(
         budget=budget,
         metrics=metrics,
         threads=threads,
+        files=shelf,
     )
 
 

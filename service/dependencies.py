@@ -29,10 +29,23 @@ from service.sessions.desk import SessionDesk
 from service.settings import Settings
 from service.spool import DiskBudget
 from service.tokenising import TokeniserPort
+from service.uploads.multipart import boundary_of
+from service.uploads.shelf import FileShelf
 
-__all__ = ["Services", "media_type", "read_json_body", "read_options", "record_of", "services_of"]
+__all__ = [
+    "Services",
+    "caller_of",
+    "content_length",
+    "form_boundary",
+    "media_type",
+    "read_json_body",
+    "read_options",
+    "record_of",
+    "services_of",
+]
 
 T = TypeVar("T")
+FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,7 @@ class Services:
     budget: DiskBudget
     metrics: Metrics
     threads: Executor
+    files: FileShelf
     started: float = field(default_factory=time.monotonic)
 
     def body(self, request: Request) -> RequestBody:
@@ -116,8 +130,16 @@ class Services:
 
     def gauges(self) -> Gauges:
         """How things are now."""
-        stored = self.sessions.kept.known_totals
-        return Gauges(self.watch.health(), self.open_requests.count, self.watch.waiting, self.budget.used, stored)
+        stored, files = self.sessions.kept.known_totals, self.files.catalogue.total
+        return Gauges(
+            self.watch.health(),
+            self.open_requests.count,
+            self.watch.waiting,
+            self.budget.used,
+            stored,
+            files.bytes,
+            files.entries,
+        )
 
 
 def services_of(request: Request) -> Services:
@@ -130,6 +152,39 @@ def record_of(request: Request) -> RequestRecord:
     """The log record of this request."""
     record: RequestRecord = request.state.record
     return record
+
+
+def caller_of(request: Request) -> str:
+    """Who asks, as far as keys tell: the digest of the key, "" where no keys are asked for."""
+    return record_of(request).caller
+
+
+def content_length(request: Request, limit: int | None = None) -> int | None:
+    """How many bytes the body says to have, None where it does not say.
+
+    Raises: TooLarge for a form that could not hold a file of `limit` bytes at most.
+    """
+    value = request.headers.get("content-length", "")
+    if not (value.isascii() and value.isdecimal() and len(value) < 19):
+        return None
+    if limit is not None and int(value) > limit + FORM_BYTES:
+        raise TooLarge(f"the body has {value} bytes; what it holds may have {limit}")
+    return int(value)
+
+
+def form_boundary(request: Request) -> bytes:
+    """The boundary of a form.
+
+    Raises: ServiceError (415) for a body of another media type, BadRequest for a boundary that is none.
+    """
+    kind = media_type(request)
+    if kind != "multipart/form-data":
+        raise ServiceError(
+            f"Content-Type is {kind[:80]!r}; send a form, as with curl -F, in multipart/form-data",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    return boundary_of(request.headers.get("content-type", ""))
 
 
 def media_type(request: Request) -> str:

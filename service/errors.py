@@ -60,7 +60,7 @@ class Code(StrEnum):
     BODY_TOO_LARGE = "body_too_large"
     HEAD_TOO_LARGE = "head_too_large"
     CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    # sessions
+    # sessions and files
     CONFLICT = "conflict"
     SESSION_BUSY = "session_busy"
     PRECONDITION_FAILED = "precondition_failed"

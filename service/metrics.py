@@ -31,6 +31,8 @@ class Gauges:
     waiting_requests: int
     spool_bytes: int
     stored: Usage = field(default_factory=Usage)
+    file_bytes: int = 0
+    files: int = 0
 
 
 class Metrics:
@@ -98,6 +100,8 @@ class _GaugeCollector(Collector):
         yield _gauge("dist_attn_stored_sessions", "Sessions that the store keeps", now.stored.sessions)
         yield _gauge("dist_attn_stored_states", "States that the store keeps", now.stored.snapshots)
         yield _gauge("dist_attn_stored_bytes", "Their bytes", now.stored.bytes)
+        yield _gauge("dist_attn_file_bytes", "Bytes of files, and those that open uploads announced", now.file_bytes)
+        yield _gauge("dist_attn_files", "Files and uploads of all callers", now.files)
         yield _gauge("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready)
         status = now.health.status
         if status is None:

@@ -6,7 +6,15 @@ from typing import Any, Literal, Self
 from pydantic import Field
 
 from dist_attn.errors import ConfigError
-from dist_attn.settings import HttpSettings, JobSettings, LimitSettings, StoreSettings, WaitSettings, WorkSettings
+from dist_attn.settings import (
+    FileSettings,
+    HttpSettings,
+    JobSettings,
+    LimitSettings,
+    StoreSettings,
+    WaitSettings,
+    WorkSettings,
+)
 from dist_attn.settings import Settings as SettingsTree
 from dist_attn.store import StoreLimits
 
@@ -27,6 +35,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     store: StoreSettings = Field(default=StoreSettings(), description="where states of sessions are kept")
     jobs: JobSettings = Field(default=JobSettings(), description="work that outlives its connection")
+    files: FileSettings = Field(default=FileSettings(), description="where files that clients upload are kept")
 
     @classmethod
     def of(cls, tree: SettingsTree) -> Self:
@@ -51,6 +60,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
             log_level=tree.log_level,
             store=tree.store,
             jobs=tree.jobs,
+            files=tree.files,
         )
 
     @property
@@ -62,3 +72,8 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     def store_limits(self) -> StoreLimits:
         """How much may be kept there."""
         return StoreLimits(**self.store.model_dump(exclude={"address", "upkeep_s"}))
+
+    @property
+    def files_folder(self) -> Path:
+        """Where the bytes of files lie."""
+        return Path(self.files.folder) if self.files.folder else self.data_dir / "files"

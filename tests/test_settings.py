@@ -10,7 +10,15 @@ from pydantic import ValidationError
 from dist_attn.control.serve import api_stop_deadline_s
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
-from dist_attn.settings import EngineSettings, Resolved, Settings, StoreSettings, read_settings, settings_keys
+from dist_attn.settings import (
+    EngineSettings,
+    FileSettings,
+    Resolved,
+    Settings,
+    StoreSettings,
+    read_settings,
+    settings_keys,
+)
 from dist_attn.store import StoreLimits
 from service.app import FAREWELL_SECONDS
 from service.settings import Settings as ServiceSettings
@@ -145,12 +153,14 @@ def test_a_password_of_the_store_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_api_gets_its_part(tmp_path: Path) -> None:
-    """Every key outside [engine], [store] and [jobs], and what leads to the controller, is in the API's settings."""
+    """Every key outside [engine], [store], [jobs], [files], and what leads to the controller, is in the API's settings."""
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
-    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(("engine.", "store.", "jobs."))}
-    assert set(ServiceSettings.model_fields) == names | {"api_address", "keys_dir", "insecure_network", "store", "jobs"}
+    nested = ("engine.", "store.", "jobs.", "files.")
+    names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(nested)}
+    own = {"api_address", "keys_dir", "insecure_network", "store", "jobs", "files"}
+    assert set(ServiceSettings.model_fields) == names | own
     assert ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, jobs={"at_once": 7})).jobs.at_once == 7
     with pytest.raises(ConfigError, match="--api-address"):
         ServiceSettings.of(Settings(model="m"))
@@ -161,3 +171,14 @@ def test_serve_waits_as_long_as_the_api_may_take_to_stop(tmp_path: Path) -> None
     for seconds in (1, 10, 600):
         settings = read(tmp_path, f"[waits]\nshutdown_seconds = {seconds}\n").settings
         assert api_stop_deadline_s(settings) > seconds + FAREWELL_SECONDS
+
+
+def test_the_folder_of_files_is_in_the_data(tmp_path: Path) -> None:
+    """Files lie in data_dir unless [files] names a folder, and a password in its catalogue's address is not shown."""
+    toml = 'model = "m"\n[engine]\napi_address = "x"\n[files]\ncatalogue = "redis://me:word@host/0"\nfile_s = 0\n'
+    read_tree = read(tmp_path, toml)
+    own = ServiceSettings.of(read_tree.settings)
+    assert own.files_folder == Path("data/files") and own.files.file_s == 0
+    elsewhere = own.model_copy(update={"files": FileSettings(folder="/srv/files")})
+    assert elsewhere.files_folder == Path("/srv/files")
+    assert {key: value for key, value, _ in read_tree.rows()}["files.catalogue"] == "redis://…@host/0"

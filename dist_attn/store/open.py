@@ -8,10 +8,11 @@ from dist_attn.errors import ConfigError
 from dist_attn.store.disk import DiskBlobs, DiskRecords
 from dist_attn.store.entries import StoreLimits
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
+from dist_attn.store.records import Records
 from dist_attn.store.redis import RedisBlobs, RedisRecords, connect
 from dist_attn.store.state_store import StateStore
 
-__all__ = ["open_store"]
+__all__ = ["open_records", "open_store"]
 
 NAMESPACE = "dist-attn"
 REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
@@ -44,3 +45,15 @@ async def open_store(
     except BaseException:
         await catalogue.close()
         raise
+
+
+async def open_records(address: str, name: str) -> Records:
+    """Records alone, of another use than states: in the file `NAME.sqlite` of a folder, or under a name in Redis.
+
+    Raises: as `open_store`.
+    """
+    if address.startswith(REDIS_SCHEMES):
+        return RedisRecords(connect(address), f"{NAMESPACE}-{name}")
+    if "://" in address or not address:
+        raise ConfigError(f"the catalogue was to be kept at {address!r}; needed is a folder or redis://HOST:PORT")
+    return await DiskRecords.open(Path(address) / f"{name}.sqlite")

@@ -3,6 +3,7 @@
 It runs in an environment that holds nothing but that client, so it imports nothing of ours.
 """
 
+import hashlib
 import struct
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,31 @@ def fail(client: openai.OpenAI, model: str) -> None:
         assert (error.code, error.param) == ("invalid_value", "max_tokens") and error.request_id
 
 
+def keep_files(client: openai.OpenAI) -> None:
+    """Files and uploads in parts: sent, listed, read, deleted."""
+    data = bytes(range(256)) * 1000
+    small = client.files.create(file=("small.txt", data), purpose="user_data")
+    assert client.files.retrieve(small.id).bytes == len(data)
+    upload = client.uploads.upload_file_chunked(
+        file=data,
+        filename="large.bin",
+        bytes=len(data),
+        mime_type="application/octet-stream",
+        purpose="batch",
+        part_size=100_000,
+        md5=hashlib.md5(data).hexdigest(),
+    )
+    assert upload.status == "completed" and upload.file.filename == "large.bin"
+    assert {file.id for file in client.files.list(limit=1)} == {small.id, upload.file.id}
+    for file in (small, upload.file):
+        assert client.files.content(file.id).read() == data
+        assert client.files.delete(file.id).deleted
+    with raises(openai.NotFoundError, "no file"):
+        client.files.content(small.id)
+    begun = client.uploads.create(bytes=1, filename="a", mime_type="text/plain", purpose="batch")
+    assert client.uploads.cancel(begun.id).status == "cancelled"
+
+
 def main(url: str, key: str) -> None:
     """Run all of it over one client, whose connections are kept."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=120) as client:
@@ -88,7 +114,11 @@ def main(url: str, key: str) -> None:
         assert client.models.retrieve(model).id == model
         for part in (complete, stream, embed, fail):
             part(client, model)
-    print(f"openai {openai.__version__}: models, completions, streams, embeddings and errors are as they should be")
+        keep_files(client)
+    print(
+        f"openai {openai.__version__}: models, completions, streams, embeddings, errors, files and uploads "
+        "are as they should be"
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,231 @@
+"""The books of files behind the routes: what expires goes, what died is swept, and charges agree with the bytes."""
+
+import asyncio
+import sqlite3
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.errors import ClientGone, ServiceError
+from service.exchange import RequestBody
+from service.uploads.audit import audit
+from service.uploads.entries import Details, Usage
+from service.uploads.shelf import FileShelf
+from service.uploads.writing import Form
+from tests.support.files import opened_shelf
+from tests.support.stores import Clock, redis_server, why_no_redis
+
+DETAILS = Details("a.txt", "text/plain", "user_data")
+FORM = b'--b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n--b--\r\n'
+
+
+def body(data: bytes, *, breaks: bool = False) -> RequestBody:
+    """A request's body that arrives in pieces, and perhaps breaks off."""
+    pieces = [data[at : at + 1000] for at in range(0, len(data), 1000)]
+
+    async def receive() -> dict[str, Any]:
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(0), "more_body": bool(pieces) or breaks}
+        return {"type": "http.disconnect"} if breaks else {"type": "http.request", "body": b"", "more_body": False}
+
+    return RequestBody(receive, idle_seconds=5)  # type: ignore[arg-type]
+
+
+async def add(shelf: FileShelf, data: bytes, caller: str = "ann", **options: Any) -> str:
+    """The id of a file."""
+    given = body(FORM % (b"file", data), **options)
+    name, _ = await shelf.add_file(caller, b"b", given, None, ("purpose",), lambda form: _told(form))
+    return name
+
+
+def _told(form: Form) -> Details:
+    assert form.file is not None
+    return DETAILS
+
+
+def run(folder: Path, work: Callable[[FileShelf, Clock], Awaitable[Any]], **options: Any) -> Any:
+    """What `work` returns of a shelf, whose books must be in order afterwards."""
+
+    async def whole() -> Any:
+        clock = Clock()
+        async with opened_shelf(folder, clock=clock, **options) as shelf:
+            result = await work(shelf, clock)
+            assert await audit(shelf.catalogue, shelf._folder) == []
+            assert (await shelf.upkeep.sweep()).blobs == 0
+            return result
+
+    return asyncio.run(whole())
+
+
+def left_in(folder: Path) -> int:
+    """How many blobs there are."""
+    return len(list((folder / "bytes").glob("??/*")))
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_what_expires_goes(tmp_path: Path, kind: str) -> None:
+    """Uploads end a while after they went on last, files at their time; bytes, room and records go with them."""
+    if kind == "redis" and why_no_redis():
+        pytest.skip(why_no_redis())
+
+    async def work(shelf: FileShelf, clock: Clock) -> None:
+        stream, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
+        parts, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
+        file = await add(shelf, b"x" * 50)
+        clock.now += 50
+        await shelf.append("ann", stream, 0, body(b"y" * 10), None)
+        await shelf.add_part("ann", parts, b"b", body(FORM % (b"data", b"z" * 10)), None)
+        assert shelf.catalogue.total == Usage(250, 3) and left_in(tmp_path) == 3
+        clock.now += 60  # past the first end of the uploads
+        assert await shelf.offset(await shelf.catalogue.upload("ann", stream)) == 10
+        clock.now += 50
+        for name in (stream, parts):
+            with pytest.raises(ServiceError, match="has expired"):
+                await shelf.catalogue.upload("ann", name)
+        swept = await shelf.upkeep.sweep()
+        assert (swept.uploads, swept.files) == (2, 0) and left_in(tmp_path) == 1
+        clock.now += 1000
+        assert (await shelf.upkeep.sweep()).files == 1
+        with pytest.raises(ServiceError, match="has expired"):
+            await shelf.files.get("ann", file)
+        assert shelf.catalogue.total == Usage() and left_in(tmp_path) == 0
+
+    where = {"catalogue": redis_server()} if kind == "redis" else {}
+    run(tmp_path, work, upload_s=100, file_s=1000, **where)
+
+
+def test_what_a_dead_process_left_is_swept(tmp_path: Path) -> None:
+    """Bytes without a record go at once, room that nobody writes into after a while, and what is written stays."""
+
+    async def work(shelf: FileShelf, clock: Clock) -> None:
+        upload, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
+        dead_file = await shelf._holding.for_file("ann", 1000)
+        dead_part, _ = await shelf._holding.for_part("ann", upload, 100)
+        live = await shelf._holding.for_file("bob", 10)
+        for blob in (dead_file, dead_part):
+            async with shelf._folder.writing(blob) as writer:
+                await writer.write(b"half")
+                await writer.flush()
+        stray = tmp_path / "bytes/ff" / ("0" * 41 + "ff")
+        stray.parent.mkdir(exist_ok=True)
+        stray.write_bytes(b"?")
+        async with shelf._folder.writing(live):
+            assert shelf.catalogue.total == Usage(1110, 1)
+            assert (await shelf.upkeep.sweep()).blobs == 1 and not stray.exists()
+            clock.now += 400
+            assert (await shelf.upkeep.sweep()).blobs == 2
+            assert shelf.catalogue.total == Usage(110, 1)
+            assert [path.name for path in (tmp_path / "bytes").glob("??/*")] == [live]
+        await shelf._holding.give_up(live)
+        with pytest.raises(ServiceError, match="meanwhile"):
+            await shelf._holding.into_part("ann", upload, dead_part, 4)
+
+    run(tmp_path, work)
+
+
+def test_a_power_cut_costs_what_was_not_synced(tmp_path: Path) -> None:
+    """On another start of the machine only what was synced counts; on the same one every byte of the file does."""
+    upload = ""
+
+    async def first(shelf: FileShelf, _: Clock) -> None:
+        nonlocal upload
+        upload, _record = await shelf.catalogue.begin("ann", 10_000, DETAILS)
+        await shelf.append("ann", upload, 0, body(b"a" * 3000), None)
+        with pytest.raises(ClientGone):
+            await shelf.append("ann", upload, 3000, body(b"b" * 2500, breaks=True), None)
+        assert await shelf.offset(await shelf.catalogue.upload("ann", upload)) == 5500
+
+    async def again(shelf: FileShelf, _: Clock) -> int:
+        return await shelf.offset(await shelf.catalogue.upload("ann", upload))
+
+    async def after(shelf: FileShelf, _: Clock) -> bytes:
+        assert await shelf.offset(await shelf.catalogue.upload("ann", upload)) == 3000
+        with pytest.raises(ServiceError, match="stands at 3000"):
+            await shelf.append("ann", upload, 5500, body(b"x"), None)
+        record, _ = await shelf.append("ann", upload, 3000, body(b"c" * 7000), 7000)
+        return b"".join([piece async for piece in shelf.read(await shelf.files.get("ann", record.file))])
+
+    run(tmp_path, first, boot="monday")
+    assert run(tmp_path, again, boot="monday") == 5500
+    assert run(tmp_path, after, boot="tuesday") == b"a" * 3000 + b"c" * 7000
+
+
+def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
+    """What open uploads announced counts, parts that come again count when they are more, all callers have a limit."""
+
+    async def work(shelf: FileShelf, _: Clock) -> None:
+        upload, _record = await shelf.catalogue.begin("ann", 600, DETAILS)
+        await add(shelf, b"x" * 400)
+        with pytest.raises(ServiceError, match="they may have 1000") as refused:
+            await add(shelf, b"y")
+        assert refused.value.status == 429
+        await shelf.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
+        with pytest.raises(ServiceError, match="they may have 1000"):  # the same part again would be 600 more
+            await shelf.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
+        await add(shelf, b"v" * 400, "bob")
+        with pytest.raises(ServiceError, match="all files of this service") as refused:
+            await add(shelf, b"w" * 101, "bob")
+        assert refused.value.status == 507
+        await add(shelf, b"w" * 100, "bob")
+        with pytest.raises(ServiceError, match="you may have 3"):
+            for _ in range(4):
+                await shelf.catalogue.begin("carl", 0, DETAILS)
+        await shelf.catalogue.cancel("ann", upload)
+        await add(shelf, b"y" * 600)
+
+    run(tmp_path, work, caller_bytes=1000, all_bytes=1500, caller_files=3)
+
+
+def test_a_form_that_breaks_gives_its_room_back(tmp_path: Path) -> None:
+    """A body that breaks off, a form that is none, and details that are refused leave neither bytes nor charges."""
+
+    async def work(shelf: FileShelf, _: Clock) -> None:
+        with pytest.raises(ClientGone):
+            await add(shelf, b"x" * 5000, breaks=True)
+        with pytest.raises(ServiceError, match="ends before"):
+            await shelf.add_file("ann", b"b", body((FORM % (b"file", b"x"))[:-9]), 60, (), _told)
+
+        def refuse(_form: Form) -> Details:
+            raise ServiceError("no", status=400)
+
+        with pytest.raises(ServiceError, match="no"):
+            await shelf.add_file("ann", b"b", body(FORM % (b"file", b"x")), 60, (), refuse)
+        assert shelf.catalogue.total == Usage() and left_in(tmp_path) == 0
+
+    run(tmp_path, work)
+
+
+def test_many_writers_at_once(tmp_path: Path) -> None:
+    """Files, parts and streams of several callers at once leave books that agree with the bytes."""
+
+    async def one(shelf: FileShelf, caller: str) -> None:
+        name, _ = await shelf.catalogue.begin(caller, 5000, DETAILS)
+        if caller[-1] in "02":
+            ids = [
+                await shelf.add_part(caller, name, b"b", body(FORM % (b"data", b"x" * 2500)), None) for _ in range(3)
+            ]
+            await shelf.complete(caller, name, [ids[2][0], ids[0][0]], None)
+        else:
+            await shelf.append(caller, name, 0, body(b"x" * 5000), 5000)
+        await shelf.files.delete(caller, await add(shelf, b"y" * 100, caller))
+
+    async def work(shelf: FileShelf, _: Clock) -> Usage:
+        await asyncio.gather(*(one(shelf, f"caller {n}") for n in range(6)))
+        return shelf.catalogue.total
+
+    assert run(tmp_path, work) == Usage(30_000, 12)
+
+
+def test_no_key_stands_in_the_catalogue(tmp_path: Path) -> None:
+    """Neither callers nor what a key hashes to can be read from the catalogue, and the bytes are the owner's alone."""
+
+    async def work(shelf: FileShelf, _: Clock) -> None:
+        await add(shelf, b"x", "caller-digest")
+
+    run(tmp_path, work)
+    rows = sqlite3.connect(tmp_path / "files.sqlite").execute("SELECT key, value FROM records").fetchall()
+    assert rows and not any("caller-digest" in f"{key}{value!r}" for key, value in rows)
+    (blob,) = (tmp_path / "bytes").glob("??/*")
+    assert blob.stat().st_mode & 0o077 == 0

@@ -1,0 +1,86 @@
+"""Uploads by hand: resumable ones over raw sockets, and the catalogue behind a service."""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from dist_attn.settings import FileSettings
+from dist_attn.store import open_records
+from service.uploads.audit import audit
+from service.uploads.byte_files import ByteFolder
+from service.uploads.catalogue import Catalogue
+from service.uploads.shelf import FileShelf, this_boot
+from tests.support.raw_http import head
+from tests.support.stores import Clock
+
+__all__ = ["STREAM", "begin", "break_off", "offset_of", "opened_shelf", "patch", "patch_head", "wrong_in"]
+
+STREAM = "application/offset+octet-stream"
+
+
+def begin(url: str, length: int, **headers: str) -> str:
+    """The address of a new resumable upload."""
+    given = {"Tus-Resumable": "1.0.0", "Upload-Length": str(length), **headers}
+    answer = httpx.post(f"{url}/v1/uploads", headers=given)
+    assert answer.status_code == 201, answer.text
+    return url + answer.headers["location"]
+
+
+def patch(address: str, offset: int, data: Any, **headers: str) -> httpx.Response:
+    """Go on with an upload."""
+    given = {"Tus-Resumable": "1.0.0", "Upload-Offset": str(offset), "Content-Type": STREAM, **headers}
+    return httpx.patch(address, headers=given, content=data, timeout=30)
+
+
+def offset_of(address: str, **headers: str) -> int:
+    """Where an upload stands."""
+    answer = httpx.head(address, headers=headers)
+    assert answer.status_code == 200
+    return int(answer.headers["upload-offset"])
+
+
+def patch_head(address: str, offset: int, length: int) -> bytes:
+    """The head of a PATCH, for a raw connection."""
+    path = "/" + address.split("/", 3)[3]
+    return head(
+        path, f"Upload-Offset: {offset}", f"Content-Type: {STREAM}", f"Content-Length: {length}", method="PATCH"
+    )
+
+
+def break_off(connection: socket.socket) -> None:
+    """End a connection so that the other side gets a reset."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@contextlib.asynccontextmanager
+async def opened_shelf(
+    folder: Path, *, catalogue: str = "", boot: str = "", clock: Clock | None = None, **limits: Any
+) -> AsyncIterator[FileShelf]:
+    """The shelf of a folder, without a service in front of it."""
+    with ThreadPoolExecutor(4) as threads:
+        files = ByteFolder(folder / "bytes", threads)
+        records = await open_records(catalogue or str(folder), "files")
+        try:
+            books = await Catalogue.open(records, FileSettings(**limits), files, clock or Clock())
+            yield FileShelf(books, files, boot or this_boot())
+        finally:
+            await records.close()
+
+
+def wrong_in(folder: Path) -> list[str]:
+    """What is wrong in the catalogue of a service, and which bytes are left that it does not know."""
+
+    async def look() -> list[str]:
+        async with opened_shelf(folder) as shelf:
+            swept = await shelf.upkeep._remove_unknown()
+            return [*await audit(shelf.catalogue, shelf._folder), *(["bytes were left"] if swept else [])]
+
+    return asyncio.run(look())
