@@ -36,12 +36,13 @@ TOKEN_BYTES = 4
 
 @dataclass(frozen=True)
 class Source:
-    """Where the document comes from: the body that still arrives, or a text that came as JSON.
+    """Where the document comes from: the body that still arrives, a text that came as JSON, or a file in pieces.
 
     `size` is its length in bytes, where that is known.
     """
 
     text: bytes | None = None
+    pieces: AsyncIterator[bytes] | None = None
     check_utf8: bool = False
     size: int | None = None
 
@@ -199,6 +200,10 @@ class DocumentService:
         try:
             if document.source.text is not None:
                 await inbox.put(document.source.text)
+            elif document.source.pieces is not None:
+                async with task_group() as group:
+                    group.create_task(self._take_file(document, document.source.pieces))
+                    return await body.until_gone()
             else:
                 check = Utf8Check() if document.source.check_utf8 else None
                 async for chunk in body.chunks():
@@ -213,6 +218,22 @@ class DocumentService:
         except ServiceError as error:
             inbox.fail(error)
         await body.until_gone()
+
+    async def _take_file(self, document: _Document, pieces: AsyncIterator[bytes]) -> None:
+        """Read a file no faster than it is tokenised, so that it does not go to disk a second time."""
+        inbox = document.inbox
+        check = Utf8Check() if document.source.check_utf8 else None
+        try:
+            async for piece in pieces:
+                if check is not None:
+                    check.push(piece)
+                await inbox.put(piece)
+                await inbox.below(self._settings.spool_memory_bytes)
+            if check is not None:
+                check.push(b"", final=True)
+            inbox.end()
+        except ServiceError as error:
+            inbox.fail(error)
 
     async def _deliver(self, document: _Document, form: RowFormat, writer: ResponseWriter) -> None:
         """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""

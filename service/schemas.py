@@ -256,11 +256,12 @@ class EncodingOptions(BaseModel):
 
 
 class EncodingRequest(EncodingOptions):
-    """The JSON form of an encoding; for long texts send the text itself as the body."""
+    """The JSON form of an encoding: a text, or a file that was uploaded; a long text is better sent as the body."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    input: str
+    input: str | None = None
+    file_id: str | None = Field(default=None, description="a file in place of `input`")
 
 
 class EncodingSummary(Output):

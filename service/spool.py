@@ -129,6 +129,11 @@ class Spool:
                 await self._flush()
         self._notify()
 
+    async def below(self, count: int) -> None:
+        """Wait until fewer than `count` bytes wait, or nobody wants them any more: for a source that can wait."""
+        while self.waiting >= count and not self._dropping:
+            await self._changed.wait()
+
     def end(self, last: bytes = b"") -> None:
         """Nothing follows; `last` (an error or summary line) is taken even when the spool is full."""
         self._tail += last
@@ -165,6 +170,7 @@ class Spool:
             if self._head:
                 data = bytes(memoryview(self._head)[:count])
                 del self._head[: len(data)]
+                self._notify()
                 return data
             if self._ended and not self.waiting:
                 return b""

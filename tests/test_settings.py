@@ -153,7 +153,7 @@ def test_a_password_of_the_store_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_api_gets_its_part(tmp_path: Path) -> None:
-    """Every key outside [engine], [store], [jobs], [files], and what leads to the controller, is in the API's settings."""
+    """Every key outside [engine], [store], [jobs] and [files], and what leads to the controller, is the API's own."""
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))

@@ -50,7 +50,7 @@ async def whole_body(source: Source, body: RequestBody) -> AsyncIterator[bytes]:
         yield source.text
         return
     check = Utf8Check() if source.check_utf8 else None
-    async for chunk in body.chunks():
+    async for chunk in body.chunks() if source.pieces is None else source.pieces:
         if check is not None:
             check.push(chunk)
         yield chunk

@@ -88,7 +88,7 @@ async def head_upload(request: Request, upload_id: str) -> Response:
     """The byte that an upload stands at, in Upload-Offset."""
     tus.check_version(request.headers)
     shelf = services_of(request).files
-    record = await shelf.catalogue.upload(caller_of(request), upload_id)
+    record = await shelf.standing(caller_of(request), upload_id)
     if record.state == "cancelled":
         raise ServiceError("the upload was cancelled", code=Code.CONFLICT, status=410)
     headers = _progress(record, await shelf.offset(record)) | {tus.LENGTH: str(record.length)}

@@ -49,20 +49,25 @@ class ByteFolder:
         wanted = path.with_name(blob + WANTED)
         descriptor = await self.beside(_open, path)
         try:
+            await self._lock(descriptor, wanted)
+            yield BlobWriter(descriptor, wanted, self)
+        finally:
+            os.close(descriptor)
+
+    async def _lock(self, descriptor: int, wanted: Path) -> None:
+        """Raises: ServiceError (409) when whoever has the lock does not make way."""
+        try:
             async with asyncio.timeout(LOCK_SECONDS):
                 while not await self.beside(_locked, descriptor):
                     await self.beside(wanted.touch)
                     await asyncio.sleep(LOOK_SECONDS)
-            await self.beside(wanted.unlink, missing_ok=True)
-            yield BlobWriter(descriptor, wanted, self)
         except TimeoutError:
             raise ServiceError(
                 "another request is writing to this upload; send it again once that one has ended",
                 code=Code.CONFLICT,
                 status=409,
             ) from None
-        finally:
-            os.close(descriptor)
+        await self.beside(wanted.unlink, missing_ok=True)
 
     async def size(self, blob: str) -> int:
         """Bytes of a blob, 0 where it is not there."""

@@ -90,6 +90,21 @@ class FileShelf:
 
     # ---- uploads -------------------------------------------------------------------------------
 
+    async def standing(self, caller: str, name: str) -> UploadRecord:
+        """An upload as it stands; if the process died between the last byte and the file, the file is made now.
+
+        Raises: NotFound; ServiceError (507).
+        """
+        record = await self.catalogue.upload(caller, name)
+        if record.state != "pending" or record.kind != "stream" or await self.offset(record) < record.length:
+            return record
+        async with self._folder.writing(record.blob) as writer:
+            await writer.sync()
+            record = await self.catalogue.upload(caller, name)
+            if record.state == "pending" and self._trusted(record, writer.end) == record.length:
+                record = await self.catalogue.complete(caller, name, (Segment(record.blob, record.length),))
+            return record
+
     async def offset(self, record: UploadRecord) -> int:
         """How many bytes of an upload are on disk."""
         if record.state == "completed":
@@ -185,7 +200,7 @@ class FileShelf:
 
         Raises: NotFound, BadRequest; ServiceError (409, 507).
         """
-        record = await self.catalogue.upload(caller, name)
+        record = await self.standing(caller, name)
         if record.state == "completed" and record.made_of == tuple(part_ids):
             return record
         pending(record)

@@ -152,6 +152,30 @@ def test_a_power_cut_costs_what_was_not_synced(tmp_path: Path) -> None:
     assert run(tmp_path, after, boot="tuesday") == b"a" * 3000 + b"c" * 7000
 
 
+def test_a_file_is_made_after_a_death_before_its_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a process ends between the last byte and the file, who asks where the upload stands gets the file."""
+    upload = ""
+
+    async def dies(*_: object) -> None:
+        raise ClientGone
+
+    async def first(shelf: FileShelf, _: Clock) -> None:
+        nonlocal upload
+        upload, _record = await shelf.catalogue.begin("ann", 3000, DETAILS)
+        with monkeypatch.context() as patched, pytest.raises(ClientGone):
+            patched.setattr(shelf.catalogue, "complete", dies)
+            await shelf.append("ann", upload, 0, body(b"a" * 3000), None)
+        assert (await shelf.catalogue.upload("ann", upload)).state == "pending"
+
+    async def then(shelf: FileShelf, _: Clock) -> bytes:
+        record = await shelf.standing("ann", upload)
+        assert record.state == "completed" and await shelf.standing("ann", upload) == record
+        return b"".join([piece async for piece in shelf.read(await shelf.files.get("ann", record.file))])
+
+    run(tmp_path, first)
+    assert run(tmp_path, then) == b"a" * 3000
+
+
 def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
     """What open uploads announced counts, parts that come again count when they are more, all callers have a limit."""
 

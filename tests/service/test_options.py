@@ -76,6 +76,7 @@ EMBEDDINGS: Cases = {
 ENCODINGS: Cases = {
     "model": (["tiny", None], ["other"]),
     "input": (["a"], ["", 5, ["a"]]),
+    "file_id": ([None], ["file-x", 5]),
     "granularity": (["token", "window", "document"], ["page"]),
     "window": ([1, 512, 1_000_000], [0, 1_000_001, 0.5]),
     "pooling": (["mean", "last"], ["max"]),
