@@ -234,9 +234,10 @@ class Desk:
         if session.ended or session.sampling is None or drawn >= session.most_draws:
             return
         session.draw_limit = drawn
+        # While draws are made a second time, more may have been sent than are asked for now.
+        session.draws = min(session.draws, drawn)
+        session.journal.forget_draws(drawn)
         if session.draws_asked > drawn:
-            session.draws = min(session.draws, drawn)
-            session.journal.forget_draws(drawn)
             session.draining = True
             if session.draws_back >= session.draws_asked:
                 self._go_back(session)

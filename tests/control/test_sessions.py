@@ -236,6 +236,25 @@ def test_the_end_token_is_no_part_of_the_session():
     nothing_is_left(engine)
 
 
+def test_a_reader_may_have_enough_while_a_loss_is_made_good():
+    """Draws that were sent before the loss and are not made again yet are taken back as well."""
+    engine = Engine()
+    client = Client(engine, "s", np.arange(300), draws=20, rows=RowSpec("window", 300)).open()
+    while len(client.drawn) < 5:
+        client.listen()
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    client.listen()
+    engine.kill(0)
+    engine.api(FinishDrawing("s", 2))
+    client.finish = 2
+    run_to_the_end(engine, [client])
+    client.check()
+    nothing_is_left(engine)
+
+
 @pytest.mark.parametrize("enough", [0, 1, 4, 9])
 def test_a_reader_that_has_enough_gets_the_state_after_that(enough):
     """Tokens that were drawn beyond are taken back: the state is the one that fewer draws would have left."""
