@@ -8,6 +8,7 @@ the event loop.
 import asyncio
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar, final
@@ -82,6 +83,8 @@ class RowFile:
         self._dim = dim
         self._vectors: IO[bytes] | None = None
         self._ranges: IO[bytes] | None = None
+        self._lock = threading.Lock()  # progress is saved from one thread while rows come from another
+        self._safe = 0
         self.rows = 0
 
     def begin(self, rows: int) -> int:
@@ -91,30 +94,34 @@ class RowFile:
         self.rows = min(rows, *sizes)
         self._vectors.truncate(self.rows * 4 * self._dim)
         self._ranges.truncate(self.rows * RANGE_BYTES)
+        self._safe = self.rows
         return self.rows
 
     def append(self, block: RowBlock) -> None:
         """The next rows."""
-        assert self._vectors is not None and self._ranges is not None and block.first_row == self.rows
-        self._vectors.write(np.ascontiguousarray(block.vectors_ND, dtype="<f4").tobytes())
-        self._ranges.write(np.ascontiguousarray(block.ranges_N4, dtype="<i8").tobytes())
-        self.rows += len(block)
+        with self._lock:
+            assert self._vectors is not None and self._ranges is not None and block.first_row == self.rows
+            self._vectors.write(np.ascontiguousarray(block.vectors_ND, dtype="<f4").tobytes())
+            self._ranges.write(np.ascontiguousarray(block.ranges_N4, dtype="<i8").tobytes())
+            self.rows += len(block)
 
     def settle(self) -> int:
-        """Have all rows so far on the disk; how many these are."""
-        rows = self.rows
-        for file in (self._vectors, self._ranges):
-            if file is not None:
-                file.flush()
-                os.fsync(file.fileno())
-        return rows
+        """Have all rows so far on the disk; how many are there. After `close` these are those of the last time."""
+        with self._lock:
+            if self._vectors is not None and self._ranges is not None:
+                for file in (self._vectors, self._ranges):
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._safe = self.rows
+            return self._safe
 
     def close(self) -> None:
         """Let go of the files."""
-        for file in (self._vectors, self._ranges):
-            if file is not None:
-                file.close()
-        self._vectors = self._ranges = None
+        with self._lock:
+            for file in (self._vectors, self._ranges):
+                if file is not None:
+                    file.close()
+            self._vectors = self._ranges = None
 
     def read(self, first: int, count: int) -> RowBlock:
         """Rows [first, first + count), which must be there."""
