@@ -126,6 +126,7 @@ class Services:
     def count_completion(self, record: RequestRecord, usage: CompletionUsage) -> None:
         """Likewise the tokens of a completion, however it ended."""
         record.note(completion_tokens=usage.completion_tokens)
+        record.reached["completion_tokens"] = usage.completion_tokens
         self.metrics.completion(usage)
 
     def gauges(self) -> Gauges:

@@ -188,6 +188,7 @@ class DocumentService:
             document.inbox.fail(error)
             record.reason = str(error.code)
             document.broken = form.breaks_off
+            error.facts.setdefault("reached", {"next_row": max(first, run.rows)})
             return form.failed(error)
         finally:
             size = run.bytes if document.input_bytes is None else document.input_bytes
@@ -237,7 +238,8 @@ class DocumentService:
 
     async def _deliver(self, document: _Document, form: RowFormat, writer: ResponseWriter) -> None:
         """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""
-        rest = b""
+        rest, reached = b"", document.record.reached
+        reached["next_row"] = document.wanted.first_row
         while block := await document.outbox.read(self._settings.piece_bytes):
             if form.breaks_off:
                 await writer.write(block)
@@ -245,6 +247,7 @@ class DocumentService:
             whole, newline, tail = block.rpartition(b"\n")
             if newline:
                 await writer.write(rest + whole + newline)
+                reached["next_row"] += (rest + whole + newline).count(b"\n")
                 rest = tail
             else:
                 rest += block

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 __all__ = [
+    "DRAINING",
     "PROBLEM_JSON",
     "BadRequest",
     "ClientGone",
@@ -146,7 +147,7 @@ class ServiceError(Exception):
 
     def events(self) -> bytes:
         """The last events of an event stream that ends with this error."""
-        return b"data: " + msgspec.json.encode({"error": self.error_object()}) + b"\n\ndata: [DONE]\n\n"
+        return b"data: " + msgspec.json.encode({**self.facts, "error": self.error_object()}) + b"\n\ndata: [DONE]\n\n"
 
 
 class BadRequest(ServiceError):
@@ -186,6 +187,9 @@ class EngineFailure(ServiceError):
     default_code = Code.ENGINE_FAILED
 
 
+DRAINING = "draining: the service is stopping, takes no new work and lets open streams end"
+
+
 class ServiceStopping(ServiceError):
     """The server stops while the request is under way."""
 
@@ -193,7 +197,7 @@ class ServiceStopping(ServiceError):
     default_code = Code.STOPPING
 
     def __init__(self) -> None:
-        super().__init__("the service is stopping; send the request again", headers={"retry-after": "5"})
+        super().__init__(f"{DRAINING}; send the request again", headers={"retry-after": "5"})
 
 
 class UnforeseenError(ServiceError):

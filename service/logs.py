@@ -60,7 +60,7 @@ class RequestRecord:
 
     `reason` is "finished", an error code, or "client_gone". `received` tells the bytes of the body so far; what is
     in `at_end` is called once, when the request has ended. `caller` tells callers apart: SHA-256 in hex of the key
-    that it came with, "" where no keys are asked for.
+    that it came with, "" where no keys are asked for. `reached` is what a stream that breaks off has given the client.
     """
 
     request_id: str
@@ -75,6 +75,7 @@ class RequestRecord:
     started: float = field(default_factory=time.monotonic)
     facts: dict[str, Any] = field(default_factory=dict)
     at_end: list[Callable[[], None]] = field(default_factory=list)
+    reached: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def pick_id(offered: str | None) -> str:

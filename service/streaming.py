@@ -78,6 +78,8 @@ class StreamedResponse(Response):
     async def _end(self, writer: ResponseWriter, error: ServiceError) -> None:
         if writer.finished:
             return
+        if self._record.reached:
+            error.facts.setdefault("reached", self._record.reached)
         words = self._last_words(error)
         if words is None:
             writer.break_off()

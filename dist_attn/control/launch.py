@@ -19,7 +19,7 @@ from dist_attn.errors import EngineError
 
 __all__ = ["EngineHandle", "start_engine"]
 
-LISTEN_DEADLINE_S = 20.0
+LISTEN_DEADLINE_S = 60.0
 STOP_MARGIN_S = 3.0
 
 
@@ -36,6 +36,13 @@ class EngineHandle:
     def exit_code(self) -> int | None:
         """How the controller ended, None while it runs."""
         return self.process.poll()
+
+    def restart(self) -> None:
+        """Start a controller that has ended by itself again, at the same addresses; its agent and ranks died with it.
+
+        Raises: EngineError if it does not come up.
+        """
+        self.process = _start_controller(self.settings)
 
     def stop(self) -> int:
         """End the controller, its agent and its ranks; waits for a clean end first. The controller's exit code."""
@@ -80,17 +87,31 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     settings = msgspec.structs.replace(settings, parent=os.getpid())
+    try:
+        return EngineHandle(settings, _start_controller(settings), folder)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _start_controller(settings: ControlSettings) -> subprocess.Popen[bytes]:
+    """A controller that listens."""
     command = [sys.executable, "-m", "dist_attn.control", "controller", *settings.to_flags()]
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True
     )
-    handle = EngineHandle(settings, process, folder)
     try:
         _wait_until_listening(process)
     except BaseException:
-        handle.stop()
+        process.terminate()
+        try:
+            process.wait(settings.stop_deadline_s + STOP_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(STOP_MARGIN_S)
         raise
-    return handle
+    return process
 
 
 def _wait_until_listening(process: subprocess.Popen[bytes]) -> None:

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from dist_attn.shipped import resolve_model_folder
 __all__ = ["api_stop_deadline_s", "serve"]
 
 POLL_S = 0.2
+DEATHS_TO_END, DEATHS_WITHIN_S = 4, 60.0
 API_FAREWELL_S = 5.0  # the API's last words to what did not finish, and its exit
 
 
@@ -66,15 +69,25 @@ def _start_api(engine: EngineHandle, config: Path | None, settings: Settings, fo
 
 
 def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threading.Event) -> int:
-    """Wait for the end: 0 when asked to stop, else the code of the part that ended."""
+    """Wait for the end: 0 when asked to stop, else the code of the part that ended.
+
+    A controller that dies is started again: the API keeps its connections and uploads, and its requests wait for the
+    new ranks. One that dies again and again ends the service.
+    """
+    deaths: deque[float] = deque(maxlen=DEATHS_TO_END)
     while not stopped.wait(POLL_S):
         code = api.poll()
         if code is not None:
             return code
         code = engine.exit_code()
-        if code is not None:
-            print(f"dist-attn: the controller ended with exit code {code}; see above", file=sys.stderr)
+        if code is None:
+            continue
+        deaths.append(time.monotonic())
+        print(f"dist-attn: the controller ended with exit code {code}; see above", file=sys.stderr, flush=True)
+        if len(deaths) == DEATHS_TO_END and deaths[-1] - deaths[0] < DEATHS_WITHIN_S:
             return code or 1
+        engine.restart()
+        print("dist-attn: a new controller is started", file=sys.stderr, flush=True)
     return 0
 
 

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from dist_attn import __version__
 from service.dependencies import services_of
-from service.errors import ServiceStopping
+from service.errors import DRAINING, ServiceStopping
 from service.schemas import RankState, Readiness, ServiceState, Version
 
 __all__ = ["router"]
@@ -53,7 +53,7 @@ async def status(request: Request) -> ServiceState:
     stopping = services.open_requests.closed
     own = {
         "ready": health.ready and not stopping,
-        "reason": "the service is stopping" if stopping else "ready" if health.ready else health.reason,
+        "reason": DRAINING if stopping else "ready" if health.ready else health.reason,
         "version": __version__,
         "model": services.model.id,
         "uptime_seconds": round(time.monotonic() - services.started, 1),

@@ -229,5 +229,6 @@ def test_stopping_the_server_ends_streams_with_words(tmp_path: Path) -> None:
         eventually(lambda: engine.open_count == 2, "the requests to reach the engine")
     for reader in readers:
         reader.join(20)
+    assert '"reached":{"completion_tokens":0}' in seen[True].text
     assert '"code":"stopping"' in seen[True].text and seen[True].text.endswith("data: [DONE]\n\n")
     assert seen[False].status_code == 503 and seen[False].json()["error"]["code"] == "stopping"

@@ -65,7 +65,7 @@ def test_memory_is_flat_with_a_client_that_does_not_read(tmp_path: Path) -> None
 
 
 def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
-    """SIGTERM while a document is under way: its answer ends with an error line, the exit is clean, the log too."""
+    """SIGTERM while a document is under way: an error line says where to go on, the exit is clean, the log too."""
     engine = FakeEngine()
     with (
         fake_controller(engine, f"ipc://{tmp_path}/c") as address,
@@ -78,7 +78,9 @@ def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
             answer = Answer(connection)
             assert answer.read_head() == 200
             process.send_signal(signal.SIGTERM)
-            assert lines_of(answer.read_body())[-1]["error"]["code"] == "stopping"
+            lines = lines_of(answer.read_body())
+            assert lines[-1]["error"]["code"] == "stopping"
+            assert lines[-1]["reached"] == {"next_row": len(lines) - 1}
         assert process.wait(SECONDS) == 0
         eventually(lambda: engine.open_count == 0, "the engine to be told")
         log = (tmp_path / "log").read_text()
@@ -99,12 +101,14 @@ def test_what_is_under_way_may_finish_while_readiness_says_stop(tmp_path: Path) 
             assert answer.read_head() == 200
             process.send_signal(signal.SIGTERM)
             eventually(lambda: httpx.get(f"{url}/readyz").status_code == 503, "readiness to end")
-            assert httpx.get(f"{url}/readyz").json()["error"]["code"] == "stopping"
+            unready = httpx.get(f"{url}/readyz").json()
+            assert unready["error"]["code"] == "stopping" and unready["detail"].startswith("draining")
             assert httpx.get(f"{url}/livez").status_code == 200
             state = httpx.get(f"{url}/v1/status").json()
-            assert (state["ready"], state["open_requests"]) == (False, 1) and "stopping" in state["reason"]
+            assert (state["ready"], state["open_requests"]) == (False, 1) and "draining" in state["reason"]
             refused = httpx.post(f"{url}/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
+            assert int(refused.headers["retry-after"]) > 0
             connection.sendall(b"x" * 400)
             assert lines_of(answer.read_body())[-1]["rows"] == 100
         assert process.wait(SECONDS) == 0
