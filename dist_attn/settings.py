@@ -192,6 +192,7 @@ class EngineSettings(_Section):
     step_s: Seconds = 0.25
     patience_s: Seconds = 0.05
     max_open: Number = 512
+    max_waiting_tokens: Number = 1 << 26
     max_active: Number = 128
     tokens_deadline_s: Seconds = 600.0
     ready_deadline_s: Seconds = 120.0

@@ -16,7 +16,7 @@ __all__ = ["ChatService"]
 DEFAULT_MAX_TOKENS = 1024
 SAME = (
     "model", "temperature", "top_p", "top_k", "seed", "stream", "stream_options", "stop", "n",
-    "presence_penalty", "frequency_penalty", "logit_bias", "user",
+    "presence_penalty", "frequency_penalty", "logit_bias", "user", "priority", "deadline_seconds", "return_progress",
 )  # fmt: skip
 
 

@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from service.schemas import SEED_BOUND, Biases, CompletionUsage, Input, Output, Penalty, StreamOptions
+from service.schemas import (
+    SEED_BOUND,
+    Biases,
+    CompletionUsage,
+    DeadlineSeconds,
+    Input,
+    Output,
+    Penalty,
+    PriorityClass,
+    PromptProgress,
+    StreamOptions,
+)
 
 __all__ = [
     "AssistantMessage",
@@ -14,6 +25,7 @@ __all__ = [
     "ChatCompletion",
     "ChatLogprobs",
     "ChatMessage",
+    "ChatProgressChunk",
     "ChatRequest",
     "ChatToken",
     "ChatUsageChunk",
@@ -40,7 +52,7 @@ class ChatMessage(Input):
 
 
 class ChatRequest(Input):
-    """OpenAI's chat completion request; `top_k` is our extension, 0 switches it off."""
+    """OpenAI's chat completion request; `top_k`, `priority`, `deadline_seconds` and `return_progress` are ours."""
 
     model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
@@ -60,6 +72,9 @@ class ChatRequest(Input):
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     user: str | None = None
+    priority: PriorityClass | None = None
+    deadline_seconds: DeadlineSeconds | None = None
+    return_progress: bool | None = None
 
 
 class LikelyToken(Output):
@@ -120,6 +135,13 @@ class ChatChunk(_ChunkHead):
     """One event of a streamed chat completion."""
 
     choices: list[ChatChunkChoice]
+
+
+class ChatProgressChunk(_ChunkHead):
+    """An event before the first text, when progress was asked for."""
+
+    choices: list[ChatChunkChoice] = Field(default=[], max_length=0)
+    prompt_progress: PromptProgress
 
 
 class ChatUsageChunk(_ChunkHead):

@@ -12,7 +12,7 @@ from typing import Literal
 import msgspec
 
 from dist_attn.errors import TokenError
-from dist_attn.wire.messages import Generated, SamplingSpec, TokenLogprobs
+from dist_attn.wire.messages import Generated, Progress, SamplingSpec, TokenLogprobs
 from service.choice_text import ChoiceText, ScoredToken
 from service.engine_port import EnginePort
 from service.engine_stream import EngineStream, TokenArray
@@ -20,7 +20,8 @@ from service.engine_watch import EngineWatch
 from service.errors import BadRequest, EngineFailure
 from service.exchange import task_group
 from service.parsing import parse_bias, parse_texts, refuse_unsupported
-from service.schemas import CompletionRequest, CompletionUsage
+from service.request_terms import RequestTerms
+from service.schemas import CompletionRequest, CompletionUsage, PromptProgress
 from service.settings import Settings
 from service.tokenising import TokeniserPort, tokens_of
 
@@ -61,6 +62,7 @@ class PreparedCompletion:
     stops: tuple[str, ...]
     logprobs: int | None = None
     wanted: int = 1
+    terms: RequestTerms = field(default_factory=RequestTerms)
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -78,6 +80,7 @@ class Delta:
     text: str
     scored: tuple[ScoredToken, ...] = ()
     finish_reason: FinishReason | None = None
+    processed: int | None = None  # where it says nothing but how far the prompt has been read
 
 
 class _ChoiceRun:
@@ -107,6 +110,8 @@ class _ChoiceRun:
         self.stream.close()
 
     def _take(self, event: object) -> Delta:
+        if isinstance(event, Progress):
+            return Delta(self._planned.index, "", processed=event.processed)
         if not isinstance(event, Generated):
             raise EngineFailure("the engine answered a completion with rows")
         told: Sequence[TokenLogprobs | None] = event.logprobs or [None] * len(event.tokens)
@@ -137,6 +142,15 @@ class CompletionRun:
         self._choices = choices
         self._deltas = deltas
         self._left = len(choices)
+        self._began = time.monotonic()
+        self._processed = [0] * len(choices)
+
+    @property
+    def progress(self) -> PromptProgress:
+        """How far the prompts have been read; every choice reads its own."""
+        total = sum(len(planned.prompt.tokens) for planned in self.prepared.choices)
+        took = round(1000 * (time.monotonic() - self._began))
+        return PromptProgress(total=total, cache=0, processed=sum(self._processed), time_ms=took)
 
     @property
     def finished(self) -> bool:
@@ -153,6 +167,8 @@ class CompletionRun:
         """The next piece of text of any choice, possibly empty."""
         delta = await self._deltas.get()
         self._left -= delta.finish_reason is not None
+        if delta.processed is not None:
+            self._processed[delta.index] = delta.processed
         return delta
 
 
@@ -177,6 +193,8 @@ class CompletionService:
         _at_most("logprobs", request.logprobs or 0, limits.max_logprobs)
         if request.stream_options is not None and not request.stream:
             raise BadRequest("stream_options needs stream=true", param="stream_options")
+        if request.return_progress and not request.stream:
+            raise BadRequest("return_progress needs stream=true", param="return_progress")
         stops = self._stops(request.stop)
         texts = parse_texts(request.prompt, "prompt", self._tokeniser.vocab_size, limits.max_choices)
         n = request.n or 1
@@ -199,7 +217,9 @@ class CompletionService:
             for place, prompt in enumerate(prompts)
             for number in range(drawn)
         ]
-        return PreparedCompletion(tuple(prompts), tuple(choices), stops, request.logprobs, n)
+        return PreparedCompletion(
+            tuple(prompts), tuple(choices), stops, request.logprobs, n, RequestTerms.of_body(request)
+        )
 
     @asynccontextmanager
     async def open(self, prepared: PreparedCompletion, name: str) -> AsyncIterator[CompletionRun]:
@@ -213,7 +233,8 @@ class CompletionService:
         with ExitStack() as streams:
             choices = []
             for planned in prepared.choices:
-                stream = streams.enter_context(self._engine.open(planned.sampling, name))
+                terms = prepared.terms.for_engine(len(planned.prompt.tokens))
+                stream = streams.enter_context(self._engine.open(planned.sampling, name, terms))
                 choices.append(_ChoiceRun(planned, stream, self._tokeniser, prepared.stops))
             for choice in choices:
                 await choice.stream.admitted(self._settings.admission_seconds)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -19,6 +19,7 @@ from service.exchange import RequestBody, ResponseWriter, task_group
 from service.formats import FORMATS, RowFormat, RowsAhead, make_format
 from service.logs import RequestRecord
 from service.metrics import Metrics
+from service.request_terms import RequestTerms
 from service.rows import RowBlock
 from service.schemas import EncodingSummary, Usage
 from service.served_model import ServedModel
@@ -54,6 +55,7 @@ class RowsWanted:
     spec: RowSpec
     form: str = "ndjson"
     first_row: int = 0
+    terms: RequestTerms = field(default_factory=RequestTerms)
 
 
 @dataclass
@@ -118,7 +120,7 @@ class DocumentService:
                 await self._watch.until_ready()
                 with (
                     self._workload.document(size=source.size) as load,
-                    self._engine.open(wanted.spec, record.request_id) as stream,
+                    self._engine.open(wanted.spec, record.request_id, wanted.terms.for_engine()) as stream,
                 ):
                     await stream.admitted(settings.admission_seconds)
                     await writer.start(form.media_type, form.length)

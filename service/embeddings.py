@@ -16,6 +16,7 @@ from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, EngineFailure
 from service.exchange import task_group
 from service.parsing import parse_texts
+from service.request_terms import RequestTerms
 from service.rows import shortest_float32
 from service.schemas import EmbeddingRequest
 from service.served_model import ServedModel
@@ -73,7 +74,7 @@ class EmbeddingService:
         limit = self._settings.embedding_inputs
         return parse_texts(request.input, "input", self._tokeniser.vocab_size, limit)
 
-    async def embed(self, inputs: list[bytes | TokenArray], name: str) -> Vectors:
+    async def embed(self, inputs: list[bytes | TokenArray], name: str, terms: RequestTerms) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
 
         `name` is the request's in the log.
@@ -85,14 +86,16 @@ class EmbeddingService:
         waiting = iter(enumerate(inputs))
         async with task_group() as group:
             for _ in range(min(AT_ONCE, len(inputs))):
-                group.create_task(self._work(waiting, vectors, name))
+                group.create_task(self._work(waiting, vectors, name, terms))
         return vectors
 
-    async def _work(self, waiting: Iterator[tuple[int, bytes | TokenArray]], vectors: Vectors, name: str) -> None:
+    async def _work(
+        self, waiting: Iterator[tuple[int, bytes | TokenArray]], vectors: Vectors, name: str, terms: RequestTerms
+    ) -> None:
         for place, text in waiting:
             async with self._places:
                 tokens = await self._tokens(text, place)
-                vectors.rows_ND[place] = await self._embed_one(tokens, name)
+                vectors.rows_ND[place] = await self._embed_one(tokens, name, terms)
             vectors.tokens += len(tokens) + self._model.frame_tokens
 
     async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
@@ -111,8 +114,9 @@ class EmbeddingService:
             )
         return text[:limit]
 
-    async def _embed_one(self, tokens: TokenArray, name: str) -> npt.NDArray[np.float32]:
-        with self._engine.open(DOCUMENT if self._model.reading is None else SEQUENCE, name) as stream:
+    async def _embed_one(self, tokens: TokenArray, name: str, terms: RequestTerms) -> npt.NDArray[np.float32]:
+        wanted = DOCUMENT if self._model.reading is None else SEQUENCE
+        with self._engine.open(wanted, name, terms.for_engine(len(tokens))) as stream:
             await stream.admitted(self._settings.admission_seconds)
             await stream.send(tokens, final=True)
             rows, done = await stream.next(), await stream.next()

@@ -26,6 +26,7 @@ from dist_attn.wire.messages import (
     GetStatus,
     OpenCompletion,
     OpenEncoding,
+    Progress,
     Rows,
     RowSpec,
     SamplingSpec,
@@ -34,6 +35,7 @@ from dist_attn.wire.messages import (
     encode,
 )
 from dist_attn.wire.session_messages import Checkpoint, Restored, SessionDone, StateCredit, StatePiece
+from dist_attn.wire.terms import Terms
 from service.engine_stream import EngineStream, StreamLimits
 from service.errors import Code, EngineFailure, EngineUnavailable
 from service.session_stream import SessionStream, SessionWork
@@ -71,7 +73,7 @@ class EnginePort(Protocol):
     def health(self) -> EngineHealth:
         """The newest health, never older than half a second without saying so; never waits."""
 
-    def open(self, work: RowSpec | SamplingSpec, name: str = "") -> EngineStream:
+    def open(self, work: RowSpec | SamplingSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
         """Start an encoding (RowSpec) or a completion (SamplingSpec).
 
         The controller's log calls it `name`, which is that of the client's request, and something that makes it unique.
@@ -84,7 +86,7 @@ class EnginePort(Protocol):
 
 
 _OF_REQUESTS = (
-    *(Accepted, Credit, Rows, EncodingDone, Generated, Failed),
+    *(Accepted, Credit, Rows, EncodingDone, Generated, Progress, Failed),
     *(Restored, StateCredit, StatePiece, Checkpoint, SessionDone),
 )
 
@@ -99,15 +101,21 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, work: RowSpec | SamplingSpec, post: Callable[[AnyMessage], None], name: str = "") -> EngineStream:
+    def open(
+        self,
+        work: RowSpec | SamplingSpec,
+        post: Callable[[AnyMessage], None],
+        name: str = "",
+        terms: Terms | None = None,
+    ) -> EngineStream:
         """A new stream whose opening message has been posted."""
         request_id = _unique(name)
         stream = EngineStream(request_id, post, self._forget, self._limits)
         self._streams[request_id] = stream
         if isinstance(work, RowSpec):
-            post(OpenEncoding(request_id=request_id, rows=work))
+            post(OpenEncoding(request_id, work, terms or Terms()))
         else:
-            post(OpenCompletion(request_id=request_id, sampling=work))
+            post(OpenCompletion(request_id, work, terms or Terms()))
         return stream
 
     def open_session(self, work: SessionWork, post: Callable[[AnyMessage], None], name: str = "") -> SessionStream:
@@ -213,14 +221,14 @@ class ZmqEnginePort:
             return EngineHealth(False, f"the engine's controller has not answered for {age:.1f} s", self._status, age)
         return EngineHealth(self._status.ready, self._status.reason, self._status, age)
 
-    def open(self, work: RowSpec | SamplingSpec, name: str = "") -> EngineStream:
+    def open(self, work: RowSpec | SamplingSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
         """Post the opening message.
 
         Raises: EngineUnavailable without a connection.
         """
         if not self._connected:
             raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
-        return self._streams.open(work, self._post, name)
+        return self._streams.open(work, self._post, name, terms)
 
     def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
         """Post the opening message of a session.

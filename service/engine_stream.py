@@ -19,6 +19,7 @@ from dist_attn.wire.messages import (
     EncodingDone,
     Failed,
     Generated,
+    Progress,
     Rows,
     Tokens,
 )
@@ -101,9 +102,14 @@ class EngineStream:
                 return  # the controller looks whether we are still here: no progress
             case Credit(upto=upto):
                 self._credit = upto
-            case Failed(code=code, message=text):
+            case Failed(code=code, message=text, retry_after_s=wait):
                 self._ended = True
-                self._error = engine_error(code, text)
+                self._error = engine_error(code, text, wait)
+            case Progress():
+                # Of several that nobody has taken yet only the last one says anything.
+                if self._inbox and isinstance(self._inbox[-1], Progress):
+                    self._inbox.pop()
+                self._inbox.append(message)
             case Rows():
                 self._take_rows(message)
             case EncodingDone():

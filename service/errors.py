@@ -75,6 +75,7 @@ class Code(StrEnum):
     ENGINE_TIMEOUT = "engine_timeout"
     ENGINE_FAILED = "engine_failed"
     OVERLOADED = "overloaded"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
     # stored states
     INVALID_STATE = "invalid_state"
     STATE_MISMATCH = "state_mismatch"
@@ -207,13 +208,17 @@ class UnforeseenError(ServiceError):
         super().__init__("the service met an error of its own; its log has the request id")
 
 
-def engine_error(code: str, message: str) -> ServiceError:
+def engine_error(code: str, message: str, retry_after_seconds: int | None = None) -> ServiceError:
     """The HTTP answer for a controller's `Failed` message; a code outside the closed set counts as engine_failed."""
     match code:
         case Code.ENGINE_NOT_READY | Code.ENGINE_UNREACHABLE:
             return EngineUnavailable(message, code=Code(code))
         case Code.OVERLOADED:
-            return ServiceError(message, code=Code.OVERLOADED, status=429, headers={"retry-after": "2"})
+            wait = str(retry_after_seconds or 2)
+            return ServiceError(message, code=Code.OVERLOADED, status=429, headers={"retry-after": wait})
+        case Code.DEADLINE_EXCEEDED:
+            no_retry = {"x-should-retry": "false"}  # sent again as it is, it would be as late
+            return ServiceError(message, code=Code.DEADLINE_EXCEEDED, status=504, headers=no_retry)
         case Code.STATE_MISMATCH:
             return ServiceError(message, code=Code.STATE_MISMATCH, status=409, headers={"x-should-retry": "false"})
         case Code.INVALID_VALUE | Code.EMPTY_INPUT | Code.INVALID_STATE:

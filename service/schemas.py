@@ -24,6 +24,8 @@ __all__ = [
     "ModelCard",
     "ModelList",
     "Output",
+    "ProgressChunk",
+    "PromptProgress",
     "RankState",
     "Readiness",
     "ServiceState",
@@ -89,8 +91,12 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
+PriorityClass = Literal["high", "normal", "low"]
+DeadlineSeconds = Annotated[float, Field(gt=0, le=2_592_000)]
+
+
 class CompletionRequest(Input):
-    """OpenAI's completion request; `top_k` is our extension, 0 switches it off."""
+    """OpenAI's completion request; `top_k`, `priority`, `deadline_seconds` and `return_progress` are our extensions."""
 
     model: str | None = None
     prompt: Texts
@@ -110,8 +116,20 @@ class CompletionRequest(Input):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
+    priority: PriorityClass | None = None
+    deadline_seconds: DeadlineSeconds | None = None
+    return_progress: bool | None = None
     # taken only at the value that changes nothing: a client that always sends it works, nobody is misled
     suffix: str | None = None
+
+
+class PromptProgress(Output):
+    """How far the prompts have been read: tokens in all, of these from a cache, and read; milliseconds since."""
+
+    total: int
+    cache: int
+    processed: int
+    time_ms: int
 
 
 class CompletionUsage(Output):
@@ -151,6 +169,13 @@ class CompletionChunk(_CompletionHead):
     """One event of a streamed completion."""
 
     choices: list[Choice]
+
+
+class ProgressChunk(_CompletionHead):
+    """An event before the first text, when progress was asked for."""
+
+    choices: Annotated[list[Choice], Field(max_length=0)] = []
+    prompt_progress: PromptProgress
 
 
 class UsageChunk(_CompletionHead):

@@ -74,7 +74,7 @@ class Controller:
         self._desk = Desk(settings, port.to_api, states)
         self._states = states
         self._group = RankGroup(settings, self, engine)
-        self._steps = StepBook(settings.ranks)
+        self._steps = StepBook(settings.ranks, pace=self._desk.pace)
         self._guards = GuardTally()
         self._lost_groups = 0
         self._replayed_tokens = 0
@@ -200,8 +200,10 @@ class Controller:
         desk, model, patience_s = self._desk, self._desk.model, self._settings.patience_s
         hidden_size, text_tokens = (model.hidden_size, model.text_tokens) if model else (0, None)
         chunk = self._settings.ranks * self._settings.chunk_tokens
+        stays = desk.save_tokens if model and model.state_bytes is not None else None
         views = (
-            s.view(now, patience_s, hidden_size, desk.blocked(s), chunk, text_tokens) for s in desk.sessions.values()
+            s.view(now, patience_s, hidden_size, desk.blocked(s), chunk, text_tokens, stays)
+            for s in desk.sessions.values()
         )
         pace, pauses = self._steps.pace, model.pauses if model else 0
         limits = replace(self._limits, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)

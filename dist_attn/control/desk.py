@@ -9,7 +9,9 @@ import numpy as np
 import structlog
 
 from dist_attn.control.admission import misfit
+from dist_attn.control.backlog import refusal
 from dist_attn.control.outboxes import Outboxes
+from dist_attn.control.pace import Pace
 from dist_attn.control.rows import RowAssembler, RowBatch
 from dist_attn.control.sessions import Session
 from dist_attn.control.settings import ControlSettings
@@ -26,6 +28,7 @@ from dist_attn.wire.messages import (
     OpenCompletion,
     OpenEncoding,
     OpenSession,
+    Progress,
     RankHello,
     RowPieces,
     Rows,
@@ -62,6 +65,7 @@ class Desk:
         self._by_name: dict[tuple[bytes, str], Session] = {}
         self._probed_at = 0.0
         self._now = 0.0
+        self.pace = Pace()
         self.model: RankHello | None = None
         self.sessions: dict[int, Session] = {}
         self.closing: list[int] = []
@@ -97,20 +101,22 @@ class Desk:
         if self._stopping:
             self.post(peer, Failed(name, "engine_not_ready", self._stopping))
             return
-        if len(self.sessions) >= self._settings.max_open:
-            text = f"{len(self.sessions)} requests are open, which is the limit of this engine; try again soon"
-            self.post(peer, Failed(name, "overloaded", text))
-            return
         number = next(self._numbers)
         if isinstance(message, OpenSession):
             session = Session.of_work(number, peer, self._now, message, self._chunk)
         else:
-            session = Session(number, peer, name, self._now, heard_at=self._now)
+            session = Session(number, peer, name, self._now, heard_at=self._now, terms=message.terms)
             session.rows = message.rows if isinstance(message, OpenEncoding) else None
             session.sampling = message.sampling if isinstance(message, OpenCompletion) else None
         if session.sampling is not None and session.sampling.seed is None:
             # The seed is settled here, so that doing the work again elsewhere draws the same tokens.
             session.sampling = msgspec.structs.replace(session.sampling, seed=secrets.randbits(63))
+        session.queued_at = self._now
+        limits = {"max_open": self._settings.max_open, "max_waiting_tokens": self._settings.max_waiting_tokens}
+        refused = refusal(session, self.sessions.values(), **limits, pace=self.pace)
+        if refused is not None:
+            self.post(peer, Failed(name, "overloaded", *refused))
+            return
         self.sessions[session.number] = self._by_name[peer, name] = session
         self.post(peer, Accepted(name))
         if self._traffic.expect(session):
@@ -267,11 +273,11 @@ class Desk:
             return
         if self.states.finish(saved.session, saved.ordinal, saved.num_bytes):
             session.saves.take(saved)
-        elif session.work is None:
-            session.saves.give_up(saved.ordinal)
-        else:
+        elif session.work is not None:
             self.fail(session, "engine_failed", "the session's state could not be written to the controller's disk")
             return
+        else:
+            session.saves.give_up(saved.ordinal)
         self._commit(session)
 
     def _commit(self, session: Session) -> None:
@@ -288,6 +294,10 @@ class Desk:
                 session.saved = saved
                 if session.every and saved.position % session.every == 0:
                     self._traffic.offer(session, self._now)
+        session.arrived()
+        if session.leaving and not session.saves.pending:
+            self.fail(session, "engine_failed", "it had to make room for others, and its state could not be kept")
+            return
         self._end_session(session)
 
     def _may_count(self, session: Session, saved: SavedState) -> bool:
@@ -341,6 +351,8 @@ class Desk:
             session.read = max(session.read, position)
             session.progress(position, 0)
             self._commit(session)
+            if session.terms.progress:
+                self.post(session.peer, Progress(session.request_id, position))
 
     def settle(self, session: Session) -> None:
         """End an encoding whose every row has been sent, or a session that stands at its end already."""
@@ -422,7 +434,13 @@ class Desk:
             self._drop(peer)
         for session in list(self.sessions.values()):
             waits_for_tokens = not session.final and session.received < session.credit
-            if waits_for_tokens and now - session.heard_at > self._settings.tokens_deadline_s:
+            if session.deadline_passed(now):
+                text = (
+                    f"its deadline of {session.terms.deadline_s:g} s has passed: {session.dispatched} of the "
+                    f"{session.received} tokens that came were read, and {session.draws} drawn"
+                )
+                self.fail(session, "deadline_exceeded", text)
+            elif waits_for_tokens and now - session.heard_at > self._settings.tokens_deadline_s:
                 text = f"no tokens came for {self._settings.tokens_deadline_s:g} s; send the request again"
                 self.fail(session, "body_timeout", text)
             elif session.arrival is not None and now - session.heard_at > self._settings.tokens_deadline_s:

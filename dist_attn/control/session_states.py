@@ -45,6 +45,11 @@ class Saves:
         """The first one counts now, or never will."""
         del self._came[self._asked.popleft()]
 
+    @property
+    def pending(self) -> bool:
+        """Whether any that was asked for does not count yet."""
+        return bool(self._asked)
+
     def clear(self) -> None:
         """The ranks are lost."""
         self._asked.clear()

@@ -8,6 +8,7 @@ from dist_attn.control.scheduler import SessionView
 from dist_attn.control.session_states import Arrival, Offers, Saves
 from dist_attn.control.token_queue import TokenQueue
 from dist_attn.wire.messages import OpenSession, RowSpec, SamplingSpec, SavedState
+from dist_attn.wire.terms import Terms
 
 __all__ = ["Session"]
 
@@ -59,6 +60,10 @@ class Session:
     arrival: Arrival | None = None
     offers: Offers = field(default_factory=Offers)
     exposed: bool = False  # the ranks of this epoch have worked on it
+    terms: Terms = field(default_factory=Terms)
+    queued_at: float = 0.0  # since when it waits for a place among the states
+    opened_at: int = 0  # tokens that it had read when it got its place
+    leaving: bool = False  # its state is on its way here, and it rests until that has come
     losses: int = 0  # groups lost in a row while they worked on it and it came no further
     best: tuple[int, int] = (0, 0)  # tokens and draws that have come back from the ranks
     read: int = 0  # every rank has answered for the text up to here
@@ -99,6 +104,13 @@ class Session:
         return most if self.draw_limit is None else min(most, self.draw_limit)
 
     @property
+    def remaining(self) -> int:
+        """Tokens that are still to be read or drawn, as far as that is known: what has come, or was announced."""
+        announced = 0 if self.final else (self.terms.tokens or 0)
+        to_draw = max(0, self.most_draws - self.draws_asked)
+        return max(self.received, announced) - self.dispatched + to_draw
+
+    @property
     def is_read(self) -> bool:
         """Whether it is an encoding of which every token is in a block."""
         return self.kind == "encoding" and self.prefilled
@@ -131,6 +143,16 @@ class Session:
         # The last token of a prompt is fed by the first draw.
         return self.received if saved.draws else saved.position
 
+    def put_aside(self, now: float) -> None:
+        """Its place goes to another: it rests until its state is here, and then waits like one that has just come."""
+        self.opened, self.leaving, self.queued_at = False, True, now
+        self.saved_at = (self.dispatched, self.draws_asked)
+
+    def arrived(self) -> None:
+        """Its newest state is here; if it was put aside, it may go on from there, and the ranks know nothing of it."""
+        if self.leaving and self.journal.position == self.dispatched:
+            self.leaving = self.exposed = False
+
     def rewind(self) -> int:
         """The ranks are lost: go back to the last saved state; how many tokens will be done again.
 
@@ -142,11 +164,16 @@ class Session:
         self.dispatched, self.draws_asked, self.draws_back = journal.position, journal.draws, journal.draws
         self.saved_at = (journal.position, journal.draws)
         self.saves.clear()
-        self.opened, self.exposed, self.owner = False, False, None
+        self.opened, self.exposed, self.leaving, self.owner = False, False, False, None
         self.end_asked, self.draining, self.holder = False, False, None
         if self.assembler is not None:
             self.assembler.rewind()
         return again
+
+    def deadline_passed(self, now: float) -> bool:
+        """Whether its result is of no use any more."""
+        limit = self.terms.deadline_s
+        return limit is not None and now - self.created_at >= limit
 
     def progress(self, tokens: int, draws: int) -> None:
         """The ranks have come so far; further than ever before means that this request is not what kills them."""
@@ -161,10 +188,12 @@ class Session:
         blocked: bool,
         chunk: int,
         text_tokens: int | None = None,
+        stay_tokens: int | None = None,
     ) -> SessionView:
         """What the scheduler may know of it: `chunk` tokens at most to a block (all ranks together).
 
-        `text_tokens` is how much the model reads at once, None any length.
+        `text_tokens` is how much the model reads at once, None any length. Once it has read `stay_tokens` in its place
+        its state may be put aside; None: never.
         """
         common = SessionView(
             session=self.number,
@@ -172,9 +201,16 @@ class Session:
             start=self.dispatched,
             final=self.final,
             overdue=now - self.waiting_since >= patience_s,
-            blocked=blocked,
+            blocked=blocked or self.leaving,
             chunk=chunk,
             due=self.journal.due(self.dispatched),
+            priority=self.terms.priority,
+            queued_at=self.queued_at,
+            swappable=self.opened
+            and self.work is None
+            and not self.prefilled
+            and stay_tokens is not None
+            and self.dispatched - self.opened_at >= stay_tokens,
         )
         if self.work is not None:
             # However slowly its text comes: it is always cut into the same blocks.

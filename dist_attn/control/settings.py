@@ -67,6 +67,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     # how much is taken on
     max_open: int = 512
+    max_waiting_tokens: int = 1 << 26  # to be read or drawn, of all open requests of a class and those before it
     max_active: int = 128
 
     # how long we wait

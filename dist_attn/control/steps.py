@@ -76,6 +76,8 @@ class StepBook:
         """
         ops: list[list[Op]] = [[CloseOp(number) for number in desk.closing] for _ in range(self.ranks)]
         desk.closing.clear()
+        for number in plan.swaps:
+            _put_aside(desk.sessions[number], ops, now)
         restores: list[tuple[int, int]] = []
         for number in plan.opens:
             restores += self._open(desk.sessions[number], plan, ops)
@@ -121,6 +123,7 @@ class StepBook:
     def _open(self, session: Session, plan: Plan, ops: list[list[Op]]) -> list[tuple[int, int]]:
         """Let the ranks begin with the session, or the one that draws for it; which of them need its saved state."""
         session.opened = session.exposed = True
+        session.opened_at = session.dispatched
         journal, number = session.journal, session.number
         owners = [rank for rank, numbers in enumerate(plan.decodes) if number in numbers]
         ranks = owners if journal.draws else list(range(self.ranks))
@@ -215,6 +218,14 @@ def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
     session.journal.cut(session.dispatched)
     session.waiting_since = now
     desk.grant(session)
+
+
+def _put_aside(session: Session, ops: list[list[Op]], now: float) -> None:
+    """Have the session's state sent and forgotten; it goes on from there once it has come."""
+    session.put_aside(now)
+    ops[session.number % len(ops)].append(SaveOp(session.number, session.saves.ask()))
+    for of_rank in ops:
+        of_rank.append(CloseOp(session.number))
 
 
 def _close_read(session: Session, ops: list[list[Op]]) -> None:

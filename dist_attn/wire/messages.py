@@ -43,6 +43,8 @@ from dist_attn.wire.session_messages import (
 from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
+from dist_attn.wire.terms import Progress as Progress
+from dist_attn.wire.terms import Terms
 
 PROTOCOL_VERSION = 8
 MAX_MESSAGE_BYTES = 64 << 20
@@ -55,6 +57,7 @@ class OpenEncoding(Message, frozen=True):
 
     request_id: Name
     rows: RowSpec
+    terms: Terms = Terms()
 
 
 class OpenCompletion(Message, frozen=True):
@@ -62,6 +65,7 @@ class OpenCompletion(Message, frozen=True):
 
     request_id: Name
     sampling: SamplingSpec
+    terms: Terms = Terms()
 
 
 class OpenSession(Message, frozen=True):
@@ -147,7 +151,8 @@ class Generated(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The request ended without its result.
 
-    `code` is from the closed set of service.errors. The controller uses: overloaded (too many open requests),
+    `code` is from the closed set of service.errors. The controller uses: overloaded (too much is open; there may be
+    room in `retry_after_s` seconds), deadline_exceeded (its own deadline has passed),
     engine_failed (a rank was lost while it held this request), engine_not_ready (no engine in time, or it is stopping),
     invalid_value and empty_input (the request or its tokens), body_timeout (its tokens stopped coming).
     """
@@ -155,6 +160,7 @@ class Failed(Message, frozen=True):
     request_id: Name
     code: str
     message: str
+    retry_after_s: Annotated[int, Meta(ge=1)] | None = None
 
 
 class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -435,6 +441,7 @@ AnyMessage = (
     | Rows
     | EncodingDone
     | Generated
+    | Progress
     | Failed
     | Status
     | StatePiece

@@ -17,6 +17,7 @@ from service.chat_schemas import (
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
+    ChatProgressChunk,
     ChatRequest,
     ChatToken,
     ChatUsageChunk,
@@ -29,6 +30,7 @@ from service.errors import ClientGone, ServiceError
 from service.exchange import RequestBody, ResponseWriter, while_connected
 from service.logs import RequestRecord
 from service.parsing import parse_json
+from service.request_terms import terms_of
 from service.streaming import EventWriter, StreamedResponse
 
 __all__ = ["router"]
@@ -62,7 +64,7 @@ async def create_chat_completion(request: Request) -> Response:
     services.check_model(wanted.model)
     services.check_writes()
     prepared = await services.completions.prepare(await services.chat.as_completion(wanted))
-    prepared = replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}")
+    prepared = replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}", terms=terms_of(request, wanted))
     record.note(
         completion_id=prepared.id,
         prompt_tokens=prepared.prompt_tokens,
@@ -142,6 +144,8 @@ async def _stream(
                 await send(ChatChunkChoice(index=planned.index, delta={"role": "assistant", "content": ""}))
             while not run.finished:
                 delta = await events.alive(run.next())
+                if delta.processed is not None:
+                    await events.send(ChatProgressChunk(**head, prompt_progress=run.progress))
                 if delta.text or delta.scored:
                     told = _logprobs(delta.scored, prepared.logprobs) if delta.scored else None
                     await send(ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=told))

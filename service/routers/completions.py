@@ -1,5 +1,8 @@
 """POST /v1/completions: OpenAI's text completion, whole or as an event stream."""
 
+from dataclasses import replace
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -11,7 +14,16 @@ from service.errors import ClientGone, ServiceError
 from service.exchange import RequestBody, ResponseWriter, while_connected
 from service.logs import RequestRecord
 from service.parsing import parse_json
-from service.schemas import Choice, Completion, CompletionChunk, CompletionRequest, CompletionUsage, UsageChunk
+from service.request_terms import terms_of
+from service.schemas import (
+    Choice,
+    Completion,
+    CompletionChunk,
+    CompletionRequest,
+    CompletionUsage,
+    ProgressChunk,
+    UsageChunk,
+)
 from service.streaming import EventWriter, StreamedResponse
 from service.whole_completions import complete
 
@@ -45,6 +57,7 @@ async def create_completion(request: Request) -> Response:
     services.check_model(wanted.model)
     services.check_writes()
     prepared = await services.completions.prepare(wanted)
+    prepared = replace(prepared, terms=terms_of(request, wanted))
     record.note(
         completion_id=prepared.id,
         prompt_tokens=prepared.prompt_tokens,
@@ -89,10 +102,10 @@ async def _whole(
 async def _stream(
     services: Services, prepared: PreparedCompletion, include_usage: bool, writer: ResponseWriter, record: RequestRecord
 ) -> None:
-    model = services.model.id
+    head: dict[str, Any] = {"id": prepared.id, "created": prepared.created, "model": services.model.id}
 
     def chunk(choice: Choice) -> CompletionChunk:
-        return CompletionChunk(id=prepared.id, created=prepared.created, model=model, choices=[choice])
+        return CompletionChunk(**head, choices=[choice])
 
     events = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
     async with services.completions.open(prepared, record.request_id) as run:
@@ -100,13 +113,15 @@ async def _stream(
             await events.start()
             while not run.finished:
                 delta = await events.alive(run.next())
+                if delta.processed is not None:
+                    await events.send(ProgressChunk(**head, prompt_progress=run.progress))
                 if delta.text or delta.scored:
                     told = told_logprobs(delta.scored, prepared.logprobs) if delta.scored else None
                     await events.send(chunk(Choice(index=delta.index, text=delta.text, logprobs=told)))
                 if delta.finish_reason is not None:
                     await events.send(chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason)))
             if include_usage:
-                await events.send(UsageChunk(id=prepared.id, created=prepared.created, model=model, usage=run.usage))
+                await events.send(UsageChunk(**head, usage=run.usage))
         finally:
             services.count_completion(record, run.usage)
     await events.done()

@@ -8,6 +8,7 @@ from service.dependencies import read_json_body, record_of, services_of
 from service.errors import ClientGone
 from service.exchange import while_connected
 from service.parsing import parse_json
+from service.request_terms import terms_of
 from service.schemas import Embedding, EmbeddingList, EmbeddingRequest, Usage
 
 __all__ = ["router"]
@@ -34,9 +35,10 @@ async def create_embeddings(request: Request) -> Response:
     services.check_model(wanted.model)
     inputs = services.embeddings.prepare(wanted)
     record.note(inputs=len(inputs))
+    terms = terms_of(request)
     try:
         with services.open_requests.one():
-            vectors = await while_connected(body, services.embeddings.embed(inputs, record.request_id))
+            vectors = await while_connected(body, services.embeddings.embed(inputs, record.request_id, terms))
     except ClientGone:
         record.reason = "client_gone"
         return Response(status_code=499)

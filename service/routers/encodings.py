@@ -10,6 +10,7 @@ from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from service.exchange import RequestBody, ResponseWriter
 from service.formats import FORMATS, choose_format
 from service.parsing import parse_json, parse_query, utf8
+from service.request_terms import terms_of
 from service.routers.document_bodies import JSON, document_source, no_words, query_parameters, whole_body
 from service.routers.jobs import job_response
 from service.routers.prefer import becomes_job
@@ -58,7 +59,7 @@ async def create_encoding(request: Request) -> Response:
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, request.headers.get("accept", ""))
     spec = services.rows(options)
-    wanted = RowsWanted(spec, form, options.from_row)
+    wanted = RowsWanted(spec, form, options.from_row, terms_of(request))
     _check_length(form, source)
 
     if await becomes_job(services, request.headers, source):

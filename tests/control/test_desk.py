@@ -14,6 +14,7 @@ from dist_attn.wire.messages import (
     Generated,
     OpenCompletion,
     OpenEncoding,
+    Progress,
     RankHello,
     RowPieces,
     Rows,
@@ -23,6 +24,7 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from dist_attn.wire.sockets import Sent
+from dist_attn.wire.terms import Terms
 from tests.support.states import MemoryStates
 
 SETTINGS = ControlSettings(
@@ -269,3 +271,37 @@ def test_a_request_whose_tokens_stop_coming_ends(counter):
     counter.desk.tick(62.0)
     assert counter.session.request_id == "b"
     assert counter.last(Failed) == Failed("a", "body_timeout", counter.last(Failed).message)
+
+
+def test_work_whose_deadline_has_passed_is_dropped(counter):
+    """Nobody waits for it any more, so nothing of it is begun or gone on with; the client learns how far it came."""
+    counter.tell(OpenCompletion("a", SamplingSpec(5), Terms(deadline_s=2.0)), now=1.0)
+    counter.tell(OpenCompletion("b", SamplingSpec(5)), now=1.0)
+    counter.desk.tick(2.9)
+    assert len(counter.desk.sessions) == 2
+    counter.desk.tick(3.0)
+    failed = counter.last(Failed)
+    assert (failed.request_id, failed.code) == ("a", "deadline_exceeded")
+    assert "deadline of 2 s has passed: 0 of the 0 tokens" in failed.message
+    assert counter.session.request_id == "b"
+
+
+def test_too_many_tokens_that_wait_are_refused_with_a_time(counter):
+    """The answer says when there may be room, by how fast the ranks have been."""
+    counter.desk.pace.token_s = 1e-6
+    counter.tell(OpenEncoding("a", RowSpec(), Terms(tokens=SETTINGS.max_waiting_tokens)))
+    counter.tell(OpenEncoding("b", RowSpec(), Terms(tokens=5_000_000)))
+    failed = counter.last(Failed)
+    assert (failed.request_id, failed.code, failed.retry_after_s) == ("b", "overloaded", 5)
+    assert counter.session.request_id == "a"
+
+
+def test_how_far_the_input_is_read_is_told_where_it_was_asked_for(counter):
+    """Once all ranks have read a block; nobody else is sent anything."""
+    counter.tell(OpenCompletion("a", SamplingSpec(5), Terms(progress=True)))
+    counter.desk.progress(counter.session.number, 512)
+    assert counter.sent[-1] == Progress("a", 512)
+    counter.tell(Cancel("a"))
+    counter.tell(OpenCompletion("b", SamplingSpec(5)))
+    counter.desk.progress(counter.session.number, 512)
+    assert counter.last(Progress).request_id == "a"

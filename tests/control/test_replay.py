@@ -18,6 +18,7 @@ from dist_attn.engine.worker import ReceivedStates, perform
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
+    CloseOp,
     DecodeOp,
     Draws,
     EncodingDone,
@@ -72,6 +73,7 @@ class Engine:
     def __init__(self, settings=SETTINGS):
         self.settings, self.states, self.now, self.epoch = settings, MemoryStates(), 1.0, 0
         self.inboxes, self.outboxes, self.ranks, self.received, self.epochs = {}, {}, {}, [], []
+        self.sent = []  # steps
         self.rounds = Counter()  # by step: rounds of decoding that were heard of before its end
         self.controller = Controller(settings, self, self.states)
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
@@ -92,6 +94,7 @@ class Engine:
             if message.epoch != self.epoch or not self.ranks:
                 return Sent.GONE
             self.inboxes[int(identity.decode()[-1])].append(message)
+            self.sent += [message] if isinstance(message, Step) else []
         return Sent.DONE
 
     def _start(self, epoch):
@@ -165,9 +168,9 @@ class Engine:
         except _Died:
             self.kill(rank)
             return True
-        # A quarter of a step's time goes into decoding, so that further rounds of it are planned.
+        # Decoding takes so little of a step's time that further rounds of it are planned.
         decodes = any(isinstance(op, DecodeOp) for op in message.ops)
-        outbox.append(msgspec.structs.replace(done, seconds=1.0, decode_seconds=0.25 * decodes))
+        outbox.append(msgspec.structs.replace(done, seconds=1.0, decode_seconds=0.1 * decodes))
         return self._hear(rank, heard)
 
     def _hear(self, rank, most):
@@ -248,6 +251,7 @@ def open_all(engine, texts, prompts):
         engine.api(Tokens(name, 0, np.asarray(prompt, dtype="<i4").tobytes(), True))
 
 
+@pytest.mark.parametrize("max_active", [128, 2], ids=["room", "crowded"])
 @given(
     st.lists(st.tuples(st.integers(1, 7000), st.sampled_from([64, 300, 512])), max_size=3),
     st.lists(st.tuples(st.integers(1, 5000), st.integers(1, 20)), max_size=4),
@@ -255,12 +259,12 @@ def open_all(engine, texts, prompts):
 )
 @example([(4097, 64)], [], 3600)
 @settings(deadline=None)
-def test_a_rank_may_be_lost_at_any_moment(lengths, asked, seed):
-    """Kills between any two messages, in prefill, in decoding, between rounds of decoding of one step and during a
-    replay, change no row and no token.
+def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
+    """Kills between any two messages, in prefill, in decoding, between rounds of decoding of one step, while states
+    are put aside and during a replay, change no row and no token.
     """
     chance = random.Random(seed)
-    engine = Engine()
+    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=max_active))
     texts = {f"t{n}": (np.arange(length) * 7 % 900, window) for n, (length, window) in enumerate(lengths)}
     prompts = {f"p{n}": ((np.arange(length) * 11 + n) % 900, count) for n, (length, count) in enumerate(asked)}
     open_all(engine, texts, prompts)
@@ -397,10 +401,73 @@ def test_tokens_are_drawn_while_a_block_is_read():
     texts = {"a": (np.arange(7000) * 7 % 900, 512)}
     open_all(engine, texts, prompts)
     while not engine.rounds or max(engine.rounds.values()) < 2:
+        assert not all(engine.ended(name) for name in [*texts, *prompts]), "no step had further rounds"
         engine.turn()
         for rank in range(RANKS):
             engine.work(rank, heard=1)
-    assert not all(engine.ended(name) for name in [*texts, *prompts])
     engine.kill(1)
     engine.to_the_end([*texts, *prompts])
     check(engine, texts, prompts)
+
+
+def test_a_long_text_gives_its_place_to_prompts_and_goes_on():
+    """With one place for a state a text that is being read is put aside for each prompt, and reads nothing twice."""
+    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=1, block_tokens=512, blocks_of_credit=8))
+    texts = {"a": (np.arange(7000) * 7 % 900, 512)}
+    open_all(engine, texts, {})
+    engine.turn()
+    for rank in range(RANKS):
+        engine.work(rank)
+    prompts = {f"p{n}": (np.arange(40 + n), 5) for n in range(3)}
+    open_all(engine, {}, prompts)
+    engine.to_the_end(prompts)
+    assert not engine.ended("a")
+    engine.to_the_end(texts)
+    check(engine, texts, prompts)
+    assert engine.controller.status(engine.now).replayed_tokens == 0
+    closes = [op for message in engine.sent for op in message.ops if isinstance(op, CloseOp)]
+    assert sum(op.session == 1 for op in closes) > RANKS, "it was never put aside"
+
+
+@pytest.mark.parametrize("when", ["coming", "kept"])
+def test_a_text_that_was_put_aside_outlives_its_ranks(when):
+    """A loss while its state is on the way, or while it waits with it, leaves it to be read on or again."""
+    engine = Engine(
+        msgspec.structs.replace(SETTINGS, max_active=1, block_tokens=512, blocks_of_credit=8, save_tokens=1024)
+    )
+    texts, prompts = {"a": (np.arange(7000) * 7 % 900, 512)}, {"p": (np.arange(40), 30)}
+    open_all(engine, texts, {})
+    (session,) = engine.controller._desk.sessions.values()
+    while session.dispatched < 4096:
+        engine.turn()
+        for rank in range(RANKS):
+            engine.work(rank)
+    open_all(engine, {}, prompts)
+    while not session.leaving:
+        engine.turn()
+        for rank in range(RANKS):
+            engine.work(rank, heard=1)
+    while when == "kept" and session.leaving:
+        for rank in range(RANKS):
+            engine.work(rank)
+        engine.turn()
+    engine.kill(0)
+    engine.to_the_end([*texts, *prompts])
+    check(engine, texts, prompts)
+
+
+def test_a_state_that_cannot_be_kept_ends_only_its_text():
+    """Where the disk is full, a text that has to make room fails and says why; the others go on."""
+    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=1, block_tokens=512, blocks_of_credit=8))
+    engine.states.finish = lambda *_: False
+    open_all(engine, {"a": (np.arange(7000) % 900, 512)}, {})
+    engine.turn()
+    prompts = {"p": (np.arange(40), 5)}
+    for rank in range(RANKS):
+        engine.work(rank)
+    open_all(engine, {}, prompts)
+    engine.to_the_end(["a", *prompts])
+    (failed,) = [m for m in engine.received if isinstance(m, Failed)]
+    assert (failed.request_id, failed.code) == ("a", "engine_failed")
+    assert "could not be kept" in failed.message
+    check(engine, {}, prompts)

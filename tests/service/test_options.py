@@ -50,6 +50,9 @@ COMPLETIONS: Cases = {
     "suffix": (["", None], ["x"]),
     "presence_penalty": ([0, 0.0, 0.5, -2, None], [2.1, "much"]),
     "frequency_penalty": ([0, 1, None], [-2.1]),
+    "priority": (["high", "normal", "low", None], ["urgent", 0]),
+    "deadline_seconds": ([30, 0.5, None], [0, -1, 2_592_001, "1"]),
+    "return_progress": ([False, None], [True, "yes"]),
     "logit_bias": ([{}, {"97": 1, "256": -100.0}, None], [{"257": 1}, {"a": 1}, {"-1": 1}, {"97": 101}, {"97": None}]),
 }
 MESSAGE = {"role": "user", "content": "abc"}
@@ -65,6 +68,7 @@ CHATS: Cases = {
     "logprobs": ([True, False, None], [1]),
     "top_logprobs": ([None], [1, 21, -1]),
     **{name: COMPLETIONS[name] for name in ("presence_penalty", "frequency_penalty", "logit_bias", "stream_options")},
+    **{name: COMPLETIONS[name] for name in ("priority", "deadline_seconds", "return_progress")},
 }
 EMBEDDINGS: Cases = {
     "model": (["tiny", None], ["other"]),

@@ -24,6 +24,7 @@ from dist_attn.wire.messages import (
     OpenCompletion,
     OpenEncoding,
     OpenSession,
+    Progress,
     RankStatus,
     Rows,
     RowSpec,
@@ -35,6 +36,7 @@ from dist_attn.wire.messages import (
     encode,
 )
 from dist_attn.wire.session_messages import FinishDrawing, StateCredit, StatePiece
+from dist_attn.wire.terms import Terms
 from service.engine_port import EngineHealth, OpenStreams
 from service.engine_stream import EngineStream, StreamLimits
 from service.errors import Code, EngineUnavailable
@@ -83,6 +85,7 @@ class _Work:
 
     rows: RowSpec | None = None
     sampling: SamplingSpec | None = None
+    progress: bool = False
     tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # not in a row yet
     seen: int = 0
     emitted: int = 0
@@ -107,6 +110,7 @@ class FakeEngine:
     reason: str = ""
     fail_at: int | None = None
     refuse: str | None = None
+    retry_after_s: int | None = None
     paused: bool = False
     mute: bool = False
     mute_status: bool = False
@@ -140,8 +144,8 @@ class FakeEngine:
                 return [] if self.mute_status else [self.status()]
             case OpenEncoding(request_id=name, rows=rows):
                 return self._open(name, _Work(rows=rows))
-            case OpenCompletion(request_id=name, sampling=sampling):
-                return self._open(name, _Work(sampling=sampling))
+            case OpenCompletion(request_id=name, sampling=sampling, terms=terms):
+                return self._open(name, _Work(sampling=sampling, progress=terms.progress))
             case OpenSession() if not self.mute:
                 if self.refuse is not None:
                     return [Failed(request_id=message.request_id, code=self.refuse, message="refused by the test")]
@@ -184,7 +188,7 @@ class FakeEngine:
         if self.mute:
             return []
         if self.refuse is not None:
-            return [Failed(request_id=name, code=self.refuse, message="refused by the test")]
+            return [Failed(name, self.refuse, "refused by the test", self.retry_after_s)]
         self._work[name] = work
         work.granted = self.credit
         return [Accepted(request_id=name), Credit(request_id=name, upto=self.credit)]
@@ -205,6 +209,8 @@ class FakeEngine:
         if not self.stingy:
             work.granted = work.seen + self.credit
             answers.append(Credit(request_id=message.request_id, upto=work.granted))
+        if work.progress:
+            answers.append(Progress(message.request_id, work.seen))
         if work.rows is not None:
             answers += self._rows(message.request_id, work, work.rows, message.final)
         elif message.final and work.sampling is not None and not self.hold_replies:
@@ -269,11 +275,11 @@ class FakeEnginePort:
         """The fake's knobs."""
         return EngineHealth(self.engine.ready, self.engine.reason, self.engine.status())
 
-    def open(self, work: RowSpec | SamplingSpec, name: str = "") -> EngineStream:
+    def open(self, work: RowSpec | SamplingSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
         """Start a request."""
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
-        return self._streams.open(work, self._post, name)
+        return self._streams.open(work, self._post, name, terms)
 
     def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
         """Go on with a session."""

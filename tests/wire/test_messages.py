@@ -22,6 +22,7 @@ from dist_attn.wire.session_messages import (
     StateCredit,
     StatePiece,
 )
+from dist_attn.wire.terms import Terms
 
 KINDS = typing.get_args(AnyMessage)
 FIELDS = sorted({field for kind in KINDS for field in kind.__struct_fields__})
@@ -46,6 +47,9 @@ EXAMPLES = [
     wire.EncodingDone("a", 8, 2),
     wire.Generated("a", [1, 2], "stop"),
     wire.Failed("a", "overloaded", "why"),
+    wire.Failed("a", "overloaded", "why", 7),
+    wire.Progress("a", 512),
+    wire.OpenEncoding("t", wire.RowSpec(), Terms(0, 2.5, 700, True)),
     wire.Status(
         True,
         "",

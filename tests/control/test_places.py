@@ -1,0 +1,62 @@
+"""Who holds a state when there are more sessions than states: urgency, order, and whose place is given up."""
+
+import pytest
+
+from dist_attn.control.places import admitted
+from dist_attn.control.views import Limits, SessionView, View
+
+
+def reading(session, **fields):
+    """A long text that holds a state and has come some way."""
+    return SessionView(session, **{"opened": True, "available": 1 << 20, "swappable": True, **fields})
+
+
+def prompt(session, **fields):
+    """A short prompt that waits for a place."""
+    return SessionView(session, **{"opened": False, "available": 100, "final": True, **fields})
+
+
+def document(session, **fields):
+    """A long text that waits for a place."""
+    return SessionView(session, **{"opened": False, "available": 1 << 20, **fields})
+
+
+def chosen(*sessions, room):
+    """Numbers of those that are worked on, and of those put aside."""
+    working, swaps = admitted(View(Limits(max_active=room), sessions), lambda s: bool(s.ready or s.available))
+    return [s.session for s in working], list(swaps)
+
+
+def test_there_is_no_more_than_room_for():
+    """Who came first has the place; who has nothing to do, or a slow reader, takes none."""
+    assert chosen(document(1), document(2), document(3), room=2) == ([1, 2], [])
+    assert chosen(document(1, available=0), document(2, blocked=True), document(3), room=1) == ([3], [])
+
+
+def test_a_short_prompt_takes_the_place_of_a_long_text():
+    """When all places are held, the text that came last gives up its own; no long text does that to another."""
+    assert chosen(reading(1), reading(2), prompt(3), room=2) == ([1, 3], [2])
+    assert chosen(reading(1), reading(2), document(3), room=2) == ([1, 2], [])
+    assert chosen(reading(1), reading(2), prompt(3), prompt(4), prompt(5), room=2) == ([3, 4], [2, 1])
+
+
+def test_nobody_gives_up_a_place_that_was_just_taken():
+    """A text that has not read its share since it got its place stays, and so does one that decodes."""
+    assert chosen(reading(1, swappable=False), prompt(2), room=1) == ([1], [])
+
+
+def test_who_is_put_aside_waits_like_one_that_has_just_come():
+    """Prompts that came before that moment go first, later ones after it: nobody waits for ever."""
+    aside = document(1, queued_at=5.0)
+    assert chosen(aside, prompt(2, queued_at=4.0), room=1) == ([2], [])
+    assert chosen(aside, prompt(2, queued_at=6.0), room=1) == ([1], [])
+
+
+@pytest.mark.parametrize(("urgent", "other", "taken"), [(0, 1, True), (1, 1, False), (2, 1, False)])
+def test_a_more_urgent_class_takes_places(urgent, other, taken):
+    """Long work takes the place of less urgent work only; the least urgent gives way first."""
+    expected = ([3], [1]) if taken else ([1], [])
+    assert chosen(reading(1, priority=other), document(3, priority=urgent), room=1) == expected
+    assert chosen(reading(1, priority=2), reading(2, priority=1), prompt(3), room=2) == ([2, 3], [1])
+    assert chosen(reading(1, priority=0), prompt(3), room=1) == ([1], [])
+    assert chosen(document(1, priority=1), document(2, priority=0), room=1) == ([2], [])
