@@ -50,6 +50,9 @@ class Metrics:
             "dist_attn_request_seconds", "Time of a request to its end", ["route"], buckets=SECONDS, registry=own
         )
         self._jobs = Counter("dist_attn_jobs", "Jobs that ended", ["kind", "state"], registry=own)
+        for kind in ("encoding", "completion"):
+            for state in ("succeeded", "failed", "cancelled"):
+                self._jobs.labels(kind, state)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
 
