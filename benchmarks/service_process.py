@@ -21,14 +21,21 @@ END_S = 30.0
 class ServiceProcess:
     """`dist-attn serve` on a free port, its log and its data in `folder`; `flags` are further ones.
 
+    With `api_address` it is the API alone, before an engine that listens there.
+
     Raises: RuntimeError with the end of the log if it does not start.
     """
 
-    def __init__(self, folder: Path, *, ranks: int, model: str, flags: tuple[str, ...] = ()) -> None:
-        where = [f"--port={_free_port()}", f"--data-dir={folder / 'data'}", f"--ranks={ranks}", f"--model={model}"]
+    def __init__(
+        self, folder: Path, *, ranks: int, model: str, flags: tuple[str, ...] = (), api_address: str = ""
+    ) -> None:
+        where = [f"--port={_free_port()}", f"--data-dir={folder / 'data'}", f"--model={model}"]
+        program = ["dist_attn", "serve", f"--ranks={ranks}"]
+        if api_address:
+            program = ["service", f"--api-address={api_address}"]
         self._log = (folder / "serve.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dist_attn", "serve", *where, *flags], stdout=subprocess.PIPE, stderr=self._log
+            [sys.executable, "-m", *program, *where, *flags], stdout=subprocess.PIPE, stderr=self._log
         )
         assert self._process.stdout is not None
         self.url = ""
@@ -57,6 +64,8 @@ class ServiceProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         self._process.kill()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._log.close()
 
 
