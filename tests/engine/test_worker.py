@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import zmq
 
+from dist_attn.control.identities import beat_identity, rank_identity
 from dist_attn.control.ranks import child_environment
 from dist_attn.engine.rank_settings import RankSettings, rank_from_environment
 from dist_attn.errors import ConfigError
@@ -32,7 +33,7 @@ from dist_attn.wire.sockets import Router
 from tests.support.fake_rank import RAISE, fake_hidden, fake_next
 
 EPOCH = 3
-RANK, BEAT = b"rank-3-0", b"beat-3-0"
+RANK, BEAT = rank_identity(EPOCH, 0, "e1"), beat_identity(EPOCH, 0, "e1")
 
 
 class Stage:
@@ -67,7 +68,7 @@ def stage(tmp_path):
     """A fake rank that has just been started."""
     context = zmq.Context(1)
     address = f"ipc://{tmp_path}/ranks"
-    flags = [f"--controller={address}", f"--epoch={EPOCH}", "--ranks=1", "--model=fake"]
+    flags = [f"--controller={address}", f"--epoch={EPOCH}", "--engine=e1", "--ranks=1", "--model=fake"]
     flags += ["--heartbeat-s=0.05", "--silence-deadline-s=2"]
     with Router(context, address) as router:
         process = subprocess.Popen([sys.executable, "-m", "tests.support.fake_rank", *flags], env=child_environment())
@@ -126,7 +127,13 @@ def test_an_exception_is_reported_with_its_step(stage):
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path):
     """What a rank says about a bad model folder has no traceback around it; the controller hears the same words."""
-    flags = [f"--controller=ipc://{tmp_path}/ranks", f"--epoch={EPOCH}", "--ranks=1", f"--model={tmp_path}/none"]
+    flags = [
+        f"--controller=ipc://{tmp_path}/ranks",
+        f"--epoch={EPOCH}",
+        "--engine=e1",
+        "--ranks=1",
+        f"--model={tmp_path}/none",
+    ]
     command = [sys.executable, "-m", "dist_attn.engine", *flags, "--backend=local"]
     context = zmq.Context(1)
     with (
