@@ -107,10 +107,15 @@ class StepBook:
         self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks)), reached, tokens, drawing))
         self._forget_old_rates(now)
         self._rate.append((now, tokens + sum(map(len, plan.decodes)) * (1 + plan.rounds)))
-        return self._messages(desk, restores, ops, rounds)
+        return self._messages(desk, restores, ops, rounds, [block.session for block in plan.blocks])
 
     def _messages(
-        self, desk: Desk, restores: list[tuple[int, int]], ops: list[list[Op]], rounds: list[list[DecodeOp]]
+        self,
+        desk: Desk,
+        restores: list[tuple[int, int]],
+        ops: list[list[Op]],
+        rounds: list[list[DecodeOp]],
+        given: list[int],
     ) -> Iterator[tuple[int, AnyMessage]]:
         for rank, number in restores:
             start = 0
@@ -119,6 +124,10 @@ class StepBook:
                 start += len(part)
         for rank, of_rank in enumerate(ops):
             yield rank, Step(self.epoch, self.last_k, of_rank, rounds[rank])
+        # Only now: an API process that turns out to be gone ends all of its sessions, and the step may hold several.
+        for number in dict.fromkeys(given):
+            if (session := desk.sessions.get(number)) is not None:
+                desk.grant(session)
 
     def _open(self, session: Session, plan: Plan, ops: list[list[Op]]) -> list[tuple[int, int]]:
         """Let the ranks begin with the session, or the one that draws for it; which of them need its saved state."""
@@ -217,7 +226,6 @@ def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
     session.holder = max(rank for rank, length in enumerate(block.lengths) if length)
     session.journal.cut(session.dispatched)
     session.waiting_since = now
-    desk.grant(session)
 
 
 def _put_aside(session: Session, ops: list[list[Op]], now: float) -> None:

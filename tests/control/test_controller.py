@@ -50,6 +50,7 @@ class Table:
 
     def __init__(self):
         self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
+        self.gone = set()
         self.controller = Controller(SETTINGS, self, MemoryStates())
         self.now = 1.0
         self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
@@ -62,7 +63,7 @@ class Table:
 
     def to_api(self, peer, message):
         self.to_peers.append(message)
-        return Sent.DONE
+        return Sent.GONE if peer in self.gone else Sent.DONE
 
     def to_engine(self, identity, message):
         if isinstance(message, Step):
@@ -119,6 +120,26 @@ def test_every_rank_gets_every_step_and_the_same_collective_operations(table):
     assert sent.tolist() == list(range(1500))
     assert all(isinstance(table.ops(rank)[0], OpenOp) for rank in (0, 1))
     assert all(table.ops(rank)[-1] == CloseOp(1) for rank in (0, 1))
+
+
+def test_an_api_process_that_dies_while_a_step_is_made_ends_its_requests_alone(table):
+    """It is gone when its first request is given credit: its others of the same step end too, the rest goes on."""
+    table.api(OpenEncoding("of another", RowSpec()))
+    table.feed("of another", 4000)
+    for name in ("a", "b"):
+        table.controller.on_api(b"mortal", OpenEncoding(name, RowSpec()), table.now)
+    table.gone.add(b"mortal")
+    for name in ("a", "b"):
+        tokens = np.arange(4000, dtype="<i4").tobytes()
+        table.controller.on_api(b"mortal", Tokens(name, 0, tokens, False), table.now)
+    for k in range(1, 8):
+        table.turn()
+        for rank in (0, 1):
+            if k <= len(table.steps[rank]):
+                table.done(rank, k)
+    prefilled = [op for op in table.ops(0) if isinstance(op, PrefillOp)]
+    assert sum(sum(op.lengths) for op in prefilled if op.session == 1) == 4000
+    assert table.controller.status(table.now).active <= 1
 
 
 def test_no_more_steps_are_under_way_than_allowed(table):
