@@ -1,9 +1,9 @@
 """A long document through the engine: body -> tokens -> controller -> rows, all at once and in bounded memory."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -43,7 +43,7 @@ class Source:
     """
 
     text: bytes | None = None
-    pieces: AsyncIterator[bytes] | None = None
+    pieces: AsyncGenerator[bytes] | None = None
     check_utf8: bool = False
     size: int | None = None
 
@@ -222,16 +222,17 @@ class DocumentService:
             inbox.fail(error)
         await body.until_gone()
 
-    async def _take_file(self, document: _Document, pieces: AsyncIterator[bytes]) -> None:
+    async def _take_file(self, document: _Document, pieces: AsyncGenerator[bytes]) -> None:
         """Read a file no faster than it is tokenised, so that it does not go to disk a second time."""
         inbox = document.inbox
         check = Utf8Check() if document.source.check_utf8 else None
         try:
-            async for piece in pieces:
-                if check is not None:
-                    check.push(piece)
-                await inbox.put(piece)
-                await inbox.below(self._settings.spool_memory_bytes)
+            async with aclosing(pieces):  # also when it is given up in the middle
+                async for piece in pieces:
+                    if check is not None:
+                        check.push(piece)
+                    await inbox.put(piece)
+                    await inbox.below(self._settings.spool_memory_bytes)
             if check is not None:
                 check.push(b"", final=True)
             inbox.end()

@@ -1,5 +1,6 @@
 """/v1/files: OpenAI's files, sent as forms that stream to disk, listed in pages, read in ranges."""
 
+from contextlib import aclosing
 from urllib.parse import quote
 
 from fastapi import APIRouter
@@ -165,8 +166,9 @@ class _FileContent(Response):
         try:
             with self._services.open_requests.one():
                 await writer.start(BINARY, self._stop - self._start, more=self._more, status=self._code)
-                async for piece in self._services.files.read(self._record, self._start, self._stop):
-                    await writer.write(piece)
+                async with aclosing(self._services.files.read(self._record, self._start, self._stop)) as pieces:
+                    async for piece in pieces:
+                        await writer.write(piece)
                 await writer.finish()
         except ClientGone:
             self._log.reason = "client_gone"

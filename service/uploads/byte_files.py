@@ -10,7 +10,7 @@ import errno
 import fcntl
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -75,7 +75,7 @@ class ByteFolder:
             return (await self.beside(self._path(blob).stat)).st_size
         return 0
 
-    async def read(self, segments: Iterable[Segment], start: int, stop: int) -> AsyncIterator[bytes]:
+    async def read(self, segments: Iterable[Segment], start: int, stop: int) -> AsyncGenerator[bytes]:
         """Bytes [start, stop) of the segments, one after the other, in pieces.
 
         Raises: NotFound when a blob was deleted meanwhile.

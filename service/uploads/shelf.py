@@ -2,7 +2,7 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -261,7 +261,7 @@ class FileShelf:
             await writer.sync()
             return await self._holding.into_file(caller, blob, writer.end, told)
 
-    def read(self, record: FileRecord, start: int = 0, stop: int | None = None) -> AsyncIterator[bytes]:
+    def read(self, record: FileRecord, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes]:
         """The bytes of a file, in pieces.
 
         Raises: NotFound when it is deleted meanwhile.

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from tests.support.fake_engine import FakeEngine
+from tests.support.files import break_off
 from tests.support.metrics import samples
 from tests.support.raw_http import Answer, head, lines_of
 from tests.support.service_server import RunningService, eventually, running_service
@@ -23,24 +24,26 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 def put(service: RunningService, data: bytes, kind: str = "text/plain") -> str:
     """The id of a file."""
     files = {"file": ("a.txt", data, kind)}
-    answer = httpx.post(f"{service.url}/v1/files", data={"purpose": "user_data"}, files=files)
+    answer = httpx.post(f"{service.url}/v1/files", data={"purpose": "user_data"}, files=files, timeout=60)
     return str(answer.json()["id"])
 
 
 def encode(service: RunningService, query: str = "", **body: object) -> httpx.Response:
     """An encoding by JSON."""
-    return httpx.post(f"{service.url}/v1/encodings?{query}", json=body, timeout=30)
+    return httpx.post(f"{service.url}/v1/encodings?{query}", json=body, timeout=60)
 
 
 def test_the_rows_of_a_file_are_those_of_its_bytes(service: RunningService) -> None:
     """A file gives what the same bytes give as a body, in every format that needs nothing else."""
-    data = ("It was the best of times, añ€😀. " * 3000).encode()
-    file = put(service, data)
-    for query in ("window=100", "granularity=token&pooling=last", "format=npy&window=64"):
+    short = "It was the best of times, añ€😀. ".encode() * 20
+    long = short * 500  # more than is read from the disk at a time
+    cases = ((short, "granularity=token&pooling=last"), (long, "window=4096"), (long, "format=npy&window=4096"))
+    for data, query in cases:
+        file = put(service, data)
         of_body = httpx.post(f"{service.url}/v1/encodings?{query}", content=data, timeout=30)
         of_file = encode(service, query, file_id=file)
         assert of_file.status_code == 200 and of_file.content == of_body.content
-    assert lines_of(encode(service, file_id=file, window=1000).content)[-1]["tokens"] == len(data)
+    assert lines_of(encode(service, file_id=file, window=4096).content)[-1]["tokens"] == len(data)
 
 
 def test_text_files_are_utf8(service: RunningService) -> None:
@@ -81,6 +84,7 @@ def test_a_file_is_read_as_fast_as_it_is_encoded(tmp_path: Path) -> None:
             assert answer.read_head() == 200
             assert answer.read_chunk().count(b"\n") >= 1
             assert samples(service)["dist_attn_spool_bytes", ()] < 1_000_000
+            break_off(connection, answer)
         eventually(lambda: engine.open_count == 0, "the work to be cancelled")
         eventually(lambda: samples(service)["dist_attn_open_requests", ()] == 0, "the request to end")
         assert samples(service)["dist_attn_spool_bytes", ()] == 0

@@ -17,7 +17,7 @@ from service.uploads.audit import audit
 from service.uploads.byte_files import ByteFolder
 from service.uploads.catalogue import Catalogue
 from service.uploads.shelf import FileShelf, this_boot
-from tests.support.raw_http import head
+from tests.support.raw_http import Answer, head
 from tests.support.stores import Clock
 
 __all__ = ["STREAM", "begin", "break_off", "offset_of", "opened_shelf", "patch", "patch_head", "wrong_in"]
@@ -28,7 +28,7 @@ STREAM = "application/offset+octet-stream"
 def begin(url: str, length: int, **headers: str) -> str:
     """The address of a new resumable upload."""
     given = {"Tus-Resumable": "1.0.0", "Upload-Length": str(length), **headers}
-    answer = httpx.post(f"{url}/v1/uploads", headers=given)
+    answer = httpx.post(f"{url}/v1/uploads", headers=given, timeout=60)
     assert answer.status_code == 201, answer.text
     return url + answer.headers["location"]
 
@@ -41,7 +41,7 @@ def patch(address: str, offset: int, data: Any, **headers: str) -> httpx.Respons
 
 def offset_of(address: str, **headers: str) -> int:
     """Where an upload stands."""
-    answer = httpx.head(address, headers=headers)
+    answer = httpx.head(address, headers=headers, timeout=60)
     assert answer.status_code == 200
     return int(answer.headers["upload-offset"])
 
@@ -54,9 +54,11 @@ def patch_head(address: str, offset: int, length: int) -> bytes:
     )
 
 
-def break_off(connection: socket.socket) -> None:
-    """End a connection so that the other side gets a reset."""
+def break_off(connection: socket.socket, answer: Answer | None = None) -> None:
+    """End a connection so that the other side gets a reset; `answer` is what is being read from it."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if answer is not None:
+        answer.close()
     connection.close()
 
 

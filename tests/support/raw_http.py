@@ -66,6 +66,10 @@ class Answer:
         """All that comes until the connection ends."""
         return self._file.read()
 
+    def close(self) -> None:
+        """Read no more; the connection ends with whoever else has it."""
+        self._file.close()
+
     def at_end(self) -> bool:
         """Whether the server closed the connection."""
         return self._file.read(1) == b""
