@@ -205,7 +205,9 @@ async def _ask_short(http: httpx.AsyncClient, every_s: float, seen: list[_Seen])
 async def _read(http: httpx.AsyncClient, text: bytes, seen: list[_Seen], began: asyncio.Event) -> None:
     """Read the long text, again and again until it is cancelled; `began` is set with the first row."""
     headers = {"content-type": "text/plain"}
+    before = row_end = 0  # tokens of the readings that are done, and of the one under way
     while True:
+        before, row_end = before + row_end, 0
         async with http.stream("POST", "/v1/encodings", content=text, headers=headers) as answer:
             answer.raise_for_status()
             async for line in answer.aiter_lines():
@@ -213,8 +215,10 @@ async def _read(http: httpx.AsyncClient, text: bytes, seen: list[_Seen], began: 
                     raise RuntimeError(line)
                 # Not as JSON: the vector of a row is long, and this process shares the cores.
                 began.set()
-                if seen[-1].counting and (row := ROW.match(line)):
-                    seen[-1].marks.append((time.perf_counter(), int(row[1])))
+                if row := ROW.match(line):
+                    row_end = int(row[1])
+                    if seen[-1].counting:
+                        seen[-1].marks.append((time.perf_counter(), before + row_end))
 
 
 @asynccontextmanager

@@ -14,8 +14,7 @@ from dist_attn.costs.estimate import GRAIN, busiest_rank_tokens
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.sharded import Algorithm, Exchange, ShardedSequenceOps
-from dist_attn.wire.messages import Rows
-from service.rows import format_rows
+from service.rows import RowBlock, format_rows
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
 KERNEL_CASES = [name for name in MODEL_CASES if "softmax" not in kinds_of(name)]
@@ -188,9 +187,9 @@ def test_size_of_a_npy_file(tmp_path: Path) -> None:
 def test_size_of_ndjson(dim: int) -> None:
     """The NDJSON figure is within a tenth of what the service writes for vectors of unit scale."""
     vectors = np.random.default_rng(0).standard_normal((64, dim)).astype("<f4")
-    starts = [512 * i for i in range(64)]
-    stops = [start + 512 for start in starts]
-    lines = format_rows(Rows("r", 0, starts, stops, vectors.tobytes()), 0, 64, [(4 * s, 4 * s) for s in stops], dim)
+    starts_N = np.arange(0, 64 * 512, 512)
+    stops_N = starts_N + 512
+    lines = format_rows(RowBlock(0, np.stack([starts_N, stops_N, 4 * starts_N, 4 * stops_N], axis=1), vectors))
     assert output_bytes(64, dim, "ndjson") == pytest.approx(len(lines), rel=0.1)
 
 

@@ -1,5 +1,6 @@
 """Images as arrays: `.npy` or `.npz`, [N, H, W] or [N, H, W, C], with labels or without."""
 
+import threading
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from dist_attn.training.datasets.labels import Label, LabelNames
 __all__ = ["Images", "PixelScale", "class_numbers", "read_images", "read_labels"]
 
 _STATISTICS_IMAGES = 10_000
+_ONE_HEADER = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,9 @@ def _array(path: Path, key: str) -> NDArray[np.generic]:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             if key not in arrays.files:
                 raise ConfigError(f"{path} has no array {key!r}, only {', '.join(arrays.files)}; name it in [data]")
-            array = arrays[key]
+            # The header is parsed by Python's ast, which in CPython 3.11 fails now and then in several threads at once.
+            with _ONE_HEADER:
+                array = arrays[key]
             return array
     except ConfigError:
         raise
