@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import hmac
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from dist_attn.store.blobs import Blobs
 from dist_attn.store.entries import StoreLimits
 from dist_attn.store.ledger import Ledger
 from dist_attn.store.records import BufferedTransaction, Records
+from dist_attn.store.secret import secret_of
 
 __all__ = ["Place"]
 
@@ -38,15 +38,7 @@ class Place:
 
         Raises: StorageError.
         """
-
-        async def settle(transaction: BufferedTransaction) -> bytes:
-            known = await transaction.get("secret")
-            if known is None:
-                known = secrets.token_bytes(32)
-                transaction.put("secret", known)
-            return known
-
-        return Place(records, blobs, limits, await records.transact(settle), clock)
+        return Place(records, blobs, limits, await secret_of(records), clock)
 
     def tenant(self, name: str) -> str:
         """A caller's name as it stands in keys: a salted hash, so that names are neither shown nor misread."""

@@ -145,6 +145,7 @@ async def generate(request: Request, session_id: str) -> Response:
 async def _stream(
     services: Services, session_id: str, work: GenerateWork, body: RequestBody, record: RequestRecord, outlet: Outlet
 ) -> None:
+    # Bounded by what may be drawn: a client that does not read does not hold the drawing up.
     pieces: asyncio.Queue[TextPiece | None] = asyncio.Queue()
     events = EventWriter(outlet, ping_seconds=services.settings.ping_seconds)
 

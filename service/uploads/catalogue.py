@@ -11,6 +11,7 @@ from typing import TypeVar, final
 from dist_attn.errors import StorageError
 from dist_attn.settings import FileSettings
 from dist_attn.store.records import BufferedTransaction, Records
+from dist_attn.store.secret import secret_of
 from service.errors import Code, NotFound, ServiceError, TooLarge
 from service.uploads.books import Books
 from service.uploads.byte_files import NO_RETRY, ByteFolder
@@ -51,15 +52,7 @@ class Catalogue:
 
         Raises: StorageError.
         """
-
-        async def settle(transaction: BufferedTransaction) -> bytes:
-            known = await transaction.get("secret")
-            if known is None:
-                known = secrets.token_bytes(32)
-                transaction.put("secret", known)
-            return known
-
-        return Catalogue(records, await records.transact(settle), limits, folder, clock)
+        return Catalogue(records, await secret_of(records), limits, folder, clock)
 
     def tenant(self, caller: str) -> str:
         """A caller as it stands in keys."""
