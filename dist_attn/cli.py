@@ -4,20 +4,17 @@ Commands import what they need when they run, so `dist-attn --help` and `serve` 
 Bad input ends with exit code 2 and one line on stderr; an engine failure with exit code 1 and one line.
 """
 
-import contextlib
 import json
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from dist_attn.errors import CommError, DistAttnError, InputError
-from dist_attn.launchers import is_first_rank, read_launch
+from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
 
 __all__ = ["app", "main"]
 
@@ -56,6 +53,7 @@ StateExchange = Annotated[
 Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
 Port = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)]
 DataDir = Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")]
+Url = Annotated[str | None, typer.Option(help="Let this service do it (a key goes into DIST_ATTN_API_KEY).")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
 
@@ -91,6 +89,8 @@ def main() -> None:
 
 
 def _run() -> object:
+    if not sys.stdout.isatty():
+        app.rich_markup_mode = configuration.rich_markup_mode = None  # help without boxes, for grep and files
     try:
         code = app(standalone_mode=False)
     except SystemExit as stop:
@@ -111,8 +111,11 @@ def _is_of_memory(error: Exception) -> bool:
 
 
 def _usage(error: Exception) -> str:
-    """What is wrong with the arguments, in click's words; none are needed where it has shown the help instead."""
-    words = getattr(error, "format_message", error.__str__)()
+    """What is wrong with the arguments, in click's words; none are needed where the help is shown instead."""
+    words = str(getattr(error, "format_message", error.__str__)())
+    if type(error).__name__ == "NoArgsIsHelpError":  # its words are the help; typer shows it itself on a terminal
+        print(words)
+        words = ""
     return words or "which command? They are listed above"
 
 
@@ -148,37 +151,29 @@ def encode(
     ] = False,
     exchange: StateExchange = "auto",
     model: Model = None,
+    url: Url = None,
 ) -> None:
-    """Encode a file into vectors; alone, or split over all ranks of torchrun or mpiexec.
+    """Encode a file into vectors; alone, split over all ranks of torchrun or mpiexec, or by a running service.
 
     Example: dist-attn encode book.txt --out book.npy
+
+    Example: dist-attn encode book.txt --out book.npy --url http://127.0.0.1:8000
     """
-    from dist_attn.checkpoints import load_reader_and_tokeniser
-    from dist_attn.comm import open_communicator
-    from dist_attn.engine.encode_file import encode_file
-    from dist_attn.engine.progress import byte_progress
-    from dist_attn.models import TextEncoder
-    from dist_attn.shipped import resolve_model_folder
-    from dist_attn.wire.row_choice import SequenceReading, choose_rows
+    from dist_attn.wire.row_choice import RowsAsked
 
-    folder = resolve_model_folder(model)
-    loaded, tokeniser = load_reader_and_tokeniser(folder)
-    reading = None
-    if isinstance(loaded, TextEncoder):
-        reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
-    spec = choose_rows(granularity, window, pooling, reading)
-    with _ended_in_order(), open_communicator() as comm:
-        # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
-        size = file.stat().st_size if os.path.isfile(file) else 0
-        with byte_progress("encoding", size, wanted=comm.rank == 0) as on_progress:
-            report = encode_file(
-                comm, loaded, tokeniser, file, out, spec,
-                deterministic=deterministic, exchange=exchange, on_progress=on_progress,
-            )  # fmt: skip
+    rows = RowsAsked(granularity, window, pooling, model)
+    with ended_in_order():
+        if url is None:
+            from dist_attn.engine.encode_here import encode_here
+
+            report = encode_here(file, out, rows, deterministic=deterministic, exchange=exchange)
+        else:
+            _leave_to_service(deterministic=deterministic, exchange=exchange != "auto")
+            from dist_attn.engine.remote import encode_remotely
+
+            report = encode_remotely(url, file, out, rows) if is_first_rank(os.environ) else None
     if report is not None:
-        from dataclasses import asdict
-
-        print(json.dumps({**asdict(report), "model": folder.name}))
+        print(json.dumps(report))
 
 
 @app.command()
@@ -194,15 +189,14 @@ def generate(
     length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6,
     model: Model = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
+    url: Url = None,
 ) -> None:
-    """Continue a text, token by token, from the recurrent state.
+    """Continue a text, token by token, from the recurrent state; here, or by a running service.
 
     Example: dist-attn generate --prompt "It was the best of times" --max-tokens 100
     """
     if not is_first_rank(os.environ):
         return  # one state, one stream of tokens: there is nothing to share
-    from dist_attn.generation.text import generate_text, search_text
-
     if (prompt is None) == (prompt_file is None):
         raise InputError("give either --prompt TEXT or --prompt-file FILE")
     data = _read(prompt_file) if prompt_file is not None else (prompt or "").encode(errors="surrogateescape")
@@ -214,10 +208,19 @@ def generate(
         if not as_json:
             print(text, end="", flush=True)
 
-    if beams:
+    if url is not None:
+        _leave_to_service(beams=beams > 0)
+        from dist_attn.engine.remote import generate_remotely
+
+        result = generate_remotely(url, data, spec, model=model, on_text=show)
+    elif beams:
+        from dist_attn.generation.text import search_text
+
         result = search_text(model, data, width=beams, max_tokens=max_tokens, penalty=length_penalty)
         show(result["text"])
     else:
+        from dist_attn.generation.text import generate_text
+
         result = generate_text(model, data, spec, on_text=show)
     print(json.dumps(result) if as_json else "")
 
@@ -254,34 +257,14 @@ def train(
 
     Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
     """
-    from dist_attn.comm import open_communicator
-    from dist_attn.engine.progress import training_progress
-    from dist_attn.training import train as run_training
+    from dist_attn.engine.train_here import train_here
     from dist_attn.training.config import read_config
-    from dist_attn.training.stopping import stop_on_signals
 
     settings = read_config(config, set_ or ())
-    with (
-        _ended_in_order(),
-        open_communicator(timeout_s=settings.run.wait_seconds) as comm,
-        training_progress(settings.run.steps, wanted=comm.rank == 0) as shown,
-        stop_on_signals() as stop,
-    ):
-        last = run_training(
-            settings,
-            resume=resume,
-            report=shown.report,
-            progress=shown.reading,
-            tell=shown.tell,
-            stop=stop,
-            comm=comm,
-        )
-    if last.get("stopped"):
-        name = "a signal on another rank" if stop.signal is None else stop.signal.name
-        said = (
-            f"stopped by {name} after step {last['step']} of {settings.run.steps}, which is saved: go on with --resume"
-        )
-        raise typer.Exit(_complain(said, 128 + (stop.signal or signal.SIGTERM)))
+    with ended_in_order():
+        said, code = train_here(settings, resume=resume)
+    if said:
+        raise typer.Exit(_complain(said, code))
 
 
 @app.command()
@@ -405,17 +388,41 @@ def plan(
     backend: Annotated[Literal["gloo", "mpi"], typer.Option(help="What carries the bytes between ranks.")] = "gloo",
     exchange: StateExchange = "auto",
     as_json: AsJson = False,
+    url: Url = None,
 ) -> None:
-    """What a document will cost: memory, bytes between ranks, time, output.
+    """What a document will cost: memory, bytes between ranks, time, output; here, or of a running service now.
 
     Example: dist-attn plan --tokens 2M --ranks 4 --measure
     """
+    if url is not None:
+        here = {"gflops": gflops is not None, "measure": measure, "backend": backend != "gloo"}
+        _leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", **here)
+        from dist_attn.engine.remote import plan_remotely
+
+        return plan_remotely(url, tokens, model=model, as_json=as_json)
     from dist_attn.engine.plan import plan as print_plan
 
     print_plan(
         tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
         measure=measure, backend=backend, exchange=exchange,
     )  # fmt: skip
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="The service.")] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Look once, in place of every second.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ranks, queue, sessions and speed of a running service, live; names and values with tabs where no terminal is.
+
+    Example: dist-attn top --url http://127.0.0.1:8000
+
+    Example: dist-attn top --once | grep tokens_per_second
+    """
+    from dist_attn.engine.top import top as show
+
+    show(url, once=once, as_json=as_json)
 
 
 @app.command()
@@ -479,14 +486,10 @@ def bench(
     raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
 
 
-@contextlib.contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Let SIGTERM, which launchers send to all ranks when one fails, unwind the work as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _leave_to_service(**given: bool) -> None:
+    """Raises: InputError for flags that say how it is done here."""
+    for name in (name for name, is_given in given.items() if is_given):
+        raise InputError(f"--{name} and --url were given; how a service does its work is its own choice: leave one out")
 
 
 def _read(file: Path) -> bytes:

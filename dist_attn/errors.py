@@ -18,6 +18,7 @@
     ├── EngineError                   the rank group failed while it held work
     ├── StorageError                  a file could not be written, as on a full disk
     │   └── QuotaError                a caller's share of the store is used up
+    ├── ClientError                   a call to a service came to something else than success; see client/errors.py
     └── MissingExtraError             an optional dependency is needed; says which `pip install` gives it
 
 A message says what was given, what was needed and what to do about it.
@@ -25,6 +26,7 @@ A message says what was given, what was needed and what to do about it.
 
 __all__ = [
     "BusyError",
+    "ClientError",
     "CommError",
     "ConfigError",
     "ConflictError",
@@ -125,6 +127,10 @@ class StorageError(DistAttnError):
 
 class QuotaError(StorageError):
     """A caller's share of the store is used up."""
+
+
+class ClientError(DistAttnError):
+    """A call to a service came to something else than success; `client/errors.py` has its kinds."""
 
 
 class MissingExtraError(DistAttnError):

@@ -2,8 +2,8 @@
 
 | map | kernel it estimates (w ~ N(0, I)) | sign of phi | unbiased |
 |---|---|---|---|
-| gaussian | exp(-|x - y|^2 / 2) | any | yes; variance (1 - exp(-|x - y|^2))^2 / (2 D) |
-| arc_cosine | |x| |y| (sin t + (pi - t) cos t) / (2 pi), t the angle | >= 0 | yes |
+| gaussian | exp(-norm(x - y)^2 / 2) | any | yes; variance (1 - exp(-norm(x - y)^2))^2 / (2 D) |
+| arc_cosine | norm(x) norm(y) (sin t + (pi - t) cos t) / (2 pi), t the angle | >= 0 | yes |
 | elu_plus_one | none: a fixed positive map | > 0 | - |
 | positive | exp(x.y) | > 0 | yes |
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.feature_map import FusedForm
 
 __all__ = [
     "ArcCosine",
@@ -133,6 +134,10 @@ class Gaussian:
         (w_HDK,) = tensors
         return Gaussian(w_HDK, self.unit_norm)
 
+    def fused_form(self) -> FusedForm:
+        """How GPU kernels make these features."""
+        return FusedForm("gaussian", self.unit_norm)
+
 
 @dataclass(frozen=True, eq=False)
 class ArcCosine:
@@ -150,6 +155,10 @@ class ArcCosine:
     def with_tensors(self, *tensors: torch.Tensor) -> "ArcCosine":
         (w_HDK,) = tensors
         return ArcCosine(w_HDK, self.unit_norm)
+
+    def fused_form(self) -> FusedForm:
+        """How GPU kernels make these features."""
+        return FusedForm("arc_cosine", self.unit_norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,3 +208,7 @@ class EluPlusOne:
 
     def with_tensors(self, *tensors: torch.Tensor) -> "EluPlusOne":
         return self
+
+    def fused_form(self) -> FusedForm:
+        """How GPU kernels make these features."""
+        return FusedForm("elu")

@@ -1,16 +1,19 @@
-"""Launchers of ranks: what torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process, and where mpiexec is."""
+"""Launchers of ranks: what torchrun and mpiexec (MPICH, Open MPI, PMIx) tell a process, how they end it, and
+where mpiexec is."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["Launch", "find_mpiexec", "is_first_rank", "lacks_for_mpi", "read_launch"]
+__all__ = ["Launch", "ended_in_order", "find_mpiexec", "is_first_rank", "lacks_for_mpi", "read_launch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +72,13 @@ def _number(environ: Mapping[str, str], name: str, lowest: int, what: str) -> in
     if not text.isdecimal() or int(text) < lowest:
         raise ConfigError(f"{name} is {text!r}; it must be {what}")
     return int(text)
+
+
+@contextlib.contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Let SIGTERM, which launchers send to all ranks when one fails, unwind the work as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -8,6 +8,8 @@
     [files]    where files that clients upload are kept, and how much of them
     [engine]   the ranks, and what the controller takes on
     [store]    where states of sessions are kept, and how much of them
+    [prefixes] whether states of prompts are kept there too, so that the same beginning is read once
+    [tracing]  where spans of OpenTelemetry are sent
     [jobs]     work that outlives its connection, and when work becomes that
 
 In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the tree is refused, wherever it stands.
@@ -32,6 +34,7 @@ __all__ = [
     "HttpSettings",
     "JobSettings",
     "LimitSettings",
+    "PrefixSettings",
     "Resolved",
     "Settings",
     "StoreSettings",
@@ -44,6 +47,7 @@ __all__ = [
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 PREFIX = "DIST_ATTN_"
 CONFIG_VARIABLE = "DIST_ATTN_CONFIG"
+CLIENT_VARIABLES = {"DIST_ATTN_API_KEY"}  # what commands with --url send; no setting of a service
 # Kubernetes puts such names into every container beside a Service that is called dist-attn-something.
 _SERVICE_LINK = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT(_\d+_(TCP|UDP)(_[A-Z]+)?)?)")
 
@@ -110,6 +114,9 @@ class WorkSettings(_Section):
     threads: Number = Field(default=2, description="threads that tokenise and format rows")
     piece_bytes: int = Field(default=64 * KIB, gt=64, description="bytes tokenised at a time")
     message_tokens: Number = Field(default=16_384, description="tokens per message to the controller")
+    resend_bytes: int = Field(
+        default=16 * MIB, ge=0, description="tokens kept of all open requests, for a controller that is started again"
+    )
     inbox_soft_bytes: Bytes = Field(default=16 * MIB, description="rows waiting to be written: stop feeding")
     inbox_hard_bytes: Bytes = Field(default=256 * MIB, description="rows waiting to be written: give up")
     checkpoint_tokens: Number = Field(default=65_536, description="tokens of an append between two stored states")
@@ -153,6 +160,7 @@ class FileSettings(_Section):
     all_bytes: Bytes = Field(default=64 * GIB, description="of all callers")
     upload_s: Seconds = Field(default=86_400.0, description="an upload ends so long after it began or went on")
     file_s: float = Field(default=30 * 86_400.0, ge=0, description="a file without an end of its own; 0: for ever")
+    feed_ahead_bytes: Bytes = Field(default=64 * MIB, description="an upload may be so far ahead of what it feeds")
     sync_bytes: Bytes = Field(default=32 * MIB, description="a power cut costs a stream at most so much")
     upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
 
@@ -203,6 +211,9 @@ class EngineSettings(_Section):
     stall_limit_s: Seconds = 20.0
     exchange_deadline_s: Seconds = 30.0
     silence_deadline_s: Seconds = 10.0
+    drain_s: float = Field(
+        default=0.0, ge=0, description="for open requests to finish when the controller is asked to stop"
+    )
     stop_deadline_s: Seconds = 5.0
     backoff_s: Seconds = 0.25
     backoff_max_s: Seconds = 15.0
@@ -236,6 +247,19 @@ class StoreSettings(_Section):
     upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
 
 
+class PrefixSettings(_Section):
+    """Whether completions go on from stored states of the beginnings of their prompts. Units: `*_s` in seconds.
+
+    How many are kept, and for how long, is the store's: `store.tenant_prefixes` and its bytes, least used first.
+    """
+
+    reuse: bool = Field(default=True, description="keep states of prompts, and begin with them")
+    min_tokens: Number = Field(default=512, description="shorter beginnings are neither kept nor looked for")
+    wait_s: Seconds = Field(default=1.0, description="a state that is not there by then: the prompt is read anew")
+    keep_s: Seconds = Field(default=60.0, description="a state that is not kept by then is let go")
+    at_once: Number = Field(default=4, description="states that one API process puts into the store at a time")
+
+
 class JobSettings(_Section):
     """Work that outlives its connection. Units: `*_bytes` in bytes, `*_s` in seconds.
 
@@ -255,6 +279,15 @@ class JobSettings(_Section):
     when_busy: Literal["refuse", "job"] = Field(default="refuse", description="then, where the client does not say")
 
 
+class TracingSettings(_Section):
+    """Spans of OpenTelemetry (extra `otel`): off without an endpoint."""
+
+    endpoint: str = Field(default="", description="where spans go, by OTLP over HTTP: http://HOST:4318/v1/traces")
+    sample: float = Field(
+        default=1.0, ge=0, le=1, description="the part of requests that is traced, unless the caller says"
+    )
+
+
 class Settings(_Section):
     """The whole tree."""
 
@@ -268,6 +301,8 @@ class Settings(_Section):
     files: FileSettings = FileSettings()
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()
+    prefixes: PrefixSettings = PrefixSettings()
+    tracing: TracingSettings = TracingSettings()
     jobs: JobSettings = JobSettings()
 
 
@@ -351,7 +386,7 @@ def _from_file(path: Path) -> _Source:
 def _from_environment(environment: Mapping[str, str]) -> _Source:
     found: _Source = {}
     for name, value in environment.items():
-        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE:
+        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE or name in CLIENT_VARIABLES:
             continue
         key = name.removeprefix(PREFIX).lower().replace("__", ".")
         if key not in settings_keys() and _SERVICE_LINK.fullmatch(name):

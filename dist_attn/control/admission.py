@@ -1,6 +1,7 @@
 """What a request asks that the loaded model cannot do: found before it can hurt a rank."""
 
-from dist_attn.wire.messages import RankHello, RowSpec, SamplingSpec
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import RankHello
 from dist_attn.wire.row_choice import MODEL_POOLING
 
 __all__ = ["misfit"]

@@ -29,10 +29,8 @@ from dist_attn.wire.agent_messages import (
     WatchRanks,
 )
 from dist_attn.wire.curve import ClientKeys
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
-    Ping,
-)
+from dist_attn.wire.messages import PROTOCOL_VERSION
+from dist_attn.wire.rank_messages import Ping
 from dist_attn.wire.sockets import Dealer
 
 __all__ = ["run_agent"]

@@ -21,23 +21,13 @@ from dist_attn.wire.agent_messages import (
     RankExited,
     StopAgent,
 )
-from dist_attn.wire.messages import (
-    AnyMessage,
-    Draws,
-    GetStatus,
-    Heartbeat,
-    Ping,
-    RankFailed,
-    RankHello,
-    Shutdown,
-    StatePart,
-    Status,
-    StepDone,
-)
+from dist_attn.wire.messages import AnyMessage, GetStatus, Status
+from dist_attn.wire.rank_messages import Draws, Heartbeat, Ping, RankFailed, RankHello, Shutdown, StatePart, StepDone
 from dist_attn.wire.sockets import Sent
 
 __all__ = ["Controller", "Port"]
 
+STOPPING = "the engine is stopping; send the request again later"
 HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ranks' fault
 
 log = structlog.get_logger("dist_attn.control")
@@ -76,6 +66,7 @@ class Controller:
         self._group = RankGroup(settings, self, engine)
         self._steps = StepBook(settings.ranks, pace=self._desk.pace)
         self._guards = GuardTally()
+        self._draining = False
         self._lost_groups = 0
         self._replayed_tokens = 0
 
@@ -156,7 +147,7 @@ class Controller:
             self._guards.add(done.guards)
         self._take_draws(done)
         for saved in done.saved:
-            self._desk.take_saved(saved)
+            self._desk.standing.take_saved(saved)
         self._group.ranks[done.rank].finished(done.k, now)
 
     def _take_draws(self, message: Draws | StepDone) -> None:
@@ -246,8 +237,8 @@ class Controller:
         model, group, sessions = self._desk.model, self._group, self._desk.sessions.values()
         active = sum(session.opened or session.dispatched > 0 for session in sessions)
         return Status(
-            ready=group.running,
-            reason=group.reason(now),
+            ready=group.running and not self._draining,
+            reason=STOPPING if self._draining else group.reason(now),
             model=model.model if model else self._settings.model,
             hidden_size=model.hidden_size if model else 0,
             vocab_size=model.vocab_size if model else 0,
@@ -264,11 +255,16 @@ class Controller:
             manifest=model.manifest if model else None,
         )
 
+    def drain(self) -> None:
+        """No new requests; those that are open may finish."""
+        self._draining = True
+        self._desk.drain(STOPPING)
+
     def stop(self, now: float) -> None:
         """The engine ends: open requests fail and the ranks finish; `stopped` tells when nothing of them is left."""
         self._now = now
         self._group.stop()
-        self._desk.stop("the engine is stopping; send the request again later")
+        self._desk.stop(STOPPING)
         for rank in self._group.ranks:
             self._port.to_engine(self._rank(rank), Shutdown(self._group.epoch))
 

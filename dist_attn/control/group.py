@@ -23,14 +23,8 @@ from dist_attn.wire.agent_messages import (
     GroupStarted,
     RankExited,
 )
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
-    AnyMessage,
-    Heartbeat,
-    RankFailed,
-    RankHello,
-    RankStatus,
-)
+from dist_attn.wire.messages import PROTOCOL_VERSION, AnyMessage, RankStatus
+from dist_attn.wire.rank_messages import Heartbeat, RankFailed, RankHello
 
 __all__ = ["Outlet", "Phase", "RankGroup"]
 

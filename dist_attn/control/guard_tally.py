@@ -2,7 +2,7 @@
 
 from itertools import zip_longest
 
-from dist_attn.wire.messages import GuardCounts
+from dist_attn.wire.rank_messages import GuardCounts
 
 __all__ = ["GuardTally"]
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import zmq
 
 from dist_attn.control.identities import beat_identity
+from dist_attn.control.logs import say
 from dist_attn.errors import WireError
 from dist_attn.wire.curve import ClientKeys
-from dist_attn.wire.messages import Heartbeat
+from dist_attn.wire.rank_messages import Heartbeat
 from dist_attn.wire.sockets import Dealer
 
 __all__ = ["HeartbeatThread", "Pulse"]
@@ -46,7 +47,7 @@ def peak_rss_bytes() -> int:
 
 def leave(reason: str) -> None:
     """End the process at once, from any thread: the main one may be inside a call that never returns."""
-    print(f"rank exits: {reason}", file=sys.stderr, flush=True)
+    say(f"rank exits: {reason}", sys.stderr)
     os._exit(EXIT_CODE_SILENCE)
 
 

@@ -49,7 +49,7 @@ class EngineHandle:
         if self.process.poll() is None:
             self.process.terminate()
         try:
-            code = self.process.wait(self.settings.stop_deadline_s + STOP_MARGIN_S)
+            code = self.process.wait(self.settings.drain_s + self.settings.stop_deadline_s + STOP_MARGIN_S)
         except subprocess.TimeoutExpired:
             # Its agent and ranks are tied to it and die with it.
             self.process.kill()

@@ -2,11 +2,11 @@
 
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
-__all__ = ["configure_logs"]
+__all__ = ["configure_logs", "say"]
 
 
 def configure_logs(process: str, level: str) -> None:
@@ -22,7 +22,14 @@ def configure_logs(process: str, level: str) -> None:
             *render,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(process=process)
+
+
+def say(line: str, stream: TextIO | None = None) -> None:
+    """Write a line, on stdout unless told otherwise, in one piece: other processes write to the same pipe."""
+    stream = sys.stdout if stream is None else stream
+    stream.write(f"{line}\n")
+    stream.flush()

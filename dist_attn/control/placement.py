@@ -5,7 +5,7 @@ import structlog
 from dist_attn.control.roster import KnownAgent, Roster
 from dist_attn.control.settings import ControlSettings
 from dist_attn.wire.agent_messages import GroupStarted, HostShare, KillGroup, StartGroup, WatchRanks
-from dist_attn.wire.messages import Ping
+from dist_attn.wire.rank_messages import Ping
 
 __all__ = ["Placement", "shares_of"]
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import structlog
 
 from dist_attn.wire.agent_messages import AgentHello
-from dist_attn.wire.messages import AnyMessage, Ping
+from dist_attn.wire.messages import AnyMessage
+from dist_attn.wire.rank_messages import Ping
 
 __all__ = ["KnownAgent", "Roster", "unreachable"]
 

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.errors import WireError
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
 
 __all__ = ["GRAIN", "RowAssembler", "RowBatch", "piece_edges", "row_length", "sequence_length"]
 

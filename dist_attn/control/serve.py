@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_attn.control.launch import EngineHandle, start_engine
+from dist_attn.control.logs import say
 from dist_attn.control.preflight import check_before_start
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import engine_fields
@@ -45,11 +46,11 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     with start_engine(**{**engine_fields(settings), "model": str(folder)}) as engine:
-        print(f"controller listens on {engine.api_address} for the API", flush=True)
+        say(f"controller listens on {engine.api_address} for the API")
         if engine.settings.rank_address:
-            print(f"controller listens on {engine.settings.rank_address} for agent and ranks", flush=True)
+            say(f"controller listens on {engine.settings.rank_address} for agent and ranks")
         if engine.settings.starts_by != "direct":
-            print(f"{settings.engine.ranks} ranks meet on ports that the system picks; see docs/deploy.md", flush=True)
+            say(f"{settings.engine.ranks} ranks meet on ports that the system picks; see docs/how-to/secure.md")
         api = _start_api(engine, config, settings, folder)
         try:
             return _watch(engine, api, stopped)
@@ -83,11 +84,11 @@ def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threadin
         if code is None:
             continue
         deaths.append(time.monotonic())
-        print(f"dist-attn: the controller ended with exit code {code}; see above", file=sys.stderr, flush=True)
+        say(f"dist-attn: the controller ended with exit code {code}; see above", sys.stderr)
         if len(deaths) == DEATHS_TO_END and deaths[-1] - deaths[0] < DEATHS_WITHIN_S:
             return code or 1
         engine.restart()
-        print("dist-attn: a new controller is started", file=sys.stderr, flush=True)
+        say("dist-attn: a new controller is started", sys.stderr)
     return 0
 
 

@@ -18,6 +18,7 @@ import zmq
 
 from dist_attn.control.controller import Controller
 from dist_attn.control.identities import agent_identity
+from dist_attn.control.logs import say
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
@@ -62,7 +63,7 @@ def run_controller(settings: ControlSettings) -> int:
             states = StateFiles(Path(settings.data_dir) / "states")
             try:
                 server = _Server(settings, rank_address, api, engine, states)
-                print(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}", flush=True)
+                say(f"dist-attn controller (pid {os.getpid()}) listens on {settings.api_address}")
                 return server.run()
             finally:
                 states.close()
@@ -101,6 +102,7 @@ class _Server:
         self._agent_due = 0.0
         self._agent_started = 0.0
         self._stop = ""
+        self._hurried = False
 
     # ---- Port ----------------------------------------------------------------------------------
 
@@ -127,6 +129,7 @@ class _Server:
                 if parent_is_gone(self._settings.parent):
                     self._stop = "its parent is gone"
             log.info("controller stops", reason=self._stop)
+            self._drain()
             self._finish()
         finally:
             if self._agent is not None and self._agent.poll() is None:
@@ -136,7 +139,18 @@ class _Server:
         return 0
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._hurried = bool(self._stop)  # asked a second time
         self._stop = f"signal {signal.Signals(number).name}"
+
+    def _drain(self) -> None:
+        """Let open requests finish, unless nobody is left to wait for them or the stop is asked for again."""
+        deadline = time.monotonic() + self._settings.drain_s
+        self._controller.drain()
+        while not self._controller.idle and not self._hurried and time.monotonic() < deadline:
+            if parent_is_gone(self._settings.parent):
+                return
+            self._keep_agent()
+            self._turn(TURN_S)
 
     def _keep_agent(self) -> None:
         """Start this machine's agent, and again when it has ended or, while it is needed, does not answer."""

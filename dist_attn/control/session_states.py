@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass, field
 
-from dist_attn.wire.messages import SavedState
+from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.snapshot import SnapshotParser
 
 __all__ = ["Arrival", "Offer", "Offers", "Saves"]

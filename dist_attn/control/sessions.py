@@ -7,7 +7,9 @@ from dist_attn.control.rows import GRAIN, RowAssembler, row_length, sequence_len
 from dist_attn.control.scheduler import SessionView
 from dist_attn.control.session_states import Arrival, Offers, Saves
 from dist_attn.control.token_queue import TokenQueue
-from dist_attn.wire.messages import OpenSession, RowSpec, SamplingSpec, SavedState
+from dist_attn.wire.messages import OpenCompletion, OpenEncoding, RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import SavedState
+from dist_attn.wire.session_messages import BeginState, OpenSession
 from dist_attn.wire.terms import Terms
 
 __all__ = ["Session"]
@@ -30,7 +32,9 @@ class Session:
     rows: RowSpec | None = None
     sampling: SamplingSpec | None = None
     work: OpenSession | None = None
+    begin: BeginState | None = None  # the stored state that it begins with
     every: int = 0  # states are handed out at multiples of it; 0: only at the end
+    states_at: tuple[int, ...] = ()  # where a completion hands out states of its prompt
 
     queue: TokenQueue = field(default_factory=TokenQueue)
     received: int = 0
@@ -69,13 +73,22 @@ class Session:
     read: int = 0  # every rank has answered for the text up to here
 
     @staticmethod
-    def of_work(number: int, peer: bytes, now: float, work: OpenSession, chunk: int) -> "Session":
-        """A stored session that is gone on with; blocks end at multiples of `chunk`."""
-        at = work.begin.position if work.begin else 0
-        session = Session(number, peer, work.request_id, now, work.rows, work.sampling, work, heard_at=now)
-        session.every = -(-work.checkpoint_tokens // chunk) * chunk
+    def opened_by(
+        message: OpenEncoding | OpenCompletion | OpenSession, number: int, peer: bytes, now: float, chunk: int
+    ) -> "Session":
+        """A new request; blocks end at multiples of `chunk`."""
+        session = Session(number, peer, message.request_id, now, heard_at=now, queued_at=now, terms=message.terms)
+        if not isinstance(message, OpenCompletion):
+            session.rows = message.rows
+        if not isinstance(message, OpenEncoding):
+            session.sampling, session.begin = message.sampling, message.begin
+        if isinstance(message, OpenSession):
+            session.work, session.every = message, -(-message.checkpoint_tokens // chunk) * chunk
+        elif isinstance(message, OpenCompletion):
+            session.states_at = message.states_at
+        at = session.begin.position if session.begin else 0
         session.received = session.dispatched = session.credit = session.read = at
-        session.journal = Journal(position=at, unfed=0)
+        session.journal = Journal(position=at, unfed=0 if session.work is not None else 1)
         session.best = session.saved_at = (at, 0)
         return session
 
@@ -118,13 +131,21 @@ class Session:
     @property
     def restored(self) -> bool:
         """Whether the state that it begins with is here."""
-        return self.work is None or self.work.begin is None or self.saved is not None
+        return self.begin is None or self.saved is not None
+
+    @property
+    def has_states(self) -> bool:
+        """Whether states travel between it and its API process."""
+        return self.work is not None or self.begin is not None or bool(self.states_at)
 
     @property
     def awaits_save(self) -> bool:
-        """Whether a stored session stands now where its state shall be handed out, as far as the ranks have orders."""
-        if self.work is None or self.ended or self.draining or not self.opened:
+        """Whether it stands now where its state shall be handed out, as far as the ranks have orders."""
+        if self.ended or self.draining or not self.opened:
             return False
+        if self.work is None:
+            here = (self.dispatched, self.draws_asked)
+            return self.dispatched in self.states_at and not self.draws_asked and here != self.saved_at
         if self.prefilled and not self.may_draw:
             return not self.end_asked
         at = self.dispatched + self.draws_asked
@@ -135,6 +156,12 @@ class Session:
         """Whether the last saved state of a stored session is the one at its end."""
         end = self.received + self.draws
         return self.final and self.draws >= self.most_draws and self.saved is not None and self.saved.position == end
+
+    def hands_out(self, saved: SavedState) -> bool:
+        """Whether a state that was saved on the way was asked for by the API, and not for a loss alone."""
+        if self.work is None:
+            return saved.snapshot and saved.position in self.states_at
+        return bool(self.every) and saved.position % self.every == 0
 
     def text_position(self, saved: SavedState) -> int:
         """How much of the input is in a saved state."""
@@ -222,7 +249,9 @@ class Session:
         if self.sampling is not None:
             ready = self.prefilled and self.may_draw
             available = 0 if self.prefilled else max(0, len(self.queue) - 1)
-            return replace(common, available=available, ready=ready, owner=self.owner)
+            # As those of sessions, states that are kept for others always come of the same blocks.
+            overdue = common.overdue and not self.has_states
+            return replace(common, available=available, ready=ready, owner=self.owner, overdue=overdue)
         assert self.rows is not None
         length = row_length(self.rows)
         # No block ends at a row inside a sequence; sequences need no other rank, so short texts go around.

@@ -80,6 +80,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stall_limit_s: float = 20.0  # without progress inside a step
     exchange_deadline_s: float = 30.0  # of every exchange between ranks
     silence_deadline_s: float = 10.0  # ranks and agents exit when they hear nothing for this long
+    drain_s: float = 0.0  # for open requests to finish when it is asked to stop; then the next controller has them
     stop_deadline_s: float = 5.0
 
     # after a failure
@@ -126,8 +127,10 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             lowest = 0 if name == "parent" else 1
             if kind is int and getattr(self, name) < lowest:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be {lowest} or more")
-            if kind is float and not getattr(self, name) > 0:
+            if kind is float and not getattr(self, name) > 0 and name != "drain_s":
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be more than 0")
+        if self.drain_s < 0:
+            raise ConfigError(f"drain_s is {self.drain_s:g}; it must be 0 (hand over at once) or more")
 
     @property
     def starts_by(self) -> Literal["direct", "torchrun", "mpiexec"]:

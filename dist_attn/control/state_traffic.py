@@ -11,7 +11,8 @@ from dist_attn.control.sessions import Session
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.manifest import report_restore, require_same_model
-from dist_attn.wire.messages import AnyMessage, RankHello, SavedState
+from dist_attn.wire.messages import AnyMessage
+from dist_attn.wire.rank_messages import RankHello, SavedState
 from dist_attn.wire.session_messages import Checkpoint, Restored, StateCredit, StatePiece
 from dist_attn.wire.snapshot import SnapshotParser, largest_snapshot
 
@@ -43,18 +44,18 @@ class StateTraffic:
 
     def expect(self, session: Session) -> bool:
         """Let the state come that the session begins with, once the model is known; whether it can have one."""
-        model, work = self._outlet.model, session.work
-        if model is None or work is None:
-            return work is None
+        model, begin = self._outlet.model, session.begin
+        if model is None or not session.has_states:
+            return not session.has_states
         if model.manifest is None or model.state_bytes is None:
             text = "sessions are not offered by this model: what it knows of a text is no state of one size"
             self._outlet.fail(session, "invalid_value", text)
             return False
-        if work.begin is None or session.arrival is not None or session.saved is not None:
+        if begin is None or session.arrival is not None or session.saved is not None:
             return True
         limit = largest_snapshot(model.state_bytes, model.vocab_size)
-        if not 0 < work.begin.num_bytes <= limit:
-            text = f"a state of {work.begin.num_bytes} bytes was announced; one of this model has up to {limit}"
+        if not 0 < begin.num_bytes <= limit:
+            text = f"a state of {begin.num_bytes} bytes was announced; one of this model has up to {limit}"
             self._outlet.fail(session, "invalid_state", text)
             return False
         session.arrival = Arrival(SnapshotParser(max_bytes=limit))
@@ -63,7 +64,7 @@ class StateTraffic:
 
     def take_piece(self, session: Session, piece: StatePiece) -> bool:
         """Take a piece; true when the state is whole now, and belongs to this model."""
-        arrival, begin = session.arrival, session.work.begin if session.work else None
+        arrival, begin = session.arrival, session.begin
         stop = piece.start + len(piece.data)
         if arrival is None or begin is None or piece.start != arrival.received or stop > arrival.credit:
             text = f"bytes [{piece.start}, {stop}) of a state came that were not due"
@@ -91,24 +92,26 @@ class StateTraffic:
 
         Raises: WireError, StateMismatchError, OSError.
         """
-        header, model, work = arrival.parser.finish().header, self._outlet.model, session.work
-        assert model is not None and model.manifest is not None and work is not None and work.begin is not None
+        header, model, begin = arrival.parser.finish().header, self._outlet.model, session.begin
+        assert model is not None and model.manifest is not None and begin is not None
         require_same_model(header.manifest.model, model.manifest.model)
-        if header.position != work.begin.position:
-            raise WireError(f"the state stands at {header.position}, and {work.begin.position} was announced")
-        if not self._states.begun(session.number):
-            raise OSError
-        session.arrival = None
-        session.saved = SavedState(session.number, header.position, 0, work.begin.num_bytes, snapshot=True)
+        if header.position != begin.position:
+            raise WireError(f"the state stands at {header.position}, and {begin.position} was announced")
         report = report_restore(
             header.manifest.computed, model.manifest.computed, header.position, storage=header.storage
         )
+        if session.work is None and not report.bit_exact:
+            raise StateMismatchError(f"a completion goes on only from a state that changes no bit: {report.reason}")
+        if not self._states.begun(session.number):
+            raise OSError
+        session.arrival = None
+        session.saved = SavedState(session.number, header.position, 0, begin.num_bytes, snapshot=True)
         self._outlet.post(session.peer, Restored(session.request_id, report))
         return True
 
     def _grant(self, session: Session, arrival: Arrival) -> None:
-        assert session.work is not None and session.work.begin is not None
-        begin = session.work.begin
+        begin = session.begin
+        assert begin is not None
         upto = min(begin.num_bytes, arrival.received + WINDOW_BYTES)
         if upto > arrival.credit and (upto == begin.num_bytes or upto - arrival.credit >= WINDOW_BYTES // 2):
             arrival.credit = upto
@@ -123,6 +126,8 @@ class StateTraffic:
         if saved.position <= offers.position:
             return
         if not self._states.offer(session.number, saved.ordinal):
+            if session.work is None:
+                return  # a completion does without it
             self._outlet.fail(session, "engine_failed", "a state could not be written to the controller's disk")
             return
         offers.position = saved.position
@@ -135,6 +140,13 @@ class StateTraffic:
         saved = session.offers.waiting[0].saved
         self._outlet.post(session.peer, Checkpoint(session.request_id, saved.position, saved.draws, saved.num_bytes))
 
+    def give_up(self, session: Session) -> None:
+        """Hand out no more states of a completion."""
+        for offer in session.offers.waiting:
+            self._states.end_offer(session.number, offer.saved.ordinal)
+        session.offers.waiting.clear()
+        session.states_at = ()
+
     def take_credit(self, session: Session, credit: StateCredit, now: float) -> None:
         """The reader of the state that was announced takes more of it."""
         waiting = session.offers.waiting
@@ -146,6 +158,9 @@ class StateTraffic:
         while offer.sent < offer.credit:
             count = min(PIECE_BYTES, offer.credit - offer.sent)
             data = self._states.offered(session.number, offer.saved.ordinal, offer.sent, count)
+            if len(data) != count and session.work is None:
+                self.give_up(session)
+                return
             if len(data) != count:
                 self._outlet.fail(session, "engine_failed", "a saved state cannot be read any more")
                 return

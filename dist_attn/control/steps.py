@@ -9,8 +9,8 @@ from dist_attn.control.pace import Pace
 from dist_attn.control.scheduler import Block, Plan
 from dist_attn.control.sessions import Session
 from dist_attn.errors import WireError
-from dist_attn.wire.messages import (
-    AnyMessage,
+from dist_attn.wire.messages import AnyMessage
+from dist_attn.wire.rank_messages import (
     CloseOp,
     DecodeEntry,
     DecodeOp,

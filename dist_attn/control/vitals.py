@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from dist_attn.wire.agent_messages import (
     GroupExited,
 )
-from dist_attn.wire.messages import (
-    Heartbeat,
-    RankHello,
-    RankStatus,
-)
+from dist_attn.wire.messages import RankStatus
+from dist_attn.wire.rank_messages import Heartbeat, RankHello
 
 __all__ = ["RankVitals", "name_culprit", "name_ending"]
 

@@ -12,7 +12,8 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
 
 __all__ = ["BlockReader", "SequenceReader", "StreamReader", "WholeReader"]
 

@@ -14,7 +14,8 @@ from dist_attn.errors import EngineError
 from dist_attn.generation import generator_for, sample, token_logprobs
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import current_watch
-from dist_attn.wire.messages import DecodeEntry, Drawn, SamplingSpec, SessionFault
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, Drawn, SessionFault
 
 __all__ = ["SLOTS", "DecodeSlots"]
 

@@ -9,7 +9,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.engine.block_readers import BlockReader
-from dist_attn.wire.messages import RowPieces
+from dist_attn.wire.rank_messages import RowPieces
 
 __all__ = ["EncodedBlock", "Seconds", "encode_blocks"]
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import resource
 import select
 import sys
@@ -19,13 +18,15 @@ from dist_attn.comm import Communicator
 from dist_attn.control.rows import GRAIN, RowAssembler, RowBatch
 from dist_attn.engine.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
 from dist_attn.engine.encode_blocks import Seconds, encode_blocks
+from dist_attn.engine.row_file import RowFile, row_file
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.ops.denormals import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import Algorithm
 from dist_attn.text import Tokeniser
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -140,7 +141,7 @@ def _open_together(
     if comm.rank == 0:
         try:
             text = stack.enter_context(_open_text(source))
-            writer = stack.enter_context(_row_writer(target, source, reader.dim, spec))
+            writer = _RowWriter(stack.enter_context(row_file(target, source)), reader.dim, spec)
             blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress)
         except InputError as error:
             problem = str(error)
@@ -201,58 +202,27 @@ def _token_blocks(
             return
 
 
-@contextlib.contextmanager
-def _row_writer(target: Path, source: Path, dim: int, spec: RowSpec) -> Iterator["_RowWriter"]:
-    """A .npy file that grows beside its final name; nothing is left behind when it is not finished.
-
-    Raises: InputError when there is no folder to write it to, the name is not a file's, or it is that of the text.
-    """
-    try:
-        if target.exists() and not target.is_file():
-            # Renaming onto a device would replace it, /dev/null too.
-            raise InputError(f"{target} is a folder or a device; give the name of a file for the rows")
-        if target.exists() and target.samefile(source):
-            raise InputError(f"{target} is the text itself, which the rows would replace; give another name for them")
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
-        file = temporary.open("wb")
-    except OSError as error:
-        raise InputError(f"{target} cannot be written: {error.strerror}; its folder must exist") from None
-    try:
-        with file:
-            writer = _RowWriter(file, dim, spec)
-            yield writer
-        if writer.finished:
-            temporary.rename(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 class _RowWriter:
-    def __init__(self, file: IO[bytes], dim: int, spec: RowSpec) -> None:
-        self._file, self._dim = file, dim
+    """Pieces of rows, in whichever order ranks give them, into the file."""
+
+    def __init__(self, file: RowFile, dim: int, spec: RowSpec) -> None:
+        self._file = file
         self._assembler = RowAssembler(spec, dim)
-        self.rows = 0
-        self.finished = False
-        self._header()
+
+    @property
+    def rows(self) -> int:
+        return self._file.rows
 
     def add(self, pieces: RowPieces) -> None:
         self._write(self._assembler.add(pieces, None))
 
     def finish(self, total: int) -> None:
         self._write(self._assembler.finish(total))
-        self._file.seek(0)
-        self._header()
-        self.finished = True
+        self._file.finish()
 
     def _write(self, batches: list[RowBatch]) -> None:
         for batch in batches:
-            self._file.write(np.ascontiguousarray(batch.vectors, dtype="<f4").tobytes())
-            self.rows += len(batch.vectors)
-
-    def _header(self) -> None:
-        # numpy pads the header so that the first dimension can grow in place: the same length for any row count.
-        header = {"descr": "<f4", "fortran_order": False, "shape": (self.rows, self._dim)}
-        np.lib.format.write_array_header_1_0(self._file, header)
+            self._file.write(batch.vectors)
 
 
 def _peak_rss_mib() -> float:

@@ -30,7 +30,8 @@ from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.messages import (
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import (
     DecodeEntry,
     DecodeOp,
     Drawn,
@@ -38,8 +39,6 @@ from dist_attn.wire.messages import (
     OpenOp,
     PrefillOp,
     RowPieces,
-    RowSpec,
-    SamplingSpec,
     SavedState,
     SessionFault,
 )

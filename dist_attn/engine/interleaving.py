@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, final
 
-from dist_attn.wire.messages import DecodeOp, Drawn, Draws, PrefillOp, SessionFault, Step
+from dist_attn.wire.rank_messages import DecodeOp, Drawn, Draws, PrefillOp, SessionFault, Step
 
 __all__ = ["Decoder", "Decoding"]
 

@@ -23,7 +23,7 @@ CGROUP = Path("/sys/fs/cgroup")
 # What the service needs, by the names of pyproject.toml.
 LIBRARIES = (
     "torch", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "httptools", "pydantic",
-    "prometheus-client", "structlog", "typer", "rich", "scipy", "aiosqlite", "jinja2",
+    "prometheus-client", "structlog", "typer", "rich", "scipy", "aiosqlite", "jinja2", "httpx", "anyio",
 )  # fmt: skip
 # What each optional extra brings, and what for. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -34,6 +34,9 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "plot": (("matplotlib",), "pictures of training runs"),
     "tensorboard": (("tensorboard",), "training runs in TensorBoard"),
     "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),
+    "bench": (("matplotlib", "transformers", "performer-pytorch", "flash-linear-attention"), "peers of the benchmarks"),
+    "docs": (("mkdocs", "mkdocs-material", "mkdocstrings", "matplotlib"), "the documentation as a site"),
+    "browser": (("playwright",), "tests of the web page"),
 }
 
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 from rich.console import Console
@@ -16,19 +17,34 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-__all__ = ["TrainingProgress", "byte_progress", "training_progress"]
+__all__ = ["TrainingProgress", "byte_progress", "bytes_progress", "training_progress"]
 
 
 @contextlib.contextmanager
 def byte_progress(title: str, total: int, *, wanted: bool = True) -> Iterator[Callable[[int], None]]:
     """A function that takes the bytes done so far; it draws only if `wanted` and stderr is a terminal."""
+    with bytes_progress((title,), total, wanted=wanted) as (report,):
+        yield report
+
+
+@contextlib.contextmanager
+def bytes_progress(
+    titles: Sequence[str], total: int, *, wanted: bool = True
+) -> Iterator[Sequence[Callable[[int], None]]]:
+    """The same for several things that are done with the same bytes, a bar each."""
     if not wanted or not sys.stderr.isatty():
-        yield lambda _: None
+        yield [lambda _: None] * len(titles)
         return
-    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda done: progress.update(task, completed=done)
+        tasks = [progress.add_task(title, total=total) for title in titles]
+        yield [partial(_completed, progress, task) for task in tasks]
+
+
+def _completed(progress: Progress, task: TaskID, done: int) -> None:
+    progress.update(task, completed=done)
 
 
 class TrainingProgress(Protocol):

@@ -3,7 +3,8 @@
 import torch
 
 from dist_attn.control.rows import piece_edges
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
 
 __all__ = ["reduce_to_pieces"]
 

@@ -13,7 +13,8 @@ from dist_attn.errors import EngineError
 from dist_attn.models import TextEncoder
 from dist_attn.ops import FiniteCheck, Watch, watching
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, RowSpec, SavedState
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, SavedState
 
 __all__ = ["SequenceExecutor"]
 

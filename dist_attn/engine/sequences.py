@@ -10,7 +10,8 @@ from dist_attn.control.rows import sequence_length
 from dist_attn.models import TextEncoder
 from dist_attn.ops import LocalSequenceOps, current_watch
 from dist_attn.ops.finite import checked
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
 
 __all__ = ["read_sequences"]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-__all__ = ["Table", "byte_size", "duration", "print_tables", "stdout_console"]
+__all__ = ["Table", "byte_size", "duration", "print_tables", "rich_table", "stdout_console"]
 
 WIDE = 10_000  # where nobody looks, no line is wrapped or cut
 
@@ -31,7 +31,7 @@ def print_tables(heading: str, tables: Sequence[Table], notes: Sequence[str] = (
     for table in tables:
         console.print()
         console.print(Text(table.title, style="bold"))
-        console.print(_rich(table, boxed=console.is_terminal))
+        console.print(rich_table(table, boxed=console.is_terminal))
     if notes:
         console.print()
     for note in notes:
@@ -67,7 +67,8 @@ def duration(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:,.1f} days"
 
 
-def _rich(table: Table, *, boxed: bool) -> RichTable:
+def rich_table(table: Table, *, boxed: bool) -> RichTable:
+    """The table as rich draws it; its title is drawn by whoever wants it."""
     result = RichTable(
         box=box.ROUNDED if boxed else None,
         show_header=bool(table.header),

@@ -20,8 +20,8 @@ from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import InputError, WireError
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
+from dist_attn.wire.messages import PROTOCOL_VERSION
+from dist_attn.wire.rank_messages import (
     CloseOp,
     DecodeOp,
     Drawn,

@@ -3,11 +3,12 @@
 The protocol lives here, below the maps themselves, so that ops never import `feature_maps`.
 """
 
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
-__all__ = ["FeatureMap"]
+__all__ = ["FeatureMap", "FusedForm", "HasFusedForm"]
 
 
 @runtime_checkable
@@ -23,3 +24,22 @@ class FeatureMap(Protocol):
     def tensors(self) -> tuple[torch.Tensor, ...]: ...
 
     def with_tensors(self, *tensors: torch.Tensor) -> "FeatureMap": ...
+
+
+@dataclass(frozen=True)
+class FusedForm:
+    """A map in the words of GPU kernels that make features where they use them.
+
+    gaussian, arc_cosine    of w x with the map's only tensor w [H, D, K], x divided by its length with `unit_norm`.
+    elu                     elu(x) + 1, without tensors.
+    """
+
+    kind: Literal["gaussian", "arc_cosine", "elu"]
+    unit_norm: bool = False
+
+
+@runtime_checkable
+class HasFusedForm(Protocol):
+    """A feature map that kernels know."""
+
+    def fused_form(self) -> FusedForm: ...

@@ -25,7 +25,7 @@ from dist_attn.ops.documents import (
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory
-from dist_attn.ops.linear_attention import linear_attention
+from dist_attn.ops.linear_attention import Implementation, linear_attention
 from dist_attn.ops.linear_attention.prefix import check_prefix
 from dist_attn.ops.long_convolution import long_convolve, packed_long_convolve
 from dist_attn.ops.relative_attention import (
@@ -234,6 +234,7 @@ class LocalSequenceOps:
     """
 
     documents: tuple[int, ...] | None = None
+    implementation: Implementation = "auto"  # of linear attention, see `ops.linear_attention.choose`
 
     def __post_init__(self) -> None:
         if self.documents is not None:
@@ -266,6 +267,7 @@ class LocalSequenceOps:
             denominator=denominator,
             documents=self.documents,
             prefix=prefix,
+            implementation=self.implementation,
         )
 
     def relative_attention(

@@ -63,6 +63,13 @@ class LinearState:
             reset_BH=torch.zeros((batch, heads), dtype=torch.bool, device=device),
         )
 
+    def check(self, *sizes: int) -> None:
+        """Raises ShapeError unless this is a state of these sizes, [batch, heads, features, values]."""
+        if self.s_BHMV.shape != sizes:
+            raise ShapeError(
+                f"the state is [batch, heads, features, values] = {tuple(self.s_BHMV.shape)}; these inputs need {sizes}"
+            )
+
     def combine(self, later: "LinearState") -> "LinearState":
         """The state of this stretch followed by `later`; associative, with `identity` as its unit."""
         # A document start is a flag, never log a = -inf: inf - inf would be NaN.

@@ -19,6 +19,8 @@ from typing import TypeVar
 import msgspec
 from msgspec import structs
 
+from dist_attn.store.owner import has_died
+
 __all__ = [
     "Append",
     "Checkpoint",
@@ -126,11 +128,12 @@ class Append(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who writes to a session now, and until when it is waited for."""
+    """Who writes to a session now, and until when it is waited for; `owner` is its process, "" if nobody can know."""
 
     key: str
     token: str
     until: float
+    owner: str = ""
 
 
 class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,7 +195,7 @@ def public_session(name: str, record: SessionRecord) -> Session:
         record.parent,
         record.parent_position,
         record.checkpoints,
-        0.0 if record.writer is None else record.writer.until,
+        0.0 if record.writer is None or has_died(record.writer.owner) else record.writer.until,
         record.label,
         record.metadata,
     )

@@ -16,6 +16,7 @@ from dist_attn.store.entries import (
     public_session,
 )
 from dist_attn.store.ledger import Ledger
+from dist_attn.store.owner import has_died, this_process
 from dist_attn.store.place import Place
 
 __all__ = ["Sessions"]
@@ -209,7 +210,7 @@ class Sessions:
             record = changed(
                 before,
                 appends=_with(before.appends, append, ledger),
-                writer=Writer(key, token, ledger.now + ledger.limits.writer_s),
+                writer=Writer(key, token, ledger.now + ledger.limits.writer_s, this_process()),
             )
             _save(ledger, name, record, before)
             return append, token
@@ -318,7 +319,7 @@ def _save(ledger: Ledger, name: str, record: SessionRecord, before: SessionRecor
 
 def _require_no_writer(name: str, record: SessionRecord, ledger: Ledger) -> None:
     left = 0.0 if record.writer is None else record.writer.until - ledger.now
-    if left > 0:
+    if record.writer is not None and left > 0 and not has_died(record.writer.owner):
         raise BusyError(f"session {name} is being written to; try again when that append has ended", retry_s=left)
 
 

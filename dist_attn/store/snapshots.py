@@ -1,4 +1,4 @@
-"""Snapshots by their content: put, get, stat, pin and delete, as streams."""
+"""Snapshots by their content: put, get, stat, pin, unpin and delete, as streams."""
 
 import asyncio
 import hashlib
@@ -24,8 +24,10 @@ class Snapshots:
         self._upkeep = upkeep
         self._writers = asyncio.Semaphore(place.limits.writers)
 
-    async def put(self, tenant: str, pieces: AsyncIterable[bytes]) -> SnapshotInfo:
+    async def put(self, tenant: str, pieces: AsyncIterable[bytes], *, spare: bool = False) -> SnapshotInfo:
         """Keep a snapshot, for `hold_s` at least; after that for as long as something refers to it.
+
+        With `spare` it is one that can be done without: no checkpoint of a session goes for it.
 
         Memory: a piece. Raises: QuotaError when the caller has no room, StorageError when the store has none or it
         cannot be written; whatever `pieces` raises. Nothing is kept then.
@@ -52,9 +54,9 @@ class Snapshots:
             if not size:
                 await place.blobs.delete(name)
                 raise StorageError("an empty snapshot was given; needed is at least one byte")
-            return await self._settle(tag, name, digest.hexdigest(), size)
+            return await self._settle(tag, name, digest.hexdigest(), size, spare)
 
-    async def _settle(self, tag: str, blob: str, digest: str, size: int) -> SnapshotInfo:
+    async def _settle(self, tag: str, blob: str, digest: str, size: int, spare: bool) -> SnapshotInfo:
         """Record bytes that are written, or let go of them where they are kept already or there is no room."""
         place = self._place
         name = place.salted("snapshot", tag.encode(), bytes.fromhex(digest))
@@ -81,7 +83,7 @@ class Snapshots:
         # An exception here leaves the bytes to the next sweep: whether the record was written may be unknown.
         result = await place.change(enter)
         if isinstance(result, StorageError):
-            await self._upkeep.make_room(size, tag if isinstance(result, QuotaError) else "")
+            await self._upkeep.make_room(size, tag if isinstance(result, QuotaError) else "", checkpoints=not spare)
             result = await place.change(enter)
         if isinstance(result, StorageError):
             await place.blobs.delete(blob)
@@ -116,6 +118,20 @@ class Snapshots:
         Raises: UnknownStateError.
         """
         await self._hold(tenant, name, seconds)
+
+    async def unpin(self, tenant: str, name: str) -> None:
+        """Keep a snapshot no longer than `hold_s` from now, unless something refers to it.
+
+        Raises: UnknownStateError.
+        """
+        tag = self._place.tenant(tenant)
+
+        async def let_go(ledger: Ledger) -> None:
+            before = await ledger.owned_snapshot(tag, name)
+            until = min(before.held_until, ledger.now + ledger.limits.hold_s)
+            ledger.save_snapshot(name, changed(before, held_until=until), before)
+
+        await self._place.change(let_go)
 
     async def _hold(self, tenant: str, name: str, seconds: float) -> SnapshotRecord:
         tag = self._place.tenant(tenant)

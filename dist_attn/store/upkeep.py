@@ -60,15 +60,16 @@ class Upkeep:
             snapshots += found
         return Collected(sessions, snapshots)
 
-    async def make_room(self, size: int, tenant: str = "") -> bool:
+    async def make_room(self, size: int, tenant: str = "", *, checkpoints: bool = True) -> bool:
         """Evict until `size` more bytes fit into the store, or into the share of one caller; whether they do.
 
         Nothing goes in vain: only what takes its bytes along, so nothing that something else refers to or holds.
+        Without `checkpoints` none of a session goes.
 
         Raises: StorageError.
         """
         await self.collect()
-        for order in (_prefixes_by_use, _older_checkpoints):
+        for order in (_prefixes_by_use, _older_checkpoints)[: 1 + checkpoints]:
             after = ""
             for _ in range(PAGES):
                 if not await self._lacks(size, tenant):

@@ -1,9 +1,11 @@
-"""The messages with which a session is gone on with: a stored state in, the states that came of it out.
+"""The messages with which stored states travel: in, for work that goes on from one, and out, as it comes to them.
 
-    API -> controller : OpenSession (messages.py), StatePiece of the state to begin with, Tokens, FinishDrawing, Cancel,
+    API -> controller : OpenSession, StatePiece of the state to begin with, Tokens, FinishDrawing, Cancel,
                         StateCredit for the states that come back
     controller -> API : Accepted, StateCredit, Restored, Credit, Rows, Generated, Checkpoint and its StatePieces,
                         SessionDone or Failed
+
+Completions use the same pieces and credits: for the state of a prompt's beginning, and for those of their prompts.
 
 A stored state is a file of the format of snapshot.py. Its bytes travel in order, in pieces, as far as the receiver has
 given credit. Positions count from the beginning of the session.
@@ -13,15 +15,19 @@ import msgspec
 
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.message import Count, Message, Name
+from dist_attn.wire.specs import RowSpec, SamplingSpec
+from dist_attn.wire.terms import Terms
 
 __all__ = [
     "BeginState",
     "Checkpoint",
     "FinishDrawing",
+    "OpenSession",
     "Restored",
     "SessionDone",
     "StateCredit",
     "StatePiece",
+    "StatesDone",
 ]
 
 
@@ -30,6 +36,22 @@ class BeginState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     position: Count
     num_bytes: Count
+
+
+class OpenSession(Message, frozen=True):
+    """Go on with a session: from a stored state or the empty one, feed tokens, then draw some, and hand back the state.
+
+    All positions of such a request count from the beginning of the session: its tokens begin at the state's position.
+    `rows` and `sampling` may both be left out. States are handed back at the end, and at multiples of
+    `checkpoint_tokens` (0: none before the end), which is rounded up to the grid of blocks.
+    """
+
+    request_id: Name
+    begin: BeginState | None = None
+    rows: RowSpec | None = None
+    sampling: SamplingSpec | None = None
+    checkpoint_tokens: Count = 0
+    terms: Terms = Terms()
 
 
 class StatePiece(Message, frozen=True):
@@ -73,6 +95,12 @@ class Checkpoint(Message, frozen=True):
     position: Count
     drawn: Count
     num_bytes: Count
+
+
+class StatesDone(Message, frozen=True):
+    """A completion has ended, and all of its states that could be kept have been handed out."""
+
+    request_id: Name
 
 
 class SessionDone(Message, frozen=True):

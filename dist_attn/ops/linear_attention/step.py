@@ -5,6 +5,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
+from dist_attn.ops.linear_attention.implementation import Implementation, choose_step
 from dist_attn.ops.linear_attention.streaming import state_dtype
 from dist_attn.ops.state import LinearState
 
@@ -22,13 +23,32 @@ def linear_attention_step(
     log_gate_BH: torch.Tensor | None = None,
     key_scale_BH: torch.Tensor | None = None,
     denominator: Denominator | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` for the one token after `state`.
 
+    By default one kernel does all of it for tensors on a GPU that need no gradients; see `implementation.choose_step`.
+
     Shapes: q, k [B, H, K], v [B, H, V], log_gate and key_scale [B, H] -> o [B, H, V] in v's dtype, the state after.
+    Raises: ConfigError for an implementation that cannot take this call.
     Reference: Random Feature Attention, Eq. 6 and 7.
     """
     policy = Denominator() if denominator is None else denominator
+    choice = choose_step(implementation, q_BHK, k_BHK, v_BHV, state, feature_map=feature_map)
+    if choice.implementation == "triton":
+        # Not at the top: a machine without a GPU need not have triton.
+        from dist_attn.ops.linear_attention.triton_decode import triton_linear_attention_step
+
+        return triton_linear_attention_step(
+            q_BHK,
+            k_BHK,
+            v_BHV,
+            state,
+            feature_map=feature_map,
+            log_gate_BH=log_gate_BH,
+            key_scale_BH=key_scale_BH,
+            denominator=policy,
+        )
     dtype = state.s_BHMV.dtype
     # Projections, sums and denominators keep the state's precision under autocast, as in the streaming form.
     with torch.autocast(v_BHV.device.type, enabled=False):

@@ -13,6 +13,7 @@ from dist_attn.ops.documents import check_documents, document_runs, split_tokens
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.implementation import Implementation, choose
 from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.linear_attention.together import attend_together
 from dist_attn.ops.state import LinearState
@@ -44,6 +45,7 @@ def linear_attention(
     denominator: Denominator | None = None,
     documents: tuple[int, ...] | None = None,
     prefix: int = 0,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """Kernel attention in O(L): S_t = exp(log_gate_t) S_{t-1} + key_scale_t phi(k_t) v_t^T, o_t = phi(q_t)^T S_t / den.
 
@@ -57,17 +59,23 @@ def linear_attention(
 
     With a `prefix` the first so many tokens see each other fully, as if not causal, and the rest is causal (prefix-LM).
 
+    `implementation` names what computes it, see `implementation.choose`: by default Triton's kernels for tensors on a
+    GPU that they can take, and else this streaming form.
+
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
     Raises: ShapeError when shapes do not fit together; InputError for a prefix where attention is not causal, or of
-        packed documents.
+        packed documents; ConfigError for an implementation that cannot take this call.
     Reference: Random Feature Attention, Eq. 5 to 7, Algorithms 1 and 2.
     """
     check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     check_prefix(prefix, causal=causal, documents=bool(documents))
+    choice = choose(
+        implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=feature_map, causal=causal, state=state, prefix=prefix
+    )
     if prefix:
         return prefix_then_causal(
-            partial(linear_attention, feature_map=feature_map, denominator=denominator),
+            partial(linear_attention, feature_map=feature_map, denominator=denominator, implementation=implementation),
             q_BHLK,
             k_BHSK,
             v_BHSV,
@@ -77,12 +85,37 @@ def linear_attention(
             queries=prefix,
             keys=prefix,
         )
-    policy = Denominator() if denominator is None else denominator
-    starts_11L = None
     if documents:
         check_documents(documents, q_BHLK.shape[2], k_BHSK.shape[2])
+    policy = Denominator() if denominator is None else denominator
+    sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
+    if choice.implementation == "streaming":
+        return _stream(sequence, feature_map, causal, state, policy, documents or ())
+    # Not at the top: a machine without a GPU need not have triton.
+    from dist_attn.ops.linear_attention.triton import triton_linear_attention
+
+    return triton_linear_attention(
+        *sequence,
+        feature_map=feature_map,
+        state=state,
+        denominator=policy,
+        documents=documents or (),
+        differentiable=partial(linear_attention, implementation="streaming"),
+    )
+
+
+def _stream(
+    sequence: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    feature_map: FeatureMap | None,
+    causal: bool,
+    state: LinearState | None,
+    policy: Denominator,
+    documents: tuple[int, ...],
+) -> tuple[torch.Tensor, LinearState]:
+    q_BHLK, k_BHSK, v_BHSV, *_ = sequence
+    starts_11L = None
+    if documents:
         if not causal:
-            sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
             return _each_document(sequence, feature_map, state, policy, documents)
         starts_11L = start_flags(documents, k_BHSK.shape[2], k_BHSK.device)[None, None]
     dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
@@ -92,11 +125,11 @@ def linear_attention(
 
     outputs: list[torch.Tensor] = []
     if shared:
-        given = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, starts_11L)
-        out, carry = _run(_Attend(block), tuple(_head(t, shared) for t in given), carry, block, v_BHSV.dtype)
+        given = tuple(_head(t, shared) for t in (*sequence, starts_11L))
+        out, carry = _run(_Attend(block), given, carry, block, v_BHSV.dtype)
         outputs.append(out)
     if shared < num_keys:
-        rest = (*(_tail(t, shared) for t in (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)), None)
+        rest = (*(_tail(t, shared) for t in sequence[1:]), None)
         _, carry = _run(_Absorb(block), rest, carry, block, v_BHSV.dtype)
     if shared < num_queries or not outputs:
         outputs.append(_read(q_BHLK[:, :, shared:], carry, block, v_BHSV.dtype))
@@ -286,11 +319,7 @@ def prepare(
     (batch, heads), values = v_BHSV.shape[:2], v_BHSV.shape[3]
     if state is None:
         state = LinearState.identity(batch, heads, features, values, dtype=dtype, device=v_BHSV.device)
-    elif state.s_BHMV.shape != (batch, heads, features, values):
-        raise ShapeError(
-            f"the state is [batch, heads, features, values] = {tuple(state.s_BHMV.shape)}; these inputs need "
-            f"{(batch, heads, features, values)}"
-        )
+    state.check(batch, heads, features, values)
     sz_BHMW = torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1).to(dtype)
     return Carry(sz_BHMW, state.mass_BH.to(dtype), state.log_decay_BH.to(dtype)), block, state.reset_BH
 

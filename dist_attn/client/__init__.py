@@ -1,0 +1,79 @@
+"""A typed client of the HTTP service, synchronous and asynchronous; never loads torch. See docs/client.md.
+
+with Client("http://127.0.0.1:8000") as client:
+    for row in client.encode(Path("book.txt"), window=512):
+        print(row.index, row.embedding[:3])
+"""
+
+from dist_attn.client.asynchronous import AsyncClient
+from dist_attn.client.attempts import Retry
+from dist_attn.client.encodings import EncodingProgress, Row
+from dist_attn.client.errors import (
+    BrokenOff,
+    Busy,
+    ClientError,
+    Conflict,
+    KeyRefused,
+    Missing,
+    NotOurAnswer,
+    OutOfTime,
+    Overloaded,
+    QuotaUsed,
+    Refused,
+    ServiceFailed,
+    TooLarge,
+    Unreachable,
+    Unusable,
+)
+from dist_attn.client.job_objects import Estimate, Job, JobEvent
+from dist_attn.client.objects import Choice, Completion, EncodingSummary, File, Model, PromptProgress, Status
+from dist_attn.client.plan import Reached
+from dist_attn.client.session_objects import AppendProgress, AppendSummary, Checkpoint, Feeding, Generation, Session
+from dist_attn.client.sessions import State
+from dist_attn.client.streams import AsyncStream, Stream
+from dist_attn.client.synchronous import Client
+from dist_attn.client.texts import DrawnEnd
+
+__all__ = [
+    "AppendProgress",
+    "AppendSummary",
+    "AsyncClient",
+    "AsyncStream",
+    "BrokenOff",
+    "Busy",
+    "Checkpoint",
+    "Choice",
+    "Client",
+    "ClientError",
+    "Completion",
+    "Conflict",
+    "DrawnEnd",
+    "EncodingProgress",
+    "EncodingSummary",
+    "Estimate",
+    "Feeding",
+    "File",
+    "Generation",
+    "Job",
+    "JobEvent",
+    "KeyRefused",
+    "Missing",
+    "Model",
+    "NotOurAnswer",
+    "OutOfTime",
+    "Overloaded",
+    "PromptProgress",
+    "QuotaUsed",
+    "Reached",
+    "Refused",
+    "Retry",
+    "Row",
+    "ServiceFailed",
+    "Session",
+    "State",
+    "Status",
+    "Stream",
+    "TooLarge",
+    "Unreachable",
+    "Unusable",
+]

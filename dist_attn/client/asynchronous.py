@@ -1,0 +1,224 @@
+"""The asynchronous client: what a service offers, as coroutines and asynchronous iterators."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Self, Unpack, final
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.client.attempts import DEFAULT_RETRY, Retry
+from dist_attn.client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
+from dist_attn.client.errors import Overloaded
+from dist_attn.client.exchange import Exchange
+from dist_attn.client.files import AsyncFiles
+from dist_attn.client.job_objects import Estimate
+from dist_attn.client.jobs import AsyncJobs
+from dist_attn.client.objects import (
+    Choice,
+    Completion,
+    EmbeddingList,
+    EncodingSummary,
+    Model,
+    ModelList,
+    PromptProgress,
+    Status,
+    Tokens,
+    TokensText,
+)
+from dist_attn.client.plan import Call, path_of
+from dist_attn.client.sessions import AsyncSessions
+from dist_attn.client.sources import Document, one_document
+from dist_attn.client.streams import AsyncStream
+from dist_attn.client.texts import DrawnEnd, Priority, Sampling, TextPlan, drawing_body
+from dist_attn.client.transport import AsyncTransport, Transport
+
+__all__ = ["AsyncClient", "Flows"]
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+SILENCE_S = 600.0
+LONGEST_DEADLINE_S = 2_592_000.0  # that the service takes
+
+
+class Flows:
+    """What both clients do, over either transport."""
+
+    def __init__(
+        self, transport: Transport, url: str, *, key: str | None = None, retry: Retry = DEFAULT_RETRY, silence_s: float
+    ) -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._exchange = Exchange(transport, url, headers, retry=retry, silence_s=silence_s)
+        self.sessions = AsyncSessions(self._exchange)
+        self.files = AsyncFiles(self._exchange)
+        self.jobs = AsyncJobs(self._exchange)
+
+    def encode(
+        self,
+        document: Document | None = None,
+        *,
+        file_id: str | None = None,
+        granularity: Granularity | None = None,
+        window: int | None = None,
+        pooling: Pooling | None = None,
+        model: str | None = None,
+        from_row: int = 0,
+        priority: Priority | None = None,
+        deadline_s: float | None = None,
+        on_progress: Callable[[EncodingProgress], None] | None = None,
+    ) -> AsyncStream[Row, EncodingSummary]:
+        """The rows of a document of any length, or of a file of the service; `end` is the summary.
+
+        After a lost connection the document is sent again, and the rows go on with the next one, with the same bits.
+
+        Raises: InputError for a document that cannot be read, ClientError.
+        """
+        source = one_document(document, file_id)
+        query = row_query(granularity, window, pooling, model)
+        headers = _terms(deadline_s, priority)
+
+        def call(row: int) -> Call:
+            asked = query | {"format": "ndjson", "from_row": row or None}
+            if source is None:
+                return Call("POST", "/v1/encodings", asked, headers, json={"file_id": file_id}, repeatable=True)
+            return Call("POST", "/v1/encodings", asked, headers, source=source, repeatable=True)
+
+        plan = RowsPlan(call, from_row=from_row, on_progress=on_progress)
+        return self._exchange.stream(plan, deadline_s, plan.sent, source)
+
+    async def complete(
+        self, prompt: str | list[int], *, deadline_s: float | None = None, **options: Unpack[Sampling]
+    ) -> Completion:
+        """The continuation of a prompt of any length. Raises: ClientError."""
+        body = drawing_body(options, prompt=prompt)
+        call = Call("POST", "/v1/completions", headers=_terms(deadline_s), json=body, repeatable=True)
+        return await self._exchange.value(call, Completion, deadline_s)
+
+    def stream(
+        self,
+        prompt: str | list[int],
+        *,
+        deadline_s: float | None = None,
+        on_progress: Callable[[PromptProgress], None] | None = None,
+        **options: Unpack[Sampling],
+    ) -> AsyncStream[Choice, DrawnEnd]:
+        """The continuation of a prompt, in pieces while it is drawn; `on_progress` hears how the prompt is read.
+
+        After a lost connection it is drawn again by the same seed, and goes on with the text that was not there yet.
+
+        Raises: ClientError.
+        """
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        told = {} if on_progress is None else {"return_progress": True}
+        body = drawing_body(options, prompt=prompt, **more, **told)
+        call = Call("POST", "/v1/completions", headers=_terms(deadline_s), json=body, repeatable=True)
+        return self._exchange.stream(TextPlan(call, on_progress), deadline_s)
+
+    async def embed(
+        self, texts: Sequence[str], *, model: str | None = None, deadline_s: float | None = None
+    ) -> npt.NDArray[np.float32]:
+        """A vector of each text, float32 [N, D], by `/v1/embeddings`. Raises: ClientError."""
+        body = {"input": list(texts), "encoding_format": "base64", **({} if model is None else {"model": model})}
+        call = Call("POST", "/v1/embeddings", headers=_terms(deadline_s), json=body, repeatable=True)
+        found = (await self._exchange.value(call, EmbeddingList, deadline_s)).data
+        ordered = sorted(found, key=lambda vector: vector.index)
+        return np.stack([np.frombuffer(vector.embedding, "<f4") for vector in ordered]).astype(np.float32)
+
+    async def tokenise(self, text: str) -> list[int]:
+        """The tokens of a text, as the served model has them. Raises: ClientError."""
+        call = Call("POST", "/tokenize", json={"prompt": text}, repeatable=True)
+        return (await self._exchange.value(call, Tokens)).tokens
+
+    async def detokenise(self, tokens: Sequence[int]) -> str:
+        """The text of tokens. Raises: ClientError."""
+        call = Call("POST", "/detokenize", json={"tokens": list(tokens)}, repeatable=True)
+        return (await self._exchange.value(call, TokensText)).prompt
+
+    async def estimate(
+        self,
+        *,
+        tokens: int | None = None,
+        size: int | None = None,
+        text: str | None = None,
+        file_id: str | None = None,
+        granularity: Granularity | None = None,
+        window: int | None = None,
+        max_tokens: int | None = None,
+        model: str | None = None,
+        deadline_s: float | None = None,
+    ) -> Estimate:
+        """What work would take, by its size in tokens or bytes, its text, or a file; with `max_tokens`: a completion.
+
+        `text` beside `size` is a sample of it. Nothing is started. Raises: ClientError.
+        """
+        body: dict[str, Any] = {"tokens": tokens, "bytes": size, "input": text, "max_tokens": max_tokens}
+        body |= {"file_id": file_id, "granularity": granularity, "window": window, "model": model}
+        given = {name: value for name, value in body.items() if value is not None}
+        call = Call("POST", "/v1/estimate", json=given, repeatable=True)
+        return await self._exchange.value(call, Estimate, deadline_s)
+
+    async def models(self) -> list[Model]:
+        """The models that are served. Raises: ClientError."""
+        return (await self._exchange.value(Call("GET", "/v1/models", repeatable=True), ModelList)).data
+
+    async def model(self, name: str) -> Model:
+        """A model by its id. Raises: Missing, ClientError."""
+        return await self._exchange.value(Call("GET", path_of("v1", "models", name), repeatable=True), Model)
+
+    async def status(self, *, deadline_s: float | None = None) -> Status:
+        """Ranks, queue, sessions and speed. Raises: ClientError."""
+        return await self._exchange.value(Call("GET", "/v1/status", repeatable=True), Status, deadline_s)
+
+    async def ready(self) -> bool:
+        """Whether the engine takes work now. Raises: Unreachable, ClientError."""
+        attempts = self._exchange.attempts(None)
+        try:
+            await self._exchange.whole(Call("GET", "/readyz", repeatable=True), attempts)
+        except Overloaded:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._exchange.transport.close()
+
+
+@final
+class AsyncClient(Flows):
+    """A dist-attn service, for asynchronous programs.
+
+    `key` is sent as `Authorization: Bearer`, `retry` says how patiently a request is sent again, `silence_s` how long
+    nothing may come or go. `http` is an httpx client of your own, for proxies, certificates or other transports; it is
+    not closed with this one.
+
+    Raises: InputError for a URL that is none.
+    """
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        key: str | None = None,
+        retry: Retry = DEFAULT_RETRY,
+        silence_s: float = SILENCE_S,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
+        super().__init__(AsyncTransport(http), url, key=key, retry=retry, silence_s=silence_s)
+
+    async def __aenter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self.close()
+
+
+def _terms(deadline_s: float | None, priority: Priority | None = None) -> dict[str, str]:
+    """The headers of how soon."""
+    found: dict[str, str] = {} if priority is None else {"x-request-priority": priority}
+    if deadline_s is not None and 0 < deadline_s <= LONGEST_DEADLINE_S:
+        found["x-request-deadline"] = f"{deadline_s:.3f}"
+    return found

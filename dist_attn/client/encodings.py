@@ -1,0 +1,136 @@
+"""Rows of documents: which are asked for, how they are read while they come, and from which row to go on."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
+from dist_attn.client.lines import Decoder, Event, LineDecoder
+from dist_attn.client.objects import EncodingSummary
+from dist_attn.client.plan import Call, Finished, Plan, Reached
+
+__all__ = ["EncodingProgress", "Row", "RowsPlan", "row_query"]
+
+Granularity = Literal["token", "window", "document"]
+Pooling = Literal["mean", "last"]
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One row: the tokens and bytes [start, stop) of the document that it stands for, and their vector, float32 [D]."""
+
+    index: int
+    start: int
+    stop: int
+    byte_start: int
+    byte_stop: int
+    embedding: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class EncodingProgress:
+    """How far an encoding has come. Units: bytes; `total_bytes` is None where it is not known.
+
+    `sent_bytes` counts from the beginning again when the document has to be sent again; rows never do.
+    """
+
+    sent_bytes: int
+    total_bytes: int | None
+    rows: int
+    tokens: int
+
+
+class _Line(msgspec.Struct):
+    """Any line of an answer in NDJSON: a row, unless `object` says otherwise."""
+
+    object: str = ""
+    index: int = -1
+    start: int = 0
+    stop: int = 0
+    byte_start: int = 0
+    byte_stop: int = 0
+    embedding: list[float] = []
+
+
+def row_query(
+    granularity: Granularity | None, window: int | None, pooling: Pooling | None, model: str | None
+) -> dict[str, str | int | None]:
+    """The options of rows as a query has them."""
+    return {"granularity": granularity, "window": window, "pooling": pooling, "model": model}
+
+
+@final
+class RowsPlan(Plan[Row, EncodingSummary]):
+    """Rows as NDJSON, each of them once and in order, of a document or of a job's result.
+
+    `call` makes the request that begins with a given row.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[int], Call],
+        *,
+        from_row: int = 0,
+        on_progress: Callable[[EncodingProgress], None] | None = None,
+    ) -> None:
+        self._call, self._on_progress = call, on_progress
+        self.next_row = from_row
+        self._rows = 0
+        self._tokens = 0
+        self._sent = Reached(0, None)
+
+    def call(self) -> Call:
+        """The rows from the next one on."""
+        return self._call(self.next_row)
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """Raises: NotOurAnswer for something else than rows."""
+        kind = headers.get("content-type", "").partition(";")[0]
+        if kind != "application/x-ndjson":
+            raise NotOurAnswer(f"{self.call().what}: rows were asked for as lines of JSON, and {kind!r} came")
+
+    def decoder(self) -> Decoder:
+        """Lines."""
+        return LineDecoder()
+
+    def take(self, part: bytes | Event) -> Iterator[Row | Finished[EncodingSummary]]:
+        """A row, or the last line. Raises: Refused for an error line, BrokenOff for a gap."""
+        assert isinstance(part, bytes)
+        try:
+            line = msgspec.json.decode(part, type=_Line)
+            if line.object == "encoding.summary":
+                yield Finished(msgspec.json.decode(part, type=EncodingSummary))
+                return
+            if line.object == "error":
+                raise self._error(part)
+        except msgspec.DecodeError as error:
+            raise NotOurAnswer(f"{self.call().what}: a line is no row: {error}") from None
+        if line.index != self.next_row:
+            raise BrokenOff(f"{self.call().what}: row {self.next_row} was due, and row {line.index} came")
+        self.next_row += 1
+        self._rows, self._tokens = self._rows + 1, line.stop
+        self._tell()
+        yield Row(
+            line.index,
+            line.start,
+            line.stop,
+            line.byte_start,
+            line.byte_stop,
+            np.asarray(line.embedding, dtype=np.float32),
+        )
+
+    def sent(self, reached: Reached) -> None:
+        """Take how much of the document has gone out."""
+        self._sent = reached
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(EncodingProgress(self._sent.sent, self._sent.total, self._rows, self._tokens))
+
+    def _error(self, part: bytes) -> Refused:
+        return error_of_words(msgspec.json.decode(part, type=dict), what=self.call().what)

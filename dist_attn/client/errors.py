@@ -1,0 +1,221 @@
+"""What calling a service can come to other than success, as exceptions that say what was given, needed, and to do.
+
+ClientError (DistAttnError)       anything below; see dist_attn/errors.py
+├── Unreachable                   no connection: nothing was sent
+├── BrokenOff                     the answer did not come, or not to its end
+├── OutOfTime                     the caller's deadline has passed
+├── NotOurAnswer                  something answered that is no dist-attn service
+└── Refused                       the service answered an error: status, code, param, facts, retry_after_s
+    ├── Unusable (InputError)     400 and the like: what was sent cannot be used
+    ├── KeyRefused (InputError)   401, 403
+    ├── Missing (InputError)      404, 410: no such session, job, file, model, route
+    ├── TooLarge (InputError)     413: over a limit that the message names
+    ├── Conflict (InputError)     409, 412, 428: it stands elsewhere than the caller thinks
+    ├── Busy                      409 with Retry-After: somebody else writes to the session
+    ├── Overloaded                429, 503: not now; come back
+    ├── QuotaUsed                 this caller's share is used up
+    └── ServiceFailed             500 and above
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dist_attn.errors import ClientError, InputError
+
+__all__ = [
+    "BrokenOff",
+    "Busy",
+    "ClientError",
+    "Conflict",
+    "KeyRefused",
+    "Missing",
+    "NotOurAnswer",
+    "OutOfTime",
+    "Overloaded",
+    "QuotaUsed",
+    "Refused",
+    "ServiceFailed",
+    "TooLarge",
+    "Unreachable",
+    "Unusable",
+    "error_of_answer",
+    "error_of_words",
+]
+
+# What to do, where the service's own words cannot know it.
+_ADVICE = {
+    "invalid_api_key": "give a key of this service: Client(url, key=…), or DIST_ATTN_API_KEY for the command line",
+    "admin_key_needed": "this route needs an admin key",
+    "insufficient_quota": "delete what is no longer needed, or ask the operator for more",
+    "overloaded": "come back later, or hand the work in as a job",
+}
+
+
+class Unreachable(ClientError):
+    """No connection could be made, so nothing was sent."""
+
+
+class BrokenOff(ClientError):
+    """The request may have been taken, but its answer did not come, or not to its end."""
+
+
+class OutOfTime(ClientError):
+    """The deadline that the caller gave has passed."""
+
+
+class NotOurAnswer(ClientError):
+    """What answered is no dist-attn service, or one of another version."""
+
+
+class Refused(ClientError):
+    """An error that the service answered.
+
+    `status` is None for one that ended a stream, `facts` are the values beside the error in its body (`position`,
+    `reached`), `should_retry` is what the service says of sending the same again, where it says anything.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        code: str = "",
+        param: str | None = None,
+        facts: Mapping[str, Any] | None = None,
+        request_id: str = "",
+        retry_after_s: float | None = None,
+        should_retry: bool | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.facts = dict(facts or {})
+        self.request_id = request_id
+        self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
+
+
+class Unusable(Refused, InputError):
+    """What was sent cannot be used."""
+
+
+class KeyRefused(Refused, InputError):
+    """No key, or one that does not open this."""
+
+
+class Missing(Refused, InputError):
+    """There is nothing of that name, or nothing that belongs to this key."""
+
+
+class TooLarge(Refused, InputError):
+    """Over a limit that the message names."""
+
+
+class Conflict(Refused, InputError):
+    """What was asked for does not go with how things stand; `position` says where a session does."""
+
+    @property
+    def position(self) -> int | None:
+        """Where the session stands, if it was about that. Units: tokens."""
+        found = self.facts.get("position")
+        return found if isinstance(found, int) else None
+
+
+class Busy(Refused):
+    """Somebody else writes to the session; `retry_after_s` says by when that has ended."""
+
+
+class Overloaded(Refused):
+    """The service takes no more now, or its engine is not ready."""
+
+
+class QuotaUsed(Refused):
+    """This caller's share of the store or of files is used up."""
+
+
+class ServiceFailed(Refused):
+    """The service or its engine failed."""
+
+
+_KIND_OF_CODE: dict[str, type[Refused]] = {
+    "session_busy": Busy,
+    "insufficient_quota": QuotaUsed,
+    "overloaded": Overloaded,
+    "engine_not_ready": Overloaded,
+    "engine_unreachable": Overloaded,
+    "stopping": Overloaded,
+    "invalid_api_key": KeyRefused,
+    "admin_key_needed": KeyRefused,
+    "not_found": Missing,
+    "model_not_found": Missing,
+    "conflict": Conflict,
+    "job_not_done": Conflict,
+    "state_mismatch": Conflict,
+    "body_too_large": TooLarge,
+    "context_length_exceeded": TooLarge,
+    "engine_failed": ServiceFailed,
+    "engine_timeout": ServiceFailed,
+    "deadline_exceeded": ServiceFailed,
+    "internal_error": ServiceFailed,
+    "disk_full": ServiceFailed,
+    "storage_failed": ServiceFailed,
+}
+_KIND_OF_STATUS: dict[int, type[Refused]] = {
+    401: KeyRefused, 403: KeyRefused, 404: Missing, 410: Missing, 409: Conflict, 412: Conflict, 428: Conflict,
+    413: TooLarge, 429: Overloaded, 503: Overloaded,
+}  # fmt: skip
+
+
+def error_of_answer(status: int, headers: Mapping[str, str], body: bytes, *, what: str) -> ClientError:
+    """The exception for an answer of 300 and above; `what` is the request, as "POST /v1/jobs"."""
+    try:
+        document = json.loads(body)
+        error = document["error"]
+        words, code, param = str(error["message"]), str(error.get("code") or ""), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        # What answers HEAD has no body, and a proxy before the service has bodies of its own.
+        ours = not body and headers.get("content-type") == "application/problem+json"
+        if ours or status in (429, 502, 503, 504):
+            return _kind("", status)(
+                f"{what}: answered {status} without words", status=status, **_from_headers(headers)
+            )
+        return NotOurAnswer(
+            f"{what}: answered {status} and {body[:80]!r}, which is no error of a dist-attn service; look at the URL"
+        )
+    kind = _kind(code, status)
+    facts = {key: value for key, value in document.items() if key not in _OWN_MEMBERS}
+    told = _from_headers(headers)
+    named = f" (request {told['request_id']})" if told["request_id"] and kind is ServiceFailed else ""
+    message = f"{what}: {status} {code}: {words}{named}{_advice(code)}"
+    return kind(message, status=status, code=code, param=param, facts=facts, **told)
+
+
+def error_of_words(document: Mapping[str, Any], *, what: str) -> Refused:
+    """The exception for the error with which a stream ended."""
+    error = document.get("error") or {}
+    code, words = str(error.get("code") or ""), str(error.get("message") or "the stream ended with an error")
+    facts = {key: value for key, value in document.items() if key not in _OWN_MEMBERS}
+    kind = _KIND_OF_CODE.get(code) or (ServiceFailed if error.get("type") == "server_error" else Unusable)
+    return kind(f"{what}: {code}: {words}{_advice(code)}", code=code, param=error.get("param"), facts=facts)
+
+
+def _kind(code: str, status: int) -> type[Refused]:
+    return _KIND_OF_CODE.get(code) or _KIND_OF_STATUS.get(status) or (ServiceFailed if status >= 500 else Unusable)
+
+
+_OWN_MEMBERS = {"type", "title", "status", "detail", "instance", "error", "object"}
+
+
+def _from_headers(headers: Mapping[str, str]) -> dict[str, Any]:
+    wait, again = headers.get("retry-after", ""), headers.get("x-should-retry")
+    return {
+        "request_id": headers.get("x-request-id", ""),
+        "retry_after_s": float(wait) if wait.isdecimal() else None,
+        "should_retry": None if again is None else again == "true",
+    }
+
+
+def _advice(code: str) -> str:
+    return f"; {_ADVICE[code]}" if code in _ADVICE else ""

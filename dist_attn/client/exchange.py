@@ -1,0 +1,208 @@
+"""One piece of work with a service, to its end: requests, what comes back, and going on after a lost connection."""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from time import monotonic
+from typing import TypeVar, final
+
+import msgspec
+
+from dist_attn.client.attempts import Attempts, Retry
+from dist_attn.client.errors import ClientError, NotOurAnswer, error_of_answer
+from dist_attn.client.plan import Call, Finished, Plan, Reached
+from dist_attn.client.sources import Source
+from dist_attn.client.streams import AsyncStream
+from dist_attn.client.transport import Answer, Outgoing, Transport
+from dist_attn.errors import InputError
+
+__all__ = ["Exchange"]
+
+T = TypeVar("T")
+Item = TypeVar("Item")
+End = TypeVar("End")
+
+
+@final
+class Exchange:
+    """Sends the calls of one client; holds what they share."""
+
+    def __init__(
+        self, transport: Transport, url: str, headers: Mapping[str, str], *, retry: Retry, silence_s: float
+    ) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")  # the address that OpenAI's clients take serves as well
+        if not self._url.startswith(("http://", "https://")):
+            raise InputError(f"{url!r} is no URL of a service; give one like http://127.0.0.1:8000")
+        self._headers = dict(headers)
+        self._retry, self._silence_s = retry, silence_s
+        self.transport = transport
+
+    def attempts(self, deadline_s: float | None) -> Attempts:
+        """The tries of a new piece of work."""
+        if deadline_s is not None and not deadline_s > 0:
+            raise InputError(f"deadline_s is {deadline_s}; give seconds above 0")
+        return Attempts(self._retry, monotonic, deadline_s)
+
+    async def pause(self, attempts: Attempts, error: ClientError, *, repeatable: bool) -> None:
+        """Wait until it may be sent again.
+
+        Raises: `error`, or OutOfTime.
+        """
+        await self.transport.sleep(attempts.wait_after(error, repeatable=repeatable))
+
+    async def value(
+        self,
+        call: Call,
+        kind: type[T],
+        deadline_s: float | None = None,
+        on_sent: Callable[[Reached], None] | None = None,
+    ) -> T:
+        """The JSON that answers a call, checked against `kind`.
+
+        Raises: ClientError.
+        """
+        attempts = self.attempts(deadline_s)
+        while True:
+            try:
+                _, body = await self.whole(call, attempts, on_sent)
+                return _decoded(body, kind, call)
+            except ClientError as error:
+                await self.pause(attempts, error, repeatable=call.repeatable)
+
+    async def whole(
+        self, call: Call, attempts: Attempts, on_sent: Callable[[Reached], None] | None = None
+    ) -> tuple[Answer, bytes]:
+        """One try: the head of the answer, and its body. Raises: ClientError."""
+        async with self._opened(call, attempts, on_sent) as answer:
+            return answer, await _all(answer, attempts)
+
+    def stream(
+        self,
+        plan: Plan[Item, End],
+        deadline_s: float | None = None,
+        on_sent: Callable[[Reached], None] | None = None,
+        source: Source | None = None,
+    ) -> AsyncStream[Item, End]:
+        """What a plan comes to, through lost connections; `source`, which it sends, is closed when it has ended.
+
+        Raises: InputError for a deadline that is none.
+        """
+        attempts = self.attempts(deadline_s)
+        parts = self._through(plan, attempts, on_sent, source)
+        return AsyncStream(parts)
+
+    async def _through(
+        self,
+        plan: Plan[Item, End],
+        attempts: Attempts,
+        on_sent: Callable[[Reached], None] | None,
+        source: Source | None,
+    ) -> AsyncGenerator[Item | Finished[End], None]:
+        """Part by part. Raises: ClientError once it cannot go on."""
+        try:
+            while True:
+                one = self._once(plan, attempts, on_sent)
+                try:
+                    async with aclosing(one):
+                        async for item in one:
+                            attempts.progressed()
+                            yield item
+                            if isinstance(item, Finished):
+                                return
+                except ClientError as error:
+                    await self.pause(attempts, error, repeatable=plan.resumable)
+        finally:
+            if source is not None:
+                source.close()
+
+    async def _once(
+        self, plan: Plan[Item, End], attempts: Attempts, on_sent: Callable[[Reached], None] | None
+    ) -> AsyncGenerator[Item | Finished[End], None]:
+        """The parts of one answer.
+
+        Raises: ClientError, also when it ends before its last part.
+        """
+        async with self._opened(plan.call(), attempts, on_sent) as answer:
+            plan.begin(answer.headers)
+            decoder = plan.decoder()
+            async with aclosing(answer.pieces()) as pieces:
+                async for piece in pieces:
+                    attempts.left_s()
+                    for part in decoder.push(piece):
+                        for item in plan.take(part):
+                            yield item
+            for item in plan.end():
+                yield item
+
+    @asynccontextmanager
+    async def _opened(
+        self, call: Call, attempts: Attempts, on_sent: Callable[[Reached], None] | None
+    ) -> AsyncIterator[Answer]:
+        """An answer that is a success, closed at the end. Raises: ClientError."""
+        left = attempts.left_s()
+        headers, body, sending = _checked(dict(self._headers) | dict(call.headers)), None, None
+        if call.json is not None:
+            headers["content-type"] = "application/json"
+            body = msgspec.json.encode(call.json)
+        elif call.source is not None:
+            headers.setdefault("content-type", call.source.media_type)
+            if call.source.size is not None:
+                headers["content-length"] = str(call.source.size - call.start)
+            sending = self._sending(call.source, call.start, attempts, on_sent)
+        request = Outgoing(
+            call.method,
+            self._url + call.path,
+            headers,
+            {name: str(value) for name, value in call.query.items() if value is not None},
+            body if sending is None else sending,
+            self._silence_s if left is None else min(left, self._silence_s),
+        )
+        async with AsyncExitStack() as stack:
+            if sending is not None:
+                stack.push_async_callback(sending.aclose)
+            answer = await self.transport.send(request)
+            stack.push_async_callback(answer.close)
+            if answer.status >= 300:
+                raise error_of_answer(
+                    answer.status, answer.headers, await _all(answer, attempts), what=f"{call.method} {request.url}"
+                )
+            yield answer
+
+    async def _sending(
+        self, source: Source, start: int, attempts: Attempts, on_sent: Callable[[Reached], None] | None
+    ) -> AsyncGenerator[bytes, None]:
+        sent = start
+        async with aclosing(source.pieces(self.transport.blocking, start)) as pieces:
+            async for piece in pieces:
+                yield piece
+                sent += len(piece)
+                attempts.left_s()
+                if on_sent is not None:
+                    on_sent(Reached(sent, source.size))
+
+
+def _checked(headers: dict[str, str]) -> dict[str, str]:
+    """Raises: InputError for what cannot stand in a header, without telling it: it may be a key."""
+    for name, value in headers.items():
+        if not (value.isascii() and value.isprintable()):
+            raise InputError(f"what was given for the header {name} holds other characters than visible ASCII")
+    return headers
+
+
+async def _all(answer: Answer, attempts: Attempts) -> bytes:
+    found = []
+    async with aclosing(answer.pieces()) as pieces:
+        async for piece in pieces:
+            attempts.left_s()
+            found.append(piece)
+    return b"".join(found)
+
+
+def _decoded(body: bytes, kind: type[T], call: Call) -> T:
+    """Raises: NotOurAnswer."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise NotOurAnswer(
+            f"{call.what}: the answer is not what this client knows ({error}); is it a dist-attn service, and of about "
+            "this client's version?"
+        ) from None

@@ -1,0 +1,245 @@
+"""Sessions of a service: what the model knows of a text, kept between requests."""
+
+import hashlib
+import secrets
+from base64 import b64encode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Unpack, final
+
+from dist_attn.client.errors import BrokenOff, ClientError, Missing, NotOurAnswer, ServiceFailed
+from dist_attn.client.exchange import Exchange
+from dist_attn.client.follow import AppendPlan
+from dist_attn.client.objects import Choice
+from dist_attn.client.plan import Call, Reached, path_of
+from dist_attn.client.session_objects import (
+    AppendProgress,
+    AppendSummary,
+    Checkpoint,
+    CheckpointList,
+    Feeding,
+    FeedingUpload,
+    Generation,
+    Session,
+    SessionPage,
+)
+from dist_attn.client.sources import Document, Source
+from dist_attn.client.streams import AsyncStream
+from dist_attn.client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
+from dist_attn.client.uploads import Upload, send_file
+
+__all__ = ["AsyncSessions", "State"]
+
+PAGE = 100
+FEEDING_LOOK_S = 0.5
+
+
+@dataclass(frozen=True)
+class State:
+    """The snapshot file of a state: where it stands, its entity tag, and its bytes. It tells nothing of its text."""
+
+    position: int
+    etag: str
+    data: bytes
+
+
+def new_key() -> str:
+    """A key under which a request is done once, however often it is sent."""
+    return secrets.token_urlsafe(18)
+
+
+@final
+class AsyncSessions:
+    """`/v1/sessions` of one service."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    async def create(
+        self,
+        *,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        ttl_seconds: float | None = None,
+        model: str | None = None,
+    ) -> Session:
+        """A session without a text. Raises: ClientError."""
+        body = _given(name=name, metadata=metadata, ttl_seconds=ttl_seconds, model=model)
+        return await self._exchange.value(Call("POST", "/v1/sessions", json=body), Session)
+
+    async def all(self) -> list[Session]:
+        """All sessions of this key. Raises: ClientError."""
+        found: list[Session] = []
+        more = True
+        while more:
+            query = {"limit": PAGE, "after": found[-1].id if found else None}
+            page = await self._exchange.value(Call("GET", "/v1/sessions", query, repeatable=True), SessionPage)
+            found += page.data
+            more = page.has_more and bool(page.data)
+        return found
+
+    async def get(self, session: str) -> Session:
+        """Where a session stands. Raises: Missing, ClientError."""
+        return await self._exchange.value(Call("GET", _path(session), repeatable=True), Session)
+
+    async def delete(self, session: str) -> None:
+        """End a session; forks of it live on. Raises: Missing, ClientError."""
+        await delete(self._exchange, _path(session))
+
+    async def fork(
+        self,
+        session: str,
+        *,
+        position: int | None = None,
+        name: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+        ttl_seconds: float | None = None,
+    ) -> Session:
+        """A session that goes on from a checkpoint of this one, or from where it stands. Raises: ClientError."""
+        body = _given(position=position, name=name, metadata=metadata, ttl_seconds=ttl_seconds)
+        return await self._exchange.value(Call("POST", _path(session, "fork"), json=body), Session)
+
+    async def checkpoints(self, session: str) -> list[Checkpoint]:
+        """The positions that it can be forked from and read at. Raises: ClientError."""
+        call = Call("GET", _path(session, "checkpoints"), repeatable=True)
+        return (await self._exchange.value(call, CheckpointList)).data
+
+    def append(
+        self,
+        session: str,
+        document: Document,
+        *,
+        expected_position: int | None = None,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        on_sent: Callable[[Reached], None] | None = None,
+    ) -> AsyncStream[AppendProgress, AppendSummary]:
+        """Read a text of any length into a session; `end` is the summary, and `rest()` waits for it.
+
+        `key` makes it safe to be sent again, by this call after a lost connection or by a later one after a crash; one
+        is made up where none is given. Raises: Conflict when it stands elsewhere than expected, ClientError.
+        """
+        source = Source(document)
+        headers = {"idempotency-key": key or new_key()}
+        query = {"expected_position": expected_position}
+        call = Call("POST", _path(session, "append"), query, headers, source=source, repeatable=True)
+        return self._exchange.stream(AppendPlan(call), deadline_s, on_sent, source)
+
+    async def upload(
+        self,
+        session: str,
+        document: Document,
+        *,
+        expected_position: int | None = None,
+        deadline_s: float | None = None,
+        on_sent: Callable[[Reached], None] | None = None,
+    ) -> Feeding:
+        """Upload a text, which the session reads while it arrives; returns when it stands at the end of it.
+
+        As `append`, but what was sent need not be sent again after a lost connection: it goes on at the byte that the
+        service has, and the text becomes a file too. A stream is read to its end first.
+
+        Raises: Conflict when the session stands elsewhere, ServiceFailed when the text could not be read into it,
+            OutOfTime, ClientError.
+        """
+        source = Source(document)
+        upload = Upload(source.name, source.media_type, session=session, expected_position=expected_position)
+        attempts = self._exchange.attempts(deadline_s)
+        try:
+            sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_progress=on_sent)
+        finally:
+            source.close()
+        while True:
+            fed = await self._fed(sent.place, attempts.left_s())
+            if fed.state == "done":
+                return fed
+            if fed.state == "failed":
+                raise ServiceFailed(f"the text is a file of the service ({sent.file}), but: {fed.error}")
+            await self._exchange.transport.sleep(FEEDING_LOOK_S)
+
+    async def _fed(self, place: str, deadline_s: float | None) -> Feeding:
+        found = await self._exchange.value(Call("GET", place, repeatable=True), FeedingUpload, deadline_s)
+        if found.session is None:
+            raise NotOurAnswer("the service took the upload, but it feeds no session; it is an older one: use append")
+        return found.session
+
+    async def generate(
+        self,
+        session: str,
+        *,
+        expected_position: int | None = None,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        **options: Unpack[Drawing],
+    ) -> Generation:
+        """Let the model go on with the text; what is drawn becomes a part of it, once. Raises: ClientError."""
+        call = _generate(session, key, drawing_body(options, expected_position=expected_position))
+        return await self._exchange.value(call, Generation, deadline_s)
+
+    def stream(
+        self,
+        session: str,
+        *,
+        expected_position: int | None = None,
+        key: str | None = None,
+        deadline_s: float | None = None,
+        **options: Unpack[Drawing],
+    ) -> AsyncStream[Choice, DrawnEnd]:
+        """As `generate`, in pieces while they are drawn. Raises: ClientError."""
+        body = drawing_body(options, expected_position=expected_position, stream=True)
+        return self._exchange.stream(TextPlan(_generate(session, key, body)), deadline_s)
+
+    async def state(self, session: str, *, position: int | None = None) -> State:
+        """The snapshot file of the newest state, or of a checkpoint, checked by its digest. Raises: ClientError."""
+        call = Call("GET", _path(session, "state"), {"position": position}, repeatable=True)
+        attempts = self._exchange.attempts(None)
+        while True:
+            try:
+                answer, data = await self._exchange.whole(call, attempts)
+                told = answer.headers.get("content-digest", "")
+                if told != f"sha-256=:{b64encode(hashlib.sha256(data).digest()).decode()}:":
+                    raise BrokenOff(f"{call.what}: the bytes are not those of their Content-Digest {told!r}")
+                return State(int(answer.headers["x-session-position"]), answer.headers["etag"], data)
+            except ClientError as error:
+                await self._exchange.pause(attempts, error, repeatable=True)
+
+    async def put_state(self, session: str, document: Document, *, instead_of: str | None = None) -> Session:
+        """Put a snapshot file into a session; where it has a text already, `instead_of` is the tag of its state.
+
+        Raises: Conflict for the state of another model or without the right tag, ClientError.
+        """
+        source = Source(document)
+        headers = {"content-type": "application/octet-stream"}
+        if instead_of is not None:
+            headers["if-match"] = instead_of
+        try:
+            call = Call("PUT", _path(session, "state"), headers=headers, source=source)
+            return await self._exchange.value(call, Session)
+        finally:
+            source.close()
+
+
+async def delete(exchange: Exchange, path: str) -> None:
+    """Delete what is at a path; that it is gone after a lost connection is what was wanted."""
+    attempts = exchange.attempts(None)
+    while True:
+        try:
+            await exchange.whole(Call("DELETE", path, repeatable=True), attempts)
+            return
+        except ClientError as error:
+            if isinstance(error, Missing) and attempts.failed:
+                return
+            await exchange.pause(attempts, error, repeatable=True)
+
+
+def _generate(session: str, key: str | None, body: dict[str, Any]) -> Call:
+    headers = {"idempotency-key": key or new_key()}
+    return Call("POST", _path(session, "generate"), headers=headers, json=body, repeatable=True)
+
+
+def _path(session: str, *more: str) -> str:
+    return path_of("v1", "sessions", session, *more)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}

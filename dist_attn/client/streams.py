@@ -1,0 +1,113 @@
+"""Answers that come bit by bit, as iterators that close their connection when they are left."""
+
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Generic, Self, TypeVar, final
+
+from dist_attn.client.plan import Finished
+from dist_attn.client.transport import at_once
+from dist_attn.errors import ClientError
+
+__all__ = ["AsyncStream", "Stream"]
+
+Item = TypeVar("Item")
+End = TypeVar("End")
+
+
+@final
+class AsyncStream(Generic[Item, End]):
+    """The items of an answer while they come; `end` is what it came to.
+
+    Leave it early by `break` inside `async with stream:`, or by `aclose`: that closes the connection, and with it ends
+    the work where the service ties it to its client.
+    """
+
+    def __init__(self, parts: AsyncGenerator[Item | Finished[End], None]) -> None:
+        self._parts = parts
+        self._end: Finished[End] | None = None
+
+    def __aiter__(self) -> Self:
+        """Itself: it can be gone through once."""
+        return self
+
+    async def __anext__(self) -> Item:
+        """The next item. Raises: ClientError once it cannot go on."""
+        item = await anext(self._parts)
+        if isinstance(item, Finished):
+            self._end = item
+            await self._parts.aclose()
+            raise StopAsyncIteration
+        return item
+
+    @property
+    def end(self) -> End:
+        """What the whole answer came to. Raises: ClientError before the last item was taken."""
+        if self._end is None:
+            raise ClientError("the stream has not come to its end yet; take all items first")
+        return self._end.value
+
+    async def rest(self) -> End:
+        """Pass over what still comes, and tell what the answer came to."""
+        async for _ in self:
+            pass
+        return self.end
+
+    async def aclose(self) -> None:
+        """Take no more; the connection is closed."""
+        await self._parts.aclose()
+
+    async def __aenter__(self) -> Self:
+        """Itself."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        await self.aclose()
+
+
+@final
+class Stream(Generic[Item, End]):
+    """An `AsyncStream` for callers that wait; a loop that is left by `break` closes its connection too."""
+
+    def __init__(self, stream: AsyncStream[Item, End]) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Self:
+        """Itself: it can be gone through once."""
+        return self
+
+    def __next__(self) -> Item:
+        """The next item. Raises: ClientError once it cannot go on."""
+        try:
+            return at_once(anext(self._stream))
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    @property
+    def end(self) -> End:
+        """What the whole answer came to. Raises: ClientError before the last item was taken."""
+        return self._stream.end
+
+    def rest(self) -> End:
+        """Pass over what still comes, and tell what the answer came to."""
+        return at_once(self._stream.rest())
+
+    def close(self) -> None:
+        """Take no more; the connection is closed."""
+        at_once(self._stream.aclose())
+
+    def __enter__(self) -> Self:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def __del__(self) -> None:
+        """Close what was left in the middle."""
+        self.close()

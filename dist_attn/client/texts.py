@@ -1,0 +1,140 @@
+"""Texts that a model draws, whole or in pieces while they are drawn; a stream that breaks off goes on where it was."""
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypedDict, final
+
+import msgspec
+
+from dist_attn.client.errors import BrokenOff, NotOurAnswer, error_of_words
+from dist_attn.client.lines import Decoder, Event, EventDecoder
+from dist_attn.client.objects import Choice, PromptProgress, Usage
+from dist_attn.client.plan import Call, Finished, Plan
+from dist_attn.client.session_objects import GenerationSummary
+
+__all__ = ["DrawnEnd", "Drawing", "Sampling", "TextPlan", "drawing_body"]
+
+Priority = Literal["high", "normal", "low"]
+
+
+class Drawing(TypedDict, total=False):
+    """How tokens are drawn; docs/service.md says what each option does, and which values it takes."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stop: str | list[str]
+    logprobs: int
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[str, float]
+
+
+class Sampling(Drawing, total=False):
+    """What completions take besides."""
+
+    model: str
+    n: int
+    best_of: int
+    echo: bool
+    priority: Priority
+
+
+def drawing_body(options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """The JSON of a request. It always has a seed: sent again, it draws the same text again."""
+    body = {name: value for name, value in {**options, **more}.items() if value is not None}
+    body.setdefault("seed", secrets.randbits(63))
+    return body
+
+
+class _Event(msgspec.Struct):
+    """Any event of a streamed text."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    session: GenerationSummary | None = None
+    model: str = ""
+    prompt_progress: PromptProgress | None = None
+    error: dict[str, Any] | None = None
+
+
+class DrawnEnd(msgspec.Struct, frozen=True):
+    """What a streamed text came to; `session` says where a session stands after it, None of a completion."""
+
+    usage: Usage
+    model: str
+    session: GenerationSummary | None = None
+
+
+@final
+class TextPlan(Plan[Choice, DrawnEnd]):
+    """Pieces of text, each once, through lost connections.
+
+    The request that is sent again draws the same text again, by its seed, or is told again what was drawn under its
+    key. What was handed out is left out of it then, and compared with what was.
+    """
+
+    def __init__(self, call: Call, on_progress: Callable[[PromptProgress], None] | None = None) -> None:
+        self._call, self._on_progress = call, on_progress
+        self._had: dict[int, str] = {}  # what was handed out, by choice
+        self._due: dict[int, str] = {}  # of that, what has to come again first
+        self._ended: set[int] = set()  # choices whose last piece was handed out
+        self._usage: Usage | None = None
+        self._session: GenerationSummary | None = None
+        self._model = ""
+
+    def call(self) -> Call:
+        """The same request."""
+        return self._call
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """What was handed out comes once more."""
+        if not headers.get("content-type", "").startswith("text/event-stream"):
+            raise NotOurAnswer(f"{self._call.what}: events were asked for, and {headers.get('content-type')!r} came")
+        self._due = dict(self._had)
+
+    def decoder(self) -> Decoder:
+        """Events."""
+        return EventDecoder()
+
+    def take(self, part: bytes | Event) -> Iterator[Choice | Finished[DrawnEnd]]:
+        """Pieces of text; at the end what they came to. Raises: Refused, BrokenOff when another text comes."""
+        assert isinstance(part, Event)
+        if part.data == b"[DONE]":
+            if self._usage is None:
+                raise BrokenOff(f"{self._call.what}: the stream ended without its usage")
+            yield Finished(DrawnEnd(self._usage, self._model, self._session))
+            return
+        try:
+            event = msgspec.json.decode(part.data, type=_Event)
+        except msgspec.DecodeError as error:
+            raise NotOurAnswer(f"{self._call.what}: an event cannot be read: {error}") from None
+        if event.error is not None:
+            raise error_of_words(msgspec.json.decode(part.data, type=dict), what=self._call.what)
+        self._model = event.model or self._model
+        self._usage, self._session = event.usage or self._usage, event.session or self._session
+        if event.prompt_progress is not None and self._on_progress is not None:
+            self._on_progress(event.prompt_progress)
+        for choice in event.choices:
+            if (new := self._new(choice)) is not None:
+                yield new
+
+    def _new(self, choice: Choice) -> Choice | None:
+        """What of a piece was not handed out yet."""
+        due, text, last = self._due.get(choice.index, ""), choice.text, choice.finish_reason is not None
+        again = min(len(due), len(text))
+        if due[:again] != text[:again] or (last and due[again:]):
+            raise NotOurAnswer(
+                f"{self._call.what}: after a lost connection the text was drawn again and came out otherwise, so the "
+                "pieces that were handed out do not go on; ask for all of it again"
+            )
+        self._due[choice.index] = due[again:]
+        rest = text[again:]
+        if not rest and (not last or choice.index in self._ended):
+            return None
+        if last:
+            self._ended.add(choice.index)
+        self._had[choice.index] = self._had.get(choice.index, "") + rest
+        return msgspec.structs.replace(choice, text=rest, logprobs=None if again else choice.logprobs)

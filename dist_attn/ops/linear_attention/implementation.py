@@ -1,0 +1,135 @@
+"""Which implementation computes a call of linear attention, and why: by its name or by what the tensors are."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from os import environ
+from typing import Literal
+
+import torch
+
+from dist_attn.errors import ConfigError
+from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
+from dist_attn.ops.state import LinearState
+
+__all__ = ["Choice", "Implementation", "choose", "choose_step"]
+
+Implementation = Literal["auto", "streaming", "triton"]
+# Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
+KERNELS_RAN_ON_A_GPU = False
+LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a call, and in words why."""
+
+    implementation: Literal["streaming", "triton"]
+    reason: str
+
+
+def choose(
+    implementation: Implementation,
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None = None,
+    causal: bool = True,
+    state: LinearState | None = None,
+    prefix: int = 0,
+) -> Choice:
+    """Triton's kernels where they are asked for by name, the streaming form otherwise.
+
+    "auto" shall take the kernels for tensors of a GPU, once they have run on one (`KERNELS_RAN_ON_A_GPU`).
+
+    Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
+        cannot take this call; the message says why.
+    """
+    if implementation not in ("auto", "streaming", "triton"):
+        raise ConfigError(f"implementation {implementation!r} is unknown; use auto, streaming or triton")
+    if implementation == "streaming":
+        return Choice("streaming", "asked for by name")
+    obstacle = (
+        _no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
+        or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix)
+        or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map)
+    )
+    if obstacle is None and implementation == "auto" and not KERNELS_RAN_ON_A_GPU:
+        obstacle = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
+    if obstacle is None:
+        return Choice("triton", "asked for by name" if implementation == "triton" else "the tensors are on a GPU")
+    if implementation == "triton":
+        raise ConfigError(f"implementation='triton' was asked for, but {obstacle}; use 'auto' or 'streaming'")
+    return Choice("streaming", obstacle)
+
+
+def choose_step(
+    implementation: Implementation,
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    state: LinearState,
+    *,
+    feature_map: FeatureMap | None = None,
+) -> Choice:
+    """As `choose`, of a decode step: the kernel has no backward pass.
+
+    Raises: as `choose`.
+    """
+    if implementation == "auto" and v_BHV.device.type != "cuda":
+        return Choice("streaming", f"the tensors are on {v_BHV.device.type}")  # what every step on a CPU pays for this
+    q, k, v = (t[:, :, None] for t in (q_BHK, k_BHK, v_BHV))
+    tensors = () if feature_map is None else feature_map.tensors()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *tensors, *state.tensors())):
+        if implementation == "triton":
+            raise ConfigError(
+                "implementation='triton' was asked for, but gradients are needed, and the kernel of a step has none; "
+                "use torch.no_grad(), 'auto' or 'streaming'"
+            )
+        return Choice("streaming", "gradients are needed")
+    return choose(implementation, q, k, v, feature_map=feature_map, state=state)
+
+
+def _no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
+    interpreted = environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
+    if v_BHSV.device.type != "cuda" and not (interpreted_is_fine and interpreted):
+        return f"the tensors are on {v_BHSV.device.type}: kernels need a GPU, or TRITON_INTERPRET=1 for tests"
+    if find_spec("triton") is None:
+        return "triton is not installed (pip install 'dist-attn[gpu]')"
+    if torch.compiler.is_compiling():
+        return "the call is being compiled, and a compiled graph takes the streaming form"
+    return None
+
+
+def _not_this_call(
+    q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, *, causal: bool, state: LinearState | None, prefix: int
+) -> str | None:
+    if not causal or prefix:
+        return "attention is not causal, or has a prefix that is not: the kernels are causal"
+    if q_BHLK.shape[2] != k_BHSK.shape[2]:
+        return f"there are {q_BHLK.shape[2]} queries and {k_BHSK.shape[2]} keys: the kernels take as many of both"
+    if not q_BHLK.numel():
+        return "there are no tokens"
+    if state is not None and state.s_BHMV.dtype != torch.float32:
+        return f"the state is {state.s_BHMV.dtype}: the kernels' sums are float32"
+    return None
+
+
+def _not_these_sizes(
+    q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, feature_map: FeatureMap | None
+) -> str | None:
+    if not q_BHLK.dtype == k_BHSK.dtype == v_BHSV.dtype or v_BHSV.dtype not in DTYPES:
+        return (
+            f"q, k and v are {q_BHLK.dtype}, {k_BHSK.dtype} and {v_BHSV.dtype}: the kernels take one of float32, "
+            "bfloat16 and float16 for all three"
+        )
+    if feature_map is not None and not isinstance(feature_map, HasFusedForm):
+        return f"the kernels do not know the feature map {type(feature_map).__name__}"
+    tensors = () if feature_map is None else feature_map.tensors()
+    sizes = (q_BHLK.shape[3], v_BHSV.shape[3], *(t.shape[1] for t in tensors))
+    if not 0 < max(sizes) <= LARGEST or not min(sizes):
+        return f"head size, values and projections are {sizes}: the kernels take 1 to {LARGEST} of each"
+    if any(t.device != v_BHSV.device for t in (q_BHLK, k_BHSK, *tensors)):
+        return "the tensors are on different devices"
+    return None

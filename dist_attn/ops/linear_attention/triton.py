@@ -1,0 +1,217 @@
+"""Causal linear attention by GPU kernels: chunk-parallel, features never in memory, sums in float32.
+
+Three passes over a stretch of tokens, each parallel over its chunks: what every chunk leaves behind, a scan of these
+over the chunks, outputs. As many tokens form a stretch as have states of at most 1 GiB, so memory above inputs and
+outputs is bounded for any length. The backward pass makes the states again.
+
+Importing this module needs triton; `implementation.choose` says whether a call can come here.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.documents import document_numbers
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.linear_attention.block import bounded
+from dist_attn.ops.linear_attention.plain_scan import plain_gradients
+from dist_attn.ops.linear_attention.triton_backward import stretch_gradients
+from dist_attn.ops.linear_attention.triton_forward import Plan, Stretch, gates, make_plan, on_device, outputs, states
+from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
+from dist_attn.ops.state import LinearState
+from dist_attn.ops.watch import current_watch, watching
+
+__all__ = ["triton_linear_attention"]
+
+STATE_BYTES = 2**30
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+class Attention(Protocol):
+    """`linear_attention` with everything but the tensors and their documents settled."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        /,
+        *,
+        feature_map: FeatureMap | None,
+        log_gate_BHS: torch.Tensor | None,
+        key_scale_BHS: torch.Tensor | None,
+        state: LinearState | None,
+        denominator: Denominator | None,
+        documents: tuple[int, ...] | None,
+    ) -> tuple[torch.Tensor, LinearState]: ...
+
+
+class _Call(NamedTuple):
+    plan: Plan
+    feature_map: FeatureMap | None
+    documents: tuple[int, ...]
+    differentiable: Attention
+
+
+def triton_linear_attention(
+    q_BHLK: torch.Tensor,
+    k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    log_gate_BHL: torch.Tensor | None = None,
+    key_scale_BHL: torch.Tensor | None = None,
+    *,
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
+    denominator: Denominator,
+    documents: tuple[int, ...],
+    differentiable: Attention,
+    tiles: Tiles | None = None,
+) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention` of as many queries as keys, causal.
+
+    `differentiable` is the same function in another implementation: what a backward pass that is to be differentiated
+    again goes through.
+
+    Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, the float32 state after.
+    """
+    batch, heads, _, size = q_BHLK.shape
+    values = v_BHLV.shape[3]
+    plan = make_plan(size, values, feature_map, denominator, tiles or tiles_for(q_BHLK, v_BHLV, feature_map))
+    call = _Call(plan, feature_map, documents, differentiable)
+    if state is None:
+        state = LinearState.identity(batch, heads, plan.features, values, device=v_BHLV.device)
+    state.check(batch, heads, plan.features, values)
+    zm_BHE = torch.cat([state.z_BHM, state.mass_BH[..., None]], dim=-1)
+    parameters = () if feature_map is None else feature_map.tensors()
+    out, s_BHMV, zm_BHE = _Kernels.apply(  # type: ignore[no-untyped-call]
+        call, q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, state.s_BHMV, zm_BHE, *parameters
+    )
+    log_decay_BH, reset_BH = state.log_decay_BH, state.reset_BH
+    if documents:
+        log_decay_BH, reset_BH = torch.zeros_like(log_decay_BH), torch.ones_like(reset_BH)
+    if log_gate_BHL is not None:
+        last = documents[-1] if documents else 0
+        log_decay_BH = log_decay_BH + bounded(log_gate_BHL[:, :, last:], torch.float32).sum(-1)
+    return out, LinearState(s_BHMV, zm_BHE[..., :-1], zm_BHE[..., -1], log_decay_BH, reset_BH)
+
+
+class _Kernels(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor | None) -> Any:
+        v, s, zm = tensors[2], tensors[5], tensors[6]
+        assert v is not None and s is not None and zm is not None
+        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        state, zm_state = s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous()
+        starts, dens, masses = [], [], []
+        with on_device(v.device):
+            for (first, last), stretch in _stretches(call, tensors):
+                starts += [state, zm_state]
+                gate = gates(call.plan, stretch)
+                found = states(call.plan, stretch, gate, state, zm_state)
+                den, mass = outputs(call.plan, stretch, gate, found, out[:, :, first:last])
+                state, zm_state = found.end, found.zm_end
+                dens.append(den)
+                masses.append(mass)
+        den, mass = torch.cat(dens, dim=-1).view(v.shape[:3]), torch.cat(masses, dim=-1).view(v.shape[:3])
+        watch = current_watch()
+        if watch is not None and call.plan.policy.kind not in ("mass", "one"):
+            watch.count(den, call.plan.policy.guard(den, mass))
+        ctx.call, ctx.num_inputs = call, len(tensors)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(*tensors, out, den, mass, *starts)
+        return out, state.view_as(s), zm_state.view_as(zm)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        call: _Call = ctx.call
+        saved = ctx.saved_tensors
+        tensors, needs = saved[: ctx.num_inputs], ctx.needs_input_grad[1:]
+        # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
+        if torch.is_grad_enabled():
+            return (None, *_composite(call, tensors, needs, grads))
+        with on_device(grads[0].device):
+            return (None, *_gradients(call, tensors, saved[ctx.num_inputs :], needs, grads))
+
+
+def _gradients(
+    call: _Call, tensors: _Optional, kept: _Tensors, needs: tuple[bool, ...], grads: _Tensors
+) -> list[torch.Tensor | None]:
+    """The gradients of all inputs, stretch by stretch from the last to the first."""
+    s, zm, *parameters = tensors[5:]
+    assert s is not None and zm is not None
+    out, den, mass, *starts = kept
+    grad_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+    grad_s, grad_zm = (g.flatten(0, 1).contiguous() for g in grads[1:])
+    totals = [
+        torch.empty_like(t) if need and t is not None else None for t, need in zip(tensors[:5], needs[:5], strict=True)
+    ]
+    grad_w = None
+    with_map = bool(parameters) and needs[7]
+    for number, ((first, last), stretch) in reversed(list(enumerate(_stretches(call, tensors)))):
+        gate = gates(call.plan, stretch)
+        found = states(call.plan, stretch, gate, starts[2 * number], starts[2 * number + 1])
+        results = (out[:, :, first:last], den[:, :, first:last], mass[:, :, first:last])
+        ends = (grad_out[:, :, first:last], grad_s, grad_zm)
+        part = stretch_gradients(call.plan, stretch, gate, found, results, ends, with_map=with_map)
+        grad_s, grad_zm = part.s, part.zm
+        for total, grad in zip(totals, (part.q, part.k, part.v, part.log_gate, part.key_scale), strict=True):
+            if total is not None and grad is not None:
+                total[:, :, first:last] = grad
+        grad_w = part.w if grad_w is None or part.w is None else grad_w + part.w
+    of_map = [None if p is None or grad_w is None else grad_w.to(p.dtype) for p in parameters]
+    return [*totals, grad_s.view(s.shape), grad_zm.view(zm.shape), *of_map]
+
+
+def _stretches(call: _Call, tensors: _Optional) -> list[tuple[tuple[int, int], Stretch]]:
+    """The token ranges whose states exist at once, and what the kernels are given of each."""
+    q, k, v, log_gate, key_scale, s, _, *parameters = tensors
+    assert q is not None and k is not None and v is not None and s is not None
+    plan, tokens = call.plan, v.shape[2]
+    chunk_bytes = 8 * max(1, s.numel())
+    step = plan.tiles.chunk * max(1, STATE_BYTES // chunk_bytes)
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    weights = parameters[0].float().contiguous() if parameters and parameters[0] is not None else s
+    numbers = document_numbers(call.documents, tokens, v.device) if call.documents else None
+    found = []
+    for first in range(0, tokens, step):
+        last = min(first + step, tokens)
+        of_documents = None
+        if numbers is not None:
+            before = numbers[first - 1] if first else 0
+            of_documents = (numbers[first:last] - before).to(torch.int32)
+            filled = -(-(last - first) // plan.tiles.chunk) * plan.tiles.chunk
+            of_documents = torch.cat([of_documents, of_documents[-1:].expand(filled - (last - first))])
+        gate, scale = (None if t is None else t[:, :, first:last].contiguous() for t in (log_gate, key_scale))
+        part_q, part_k, part_v = (t[:, :, first:last] for t in (q, k, v))
+        found.append(((first, last), Stretch(part_q, part_k, part_v, weights, gate, scale, of_documents)))
+    return found
+
+
+def _composite(call: _Call, tensors: _Optional, needs: tuple[bool, ...], grads: _Tensors) -> list[torch.Tensor | None]:
+    """The gradients of all inputs as differentiable functions of the inputs and of `grads`, by the streaming form."""
+    # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
+    inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
+    q, k, v, log_gate, key_scale, s, zm, *parameters = inputs
+    assert q is not None and k is not None and v is not None and s is not None and zm is not None
+    nothing = zm.new_zeros(zm.shape[:2])
+    state = LinearState(s, zm[..., :-1], zm[..., -1], nothing, nothing.bool())
+    feature_map = call.feature_map
+    if feature_map is not None:
+        feature_map = feature_map.with_tensors(*(p for p in parameters if p is not None))
+    with watching(None):
+        out, after = call.differentiable(
+            q,
+            k,
+            v,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate,
+            key_scale_BHS=key_scale,
+            state=state,
+            denominator=call.plan.policy,
+            documents=call.documents,
+        )
+    zm_after = torch.cat([after.z_BHM, after.mass_BH[..., None]], dim=-1)
+    return plain_gradients((out, after.s_BHMV, zm_after), grads, inputs, needs)

@@ -1,0 +1,146 @@
+"""The decode step as one GPU kernel: features of the token, update and read-out in one pass over the state."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.linear_attention.triton_features import features, load_projections
+from dist_attn.ops.linear_attention.triton_forward import either, make_plan, on_device
+from dist_attn.ops.linear_attention.triton_outputs import guard
+from dist_attn.ops.linear_attention.triton_tiles import Tiles
+from dist_attn.ops.state import LinearState
+from dist_attn.ops.watch import current_watch
+
+__all__ = ["triton_linear_attention_step"]
+
+# A program keeps [32, 64] of the state in registers at a time; its tiles of w come out of the L2 cache.
+STEP_TILES = Tiles(block_d=32, block_v=64, warps=4, stages=2)
+
+
+@triton.jit
+def _vector(x_ptr, K, UNIT: tl.constexpr, BLOCK_X: tl.constexpr):
+    """x / |x| (x without UNIT) as a row [1, BLOCK_X] in float32."""
+    inputs = tl.arange(0, BLOCK_X)
+    x = tl.load(x_ptr + inputs, mask=inputs < K, other=0.0).to(tl.float32)
+    if UNIT:
+        length = tl.sqrt(tl.sum(x * x, axis=0))
+        x = x / tl.where(length == 0.0, 1.0, length)
+    return x[None, :]
+
+
+@triton.jit
+def _token_features(
+    x_ptr, x, w_ptr, outputs, K, D, scale, MAP: tl.constexpr, BLOCK_X: tl.constexpr
+):  # fmt: skip
+    """The two parts of phi(x), [BLOCK_D] each."""
+    if MAP == "none" or MAP == "elu":
+        projected = tl.load(x_ptr + outputs, mask=outputs < K, other=0.0).to(tl.float32)[None, :]
+    else:
+        w = load_projections(w_ptr, tl.arange(0, BLOCK_X), outputs, K, D)
+        projected = tl.sum(w * tl.trans(x), axis=0)[None, :]
+    first, second = features(projected, outputs, D, scale, MAP)
+    return tl.sum(first, axis=0), tl.sum(second, axis=0)
+
+
+@triton.jit
+def _part(
+    s_ptr, z_ptr, s_out_ptr, z_out_ptr, rows, there, values, V, gate, k, q, v, num, den
+):  # fmt: skip
+    """Some rows of the state: updated by k and v, stored, and read by q."""
+    at = rows[:, None] * V + values[None, :]
+    mask = there[:, None] & (values[None, :] < V)
+    s = tl.load(s_ptr + at, mask=mask, other=0.0) * gate + k[:, None] * v[None, :]
+    z = tl.load(z_ptr + rows, mask=there, other=0.0) * gate + k
+    tl.store(s_out_ptr + at, s, mask=mask)
+    tl.store(z_out_ptr + rows, z, mask=there & (tl.program_id(1) == 0))
+    return num + tl.sum(q[:, None] * s, axis=0), den + tl.sum(q * z, axis=0)
+
+
+@triton.jit
+def step_kernel(
+    q_ptr, k_ptr, v_ptr, w_ptr, log_gate_ptr, key_scale_ptr, s_ptr, z_ptr, mass_ptr,
+    out_ptr, s_out_ptr, z_out_ptr, mass_out_ptr, den_ptr, H, K, D, M, V, scale, eps,
+    KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_X: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One token of one head. Grid: G x blocks of values."""
+    group = tl.program_id(0).to(tl.int64)
+    w_ptr += (group % H) * D * K
+    s_ptr, s_out_ptr = s_ptr + group * M * V, s_out_ptr + group * M * V
+    z_ptr, z_out_ptr = z_ptr + group * M, z_out_ptr + group * M
+    values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    q = _vector(q_ptr + group * K, K, UNIT, BLOCK_X)
+    k = _vector(k_ptr + group * K, K, UNIT, BLOCK_X)
+    v = tl.load(v_ptr + group * V + values, mask=values < V, other=0.0).to(tl.float32)
+    gate = 1.0
+    key_scale = 1.0
+    if HAS_GATE:
+        gate = tl.exp(tl.load(log_gate_ptr + group).to(tl.float32))
+    if HAS_SCALE:
+        key_scale = tl.load(key_scale_ptr + group).to(tl.float32)
+    num = tl.zeros((BLOCK_V,), tl.float32)
+    den = tl.sum(tl.zeros((BLOCK_V,), tl.float32), axis=0)
+    for d in range(0, D, BLOCK_D):
+        outputs = d + tl.arange(0, BLOCK_D)
+        q_first, q_second = _token_features(q_ptr + group * K, q, w_ptr, outputs, K, D, scale, MAP, BLOCK_X)
+        k_first, k_second = _token_features(k_ptr + group * K, k, w_ptr, outputs, K, D, scale, MAP, BLOCK_X)
+        num, den = _part(
+            s_ptr, z_ptr, s_out_ptr, z_out_ptr, outputs, outputs < D, values, V,
+            gate, k_first * key_scale, q_first, v, num, den,
+        )  # fmt: skip
+        if MAP == "gaussian":
+            num, den = _part(
+                s_ptr, z_ptr, s_out_ptr, z_out_ptr, outputs + D, outputs < D, values, V,
+                gate, k_second * key_scale, q_second, v, num, den,
+            )  # fmt: skip
+    mass = tl.load(mass_ptr + group) * gate + key_scale
+    out = num / guard(den, mass, eps, KIND)
+    tl.store(out_ptr + group * V + values, out.to(out_ptr.dtype.element_ty), mask=values < V)
+    if tl.program_id(1) == 0:
+        tl.store(mass_out_ptr + group, mass)
+        tl.store(den_ptr + group, den)
+
+
+def triton_linear_attention_step(
+    q_BHK: torch.Tensor,
+    k_BHK: torch.Tensor,
+    v_BHV: torch.Tensor,
+    state: LinearState,
+    *,
+    feature_map: FeatureMap | None,
+    log_gate_BH: torch.Tensor | None,
+    key_scale_BH: torch.Tensor | None,
+    denominator: Denominator,
+) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention_step` without gradients, by one kernel; the state given is left as it is.
+
+    Shapes: q, k [B, H, K], v [B, H, V], gates [B, H] -> o [B, H, V] in v's dtype, the float32 state after.
+    Cost: one read and one write of the state, beside w once for every B H.
+    """
+    heads, size = q_BHK.shape[1:]
+    values = v_BHV.shape[2]
+    plan = make_plan(size, values, feature_map, denominator, STEP_TILES)
+    state.check(q_BHK.shape[0], heads, plan.features, values)
+    weights = state.s_BHMV if feature_map is None or not feature_map.tensors() else feature_map.tensors()[0]
+    given = [t.detach().contiguous() for t in (q_BHK, k_BHK, v_BHV, weights.float())]
+    gates = [None if t is None else t.contiguous() for t in (log_gate_BH, key_scale_BH)]
+    before = [t.detach().contiguous() for t in state.tensors()[:3]]
+    after = [torch.empty_like(t) for t in before]
+    out, den = torch.empty_like(given[2]), torch.empty_like(before[2])
+    with on_device(v_BHV.device):
+        step_kernel[(den.numel(), plan.blocks(values, plan.tiles.block_v))](
+            *given, *(either(gate, den) for gate in gates), *before, out, *after, den,
+            heads, size, plan.projections, plan.features, values, plan.scale, denominator.eps,
+            KIND=denominator.kind, HAS_GATE=log_gate_BH is not None, HAS_SCALE=key_scale_BH is not None,
+            MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=plan.tiles.fitted_inputs(size),
+            BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, num_warps=plan.tiles.warps,
+        )  # fmt: skip
+    watch = current_watch()
+    if watch is not None and denominator.kind not in ("mass", "one"):
+        watch.count(den[..., None], denominator.guard(den, after[2])[..., None])
+    log_decay_BH = state.log_decay_BH
+    if log_gate_BH is not None:
+        log_decay_BH = log_decay_BH + log_gate_BH.to(log_decay_BH.dtype)
+    return out, LinearState(after[0], after[1], after[2], log_decay_BH, state.reset_BH)

@@ -1,0 +1,179 @@
+"""Feature maps as parts of GPU kernels: a tile of phi(x) is made where it is used and never reaches memory.
+
+Maps go by name: `none` (x is phi already), `elu`, `arc_cosine` and `gaussian`. A tile covers T tokens and some of the D
+projections, or of the columns of x itself for the first two. A Gaussian tile has two parts, sines and cosines; of the
+others both parts are the same tile, and only the first counts.
+
+How tiles enter matrix units, by the inputs' type:
+
+| precision | inputs | tiles | projections w x |
+|---|---|---|---|
+| bf16 | bfloat16 | bfloat16 | x is exact, w in two parts: 16 bits of w |
+| bf16_interpreted | bfloat16 | the same roundings in float32: numpy has no bfloat16 | as bf16 |
+| tf32 | float16 | tf32: float16's digits with float32's range, so no sum can overflow | three tf32 products |
+| ieee | float32 | float32 in three tf32 products, which keep 22 bits | three tf32 products |
+
+All sums are float32.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "feature_tile",
+    "features",
+    "load_projections",
+    "load_tile",
+    "operand",
+    "product",
+    "project",
+    "projection_gradient",
+    "sine_and_cosine",
+    "store_tile",
+]
+
+
+@triton.jit
+def sine_and_cosine(x):
+    """Both to 1e-7 while |x| < 1e4, by polynomials on a quarter turn: the library's sine may go through local memory.
+
+    The coefficients are least-squares fits on [-pi/4, pi/4] with errors of 3e-9 and 1e-10.
+    """
+    turns = tl.floor(x * 0.6366197723675814 + 0.5)
+    # pi / 2 in three parts, of which the first two are short, so that their products with whole numbers are exact.
+    r = ((x - turns * 1.5703125) - turns * 0.00048351287841796875) - turns * 3.1391647326017846e-07
+    z = r * r
+    sine = r + r * z * (-0.16666647 + z * (0.0083318 - z * 0.00019476))
+    cosine = 1.0 - 0.5 * z + z * z * (0.0416666427 + z * (-0.00138871847 + z * 2.44191877e-05))
+    quarter = turns.to(tl.int32) & 3
+    odd = (quarter & 1) == 1
+    first = tl.where(odd, cosine, sine)
+    second = tl.where(odd, sine, cosine)
+    return tl.where(quarter >= 2, -first, first), tl.where(((quarter + 1) & 2) != 0, -second, second)
+
+
+@triton.jit
+def operand(x, PRECISION: tl.constexpr):
+    """x as it enters a matrix product."""
+    if PRECISION == "bf16":
+        return x.to(tl.bfloat16)
+    elif PRECISION == "bf16_interpreted":
+        # Rounded to the nearest, ties to even, as a GPU does; the interpreter itself cuts off.
+        bits = x.to(tl.float32).to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return bits.to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b in float32, of two operands."""
+    if PRECISION == "ieee":
+        return tl.dot(a, b, acc=total, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b, acc=total, input_precision="tf32")
+
+
+@triton.jit
+def load_tile(x_ptr, rows, columns, stride, valid, size):
+    """Rows of [tokens, size] as they are in memory; 0 where a token is not valid or a column not there.
+
+    The pointer stands at the first row of the chunk: offsets from there fit into 32 bits, and half the registers.
+    """
+    at = x_ptr + rows[:, None] * stride + columns[None, :]
+    return tl.load(at, mask=valid[:, None] & (columns[None, :] < size), other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, stride, rows, valid, columns, size, tile):
+    """`load_tile` the other way, in the type of the memory."""
+    at = ptr + rows[:, None] * stride + columns[None, :]
+    tl.store(at, tile.to(ptr.dtype.element_ty), mask=valid[:, None] & (columns[None, :] < size))
+
+
+@triton.jit
+def load_projections(w_ptr, inputs, outputs, K, D):
+    """[inputs, outputs] of w [D, K]."""
+    at = w_ptr + outputs[None, :] * K + inputs[:, None]
+    return tl.load(at, mask=(inputs[:, None] < K) & (outputs[None, :] < D), other=0.0)
+
+
+@triton.jit
+def project(
+    x_ptr, stride, rows, valid, w_ptr, outputs, K, D,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """w x / |x| [T, BLOCK_D] and 1 / |x| [T] (both without the length unless UNIT); for maps without w columns of x."""
+    inverse = tl.full((T,), 1.0, tl.float32)
+    if MAP == "none" or MAP == "elu":
+        projected = load_tile(x_ptr, rows, outputs, stride, valid, K).to(tl.float32)
+    else:
+        projected = tl.zeros((T, BLOCK_D), tl.float32)
+        squares = tl.zeros((T,), tl.float32)
+        for first in range(0, K, BLOCK_K):
+            inputs = first + tl.arange(0, BLOCK_K)
+            x = load_tile(x_ptr, rows, inputs, stride, valid, K)
+            w = load_projections(w_ptr, inputs, outputs, K, D)
+            if PRECISION == "bf16" or PRECISION == "bf16_interpreted":
+                high = operand(w, PRECISION)
+                low = operand(w - high.to(tl.float32), PRECISION)
+                projected = product(operand(x, PRECISION), high, projected, PRECISION)
+                projected = product(operand(x, PRECISION), low, projected, PRECISION)
+            else:
+                projected = product(x.to(tl.float32), w, projected, "ieee")
+            if UNIT:
+                squares += tl.sum(x.to(tl.float32) * x.to(tl.float32), axis=1)
+        if UNIT:
+            length = tl.sqrt(squares)
+            inverse = 1.0 / tl.where(length == 0.0, 1.0, length)
+            projected = projected * inverse[:, None]
+    return projected, inverse
+
+
+@triton.jit
+def features(projected, outputs, D, scale, MAP: tl.constexpr):
+    """The two parts of phi, [T, BLOCK_D] each; 0 in columns that are not there."""
+    there = (outputs < D)[None, :]
+    if MAP == "gaussian":
+        sine, cosine = sine_and_cosine(projected)
+        first = sine * scale
+        second = tl.where(there, cosine * scale, 0.0)
+    elif MAP == "arc_cosine":
+        first = tl.where(projected > 0.0, projected * scale, 0.0)
+        second = first
+    elif MAP == "elu":
+        first = tl.where(projected > 0.0, projected + 1.0, tl.exp(tl.minimum(projected, 0.0)))
+        second = first
+    else:
+        first = projected
+        second = first
+    return tl.where(there, first, 0.0), second
+
+
+@triton.jit
+def feature_tile(
+    x_ptr, stride, rows, valid, w_ptr, outputs, K, D, scale,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The two parts of phi(x) as they enter products."""
+    projected, _ = project(
+        x_ptr, stride, rows, valid, w_ptr, outputs, K, D, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K
+    )  # fmt: skip
+    first, second = features(projected, outputs, D, scale, MAP)
+    return operand(first, PRECISION), operand(second, PRECISION)
+
+
+@triton.jit
+def projection_gradient(projected, grad_first, grad_second, first, second, scale, MAP: tl.constexpr):
+    """The gradient of what `features` was given, from those of its two parts."""
+    if MAP == "gaussian":
+        return grad_first * second - grad_second * first
+    elif MAP == "arc_cosine":
+        return tl.where(projected > 0.0, grad_first * scale, 0.0)
+    elif MAP == "elu":
+        return tl.where(projected > 0.0, grad_first, grad_first * first)
+    else:
+        return grad_first

@@ -1,0 +1,136 @@
+"""The kernel of causal outputs: one chunk of queries reads its own keys and the state before it, and divides once."""
+
+import triton
+import triton.language as tl
+
+from dist_attn.ops.linear_attention.triton_features import feature_tile, load_tile, operand, product, store_tile
+
+__all__ = ["guard", "outputs_kernel", "pair_weights", "scores_and_reads"]
+
+
+@triton.jit
+def pair_weights(
+    decay_ptr, documents_ptr, queries, keys, L,
+    KEYS_FIRST: tl.constexpr, HAS_GATE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """What is left of each key at each query of a chunk, [queries, keys], or [keys, queries] for `KEYS_FIRST`.
+
+    0 for keys after the query, of another document, or behind the end.
+    """
+    if KEYS_FIRST:
+        q, k = queries[None, :], keys[:, None]
+    else:
+        q, k = queries[:, None], keys[None, :]
+    seen = (q >= k) & (q < L)
+    if HAS_DOCUMENTS:
+        seen = seen & (tl.load(documents_ptr + q) == tl.load(documents_ptr + k))
+    if HAS_GATE:
+        # One exponent <= 0, masked before exp: exp(c_t) exp(-c_i) would overflow.
+        difference = tl.load(decay_ptr + q) - tl.load(decay_ptr + k)
+        return tl.exp(tl.where(seen, difference, float("-inf")))
+    else:
+        return seen.to(tl.float32)
+
+
+@triton.jit
+def guard(denominator, mass, eps, KIND: tl.constexpr):
+    """See `Denominator.guard`."""
+    if KIND == "exact":
+        return denominator
+    elif KIND == "clamp":
+        return tl.maximum(denominator, eps, propagate_nan=tl.PropagateNan.ALL)
+    elif KIND == "sign_clamp":
+        size = tl.maximum(tl.abs(denominator), eps, propagate_nan=tl.PropagateNan.ALL)
+        return tl.where(denominator < 0.0, -size, size)
+    elif KIND == "one":
+        return tl.zeros_like(denominator) + 1.0
+    else:
+        floored = mass
+        if KIND == "floor":
+            floored = tl.maximum(denominator, eps * mass, propagate_nan=tl.PropagateNan.ALL)
+        return tl.where(floored == 0.0, 1.0, floored)
+
+
+@triton.jit
+def scores_and_reads(
+    own_ptr, own_stride, other_ptr, other_stride, rows, valid, w_ptr, state_ptr, z_ptr, values,
+    K, D, V, scale,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """phi(own) phi(other)^T [T, T], phi(own) S [T, BLOCK_V] and phi(own) z [T] of one chunk."""
+    scores = tl.zeros((T, T), tl.float32)
+    num = tl.zeros((T, BLOCK_V), tl.float32)
+    den = tl.zeros((T,), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        outputs = d + tl.arange(0, BLOCK_D)
+        there = (outputs[:, None] < D) & (values[None, :] < V)
+        own, own_second = feature_tile(
+            own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D, scale,
+            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        other, other_second = feature_tile(
+            other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D, scale,
+            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        scores = product(own, tl.trans(other), scores, PRECISION)
+        at = state_ptr + outputs[:, None] * V + values[None, :]
+        num = product(own, operand(tl.load(at, mask=there, other=0.0), PRECISION), num, PRECISION)
+        z = tl.load(z_ptr + outputs, mask=outputs < D, other=0.0)
+        den += tl.sum(own.to(tl.float32) * z[None, :], axis=1)
+        if MAP == "gaussian":
+            scores = product(own_second, tl.trans(other_second), scores, PRECISION)
+            state = tl.load(at + D * V, mask=there, other=0.0)
+            num = product(own_second, operand(state, PRECISION), num, PRECISION)
+            z = tl.load(z_ptr + D + outputs, mask=outputs < D, other=0.0)
+            den += tl.sum(own_second.to(tl.float32) * z[None, :], axis=1)
+    return scores, num, den
+
+
+@triton.jit
+def outputs_kernel(
+    q_ptr, k_ptr, v_ptr, w_ptr, decay_ptr, key_scale_ptr, read_ptr, documents_ptr, state_ptr, zm_ptr,
+    out_ptr, denominator_ptr, mass_ptr,
+    q_stride_b, q_stride_h, q_stride_l, k_stride_b, k_stride_h, k_stride_l,
+    v_stride_b, v_stride_h, v_stride_l, out_stride_b, out_stride_h, out_stride_l,
+    L, N, H, K, D, M, V, scale, eps,
+    KIND: tl.constexpr, HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Outputs [G, L, V], denominators before any policy [G, L] and masses [G, L] of one chunk.
+
+    Grid: G N chunks x blocks of values.
+    """
+    program = tl.program_id(0)
+    group, chunk = (program // N).to(tl.int64), program % N
+    batch, head = group // H, group % H
+    start = chunk.to(tl.int64) * T
+    v_ptr += batch * v_stride_b + head * v_stride_h + start * v_stride_l
+    out_ptr += batch * out_stride_b + head * out_stride_h + start * out_stride_l
+    zm_ptr += (group * N + chunk) * (M + 1)
+    rows = tl.arange(0, T)
+    tokens = chunk * T + rows
+    valid = tokens < L
+    values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+
+    scores, num, den = scores_and_reads(
+        q_ptr + batch * q_stride_b + head * q_stride_h + start * q_stride_l, q_stride_l,
+        k_ptr + batch * k_stride_b + head * k_stride_h + start * k_stride_l, k_stride_l, rows, valid,
+        w_ptr + head * D * K, state_ptr + (group * N + chunk) * M * V, zm_ptr, values, K, D, V, scale,
+        MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+    )  # fmt: skip
+    weights = pair_weights(decay_ptr + group * N * T, documents_ptr, tokens, tokens, L, False, HAS_GATE, HAS_DOCUMENTS)
+    if HAS_SCALE:
+        weights = weights * tl.load(key_scale_ptr + group * N * T + tokens)[None, :]
+    read = tl.load(read_ptr + group * N * T + tokens)
+    mass = read * tl.load(zm_ptr + M) + tl.sum(weights, axis=1)
+    weights = weights * scores
+    den = read * den + tl.sum(weights, axis=1)
+    v = operand(load_tile(v_ptr, rows, values, v_stride_l, valid, V), PRECISION)
+    num = product(operand(weights, PRECISION), v, num * read[:, None], PRECISION)
+    divisor = tl.where(valid, guard(den, mass, eps, KIND), 1.0)
+    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num / divisor[:, None])
+    if tl.program_id(1) == 0:
+        tl.store(denominator_ptr + group * L + tokens, den, mask=valid)
+        tl.store(mass_ptr + group * L + tokens, mass, mask=valid)
