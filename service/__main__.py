@@ -44,7 +44,9 @@ class ApiServer(uvicorn.Server):
         """Listen, and say so."""
         await super().startup(sockets=sockets)
         if self.started and self._announcement:
-            print(self._announcement, flush=True)
+            # In one piece: other processes write to the same pipe.
+            sys.stdout.write(f"{self._announcement}\n")
+            sys.stdout.flush()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open streams finish first; meanwhile /readyz says that this process stops, and new work is refused."""

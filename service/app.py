@@ -1,5 +1,6 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -19,6 +20,7 @@ from service.chat import ChatService
 from service.chat_schemas import ChatRequest
 from service.chat_template import ChatTemplate
 from service.completions import CompletionService
+from service.context import ServiceContext
 from service.dependencies import Services
 from service.documents import DocumentService
 from service.embeddings import EmbeddingService
@@ -28,6 +30,7 @@ from service.engine_watch import EngineWatch
 from service.envelope import Envelope, routing_problem, service_problem
 from service.errors import PROBLEM_JSON, ServiceError
 from service.estimates import EstimateService
+from service.feeding.desk import FeedingDesk
 from service.file_schemas import CompleteUploadRequest, UploadRequest
 from service.job_schemas import EstimateRequest, Job, JobRequest
 from service.jobs.book import JobBook
@@ -36,6 +39,7 @@ from service.jobs.runner import Complete
 from service.limits import BodyMemory, OpenRequests
 from service.logs import Log, make_log
 from service.metrics import Metrics
+from service.prefixes import PrefixCache
 from service.routers import (
     chat,
     completions,
@@ -47,12 +51,20 @@ from service.routers import (
     health,
     jobs,
     models,
+    page,
     session_text,
     sessions,
     tokens,
     uploads,
 )
-from service.schemas import CompletionRequest, DetokenizeRequest, EmbeddingRequest, EncodingRequest, TokenizeRequest
+from service.schemas import (
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    EncodingRequest,
+    ServerSentEvent,
+    TokenizeRequest,
+)
 from service.served_model import ServedModel
 from service.session_schemas import SESSION_BODIES
 from service.sessions.desk import SessionDesk
@@ -60,8 +72,9 @@ from service.sessions.keeping import KeptStore, kept_store
 from service.settings import Settings
 from service.spool import DiskBudget, SpoolFactory
 from service.tokenising import ThreadTokeniser
+from service.tracing import Tracing
 from service.uploads.shelf import FileShelf
-from service.whole_completions import complete
+from service.whole_completions import gather, whole_completion
 from service.workload import Workload
 
 __all__ = ["create_app", "stream_limits"]
@@ -71,10 +84,11 @@ ROUTERS = (
     completions, chat, encodings, embeddings, estimate, jobs, tokens, sessions, session_text, files, uploads, models,
     health,
     documentation,
+    page,
 )  # fmt: skip
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, *SESSION_BODIES,
+    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, ServerSentEvent, *SESSION_BODIES,
 )  # fmt: skip
 
 
@@ -84,23 +98,19 @@ class LifespanState(TypedDict):
     services: Services
 
 
-def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | None = None) -> FastAPI:
-    """The service for one model; `engine` replaces the connection to a controller in tests.
+def create_app(
+    settings: Settings, engine: EnginePort | None = None, log: Log | None = None, tracing: Tracing | None = None
+) -> FastAPI:
+    """The service for one model; `engine` and `tracing` replace what the settings name in tests.
 
     Raises: ConfigError for keys of either kind that cannot be read; at start-up ModelFolderError when the model folder
         cannot be used.
     """
     log = log or make_log(level=settings.log_level)
     metrics, keys = Metrics(), KeyRing.read(settings)
+    tracing = tracing or Tracing.of(settings.tracing)
     open_requests = OpenRequests(settings.open_requests)
-    port = engine or ZmqEnginePort(
-        settings.api_address,
-        stream_limits(settings),
-        log,
-        status_seconds=settings.status_seconds,
-        stale_seconds=settings.status_stale_seconds,
-        keys=ClientKeys.find(settings.keys_dir, "api", settings.api_address),
-    )
+    port = engine or _connection(settings, log)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[LifespanState]:
@@ -118,9 +128,12 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
                 yield {"services": services}
             finally:
                 await services.jobs.runner.stop()
+                await services.prefixes.close()
+                await services.feeds.stop()
                 await port.close()
                 # what was cut off still writes its last words and gives its spools back
                 await open_requests.drained(FAREWELL_SECONDS)
+                await asyncio.get_running_loop().run_in_executor(threads, tracing.flush)
 
     app = FastAPI(
         title="dist-attn",
@@ -138,7 +151,9 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
             }
         },
     )
-    envelope = Envelope(log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port))
+    envelope = Envelope(
+        log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port), tracing=tracing
+    )
     app.add_middleware(envelope.around)
     # what the server below the app, which sees broken requests and the end first, needs of it
     app.state.refused = envelope.refused
@@ -149,6 +164,18 @@ def create_app(settings: Settings, engine: EnginePort | None = None, log: Log | 
     return app
 
 
+def _connection(settings: Settings, log: Log) -> EnginePort:
+    """The way to the controller."""
+    return ZmqEnginePort(
+        settings.api_address,
+        stream_limits(settings),
+        log,
+        status_seconds=settings.status_seconds,
+        stale_seconds=settings.status_stale_seconds,
+        keys=ClientKeys.find(settings.keys_dir, "api", settings.api_address),
+    )
+
+
 def stream_limits(settings: Settings) -> StreamLimits:
     """The settings that an engine port needs."""
     return StreamLimits(
@@ -156,6 +183,8 @@ def stream_limits(settings: Settings) -> StreamLimits:
         message_tokens=settings.message_tokens,
         inbox_soft_bytes=settings.inbox_soft_bytes,
         inbox_hard_bytes=settings.inbox_hard_bytes,
+        resend_bytes=settings.resend_bytes,
+        resend_seconds=settings.engine_ready_seconds,
     )
 
 
@@ -184,38 +213,30 @@ def _services(
     folder.mkdir(parents=True, exist_ok=True)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
-    watch, workload = EngineWatch(engine, model, settings), Workload()
-    completions = CompletionService(settings, engine, watch, tokeniser)
+    watch = EngineWatch(engine, model, settings)
+    context = ServiceContext(settings, model, engine, watch, tokeniser, kept.store, Workload(), metrics, threads, log)
+    prefixes = PrefixCache(context)
+    completions = CompletionService(context, prefixes)
     return Services(
         settings=settings,
         model=model,
         watch=watch,
         tokeniser=tokeniser,
         completions=completions,
+        prefixes=prefixes,
         chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
-        documents=DocumentService(settings, engine, watch, tokeniser, model, spools, threads, metrics, workload),
-        embeddings=EmbeddingService(settings, engine, watch, tokeniser, model),
-        estimates=EstimateService(settings, model, watch, tokeniser, workload, threads),
-        sessions=SessionDesk.over(kept, settings, engine, watch, tokeniser, model.id, metrics),
-        jobs=JobOffice.over(
-            book,
-            settings,
-            engine,
-            watch,
-            tokeniser,
-            model,
-            workload,
-            metrics,
-            threads,
-            log=log,
-            complete=_complete(completions, model, metrics),
-        ),
+        documents=DocumentService(context, spools),
+        embeddings=EmbeddingService(context),
+        estimates=EstimateService(context),
+        sessions=SessionDesk.over(kept, context),
+        jobs=JobOffice.over(book, context, _complete(completions, model, metrics)),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
         metrics=metrics,
         threads=threads,
         files=shelf,
+        feeds=FeedingDesk(context, shelf),
     )
 
 
@@ -224,15 +245,14 @@ def _complete(completions: CompletionService, model: ServedModel, metrics: Metri
 
     async def run(options: dict[str, Any], name: str, drawn: Callable[[int], None]) -> bytes:
         prepared = await completions.prepare(CompletionRequest.model_validate(options))
-        answer = await complete(
+        choices, usage = await gather(
             completions,
             prepared,
-            model.id,
             name,
             counted=metrics.completion,
             drawn=lambda usage: drawn(usage.completion_tokens),
         )
-        return answer.model_dump_json().encode()
+        return whole_completion(prepared, model.id, choices, usage).model_dump_json().encode()
 
     return run
 

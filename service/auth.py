@@ -12,11 +12,13 @@ from starlette.types import Scope
 
 from dist_attn.errors import ConfigError
 from service.errors import Code, ServiceError
+from service.page_files import PAGE_FILES
 from service.settings import Settings
 
 __all__ = ["ADMIN_ROUTES", "OPEN_ROUTES", "KeyRing"]
 
-OPEN_ROUTES = frozenset({"/livez", "/readyz"})
+OPEN_ROUTES = frozenset({"/livez", "/readyz", *PAGE_FILES})
+"""Exact paths that answer without a key: the health checks, and the files of the page."""
 ADMIN_ROUTES = frozenset({"/metrics", "/v1/status"})
 """Routes that ask for an admin key once there is one; until then any key opens them."""
 _KEY = r"[\x21-\x7e]{1,512}"

@@ -19,10 +19,12 @@ from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from service.estimates import EstimateService
 from service.exchange import RequestBody
+from service.feeding.desk import FeedingDesk
 from service.jobs.office import JobOffice
 from service.limits import BodyMemory, OpenRequests
 from service.logs import RequestRecord
 from service.metrics import Gauges, Metrics
+from service.prefixes import PrefixCache
 from service.schemas import CompletionUsage, EncodingOptions
 from service.served_model import ServedModel
 from service.sessions.desk import SessionDesk
@@ -57,6 +59,7 @@ class Services:
     watch: EngineWatch
     tokeniser: TokeniserPort
     completions: CompletionService
+    prefixes: PrefixCache
     chat: ChatService
     documents: DocumentService
     embeddings: EmbeddingService
@@ -69,6 +72,7 @@ class Services:
     metrics: Metrics
     threads: Executor
     files: FileShelf
+    feeds: FeedingDesk
     started: float = field(default_factory=time.monotonic)
 
     def body(self, request: Request) -> RequestBody:

@@ -1,37 +1,29 @@
 """A long document through the engine: body -> tokens -> controller -> rows, all at once and in bounded memory."""
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import Executor
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import ExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
 
 from dist_attn.wire.messages import RowSpec
+from service.context import ServiceContext
 from service.encoding_run import EncodingRun, count_rows
-from service.engine_port import EnginePort
 from service.engine_stream import EngineStream
-from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, ServiceError, TooLarge
 from service.exchange import RequestBody, ResponseWriter, task_group
 from service.formats import FORMATS, RowFormat, RowsAhead, make_format
 from service.logs import RequestRecord
-from service.metrics import Metrics
 from service.request_terms import RequestTerms
 from service.rows import RowBlock
 from service.schemas import EncodingSummary, Usage
-from service.served_model import ServedModel
-from service.settings import Settings
 from service.spool import Spool, SpoolFactory
 from service.text_check import Utf8Check
-from service.tokenising import Piece, TokeniserPort
-from service.workload import DocumentLoad, Workload
+from service.tokenising import Piece
+from service.workload import DocumentLoad
 
 __all__ = ["DocumentService", "RowsWanted", "Source"]
 
-T = TypeVar("T")
 TOKEN_BYTES = 4
 
 
@@ -75,27 +67,9 @@ class _Document:
 class DocumentService:
     """Answers encodings; holds what they share, nothing of any one of them."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: EnginePort,
-        watch: EngineWatch,
-        tokeniser: TokeniserPort,
-        model: ServedModel,
-        spools: SpoolFactory,
-        threads: Executor,
-        metrics: Metrics,
-        workload: Workload,
-    ) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._watch = watch
-        self._tokeniser = tokeniser
-        self._model = model
+    def __init__(self, context: ServiceContext, spools: SpoolFactory) -> None:
+        self._context = context
         self._spools = spools
-        self._threads = threads
-        self._metrics = metrics
-        self._workload = workload
 
     async def answer(
         self, wanted: RowsWanted, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
@@ -105,7 +79,7 @@ class DocumentService:
         Raises: ServiceError as long as nothing has been sent (afterwards it is the last line of the
             answer, or the answer breaks off), ClientGone when the client leaves.
         """
-        settings = self._settings
+        settings = self._context.settings
         with ExitStack() as spools:
             inbox = spools.enter_context(self._spools.open("input", settings.body_bytes))
             outbox = spools.enter_context(self._spools.open("rows", settings.row_spool_bytes))
@@ -116,11 +90,11 @@ class DocumentService:
                 if not inbox.waiting:
                     raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
                 pieces, count = await self._pieces(document, spools)
-                form = await self._beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
-                await self._watch.until_ready()
+                form = await self._context.beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
+                await self._context.watch.until_ready()
                 with (
-                    self._workload.document(size=source.size) as load,
-                    self._engine.open(wanted.spec, record.request_id, wanted.terms.for_engine()) as stream,
+                    self._context.workload.document(size=source.size) as load,
+                    self._context.engine.open(wanted.spec, record.request_id, wanted.terms.for_engine()) as stream,
                 ):
                     await stream.admitted(settings.admission_seconds)
                     await writer.start(form.media_type, form.length)
@@ -134,11 +108,11 @@ class DocumentService:
 
         Raises: TooLarge for more tokens than may wait for being counted.
         """
-        size = self._settings.piece_bytes
-        pieces: AsyncIterator[Piece] = self._tokeniser.pieces(_blocks(document.inbox, size))
+        size = self._context.settings.piece_bytes
+        pieces: AsyncIterator[Piece] = self._context.tokeniser.pieces(_blocks(document.inbox, size))
         if not FORMATS[document.wanted.form].needs_count:
             return pieces, None
-        limit = self._settings.npy_tokens
+        limit = self._context.settings.npy_tokens
         spool = spools.enter_context(self._spools.open("tokens", TOKEN_BYTES * limit))
         count = document.input_bytes = 0
         async for piece in pieces:
@@ -157,13 +131,15 @@ class DocumentService:
     def _ahead(self, wanted: RowsWanted, count: int | None) -> RowsAhead:
         spec = wanted.spec
         about = {
-            "model": self._model.id,
+            "model": self._context.model.id,
             "granularity": spec.granularity,
             "window": str(spec.window),
             "pooling": spec.pooling,
             "from_row": str(wanted.first_row),
         }
-        return RowsAhead(self._model.hidden_size, None if count is None else max(0, count - wanted.first_row), about)
+        return RowsAhead(
+            self._context.model.hidden_size, None if count is None else max(0, count - wanted.first_row), about
+        )
 
     async def _encode(
         self,
@@ -177,15 +153,17 @@ class DocumentService:
         outbox, record = document.outbox, document.record
 
         async def put(block: RowBlock) -> None:
-            await outbox.put(await self._beside(lambda: form.rows(block)))
+            await outbox.put(await self._context.beside(lambda: form.rows(block)))
 
-        spec, dim, first = document.wanted.spec, self._model.hidden_size, document.wanted.first_row
+        spec, dim, first = document.wanted.spec, self._context.model.hidden_size, document.wanted.first_row
         run = EncodingRun(spec, dim, put, first_row=first, load=load)
         try:
             await outbox.put(form.head())
             await run.work(stream, pieces)
             usage = Usage(prompt_tokens=run.tokens, total_tokens=run.tokens)
-            return form.end(EncodingSummary(tokens=run.tokens, rows=run.rows, model=self._model.id, usage=usage))
+            return form.end(
+                EncodingSummary(tokens=run.tokens, rows=run.rows, model=self._context.model.id, usage=usage)
+            )
         except ServiceError as error:
             document.inbox.fail(error)
             record.reason = str(error.code)
@@ -195,7 +173,7 @@ class DocumentService:
         finally:
             size = run.bytes if document.input_bytes is None else document.input_bytes
             record.note(tokens=run.tokens, rows=run.rows, input_bytes=size)
-            self._metrics.tokens("encoding", run.tokens)
+            self._context.metrics.tokens("encoding", run.tokens)
 
     async def _take_body(self, document: _Document) -> None:
         """Read the body to its end whether or not anybody takes the rows, then watch for the disconnect."""
@@ -210,8 +188,8 @@ class DocumentService:
             else:
                 check = Utf8Check() if document.source.check_utf8 else None
                 async for chunk in body.chunks():
-                    if body.bytes > self._settings.body_bytes:
-                        raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
+                    if body.bytes > self._context.settings.body_bytes:
+                        raise TooLarge(f"a document may have {self._context.settings.body_bytes} bytes")
                     if check is not None:
                         check.push(chunk)
                     await inbox.put(chunk)
@@ -232,7 +210,7 @@ class DocumentService:
                     if check is not None:
                         check.push(piece)
                     await inbox.put(piece)
-                    await inbox.below(self._settings.spool_memory_bytes)
+                    await inbox.below(self._context.settings.spool_memory_bytes)
             if check is not None:
                 check.push(b"", final=True)
             inbox.end()
@@ -243,7 +221,7 @@ class DocumentService:
         """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""
         rest, reached = b"", document.record.reached
         reached["next_row"] = document.wanted.first_row
-        while block := await document.outbox.read(self._settings.piece_bytes):
+        while block := await document.outbox.read(self._context.settings.piece_bytes):
             if form.breaks_off:
                 await writer.write(block)
                 continue
@@ -258,9 +236,6 @@ class DocumentService:
             writer.break_off()
         else:
             await writer.finish(rest)
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 async def _blocks(spool: Spool, count: int) -> AsyncIterator[bytes]:

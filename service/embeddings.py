@@ -10,18 +10,15 @@ import numpy.typing as npt
 
 from dist_attn.wire.messages import EncodingDone, Rows, RowSpec
 from dist_attn.wire.row_choice import MODEL_POOLING
-from service.engine_port import EnginePort
+from service.context import ServiceContext
 from service.engine_stream import TokenArray
-from service.engine_watch import EngineWatch
 from service.errors import BadRequest, Code, EngineFailure
 from service.exchange import task_group
 from service.parsing import parse_texts
 from service.request_terms import RequestTerms
 from service.rows import shortest_float32
 from service.schemas import EmbeddingRequest
-from service.served_model import ServedModel
-from service.settings import Settings
-from service.tokenising import TokeniserPort, tokens_of
+from service.tokenising import tokens_of
 
 __all__ = ["EmbeddingService", "Vectors"]
 
@@ -49,30 +46,24 @@ class Vectors:
 class EmbeddingService:
     """Answers embeddings; all requests together have at most `embeddings_at_once` inputs in the engine."""
 
-    def __init__(
-        self, settings: Settings, engine: EnginePort, watch: EngineWatch, tokeniser: TokeniserPort, model: ServedModel
-    ) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._watch = watch
-        self._tokeniser = tokeniser
-        self._model = model
-        self._places = asyncio.Semaphore(settings.embeddings_at_once)
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._places = asyncio.Semaphore(context.settings.embeddings_at_once)
 
     def prepare(self, request: EmbeddingRequest) -> list[bytes | TokenArray]:
         """Check the options; the inputs.
 
         Raises: BadRequest naming the parameter.
         """
-        if request.dimensions not in (None, self._model.hidden_size):
+        if request.dimensions not in (None, self._context.model.hidden_size):
             raise BadRequest(
-                f"dimensions={request.dimensions} is not offered: a vector of {self._model.id!r} has "
-                f"{self._model.hidden_size} numbers and cannot be shortened; leave it out or send that",
+                f"dimensions={request.dimensions} is not offered: a vector of {self._context.model.id!r} has "
+                f"{self._context.model.hidden_size} numbers and cannot be shortened; leave it out or send that",
                 code=Code.UNSUPPORTED_PARAMETER,
                 param="dimensions",
             )
-        limit = self._settings.embedding_inputs
-        return parse_texts(request.input, "input", self._tokeniser.vocab_size, limit)
+        limit = self._context.settings.embedding_inputs
+        return parse_texts(request.input, "input", self._context.tokeniser.vocab_size, limit)
 
     async def embed(self, inputs: list[bytes | TokenArray], name: str, terms: RequestTerms) -> Vectors:
         """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
@@ -81,8 +72,8 @@ class EmbeddingService:
 
         Raises: ServiceError when the engine fails.
         """
-        await self._watch.until_ready()
-        vectors = Vectors(np.empty((len(inputs), self._model.hidden_size), dtype=np.float32))
+        await self._context.watch.until_ready()
+        vectors = Vectors(np.empty((len(inputs), self._context.model.hidden_size), dtype=np.float32))
         waiting = iter(enumerate(inputs))
         async with task_group() as group:
             for _ in range(min(AT_ONCE, len(inputs))):
@@ -96,16 +87,16 @@ class EmbeddingService:
             async with self._places:
                 tokens = await self._tokens(text, place)
                 vectors.rows_ND[place] = await self._embed_one(tokens, name, terms)
-            vectors.tokens += len(tokens) + self._model.frame_tokens
+            vectors.tokens += len(tokens) + self._context.model.frame_tokens
 
     async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
         """The tokens of an input, cut where the model stops reading.
 
         Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
         """
-        limit = None if self._model.reading is None else self._model.reading.text_tokens
+        limit = None if self._context.model.reading is None else self._context.model.reading.text_tokens
         if isinstance(text, bytes):
-            text = await tokens_of(self._tokeniser, text, self._settings.piece_bytes, limit)
+            text = await tokens_of(self._context.tokeniser, text, self._context.settings.piece_bytes, limit)
         if not len(text):
             raise BadRequest(
                 f"input[{place}] has no tokens: the tokeniser drops blanks; send a word",
@@ -115,15 +106,15 @@ class EmbeddingService:
         return text[:limit]
 
     async def _embed_one(self, tokens: TokenArray, name: str, terms: RequestTerms) -> npt.NDArray[np.float32]:
-        wanted = DOCUMENT if self._model.reading is None else SEQUENCE
-        with self._engine.open(wanted, name, terms.for_engine(len(tokens))) as stream:
-            await stream.admitted(self._settings.admission_seconds)
+        wanted = DOCUMENT if self._context.model.reading is None else SEQUENCE
+        with self._context.engine.open(wanted, name, terms.for_engine(len(tokens))) as stream:
+            await stream.admitted(self._context.settings.admission_seconds)
             await stream.send(tokens, final=True)
             rows, done = await stream.next(), await stream.next()
         if (
             not isinstance(rows, Rows)
             or not isinstance(done, EncodingDone)
-            or (done.tokens, done.rows, len(rows.vectors)) != (len(tokens), 1, 4 * self._model.hidden_size)
+            or (done.tokens, done.rows, len(rows.vectors)) != (len(tokens), 1, 4 * self._context.model.hidden_size)
         ):
             raise EngineFailure("the engine did not answer an embedding with one row for all of its tokens")
         row_D = np.frombuffer(rows.vectors, dtype="<f4")

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,30 +15,21 @@ from dist_attn.errors import WireError
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
-    Accepted,
     AnyMessage,
-    Credit,
-    EncodingDone,
-    Failed,
-    Generated,
     GetStatus,
-    OpenCompletion,
-    OpenEncoding,
-    Progress,
-    Rows,
     RowSpec,
-    SamplingSpec,
     Status,
     decode,
     encode,
 )
-from dist_attn.wire.session_messages import Checkpoint, Restored, SessionDone, StateCredit, StatePiece
 from dist_attn.wire.terms import Terms
+from service.completion_stream import CompletionStream, CompletionWork
 from service.engine_stream import EngineStream, StreamLimits
-from service.errors import Code, EngineFailure, EngineUnavailable
+from service.errors import Code, EngineUnavailable
+from service.open_streams import OpenStreams
 from service.session_stream import SessionStream, SessionWork
 
-__all__ = ["EngineHealth", "EnginePort", "OpenStreams", "ZmqEnginePort"]
+__all__ = ["EngineHealth", "EnginePort", "ZmqEnginePort"]
 
 
 _HANDSHAKE_FAILED = (
@@ -73,73 +62,19 @@ class EnginePort(Protocol):
     def health(self) -> EngineHealth:
         """The newest health, never older than half a second without saying so; never waits."""
 
-    def open(self, work: RowSpec | SamplingSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
-        """Start an encoding (RowSpec) or a completion (SamplingSpec).
+    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
+        """Start an encoding.
 
         The controller's log calls it `name`, which is that of the client's request, and something that makes it unique.
 
         Raises: EngineUnavailable when there is nobody to talk to.
         """
 
+    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
+        """Start a completion; otherwise as `open`."""
+
     def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
         """Go on with a session; otherwise as `open`."""
-
-
-_OF_REQUESTS = (
-    *(Accepted, Credit, Rows, EncodingDone, Generated, Progress, Failed),
-    *(Restored, StateCredit, StatePiece, Checkpoint, SessionDone),
-)
-
-
-class OpenStreams:
-    """The requests in flight by id; hands each message of the controller to its own."""
-
-    def __init__(self, limits: StreamLimits) -> None:
-        self._limits = limits
-        self._streams: dict[str, EngineStream] = {}
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def open(
-        self,
-        work: RowSpec | SamplingSpec,
-        post: Callable[[AnyMessage], None],
-        name: str = "",
-        terms: Terms | None = None,
-    ) -> EngineStream:
-        """A new stream whose opening message has been posted."""
-        request_id = _unique(name)
-        stream = EngineStream(request_id, post, self._forget, self._limits)
-        self._streams[request_id] = stream
-        if isinstance(work, RowSpec):
-            post(OpenEncoding(request_id, work, terms or Terms()))
-        else:
-            post(OpenCompletion(request_id, work, terms or Terms()))
-        return stream
-
-    def open_session(self, work: SessionWork, post: Callable[[AnyMessage], None], name: str = "") -> SessionStream:
-        """The same for a session."""
-        request_id = _unique(name)
-        stream = SessionStream(request_id, post, self._forget, self._limits, work)
-        self._streams[request_id] = stream
-        post(work.message(request_id))
-        return stream
-
-    def route(self, message: AnyMessage) -> None:
-        """Deliver to the stream it belongs to; messages for requests that are over are dropped."""
-        if isinstance(message, _OF_REQUESTS):
-            stream = self._streams.get(message.request_id)
-            if stream is not None:
-                stream.deliver(message)
-
-    def fail_all(self, message: str, code: Code) -> None:
-        """End every open stream with an error."""
-        for stream in list(self._streams.values()):
-            stream.fail(EngineFailure(message, code=code, status=503))
-
-    def _forget(self, request_id: str) -> None:
-        self._streams.pop(request_id, None)
 
 
 class ZmqEnginePort:
@@ -165,6 +100,10 @@ class ZmqEnginePort:
         self._status_seconds = status_seconds
         self._stale_seconds = stale_seconds
         self._streams = OpenStreams(limits)
+        self._limits = limits
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._another = False  # a controller has come whose model is not known yet
+        self._served: tuple[object, ...] | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -201,6 +140,7 @@ class ZmqEnginePort:
     async def close(self) -> None:
         """Fail what is open, stop the tasks, close the sockets; a second time there is nothing left to do."""
         self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
+        self._stop_giving_up()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -221,23 +161,33 @@ class ZmqEnginePort:
             return EngineHealth(False, f"the engine's controller has not answered for {age:.1f} s", self._status, age)
         return EngineHealth(self._status.ready, self._status.reason, self._status, age)
 
-    def open(self, work: RowSpec | SamplingSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
-        """Post the opening message.
+    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
+        """Post the opening message of an encoding.
 
         Raises: EngineUnavailable without a connection.
         """
-        if not self._connected:
-            raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
+        self._require_connection()
         return self._streams.open(work, self._post, name, terms)
+
+    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
+        """Post the opening message of a completion.
+
+        Raises: EngineUnavailable without a connection.
+        """
+        self._require_connection()
+        return self._streams.open_completion(work, self._post, name, terms)
 
     def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
         """Post the opening message of a session.
 
         Raises: EngineUnavailable without a connection.
         """
+        self._require_connection()
+        return self._streams.open_session(work, self._post, name)
+
+    def _require_connection(self) -> None:
         if not self._connected:
             raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
-        return self._streams.open_session(work, self._post, name)
 
     def _post(self, message: AnyMessage) -> None:
         if self._socket is None:
@@ -254,6 +204,9 @@ class ZmqEnginePort:
                 continue
             if isinstance(message, Status):
                 self._status, self._status_at = message, time.monotonic()
+                self._streams.moved(message.epoch, message.step)
+                if message.hidden_size:  # its ranks have the model
+                    self._told(message)
             else:
                 self._streams.route(message)
 
@@ -270,8 +223,48 @@ class ZmqEnginePort:
                 self._post(GetStatus())
             await asyncio.sleep(self._status_seconds)
 
+    def _lost(self) -> None:
+        """The controller is gone: what another one can do again waits for it a while."""
+        words = "the connection to the engine's controller broke; send the request again"
+        self._streams.hold_all(words, Code.ENGINE_UNREACHABLE)
+        seconds = self._limits.resend_seconds
+        self._give_up(seconds, f"{words}: no other one came within {seconds:g} s")
+
+    def _found(self) -> None:
+        """A controller is there; what waits for one goes on as soon as its ranks have told what they run."""
+        self._another = True
+        seconds = self._limits.silence_seconds
+        self._give_up(seconds, f"the engine was started again, and no rank was there within {seconds:g} s")
+
+    def _told(self, status: Status) -> None:
+        """What the engine runs: only by the very same model, in the same way, is work done again that had begun."""
+        serves = (status.model, status.vocab_size, status.hidden_size, status.manifest)
+        before, self._served = self._served, serves
+        if not self._another:
+            return
+        self._another = False
+        self._stop_giving_up()
+        if before not in (None, serves):
+            words = (
+                "the engine was started again with another model, or computes in another way; send the request again"
+            )
+            self._streams.fail_held(words, Code.ENGINE_UNREACHABLE)
+        elif again := self._streams.do_again():
+            self._log.info("open requests go on with another controller", requests=again)
+
+    def _give_up(self, seconds: float, words: str) -> None:
+        """Let what waits for another controller wait so long from now."""
+        self._stop_giving_up()
+        later = asyncio.get_running_loop().call_later
+        self._giving_up = later(seconds, self._streams.fail_held, words, Code.ENGINE_UNREACHABLE)
+
+    def _stop_giving_up(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Follow the connection: a controller that goes away takes its requests with it."""
+        """Follow the connection: when a controller goes away, requests wait for another one or end."""
         try:
             while True:
                 event = await recv_monitor_message(monitor)
@@ -280,22 +273,16 @@ class ZmqEnginePort:
                     self._refused = ""
                     self._status = None
                     self._post(GetStatus())
+                    self._found()
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self._connected = False
-                    self._streams.fail_all(
-                        "the connection to the engine's controller broke; send the request again",
-                        Code.ENGINE_UNREACHABLE,
-                    )
+                    self._lost()
                 elif event["event"] & _HANDSHAKE_FAILED and not self._refused:
                     self._refused = ": the keys of one are not those that the other expects (engine.keys_dir)"
                     self._log.error("handshake with the controller failed", address=self._address)
         finally:
             with contextlib.suppress(zmq.ZMQError):
                 monitor.close(0)
-
-
-def _unique(name: str) -> str:
-    return f"{name}.{uuid.uuid4().hex[:12]}" if name else uuid.uuid4().hex
 
 
 def _consume(future: "asyncio.Future[Any]") -> None:

@@ -24,6 +24,8 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from service.errors import Code, EngineFailure, EngineUnavailable, ServiceError, engine_error
+from service.resending import Delivered, GivenMemory, GivenTokens
+from service.tracing import EngineTrace
 
 __all__ = ["EngineEvent", "EngineStream", "StreamLimits", "TokenArray"]
 
@@ -42,12 +44,15 @@ class StreamLimits:
     message_tokens: int = 16_384
     inbox_soft_bytes: int = 16 << 20
     inbox_hard_bytes: int = 256 << 20
+    resend_bytes: int = 16 << 20
+    resend_seconds: float = 30
 
 
 class EngineStream:
     """The API's end of one request. Use it as a context manager: leaving it early cancels the work.
 
-    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages.
+    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages. One that is told
+    to `keep_for_another` outlives its controller: the port has it `hold`, and `do_again` with the next one.
     """
 
     def __init__(
@@ -65,7 +70,12 @@ class EngineStream:
         self._inbox_bytes = 0
         self._credit = 0
         self._sent = 0
-        self._next_row = 0
+        self._delivered = Delivered()
+        self.trace = EngineTrace()
+        self._opening: Callable[[str], AnyMessage] | None = None
+        self._given: GivenTokens | None = None
+        self._held = False
+        self._sent_again: int | None = None  # how many tokens the next controller has got of those that were sent
         self._final_sent = False
         self._accepted = False
         self._ended = False
@@ -84,6 +94,9 @@ class EngineStream:
     def close(self) -> None:
         """Stop listening; the controller is told to cancel unless the request has ended already."""
         self._forget(self.request_id)
+        self._finish_trace()
+        if self._given is not None:
+            self._given.let_go()
         if not self._ended:
             self._ended = True
             self._post(Cancel(request_id=self.request_id))
@@ -95,6 +108,8 @@ class EngineStream:
         if self._ended:
             return
         self._accepted = True
+        if isinstance(message, Rows | Generated | Progress | EncodingDone):
+            self.trace.worked()
         match message:
             case Accepted():
                 pass
@@ -102,6 +117,9 @@ class EngineStream:
                 return  # the controller looks whether we are still here: no progress
             case Credit(upto=upto):
                 self._credit = upto
+                self._send_again()
+            case Failed(code=Code.STOPPING) if self.hold():
+                pass  # the controller ends: the next one goes on
             case Failed(code=code, message=text, retry_after_s=wait):
                 self._ended = True
                 self._error = engine_error(code, text, wait)
@@ -116,8 +134,7 @@ class EngineStream:
                 self._inbox.append(message)
                 self._ended = True
             case Generated():
-                self._inbox.append(message)
-                self._ended = self._ends_with(message)
+                self._take_tokens(message)
             case _:
                 self.deliver_more(message)
         self._heard = time.monotonic()
@@ -135,9 +152,28 @@ class EngineStream:
             self._error = error
             self._notify()
 
-    def _take_rows(self, rows: Rows) -> None:
-        if rows.first_row != self._next_row:
-            self.fail(EngineFailure(f"rows from {rows.first_row} arrived where row {self._next_row} was due"))
+    def _finish_trace(self) -> None:
+        trace, self.trace = self.trace, EngineTrace()
+        left = "" if self._ended else "cancelled"
+        trace.ended(self._sent, str(self._error.code) if self._error is not None else left)
+
+    def _take_tokens(self, message: Generated) -> None:
+        try:
+            new = self._delivered.new_tokens(message)
+        except EngineFailure as error:
+            self.fail(error)
+            return
+        if new is not None:
+            self._inbox.append(new)
+            self._ended = self._ends_with(new)
+
+    def _take_rows(self, message: Rows) -> None:
+        try:
+            rows = self._delivered.new_rows(message)
+        except EngineFailure as error:
+            self.fail(error)
+            return
+        if rows is None:
             return
         if self._inbox_bytes + len(rows.vectors) > self._limits.inbox_hard_bytes:
             self.fail(
@@ -148,9 +184,72 @@ class EngineStream:
                 )
             )
             return
-        self._next_row += len(rows.starts)
         self._inbox_bytes += len(rows.vectors)
         self._inbox.append(rows)
+
+    # ---- when the controller dies --------------------------------------------------------------
+
+    def keep_for_another(self, opening: Callable[[str], AnyMessage], memory: GivenMemory) -> None:
+        """Remember from now on what is sent; `opening` makes the message that opens the request under another id."""
+        self._opening, self._given = opening, GivenTokens(memory)
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits for another controller. What was on its way from the old one may still end it."""
+        return self._held and not self._ended
+
+    def hold(self) -> bool:
+        """The controller is gone: wait for another one. False where that could not do the work again."""
+        if self._ended or self._error is not None or self._held:
+            return True
+        if not self._can_be_done_again():
+            return False
+        self._held, self._credit = True, 0
+        self.trace.told("controller lost")
+        return True
+
+    def _can_be_done_again(self) -> bool:
+        """Whether all tokens from the first one on are there."""
+        return self._given is not None and self._given.whole and len(self._given) == self._sent
+
+    def do_again(self, request_id: str) -> None:
+        """Have another controller do the work from its beginning, under a new id; what has been delivered is not again.
+
+        What was on its way to the controller before may reach this one, so that the old id is cancelled first.
+        """
+        assert self._opening is not None and self._given is not None
+        self._post(Cancel(self.request_id))
+        self.request_id, self._held, self._credit = request_id, False, 0
+        if not self._given.whole:
+            self._cannot_be_done_again()
+            return
+        self._delivered.begin_again()
+        self._sent_again = 0 if self._sent or self._final_sent else None
+        self._heard = time.monotonic()
+        self._post(self._opening(request_id))
+        self.trace.told("another controller")
+        if not self._sent:
+            self._send_again()
+        self._notify()
+
+    def _cannot_be_done_again(self) -> None:
+        words = "the engine's controller was started again, and there was no memory to keep this input; send it again"
+        self.fail(EngineFailure(words, code=Code.ENGINE_UNREACHABLE, status=503))
+
+    def _send_again(self) -> None:
+        """Send as many of the tokens that were sent before as there is credit for."""
+        while self._sent_again is not None and self._given is not None:
+            if not self._given.whole:
+                self._sent_again = None
+                self._cannot_be_done_again()
+                return
+            at = self._sent_again
+            stop = min(self._sent, self._credit, at + self._limits.message_tokens)
+            if stop <= at < self._sent:
+                return
+            last = stop == self._sent
+            self._post(Tokens(self.request_id, at, self._given.between(at, stop), last and self._final_sent))
+            self._sent_again = None if last else stop
 
     # ---- from the request ----------------------------------------------------------------------
 
@@ -161,7 +260,9 @@ class EngineStream:
         """
         deadline = time.monotonic() + within_seconds
         while not self._accepted and self._error is None:
-            if not await self._wait_until(deadline) and not self._accepted:
+            if self._held:
+                deadline = time.monotonic() + within_seconds
+            if not await self._wait_until(deadline) and not (self._accepted or self._held):
                 raise EngineUnavailable(
                     f"the engine's controller did not answer a new request within {within_seconds:g} s",
                     code=Code.ENGINE_UNREACHABLE,
@@ -188,7 +289,10 @@ class EngineStream:
     def _send_now(self, payload: bytes, count: int, *, final: bool) -> None:
         if self._error is not None:
             raise self._error
-        self._post(Tokens(request_id=self.request_id, start=self._sent, tokens=payload, final=final))
+        if self._given is not None:
+            self._given.push(payload)
+        if not (self._held or self._sent_again is not None):  # else it goes with what is sent again
+            self._post(Tokens(request_id=self.request_id, start=self._sent, tokens=payload, final=final))
         self._sent += count
         if final:
             self._final_sent = True

@@ -9,11 +9,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.errors import PROBLEM_JSON, ClientGone, Code, ServiceError, ServiceStopping, UnforeseenError
 from service.logs import Log, RequestRecord
 from service.metrics import UNROUTED, Metrics
+from service.tracing import RequestTrace, Tracing
 
 __all__ = ["Envelope", "problem_response", "routing_problem", "service_problem"]
 
@@ -31,24 +33,27 @@ class Envelope:
         metrics: Metrics,
         refusal: Callable[[Scope], ServiceError | None],
         whereabouts: Callable[[], dict[str, Any]],
+        tracing: Tracing,
     ) -> None:
         self._log = log
         self._metrics = metrics
         self._refusal = refusal
         self._whereabouts = whereabouts
+        self._tracing = tracing
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """The app inside the envelope, as an ASGI middleware."""
 
         async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http":
-                await self._answer(app, scope, receive, send)
+                with self._tracing.request(scope) as trace:
+                    await self._answer(app, scope, receive, send, trace)
             else:
                 await app(scope, receive, send)
 
         return wrapped
 
-    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> None:
         """Run the app and answer for what it did not."""
         record = RequestRecord(
             request_id=RequestRecord.pick_id(Headers(scope=scope).get("x-request-id")),
@@ -57,6 +62,8 @@ class Envelope:
             log=self._log,
         )
         scope.setdefault("state", {})["record"] = record
+        if trace.trace_id:
+            record.note(trace_id=trace.trace_id)
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -84,7 +91,9 @@ class Envelope:
         finally:
             for give_back in record.at_end:
                 give_back()
-            self._write(record, getattr(scope.get("route"), "path", UNROUTED))
+            route = getattr(scope.get("route"), "path", UNROUTED)
+            trace.ended(route, record.status, record.reason)
+            self._write(record, route)
 
     def refused(self, error: ServiceError, request_id: str) -> None:
         """Log and count what was no HTTP request, so that no app has seen it."""
@@ -124,9 +133,23 @@ def _from_router(request: Request, error: HTTPException) -> ServiceError:
     if error.status_code == 404:
         return ServiceError(f"there is no {where}; see /docs", code=Code.NOT_FOUND, status=404, headers=headers)
     if error.status_code == 405:
-        allowed = headers.get("allow", "another method")
+        # Starlette names the methods of the first route of this path alone.
+        headers["allow"] = allowed = ", ".join(_methods_here(request))
         return ServiceError(
             f"{where} is not offered; use {allowed}", code=Code.METHOD_NOT_ALLOWED, status=405, headers=headers
         )
     code = Code.INVALID_VALUE if error.status_code < 500 else Code.INTERNAL_ERROR
     return ServiceError(str(error.detail), code=code, status=error.status_code, headers=headers)
+
+
+def _methods_here(request: Request) -> list[str]:
+    """The methods that the request's path is offered with, by all routes together."""
+    methods: set[str] = set()
+    pending = list(request.app.routes)
+    while pending:
+        route = pending.pop()
+        # newer versions of FastAPI keep the routes of an included router in it
+        pending += getattr(getattr(route, "original_router", None), "routes", [])
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return sorted(methods)

@@ -211,7 +211,7 @@ class UnforeseenError(ServiceError):
 def engine_error(code: str, message: str, retry_after_seconds: int | None = None) -> ServiceError:
     """The HTTP answer for a controller's `Failed` message; a code outside the closed set counts as engine_failed."""
     match code:
-        case Code.ENGINE_NOT_READY | Code.ENGINE_UNREACHABLE:
+        case Code.ENGINE_NOT_READY | Code.ENGINE_UNREACHABLE | Code.STOPPING:
             return EngineUnavailable(message, code=Code(code))
         case Code.OVERLOADED:
             wait = str(retry_after_seconds or 2)

@@ -1,8 +1,5 @@
 """What work would take if it were sent now: tokens, seconds, memory and bytes, and where each figure comes from."""
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -10,16 +7,13 @@ from dist_attn.costs import Estimate as Plan
 from dist_attn.costs import LanguageModelCosts, OutputFormat, estimate, output_bytes, read_model_costs
 from dist_attn.errors import ConfigError
 from dist_attn.wire.messages import RowSpec
+from service.context import ServiceContext
 from service.encoding_run import count_rows
-from service.engine_watch import EngineWatch
 from service.job_schemas import Estimate, MemoryEstimate, Range
-from service.served_model import ServedModel
-from service.settings import Settings
 from service.speed import TextRatio
-from service.tokenising import TokeniserPort, tokens_of
-from service.workload import Workload
+from service.tokenising import tokens_of
 
-__all__ = ["EstimateService", "Size"]
+__all__ = ["PIECES", "EstimateService", "Size"]
 
 T = TypeVar("T")
 FORMATS: tuple[OutputFormat, ...] = ("ndjson", "arrow", "npy")
@@ -45,21 +39,8 @@ class Size:
 class EstimateService:
     """Puts together what was measured and what the formulas say."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        model: ServedModel,
-        watch: EngineWatch,
-        tokeniser: TokeniserPort,
-        workload: Workload,
-        threads: Executor,
-    ) -> None:
-        self._settings = settings
-        self._model = model
-        self._watch = watch
-        self._tokeniser = tokeniser
-        self._workload = workload
-        self._threads = threads
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
         self._costs: LanguageModelCosts | None = None
         self._costs_read = False
 
@@ -67,7 +48,7 @@ class EstimateService:
         """An estimate of an encoding, or with `max_tokens` of a completion."""
         tokens = await self.tokens(size)
         count = round(tokens.value)
-        status = self._watch.health().status
+        status = self._context.watch.health().status
         ranks = None if status is None else max(1, len(status.ranks))
         plan = await self._plan(max(1, count), ranks or 1, spec.window)
         seconds, notes = self._seconds(tokens, plan)
@@ -79,9 +60,9 @@ class EstimateService:
         memory = None if plan is None else MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
         if ranks is None:
             notes.append("the engine is not reached, so figures are for one rank")
-        dim = self._model.hidden_size
+        dim = self._context.model.hidden_size
         return Estimate(
-            model=self._model.id,
+            model=self._context.model.id,
             ranks=ranks,
             tokens=tokens,
             rows=rows,
@@ -98,13 +79,13 @@ class EstimateService:
         if size.tokens is not None:
             return _exact(size.tokens, "given")
         if size.text is not None and size.size in (None, len(size.text)):
-            return _exact(len(await tokens_of(self._tokeniser, size.text, self._settings.piece_bytes)), "counted")
+            return _exact(await self._count(size.text), "counted")
         total = size.size or 0
         if size.text:
             ratio = (await self._sampled(size.text)).measured()
             if ratio is not None:
                 return _around(total * ratio.tokens_per_byte, ratio.spread, "sample")
-        lately = self._workload.ratio.measured(FEW_BYTES)
+        lately = self._context.workload.ratio.measured(FEW_BYTES)
         if lately is not None:
             return _around(total * lately.tokens_per_byte, lately.spread, "measured")
         assumed = (await self._sampled(ASSUMED_TEXT)).measured()
@@ -117,23 +98,23 @@ class EstimateService:
 
         Units: seconds; 0 and 0 before anything was measured.
         """
-        speed = self._workload.speed.measured()
+        speed = self._context.workload.speed.measured()
         if speed is None:
             return 0.0, 0.0
         tokens = (await self.tokens(size)).value
-        queue = self._workload.tokens_before(tokens) / speed.tokens_per_second
+        queue = self._context.workload.tokens_before(tokens) / speed.tokens_per_second
         return queue, queue + tokens / speed.tokens_per_second
 
     def queue_seconds(self, tokens: Range, seconds: Range) -> float:
         """How much longer work takes because of what is under way."""
         if tokens.value <= 0:
             return 0.0
-        return self._workload.tokens_before(tokens.value) * seconds.value / tokens.value
+        return self._context.workload.tokens_before(tokens.value) * seconds.value / tokens.value
 
     def _seconds(self, tokens: Range, plan: Plan | None) -> tuple[Range, list[str]]:
         """How long reading takes alone."""
         notes: list[str] = []
-        speed = self._workload.speed.measured()
+        speed = self._context.workload.speed.measured()
         spread = (tokens.high - tokens.low) / 2 / tokens.value if tokens.value else 0.0
         if speed is not None:
             return _around(tokens.value / speed.tokens_per_second, speed.spread + spread, "measured"), notes
@@ -152,23 +133,23 @@ class EstimateService:
         step = max(1, -(-len(text) // PIECES))
         for start in range(0, len(text), step):
             part = text[start : start + step]
-            ratio.add(len(await tokens_of(self._tokeniser, part, self._settings.piece_bytes)), len(part))
+            ratio.add(await self._count(part), len(part))
         return ratio
+
+    async def _count(self, text: bytes) -> int:
+        return len(await tokens_of(self._context.tokeniser, text, self._context.settings.piece_bytes))
 
     async def _plan(self, tokens: int, ranks: int, window: int) -> Plan | None:
         if not self._costs_read:
             try:
-                self._costs = await self._beside(lambda: read_model_costs(self._settings.model))
+                self._costs = await self._context.beside(lambda: read_model_costs(self._context.settings.model))
             except ConfigError:
                 self._costs = None  # a kind of model that has no formulas
             self._costs_read = True
         costs = self._costs
         if costs is None:
             return None
-        return await self._beside(lambda: estimate(costs, tokens, ranks=ranks, window=window))
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._context.beside(lambda: estimate(costs, tokens, ranks=ranks, window=window))
 
 
 def _exact(count: int, source: str) -> Range:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -44,7 +44,7 @@ class RequestBody:
         self.bytes = 0
         self.heard = time.monotonic()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncGenerator[bytes]:
         """The body as it arrives.
 
         Raises: ClientGone when it breaks off, ServiceError (408) when nothing arrives for too long.

@@ -18,6 +18,7 @@ __all__ = [
     "UploadObject",
     "UploadPart",
     "UploadRequest",
+    "UploadSession",
 ]
 
 FilePurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
@@ -62,6 +63,12 @@ class UploadRequest(Input):
     mime_type: Printable
     purpose: FilePurpose
     expires_after: ExpiresAfter | None = None
+    session_id: Annotated[str, Field(max_length=100)] | None = Field(
+        default=None, description="a session that is fed with it while it arrives, by PATCH"
+    )
+    expected_position: Annotated[int, Field(ge=0, le=1 << 53)] | None = Field(
+        default=None, description="where that session must stand"
+    )
 
 
 class CompleteUploadRequest(Input):
@@ -75,7 +82,7 @@ class FileListOptions(Input):
     """Which files to list; in the query."""
 
     after: str | None = None
-    limit: Annotated[int, BeforeValidator(_query_number), Field(ge=1, le=MOST_LISTED)] = MOST_LISTED
+    limit: Annotated[int, Field(ge=1, le=MOST_LISTED), BeforeValidator(_query_number)] = MOST_LISTED
     order: Literal["asc", "desc"] = "desc"
     purpose: FilePurpose | None = None
 
@@ -112,8 +119,19 @@ class FileDeleted(Output):
     deleted: Literal[True] = True
 
 
+class UploadSession(Output):
+    """The session that an upload feeds: its text begins at `start`, is read up to `position`, kept to `checkpoint`."""
+
+    id: str
+    state: Literal["waiting", "feeding", "done", "failed"]
+    start: int
+    position: int
+    checkpoint: int
+    error: str | None
+
+
 class UploadObject(Output):
-    """An upload; `received_bytes` are on disk, `file` is there once it is completed."""
+    """An upload; `received_bytes` are on disk, `file` is there once it is completed, `session` where it feeds one."""
 
     id: str
     object: Literal["upload"] = "upload"
@@ -126,6 +144,7 @@ class UploadObject(Output):
     mime_type: str
     status: Literal["pending", "completed", "cancelled"]
     file: FileObject | None
+    session: UploadSession | None = None
 
 
 class UploadPart(Output):

@@ -24,13 +24,15 @@ MOST = 1 << 53
 
 
 class EstimateRequest(Input):
-    """Work that somebody thinks of: its size in one of four ways, and what is asked of it.
+    """Work that somebody thinks of: its size in one of five ways, and what is asked of it.
 
-    `input` alone is the whole text; beside `bytes` it is a sample of a text of that size.
+    `input` alone is the whole text; beside `bytes` it is a sample of a text of that size. `file_id` is a file of the
+    caller: a short one is counted, of a long one samples are.
     """
 
     model: str | None = None
     input: str | None = Field(default=None, description="the text, or beside `bytes` a sample of it")
+    file_id: str | None = Field(default=None, description="a file in place of `input` and `bytes`")
     bytes: Annotated[int, Field(ge=0, le=MOST)] | None = Field(default=None, description="size of the text")
     tokens: Annotated[int, Field(ge=0, le=MOST)] | None = Field(default=None, description="size in tokens")
     granularity: Literal["token", "window", "document"] = "window"
@@ -86,10 +88,11 @@ class Estimate(Output):
 
 
 class JobRequest(Input):
-    """Work that outlives its connection: the encoding of `input`, or a completion."""
+    """Work that outlives its connection: the encoding of `input` or of a file, or a completion."""
 
     model: str | None = None
     input: str | None = Field(default=None, description="the text of an encoding")
+    file_id: str | None = Field(default=None, description="a file in place of `input`")
     granularity: Literal["token", "window", "document"] | None = None
     window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
     pooling: Literal["mean", "last"] | None = None
@@ -105,21 +108,21 @@ class _Query(BaseModel):
 class ListJobs(_Query):
     """Which page of jobs."""
 
-    limit: Annotated[int, BeforeValidator(digits), Field(ge=1, le=100)] = 20
+    limit: Annotated[int, Field(ge=1, le=100), BeforeValidator(digits)] = 20
     after: Annotated[str, Field(max_length=100)] = ""
 
 
 class EventOptions(_Query):
     """Which events: those behind number `after`."""
 
-    after: Annotated[int, BeforeValidator(digits), Field(ge=0, le=MOST)] = 0
+    after: Annotated[int, Field(ge=0, le=MOST), BeforeValidator(digits)] = 0
 
 
 class ResultOptions(_Query):
     """How the rows of a job are sent, and from which on."""
 
     format: Literal["ndjson", "arrow", "npy"] | None = None
-    from_row: Annotated[int, BeforeValidator(digits), Field(ge=0, le=MOST)] = 0
+    from_row: Annotated[int, Field(ge=0, le=MOST), BeforeValidator(digits)] = 0
 
 
 class JobProgress(Output):

@@ -9,16 +9,19 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from dist_attn.store import Usage
-from dist_attn.wire.messages import GuardCounts
+from dist_attn.wire.rank_messages import GuardCounts
 from service.engine_port import EngineHealth
 from service.errors import Code
 from service.schemas import CompletionUsage
 
-__all__ = ["OUTCOMES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
+__all__ = ["OUTCOMES", "PREFIX_LOOKUPS", "PREFIX_STATES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
 
 UNROUTED = "none"
 OUTCOMES = frozenset({"finished", "client_gone", *map(str, Code)})
 TOKEN_KINDS = ("prompt", "completion", "encoding", "embedding")
+PREFIX_LOOKUPS = ("hit", "miss", "failed")
+"""`failed`: the store did not answer in time, or what was a hit could not be gone on from: it was read anew."""
+PREFIX_STATES = ("kept", "no_room", "failed")
 SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
@@ -55,6 +58,16 @@ class Metrics:
                 self._jobs.labels(kind, state)
         for kind in TOKEN_KINDS:
             self._tokens.labels(kind)
+        words = "Prompts whose beginning was looked for among stored states"
+        self._prefix_lookups = Counter("dist_attn_prefix_lookups", words, ["outcome"], registry=own)
+        words = "Tokens of prompts that were in a stored state and not read again"
+        self._prefix_tokens = Counter("dist_attn_prefix_tokens", words, registry=own)
+        words = "States of the beginnings of prompts that were to be kept"
+        self._prefix_states = Counter("dist_attn_prefix_states", words, ["outcome"], registry=own)
+        for outcome in PREFIX_LOOKUPS:
+            self._prefix_lookups.labels(outcome)
+        for outcome in PREFIX_STATES:
+            self._prefix_states.labels(outcome)
 
     def watch(self, gauges: Callable[[], Gauges], *, version: str, model: str) -> None:
         """Look at `gauges` whenever somebody asks for the metrics."""
@@ -68,6 +81,18 @@ class Metrics:
         """Count the tokens of a completion, however it ended."""
         self.tokens("prompt", usage.prompt_tokens)
         self.tokens("completion", usage.completion_tokens)
+
+    def prefix_lookup(self, outcome: str) -> None:
+        """Count a prompt under one of PREFIX_LOOKUPS."""
+        self._prefix_lookups.labels(outcome).inc()
+
+    def prefix_tokens(self, count: int) -> None:
+        """Count tokens of a choice's prompt that were not read."""
+        self._prefix_tokens.inc(count)
+
+    def prefix_state(self, outcome: str) -> None:
+        """Count a state under one of PREFIX_STATES."""
+        self._prefix_states.labels(outcome).inc()
 
     def job_ended(self, kind: str, state: str) -> None:
         """Count a job: kinds are encoding and completion, states succeeded, failed and cancelled."""
@@ -102,6 +127,7 @@ class _GaugeCollector(Collector):
         yield _gauge("dist_attn_spool_bytes", "Bytes of disk that spools hold", now.spool_bytes)
         yield _gauge("dist_attn_stored_sessions", "Sessions that the store keeps", now.stored.sessions)
         yield _gauge("dist_attn_stored_states", "States that the store keeps", now.stored.snapshots)
+        yield _gauge("dist_attn_stored_prefixes", "Beginnings of prompts whose states it keeps", now.stored.prefixes)
         yield _gauge("dist_attn_stored_bytes", "Their bytes", now.stored.bytes)
         yield _gauge("dist_attn_file_bytes", "Bytes of files, and those that open uploads announced", now.file_bytes)
         yield _gauge("dist_attn_files", "Files and uploads of all callers", now.files)

@@ -36,9 +36,6 @@ class WithTerms(Protocol):
     @property
     def deadline_seconds(self) -> float | None: ...
 
-    @property
-    def return_progress(self) -> bool | None: ...
-
 
 @dataclass(frozen=True)
 class RequestTerms:
@@ -52,7 +49,7 @@ class RequestTerms:
     def of_body(cls, body: WithTerms) -> "RequestTerms":
         """What the body alone says; the deadline counts from now."""
         limit = None if body.deadline_seconds is None else time.monotonic() + body.deadline_seconds
-        return cls(PRIORITIES.index(body.priority or "normal"), limit, bool(body.return_progress))
+        return cls(PRIORITIES.index(body.priority or "normal"), limit, _wants_progress(body))
 
     def for_engine(self, tokens: int | None = None) -> Terms:
         """What the engine is told of a part of the request that has so many tokens.
@@ -77,7 +74,12 @@ def terms_of(request: Request, body: WithTerms | None = None) -> RequestTerms:
     if seconds is None and DEADLINE_HEADER in request.headers:
         seconds = _seconds(request.headers[DEADLINE_HEADER])
     deadline_at = None if seconds is None else time.monotonic() + seconds
-    return RequestTerms(PRIORITIES.index(priority), deadline_at, bool(body is not None and body.return_progress))
+    return RequestTerms(PRIORITIES.index(priority), deadline_at, _wants_progress(body))
+
+
+def _wants_progress(body: WithTerms | None) -> bool:
+    """Whether events shall say how far the prompt is read; not all bodies can ask for that."""
+    return bool(getattr(body, "return_progress", None))
 
 
 def _seconds(text: str) -> float:

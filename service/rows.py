@@ -62,14 +62,19 @@ def row_block(rows: Rows, first: int, count: int, spans: list[tuple[int, int]], 
 
 
 class ByteOffsets:
-    """Where in the input's bytes each row ends, kept only for rows that are still to come."""
+    """Where in the input's bytes each row ends, kept only for rows that are still to come.
 
-    def __init__(self, spec: RowSpec) -> None:
+    Lengths are pushed from token `tokens` on, which begins at byte `size`; the next row begins at `edge`, as (token,
+    byte), and not before them.
+    """
+
+    def __init__(self, spec: RowSpec, tokens: int = 0, size: int = 0, edge: tuple[int, int] = (0, 0)) -> None:
         self._every = {"token": 1, "window": spec.window}.get(spec.granularity, 0)
-        self.tokens = 0
-        self.bytes = 0
+        self.tokens = tokens
+        self.bytes = size
         self._ends: deque[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = deque()  # (tokens, bytes)
-        self._row_start = (0, 0)
+        self.edge = edge
+        """Where the next row begins: its token and its byte."""
 
     def push(self, byte_lengths: npt.NDArray[np.integer]) -> None:
         """The next tokens of the input, by their lengths in bytes."""
@@ -90,11 +95,11 @@ class ByteOffsets:
         """
         result = []
         for start, stop in zip(starts, stops, strict=True):
-            token, begin = self._row_start
+            token, begin = self.edge
             if start != token:
                 raise EngineFailure(f"the engine sent a row from token {start} where {token} was due")
-            self._row_start = (stop, self._end(stop))
-            result.append((begin, self._row_start[1]))
+            self.edge = (stop, self._end(stop))
+            result.append((begin, self.edge[1]))
         return result
 
     def _end(self, stop: int) -> int:

@@ -26,8 +26,10 @@ __all__ = [
     "Output",
     "ProgressChunk",
     "PromptProgress",
+    "PromptTokensDetails",
     "RankState",
     "Readiness",
+    "ServerSentEvent",
     "ServiceState",
     "StreamOptions",
     "TokenizeRequest",
@@ -132,12 +134,19 @@ class PromptProgress(Output):
     time_ms: int
 
 
+class PromptTokensDetails(Output):
+    """Of the prompts' tokens, those that were in a stored state and not read again."""
+
+    cached_tokens: int = 0
+
+
 class CompletionUsage(Output):
     """Tokens in, tokens out."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
 
 class ChoiceLogprobs(Output):
@@ -156,6 +165,14 @@ class Choice(Output):
     text: str
     logprobs: ChoiceLogprobs | None = None
     finish_reason: Literal["stop", "length"] | None = None
+
+
+class ServerSentEvent(Output):
+    """One event of a stream; `data` is JSON, or `[DONE]` at the end. Only those of a job have a type and an id."""
+
+    data: str
+    event: str = "message"
+    id: str | None = None
 
 
 class _CompletionHead(Output):
@@ -305,7 +322,8 @@ class EncodingSummary(Output):
 class ModelCard(Output):
     """One model: the routes of /v1 that it answers, the numbers in a vector of it, and how much it reads at once.
 
-    `max_model_len` counts tokens, those put around a text included; null: any length.
+    `max_model_len` counts tokens, those put around a text included; null: any length. `num_layers` is what a softmax
+    model of this size would keep keys and values in.
     """
 
     id: str
@@ -315,6 +333,7 @@ class ModelCard(Output):
     capabilities: list[str]
     embedding_size: int
     max_model_len: int | None = None
+    num_layers: int | None = None
 
 
 class ModelList(Output):

@@ -22,6 +22,7 @@ class _Kind(msgspec.Struct):
 class _Sizes(msgspec.Struct):
     vocab_size: int
     hidden_size: int
+    num_layers: int | None = None
 
 
 class _Width(msgspec.Struct):
@@ -52,6 +53,7 @@ class ServedModel:
     reading: SequenceReading | None = None
     frame_tokens: int = 0
     digest: str = ""
+    num_layers: int | None = None
 
     @property
     def identity(self) -> str:
@@ -87,7 +89,9 @@ class ServedModel:
             digest = hashlib.sha256(hashlib.sha256(data).digest() + tokeniser.read_bytes()).hexdigest()[:16]
             if kind != "text_encoder":
                 sizes = msgspec.json.decode(data, type=_Sizes)
-                return cls(name, sizes.vocab_size, sizes.hidden_size, created, digest=digest)
+                return cls(
+                    name, sizes.vocab_size, sizes.hidden_size, created, digest=digest, num_layers=sizes.num_layers
+                )
             encoder = msgspec.json.decode(data, type=_TextEncoder)
         except OSError as error:
             raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None

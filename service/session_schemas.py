@@ -4,7 +4,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from service.schemas import SEED_BOUND, Biases, Choice, CompletionUsage, Input, Output, Penalty, digits
+from service.schemas import (
+    SEED_BOUND,
+    Biases,
+    Choice,
+    CompletionUsage,
+    DeadlineSeconds,
+    Input,
+    Output,
+    Penalty,
+    PriorityClass,
+    digits,
+)
 
 __all__ = [
     "SESSION_BODIES",
@@ -29,7 +40,7 @@ __all__ = [
 ]
 
 Position = Annotated[int, Field(ge=0, le=1 << 53)]
-QueryPosition = Annotated[int, BeforeValidator(digits), Field(ge=0, le=1 << 53)]
+QueryPosition = Annotated[int, Field(ge=0, le=1 << 53), BeforeValidator(digits)]
 MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 
@@ -111,7 +122,7 @@ class _Query(BaseModel):
 class ListOptions(_Query):
     """Which page of sessions."""
 
-    limit: Annotated[int, BeforeValidator(digits), Field(ge=1, le=100)] = 20
+    limit: Annotated[int, Field(ge=1, le=100), BeforeValidator(digits)] = 20
     after: Annotated[str, Field(max_length=100)] = ""
 
 
@@ -132,6 +143,8 @@ class AppendRequest(Input):
 
     input: str
     expected_position: Position | None = None
+    priority: PriorityClass | None = None
+    deadline_seconds: DeadlineSeconds | None = None
 
 
 class AppendProgress(Output):
@@ -184,6 +197,8 @@ class GenerateRequest(Input):
     frequency_penalty: Penalty | None = None
     logit_bias: Biases | None = None
     user: str | None = None
+    priority: PriorityClass | None = None
+    deadline_seconds: DeadlineSeconds | None = None
 
 
 class GenerateSummary(RestoreFacts):

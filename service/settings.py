@@ -11,7 +11,9 @@ from dist_attn.settings import (
     HttpSettings,
     JobSettings,
     LimitSettings,
+    PrefixSettings,
     StoreSettings,
+    TracingSettings,
     WaitSettings,
     WorkSettings,
 )
@@ -34,6 +36,8 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     data_dir: Path = Field(default=Path("data"), description="spools and states live here")
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     store: StoreSettings = Field(default=StoreSettings(), description="where states of sessions are kept")
+    tracing: TracingSettings = Field(default=TracingSettings(), description="where spans of OpenTelemetry are sent")
+    prefixes: PrefixSettings = Field(default=PrefixSettings(), description="states of the beginnings of prompts")
     jobs: JobSettings = Field(default=JobSettings(), description="work that outlives its connection")
     files: FileSettings = Field(default=FileSettings(), description="where files that clients upload are kept")
 
@@ -59,6 +63,8 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
             data_dir=tree.data_dir,
             log_level=tree.log_level,
             store=tree.store,
+            prefixes=tree.prefixes,
+            tracing=tree.tracing,
             jobs=tree.jobs,
             files=tree.files,
         )

@@ -8,11 +8,11 @@ __all__ = ["Utf8Check"]
 
 
 class Utf8Check:
-    """Checks a stream for valid UTF-8, wherever it is cut."""
+    """Checks a stream for valid UTF-8, wherever it is cut; `start` is the byte of a text that it begins with."""
 
-    def __init__(self) -> None:
+    def __init__(self, start: int = 0) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("strict")
-        self._checked = 0
+        self._checked = start
 
     def push(self, chunk: bytes, *, final: bool = False) -> None:
         """Check the next bytes.

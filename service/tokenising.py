@@ -2,29 +2,63 @@
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text import IncrementalDecoder, Tokeniser
 from service.engine_stream import TokenArray
 
-__all__ = ["Piece", "ThreadTokeniser", "TokeniserPort", "tokens_of"]
+__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "TokeniserPort", "tokens_of"]
 
 T = TypeVar("T")
 
 
+class TextMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A place of a text where tokenising may begin again: `tokens` tokens are those of the bytes before `byte`.
+
+    The last of them ends `gap` bytes before it.
+    """
+
+    tokens: int = 0
+    byte: int = 0
+    gap: int = 0
+
+
+BEGINNING = TextMark()
+
+
+class TextMarks:
+    """The marks of a text that is being read. Memory: those behind the last position that was asked for."""
+
+    def __init__(self, begin: TextMark = BEGINNING) -> None:
+        self._marks = deque([begin])
+
+    def push(self, mark: TextMark) -> None:
+        """The next one."""
+        self._marks.append(mark)
+
+    def before(self, tokens: int) -> TextMark:
+        """The last one with so many tokens or fewer before it; no earlier one will be asked for."""
+        while len(self._marks) > 1 and self._marks[1].tokens <= tokens:
+            self._marks.popleft()
+        return self._marks[0]
+
+
 @dataclass(frozen=True)
 class Piece:
-    """Some tokens of a stream and the length of each in bytes."""
+    """Some tokens of a stream and the length of each in bytes; `mark` is where the next ones begin."""
 
     tokens: TokenArray
     byte_lengths: npt.NDArray[np.integer[Any]]
+    mark: TextMark = BEGINNING
 
 
 class TokeniserPort(Protocol):
@@ -38,8 +72,11 @@ class TokeniserPort(Protocol):
     def end_token(self) -> int | None:
         """The token that ends a text, if the model has one."""
 
-    def pieces(self, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
-        """The tokens of a stream of bytes; they do not depend on where the stream is cut."""
+    def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
+        """The tokens of a stream of bytes; they do not depend on where the stream is cut.
+
+        With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are the tokens.
+        """
 
     def decoder(self) -> IncrementalDecoder:
         """A fresh decoder from tokens to text."""
@@ -91,17 +128,18 @@ class ThreadTokeniser:
         """The token that ends a text, if the model has one."""
         return self._tokeniser.end_token
 
-    async def pieces(self, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
+    async def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
         """The tokens of a stream of bytes; what a block leaves over (a few bytes, or a word) joins the next.
 
         Bytes that no token stands for count for the token behind them.
         """
-        rest, gap = b"", 0  # what has been left over, and the bytes since the last token's end
+        rest, mark = b"", begin  # what has been left over, and where it begins
         async for block in blocks:
-            piece, rest, gap = await self._run(partial(self._encode, rest + block, gap, final=False))
+            piece, rest = await self._run(partial(self._encode, rest + block, mark, final=False))
+            mark = piece.mark
             if len(piece.tokens):
                 yield piece
-        piece, _, _ = await self._run(partial(self._encode, rest, gap, final=True))
+        piece, _ = await self._run(partial(self._encode, rest, mark, final=True))
         if len(piece.tokens):
             yield piece
 
@@ -128,7 +166,9 @@ class ThreadTokeniser:
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, data: bytes, gap: int, *, final: bool) -> tuple[Piece, bytes, int]:
+    def _encode(self, data: bytes, mark: TextMark, *, final: bool) -> tuple[Piece, bytes]:
+        """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
         tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
-        after = consumed - int(ends[-1]) if len(ends) else gap + consumed
-        return Piece(tokens, np.diff(ends, prepend=-gap)), data[consumed:], after
+        gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
+        after = TextMark(mark.tokens + len(tokens), mark.byte + consumed, gap)
+        return Piece(tokens, np.diff(ends, prepend=-mark.gap), after), data[consumed:]

@@ -4,23 +4,24 @@ from collections.abc import Callable
 from math import inf
 from statistics import fmean
 
-from service.choice_text import told_logprobs
-from service.completions import CompletionService, Delta, PreparedCompletion
+from service.choice_run import Delta, FinishReason
+from service.choice_text import ScoredToken, told_logprobs
+from service.completions import CompletionService, PreparedCompletion
 from service.schemas import Choice, Completion, CompletionUsage
 
-__all__ = ["complete"]
+__all__ = ["Gathered", "gather", "whole_completion"]
 
 
-async def complete(
+async def gather(
     service: CompletionService,
     prepared: PreparedCompletion,
-    model: str,
     name: str,
     *,
     counted: Callable[[CompletionUsage], None],
     drawn: Callable[[CompletionUsage], None] = lambda _: None,
-) -> Completion:
-    """Draw a completion to its end. `counted` is told what was read and drawn, however it ends; `drawn` on the way.
+) -> tuple[list["Gathered"], CompletionUsage]:
+    """Draw a completion to its end: the choices that are answered, and its tokens. `counted` is told what was read and
+    drawn, however it ends; `drawn` on the way.
 
     `name` is the request's in the log. Raises: ServiceError when the engine does not take it, or fails.
     """
@@ -33,12 +34,19 @@ async def complete(
                 drawn(run.usage)
         finally:
             counted(run.usage)
+    return _best(prepared, choices), run.usage
+
+
+def whole_completion(
+    prepared: PreparedCompletion, model: str, choices: list["Gathered"], usage: CompletionUsage
+) -> Completion:
+    """The answer in OpenAI's form."""
     return Completion(
         id=prepared.id,
         created=prepared.created,
         model=model,
-        choices=[choice.whole(index) for index, choice in enumerate(_best(prepared, choices))],
-        usage=run.usage,
+        choices=[choice.whole(index) for index, choice in enumerate(choices)],
+        usage=usage,
     )
 
 
@@ -55,17 +63,28 @@ class Gathered:
     @property
     def score(self) -> float:
         """The mean log-probability of its tokens; a text without any is the worst."""
-        values = [token.logprob for delta in self._deltas for token in delta.scored]
+        values = [token.logprob for token in self.scored]
         return fmean(values) if values else -inf
 
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return "".join(delta.text for delta in self._deltas)
+
+    @property
+    def scored(self) -> list[ScoredToken]:
+        """Its tokens, where log-probabilities were asked for."""
+        return [token for delta in self._deltas for token in delta.scored]
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended."""
+        return self._deltas[-1].finish_reason
+
     def whole(self, index: int) -> Choice:
-        scored = [token for delta in self._deltas for token in delta.scored]
-        return Choice(
-            index=index,
-            text="".join(delta.text for delta in self._deltas),
-            logprobs=told_logprobs(scored, self._logprobs),
-            finish_reason=self._deltas[-1].finish_reason,
-        )
+        """As a choice of a completion."""
+        logprobs = told_logprobs(self.scored, self._logprobs)
+        return Choice(index=index, text=self.text, logprobs=logprobs, finish_reason=self.finish_reason)
 
 
 def _best(prepared: PreparedCompletion, choices: list[Gathered]) -> list[Gathered]:

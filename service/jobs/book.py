@@ -4,9 +4,7 @@ Keys: job/ID the record; caller/C/TIME/ID those of a caller; open/TIME/ID what h
 expiry/TIME/ID when it may go; usage the bytes of all, usage/C the number of a caller's jobs.
 """
 
-import os
 import secrets
-import socket
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import msgspec
 
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.store.disk import DiskRecords
+from dist_attn.store.owner import has_died, this_process
 from dist_attn.store.records import BufferedTransaction, Records
 from dist_attn.store.redis import RedisRecords, connect
 from service.errors import Code, NotFound, ServiceError
@@ -46,16 +45,7 @@ class JobLimits:
 
 def runner_name() -> str:
     """A name of this process that no other has, and that tells others of this machine whether it lives."""
-    return f"{socket.gethostname()}/{os.getpid()}.{_begun(os.getpid())}/{secrets.token_hex(8)}"
-
-
-def _begun(pid: int) -> str:
-    """When a process of this machine began, in the clock's ticks; "" where there is none, or nobody can know."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]  # field 22: behind the name, which may hold anything
+    return f"{this_process()}/{secrets.token_hex(8)}"
 
 
 @final
@@ -241,12 +231,7 @@ class JobBook:
         """Whether nobody works on it, as far as this process can know."""
         if not record.runner or record.lease_until <= now:
             return True
-        if record.runner == self.runner:
-            return False
-        host, process, _ = record.runner.rsplit("/", 2)
-        pid, _, begun = process.partition(".")
-        # A number that another process has now, as the first one of every container has, is not that process.
-        return host == socket.gethostname() and bool(begun) and _begun(int(pid)) != begun
+        return has_died(record.runner.rpartition("/")[0])
 
     def _waits(self, record: JobRecord, now: float) -> bool:
         if record.deleted or record.retry_at > now:

@@ -15,6 +15,7 @@ from service.jobs.book import JobBook
 from service.jobs.files import JobFiles, unbroken
 from service.jobs.record import Event, JobRecord, end_of, with_event
 from service.jobs.runner import JobRunner
+from service.jobs.states import JobStates
 from service.served_model import ServedModel
 from service.settings import Settings
 from service.workload import Workload
@@ -35,6 +36,7 @@ class JobDesk:
         settings: Settings,
         book: JobBook,
         files: JobFiles,
+        states: JobStates,
         runner: JobRunner,
         model: ServedModel,
         workload: Workload,
@@ -42,6 +44,7 @@ class JobDesk:
         self._settings = settings
         self._book = book
         self._files = files
+        self._states = states
         self._runner = runner
         self._model = model
         self._workload = workload
@@ -218,6 +221,8 @@ class JobDesk:
         await self._book.get(name, caller)
         record = await self._book.change(name, self._cancelled)
         self._runner.interrupt(name)
+        if record.ended:
+            await self._states.forget(caller, record.point)  # who runs a job does so at its end
         return record
 
     async def delete(self, caller: str, name: str) -> None:
@@ -226,6 +231,7 @@ class JobDesk:
         record = await self._book.change(name, lambda r: msgspec.structs.replace(self._cancelled(r), deleted=True))
         self._runner.interrupt(name)
         if not record.runner:
+            await self._states.forget(caller, record.point)
             with suppress(NotFound, ServiceError):
                 await self._drop(name)
 

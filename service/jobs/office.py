@@ -1,25 +1,20 @@
 """All that has to do with jobs in one API process, put together, begun and ended with it."""
 
 from collections.abc import AsyncIterator
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import final
 
-from service.engine_port import EnginePort
-from service.engine_watch import EngineWatch
+from service.context import ServiceContext
 from service.jobs.book import JobBook, JobLimits
+from service.jobs.completion_work import CompletionWork
 from service.jobs.desk import JobDesk
+from service.jobs.encoding_work import EncodingWork
 from service.jobs.files import JobFiles
 from service.jobs.results import JobResults
 from service.jobs.runner import Complete, JobRunner, Work
-from service.jobs.works import CompletionWork, EncodingWork
-from service.logs import Log
-from service.metrics import Metrics
-from service.served_model import ServedModel
+from service.jobs.states import JobStates
 from service.settings import Settings
-from service.tokenising import TokeniserPort
-from service.workload import Workload
 
 __all__ = ["JobOffice", "job_book"]
 
@@ -49,25 +44,15 @@ class JobOffice:
     runner: JobRunner
 
     @staticmethod
-    def over(
-        book: JobBook,
-        settings: Settings,
-        engine: EnginePort,
-        watch: EngineWatch,
-        tokeniser: TokeniserPort,
-        model: ServedModel,
-        workload: Workload,
-        metrics: Metrics,
-        threads: Executor,
-        complete: Complete,
-        log: Log,
-    ) -> "JobOffice":
+    def over(book: JobBook, context: ServiceContext, complete: Complete) -> "JobOffice":
         """The parts over one catalogue; nothing runs before `runner.start()`."""
+        settings, model = context.settings, context.model
         files = JobFiles(settings.data_dir / "jobs" / "files")
+        states = JobStates(context.store, context.log)
         works: dict[str, Work] = {
-            "encoding": EncodingWork(settings, engine, watch, tokeniser, model, files, workload, metrics),
+            "encoding": EncodingWork(context, files, states),
             "completion": CompletionWork(files, model, complete),
         }
-        runner = JobRunner(settings, book, files, works, log, metrics)
-        desk = JobDesk(settings, book, files, runner, model, workload)
-        return JobOffice(desk, JobResults(settings, book, files, model, threads), runner)
+        runner = JobRunner(settings, book, files, states, works, context.log, context.metrics)
+        desk = JobDesk(settings, book, files, states, runner, model, context.workload)
+        return JobOffice(desk, JobResults(settings, book, files, model, context.threads), runner)

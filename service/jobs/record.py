@@ -6,8 +6,10 @@ import msgspec
 
 from dist_attn.errors import StorageError
 from dist_attn.wire.messages import RowSpec
+from service.encoding_run import RunPoint
+from service.errors import BadRequest
 
-__all__ = ["ENDED", "Event", "JobRecord", "State", "decode_job", "encode_job", "end_of", "with_event"]
+__all__ = ["ENDED", "Event", "JobPoint", "JobRecord", "State", "decode_job", "encode_job", "end_of", "with_event"]
 
 State = Literal["receiving", "queued", "running", "succeeded", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
@@ -23,11 +25,18 @@ class Event(msgspec.Struct, frozen=True):
     data: dict[str, Any]
 
 
+class JobPoint(msgspec.Struct, frozen=True):
+    """Where an encoding goes on: a place of its document, and the id of the state there."""
+
+    run: RunPoint
+    snapshot: str
+
+
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One job. Times are unix times in seconds; `expected_tokens` may be an estimate, `rows` are those safe on disk.
 
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
-    that works on it is the `runner`, which is taken for dead after `lease_until`.
+    that works on it is the `runner`, which is taken for dead after `lease_until`. `point` is where it goes on then.
     """
 
     caller: str
@@ -53,12 +62,21 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     retry_at: float = 0.0
     cancel: bool = False
     deleted: bool = False
+    point: JobPoint | None = None
     events: tuple[Event, ...] = ()
 
     @property
     def ended(self) -> bool:
         """Whether nothing will change any more."""
         return self.state in ENDED
+
+    def check_model(self, served: str) -> None:
+        """Raises: BadRequest when the job was handed in for another model than the one that is served now."""
+        if self.model != served:
+            raise BadRequest(
+                f"this job was handed in for the model {self.model}; served is {served} now: send it again",
+                param="model",
+            )
 
     @property
     def last_event(self) -> int:

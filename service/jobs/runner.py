@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, final
 
 import msgspec
@@ -12,7 +13,8 @@ from service.errors import Code, ServiceError, UnforeseenError
 from service.exchange import task_group
 from service.jobs.book import JobBook, JobGone
 from service.jobs.files import JobFiles, unbroken
-from service.jobs.record import JobRecord, State, end_of, with_event
+from service.jobs.record import JobPoint, JobRecord, State, end_of, with_event
+from service.jobs.states import JobStates
 from service.logs import Log
 from service.metrics import Metrics
 from service.settings import Settings
@@ -27,9 +29,15 @@ LATER = (Code.ENGINE_NOT_READY, Code.ENGINE_UNREACHABLE, Code.OVERLOADED, Code.S
 
 
 class Report:
-    """What the work on a job has come to. `settle` makes rows safe on the disk and says how many are."""
+    """What the work on a job has come to. `settle` makes rows safe on the disk and says how many are.
+
+    `point` is where it can go on, once the rows before it are safe; `save` has all this written down at once.
+    """
 
     def __init__(self) -> None:
+        self.save: Callable[[], Awaitable[None]] = _nothing
+        self.point: JobPoint | None = None
+        self.saving = asyncio.Lock()
         self.tokens: Callable[[], int] = lambda: 0
         self.expected: Callable[[], float | None] = lambda: None
         self.settle: Callable[[], int] | None = None
@@ -41,6 +49,10 @@ class Report:
         self._past.append((now, self.tokens()))
         (then, before), (_, tokens) = self._past[0], self._past[-1]
         return (tokens - before) / (now - then) if now > then and tokens > before else None
+
+
+async def _nothing() -> None:
+    """What is saved where nobody asked for it."""
 
 
 Work = Callable[[str, JobRecord, Report], Awaitable[dict[str, Any]]]
@@ -60,6 +72,7 @@ class JobRunner:
         settings: Settings,
         book: JobBook,
         files: JobFiles,
+        states: JobStates,
         works: Mapping[str, Work],
         log: Log,
         metrics: Metrics,
@@ -67,6 +80,7 @@ class JobRunner:
         self._settings = settings
         self._book = book
         self._files = files
+        self._states = states
         self._works = works
         self._log = log
         self._metrics = metrics
@@ -173,6 +187,7 @@ class JobRunner:
 
     async def _work(self, name: str, record: JobRecord) -> None:
         report = Report()
+        report.save = partial(self._save, name, report)
         async with task_group() as group:
             keeper = group.create_task(self._keep(name, report))
             changes = await self._works[record.kind](name, record, report)
@@ -186,8 +201,16 @@ class JobRunner:
         """
         while True:
             await asyncio.sleep(self._settings.jobs.save_s)
+            await self._save(name, report)
+
+    async def _save(self, name: str, report: Report) -> None:
+        """Write down what it has come to.
+
+        Raises: _Stop when it is not wanted here any more.
+        """
+        async with report.saving:
             rows = None if report.settle is None else await unbroken(report.settle)
-            await self._book.change(name, lambda record, rows=rows: self._progress(record, report, rows))  # type: ignore[misc]
+            await self._book.change(name, lambda record: self._progress(record, report, rows))
 
     def _progress(self, record: JobRecord, report: Report, rows: int | None) -> JobRecord:
         now = self._book.clock()
@@ -202,6 +225,7 @@ class JobRunner:
             rows=rows,
             expected_tokens=record.expected_tokens if expected is None else expected,
             tokens_per_second=report.speed(now) or record.tokens_per_second,
+            point=record.point if report.point is None or report.point.run.row > rows else report.point,
             disk_bytes=record.disk_bytes + max(0, rows - record.rows) * report.bytes_per_row,
             lease_until=now + self._settings.jobs.lease_s,
         )
@@ -211,11 +235,14 @@ class JobRunner:
 
     async def _end(self, name: str, state: State, changes: dict[str, Any]) -> None:
         now, keep = self._book.clock(), self._settings.jobs.keep_s
+        point: JobPoint | None = None
 
         def ended(record: JobRecord) -> JobRecord:
+            nonlocal point
             if record.runner != self._book.runner:
                 raise _Stop
-            return end_of(record, state, now, keep, **changes)
+            point = record.point
+            return end_of(record, state, now, keep, point=None, **changes)
 
         try:
             record = await self._book.change(name, ended)
@@ -224,6 +251,7 @@ class JobRunner:
         except ServiceError as error:  # what it has come to does not fit on the disk any more
             await self._failed(name, error)
             return
+        await self._states.forget(record.caller, point)
         self._metrics.job_ended(record.kind, state)
         self._log.info("job", job=name, kind=record.kind, state=state, tokens=record.tokens, rows=record.rows)
         if record.deleted:

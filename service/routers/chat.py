@@ -2,11 +2,12 @@
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import final
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -23,15 +24,14 @@ from service.chat_schemas import (
     ChatUsageChunk,
     LikelyToken,
 )
+from service.choice_run import Delta
 from service.choice_text import ScoredToken
-from service.completions import CompletionRun, Delta, PreparedCompletion
-from service.dependencies import Services, read_json_body, record_of, services_of
-from service.errors import ClientGone, ServiceError
-from service.exchange import RequestBody, ResponseWriter, while_connected
-from service.logs import RequestRecord
+from service.dependencies import read_json_body, record_of, services_of
 from service.parsing import parse_json
 from service.request_terms import terms_of
-from service.streaming import EventWriter, StreamedResponse
+from service.routers.answering import AnswerForm, answer
+from service.schemas import CompletionUsage, PromptProgress
+from service.whole_completions import Gathered
 
 __all__ = ["router"]
 
@@ -51,7 +51,7 @@ RAW = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
         "responses": {
             "200": {
                 "description": "The whole answer; with `stream`, its pieces as server-sent events.",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/ServerSentEvent"}}},
             }
         },
     },
@@ -64,98 +64,49 @@ async def create_chat_completion(request: Request) -> Response:
     services.check_model(wanted.model)
     services.check_writes()
     prepared = await services.completions.prepare(await services.chat.as_completion(wanted))
-    prepared = replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}", terms=terms_of(request, wanted))
-    record.note(
-        completion_id=prepared.id,
-        prompt_tokens=prepared.prompt_tokens,
-        choices=len(prepared.choices),
-        stream=bool(wanted.stream),
+    prepared = replace(
+        prepared, id=f"chatcmpl-{uuid.uuid4().hex}", terms=terms_of(request, wanted), caller=record.caller
     )
-    if not wanted.stream:
-        return await _whole(services, prepared, body, record)
-    include_usage = wanted.stream_options is not None and bool(wanted.stream_options.include_usage)
-
-    async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
-            await while_connected(body, _stream(services, prepared, include_usage, writer, record))
-
-    return StreamedResponse(
-        exchange,
-        body,
-        record,
-        last_words=ServiceError.events,
-        stall_seconds=services.settings.client_stall_seconds,
-    )
+    form = _ChatForm(prepared, services.model.id)
+    return await answer(services, form, body, record, stream=wanted.stream, options=wanted.stream_options)
 
 
-async def _whole(
-    services: Services, prepared: PreparedCompletion, body: RequestBody, record: RequestRecord
-) -> Response:
-    deltas: list[list[Delta]] = [[] for _ in prepared.choices]
+@final
+class _ChatForm(AnswerForm):
+    def opening(self) -> Iterable[BaseModel]:
+        role = {"role": "assistant", "content": ""}
+        return [self._chunk(ChatChunkChoice(index=planned.index, delta=role)) for planned in self.prepared.choices]
 
-    async def work() -> CompletionRun:
-        async with services.completions.open(prepared, record.request_id) as run:
-            try:
-                while not run.finished:
-                    delta = await run.next()
-                    deltas[delta.index].append(delta)
-                return run
-            finally:
-                services.count_completion(record, run.usage)
+    def text(self, delta: Delta) -> BaseModel:
+        told = _logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+        return self._chunk(ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=told))
 
-    try:
-        with services.open_requests.one():
-            run = await while_connected(body, work())
-    except ClientGone:
-        record.reason = "client_gone"
-        return Response(status_code=499)
-    answer = ChatCompletion(
-        id=prepared.id,
-        created=prepared.created,
-        model=services.model.id,
-        choices=[_choice(index, of_choice, prepared.logprobs) for index, of_choice in enumerate(deltas)],
-        usage=run.usage,
-    )
-    return Response(answer.model_dump_json(), media_type="application/json")
+    def end(self, delta: Delta) -> BaseModel:
+        return self._chunk(ChatChunkChoice(index=delta.index, delta={}, finish_reason=delta.finish_reason))
 
+    def progress(self, progress: PromptProgress) -> BaseModel:
+        return ChatProgressChunk(**self.head, prompt_progress=progress)
 
-def _choice(index: int, deltas: list[Delta], asked: int | None) -> ChatChoice:
-    return ChatChoice(
-        index=index,
-        message=AssistantMessage(content="".join(delta.text for delta in deltas)),
-        logprobs=_logprobs([token for delta in deltas for token in delta.scored], asked),
-        finish_reason=deltas[-1].finish_reason or "stop",
-    )
+    def usage(self, usage: CompletionUsage) -> BaseModel:
+        return ChatUsageChunk(**self.head, usage=usage)
 
+    def whole(self, choices: list[Gathered], usage: CompletionUsage) -> BaseModel:
+        return ChatCompletion(
+            **self.head,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=AssistantMessage(content=choice.text),
+                    logprobs=_logprobs(choice.scored, self.prepared.logprobs),
+                    finish_reason=choice.finish_reason or "stop",
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage,
+        )
 
-async def _stream(
-    services: Services, prepared: PreparedCompletion, include_usage: bool, writer: ResponseWriter, record: RequestRecord
-) -> None:
-    head: dict[str, Any] = {"id": prepared.id, "created": prepared.created, "model": services.model.id}
-    events = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
-
-    async def send(choice: ChatChunkChoice) -> None:
-        await events.send(ChatChunk(**head, choices=[choice]))
-
-    async with services.completions.open(prepared, record.request_id) as run:
-        try:
-            await events.start()
-            for planned in prepared.choices:
-                await send(ChatChunkChoice(index=planned.index, delta={"role": "assistant", "content": ""}))
-            while not run.finished:
-                delta = await events.alive(run.next())
-                if delta.processed is not None:
-                    await events.send(ChatProgressChunk(**head, prompt_progress=run.progress))
-                if delta.text or delta.scored:
-                    told = _logprobs(delta.scored, prepared.logprobs) if delta.scored else None
-                    await send(ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=told))
-                if delta.finish_reason is not None:
-                    await send(ChatChunkChoice(index=delta.index, delta={}, finish_reason=delta.finish_reason))
-            if include_usage:
-                await events.send(ChatUsageChunk(**head, usage=run.usage))
-        finally:
-            services.count_completion(record, run.usage)
-    await events.done()
+    def _chunk(self, choice: ChatChunkChoice) -> BaseModel:
+        return ChatChunk(**self.head, choices=[choice])
 
 
 def _logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChatLogprobs | None:

@@ -1,20 +1,19 @@
 """POST /v1/completions: OpenAI's text completion, whole or as an event stream."""
 
 from dataclasses import replace
-from typing import Any
+from typing import final
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.choice_run import Delta
 from service.choice_text import told_logprobs
-from service.completions import PreparedCompletion
-from service.dependencies import Services, read_json_body, record_of, services_of
-from service.errors import ClientGone, ServiceError
-from service.exchange import RequestBody, ResponseWriter, while_connected
-from service.logs import RequestRecord
+from service.dependencies import read_json_body, record_of, services_of
 from service.parsing import parse_json
 from service.request_terms import terms_of
+from service.routers.answering import AnswerForm, answer
 from service.schemas import (
     Choice,
     Completion,
@@ -22,10 +21,10 @@ from service.schemas import (
     CompletionRequest,
     CompletionUsage,
     ProgressChunk,
+    PromptProgress,
     UsageChunk,
 )
-from service.streaming import EventWriter, StreamedResponse
-from service.whole_completions import complete
+from service.whole_completions import Gathered, whole_completion
 
 __all__ = ["router"]
 
@@ -44,7 +43,7 @@ router = APIRouter(tags=["completions"])
         "responses": {
             "200": {
                 "description": "The whole completion; with `stream`, its pieces as server-sent events.",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/ServerSentEvent"}}},
             }
         },
     },
@@ -57,71 +56,28 @@ async def create_completion(request: Request) -> Response:
     services.check_model(wanted.model)
     services.check_writes()
     prepared = await services.completions.prepare(wanted)
-    prepared = replace(prepared, terms=terms_of(request, wanted))
-    record.note(
-        completion_id=prepared.id,
-        prompt_tokens=prepared.prompt_tokens,
-        choices=len(prepared.choices),
-        stream=bool(wanted.stream),
-    )
-    if not wanted.stream:
-        return await _whole(services, prepared, body, record)
-    include_usage = wanted.stream_options is not None and bool(wanted.stream_options.include_usage)
-
-    async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
-            await while_connected(body, _stream(services, prepared, include_usage, writer, record))
-
-    return StreamedResponse(
-        exchange,
-        body,
-        record,
-        last_words=ServiceError.events,
-        stall_seconds=services.settings.client_stall_seconds,
-    )
+    prepared = replace(prepared, terms=terms_of(request, wanted), caller=record.caller)
+    form = _CompletionForm(prepared, services.model.id)
+    return await answer(services, form, body, record, stream=wanted.stream, options=wanted.stream_options)
 
 
-async def _whole(
-    services: Services, prepared: PreparedCompletion, body: RequestBody, record: RequestRecord
-) -> Response:
-    def counted(usage: CompletionUsage) -> None:
-        services.count_completion(record, usage)
+@final
+class _CompletionForm(AnswerForm):
+    def text(self, delta: Delta) -> BaseModel:
+        told = told_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+        return self._chunk(Choice(index=delta.index, text=delta.text, logprobs=told))
 
-    work = complete(services.completions, prepared, services.model.id, record.request_id, counted=counted)
-    try:
-        with services.open_requests.one():
-            answer = await while_connected(body, work)
-    except ClientGone:
-        record.reason = "client_gone"
-        return Response(status_code=499)
-    finally:
-        work.close()  # where it was not begun
-    return Response(answer.model_dump_json(), media_type="application/json")
+    def end(self, delta: Delta) -> BaseModel:
+        return self._chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason))
 
+    def progress(self, progress: PromptProgress) -> BaseModel:
+        return ProgressChunk(**self.head, prompt_progress=progress)
 
-async def _stream(
-    services: Services, prepared: PreparedCompletion, include_usage: bool, writer: ResponseWriter, record: RequestRecord
-) -> None:
-    head: dict[str, Any] = {"id": prepared.id, "created": prepared.created, "model": services.model.id}
+    def usage(self, usage: CompletionUsage) -> BaseModel:
+        return UsageChunk(**self.head, usage=usage)
 
-    def chunk(choice: Choice) -> CompletionChunk:
-        return CompletionChunk(**head, choices=[choice])
+    def whole(self, choices: list[Gathered], usage: CompletionUsage) -> BaseModel:
+        return whole_completion(self.prepared, self.head["model"], choices, usage)
 
-    events = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
-    async with services.completions.open(prepared, record.request_id) as run:
-        try:
-            await events.start()
-            while not run.finished:
-                delta = await events.alive(run.next())
-                if delta.processed is not None:
-                    await events.send(ProgressChunk(**head, prompt_progress=run.progress))
-                if delta.text or delta.scored:
-                    told = told_logprobs(delta.scored, prepared.logprobs) if delta.scored else None
-                    await events.send(chunk(Choice(index=delta.index, text=delta.text, logprobs=told)))
-                if delta.finish_reason is not None:
-                    await events.send(chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason)))
-            if include_usage:
-                await events.send(UsageChunk(**head, usage=run.usage))
-        finally:
-            services.count_completion(record, run.usage)
-    await events.done()
+    def _chunk(self, choice: Choice) -> BaseModel:
+        return CompletionChunk(**self.head, choices=[choice])

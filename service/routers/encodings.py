@@ -6,12 +6,19 @@ from starlette.responses import Response
 
 from service.dependencies import Services, caller_of, media_type, read_json_body, record_of, services_of
 from service.documents import RowsWanted, Source
-from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from service.errors import BadRequest, Code, ServiceError
 from service.exchange import RequestBody, ResponseWriter
 from service.formats import FORMATS, choose_format
-from service.parsing import parse_json, parse_query, utf8
+from service.parsing import parse_json, parse_query
 from service.request_terms import terms_of
-from service.routers.document_bodies import JSON, document_source, no_words, query_parameters, whole_body
+from service.routers.document_bodies import (
+    JSON,
+    document_source,
+    named_source,
+    no_words,
+    query_parameters,
+    whole_body,
+)
 from service.routers.jobs import job_response
 from service.routers.prefer import becomes_job
 from service.schemas import EncodingOptions, EncodingRequest
@@ -87,40 +94,9 @@ async def _source(
     kind = media_type(request)
     if kind == JSON:
         wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EncodingRequest)
-        return await _named_source(request, services, wanted), _merged(options, wanted)
+        source = await named_source(services, caller_of(request), wanted.input, wanted.file_id)
+        return source, _merged(options, wanted)
     return document_source(request, services), options
-
-
-async def _named_source(request: Request, services: Services, wanted: EncodingRequest) -> Source:
-    """The text that stands in the JSON, or the file that it names.
-
-    Raises: BadRequest unless it has one of both; NotFound, TooLarge.
-    """
-    if wanted.input is None and wanted.file_id is None:
-        raise BadRequest(
-            "input is missing; send it, or the file_id of a file", code=Code.MISSING_PARAMETER, param="input"
-        )
-    if wanted.file_id is None:
-        text = _document_bytes(wanted.input or "")
-        return Source(text=text, size=len(text))
-    if wanted.input is not None:
-        raise BadRequest("input and file_id are two documents; send one of them", param="file_id")
-    try:
-        file = await services.files.files.get(caller_of(request), wanted.file_id)
-    except NotFound as error:
-        raise NotFound(error.message, param="file_id") from None
-    if not file.size:
-        raise BadRequest("the file is empty; name one with a text", code=Code.EMPTY_INPUT, param="file_id")
-    if file.size > services.settings.body_bytes:
-        raise TooLarge(f"the file has {file.size} bytes; a document may have {services.settings.body_bytes}")
-    is_text = file.details.mime_type.lower().startswith("text/")
-    return Source(pieces=services.files.read(file), size=file.size, check_utf8=is_text)
-
-
-def _document_bytes(text: str) -> bytes:
-    if not text:
-        raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-    return utf8(text, "input", "input")
 
 
 def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:

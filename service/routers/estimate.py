@@ -1,18 +1,23 @@
 """POST /v1/estimate: what work would take, before it is sent."""
 
+from contextlib import aclosing
+
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from service.dependencies import Services, read_json_body, services_of
+from service.dependencies import Services, caller_of, read_json_body, services_of
 from service.errors import BadRequest, Code
-from service.estimates import Size
+from service.estimates import PIECES, Size
 from service.job_schemas import Estimate, EstimateRequest
 from service.parsing import parse_json, utf8
+from service.routers.document_bodies import named_file
 from service.schemas import EncodingOptions
+from service.uploads.entries import FileRecord
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["jobs"])
+SAMPLE_BYTES = 1 << 20
 
 
 @router.post(
@@ -35,20 +40,41 @@ async def create_estimate(request: Request) -> Estimate:
         services.check_writes()
     given = {"granularity": wanted.granularity}
     options = EncodingOptions.model_validate(given | ({} if wanted.window is None else {"window": wanted.window}))
-    return await services.estimates.estimate(_size(services, wanted), services.rows(options), wanted.max_tokens)
+    return await services.estimates.estimate(
+        await _size(request, services, wanted), services.rows(options), wanted.max_tokens
+    )
 
 
-def _size(services: Services, wanted: EstimateRequest) -> Size:
+async def _size(request: Request, services: Services, wanted: EstimateRequest) -> Size:
     """The size that is given in one way.
 
-    Raises: BadRequest for none, or two that may contradict each other.
+    Raises: BadRequest for none, or two that may contradict each other; NotFound, TooLarge for a file.
     """
-    given = [name for name in ("tokens", "bytes", "input") if getattr(wanted, name) is not None]
+    given = [name for name in ("tokens", "file_id", "bytes", "input") if getattr(wanted, name) is not None]
     if not given:
-        raise BadRequest("send bytes, tokens or input", code=Code.MISSING_PARAMETER, param="bytes")
-    if "tokens" in given and len(given) > 1:
-        raise BadRequest(f"tokens and {given[1]} were given; send one of them", param=given[1])
+        raise BadRequest("send bytes, tokens, input or file_id", code=Code.MISSING_PARAMETER, param="bytes")
+    if given[0] in ("tokens", "file_id") and len(given) > 1:
+        param = "file_id" if "file_id" in given else given[1]
+        raise BadRequest(f"{given[0]} and {given[1]} were given; send one of them", param=param)
+    if wanted.file_id is not None:
+        file = await named_file(services, caller_of(request), wanted.file_id)
+        return Size(size=file.size, text=await _sample(services, file))
     text = None if wanted.input is None else utf8(wanted.input, "input", "input")
     if text is not None and wanted.bytes is not None and len(text) > wanted.bytes:
         raise BadRequest(f"the sample has {len(text)} bytes, and the text {wanted.bytes}", param="bytes")
     return Size(tokens=wanted.tokens, size=wanted.bytes, text=text)
+
+
+async def _sample(services: Services, file: FileRecord) -> bytes:
+    """All of a short file; of a long one so many pieces at equal distances as a sample is cut into."""
+    if file.size <= SAMPLE_BYTES:
+        begins, length = [0], file.size
+    else:
+        length = SAMPLE_BYTES // PIECES
+        begins = [(file.size - length) * place // (PIECES - 1) for place in range(PIECES)]
+    found = bytearray()
+    for begin in begins:
+        async with aclosing(services.files.read(file, begin, begin + length)) as pieces:
+            async for piece in pieces:
+                found += piece
+    return bytes(found)

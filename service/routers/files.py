@@ -32,6 +32,8 @@ FORM = {
         ANCHOR: {"type": "string", "enum": ["created_at"]},
         SECONDS: {"type": "integer", "minimum": 3600, "maximum": 2_592_000},
     },
+    "additionalProperties": False,
+    "dependentRequired": {ANCHOR: [SECONDS], SECONDS: [ANCHOR]},
 }
 
 

@@ -2,7 +2,6 @@
 
 import re
 import secrets
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -18,8 +17,15 @@ from service.formats import FORMATS, choose_format
 from service.job_schemas import EventOptions, Job, JobList, JobRequest, ListJobs, ResultOptions
 from service.jobs.record import JobRecord
 from service.jobs.results import ResultWanted
-from service.parsing import parse_json, parse_query, refuse, utf8
-from service.routers.document_bodies import JSON, document_source, no_words, query_parameters, whole_body
+from service.parsing import parse_json, parse_query, refuse
+from service.routers.document_bodies import (
+    JSON,
+    document_source,
+    named_source,
+    no_words,
+    query_parameters,
+    whole_body,
+)
 from service.schemas import CompletionRequest, EncodingOptions
 from service.streaming import StreamedResponse
 
@@ -69,27 +75,24 @@ async def create_job(request: Request) -> Response:
     with services.open_requests.one():
         if wanted.completion is not None:
             return await job_response(services, *await _completion(services, record.caller, wanted))
-        return await job_response(services, *await _encoding(services, record.caller, wanted))
+        return await job_response(services, *await _encoding(services, record.caller, body, wanted))
 
 
-async def _encoding(services: Services, caller: str, wanted: JobRequest) -> tuple[str, JobRecord]:
-    if wanted.input is None:
-        raise BadRequest("send input or completion", code=Code.MISSING_PARAMETER, param="input")
+async def _encoding(services: Services, caller: str, body: RequestBody, wanted: JobRequest) -> tuple[str, JobRecord]:
+    """The text, or the file, is copied to the job's own: a file may be deleted once the job is made."""
+    if wanted.input is None and wanted.file_id is None:
+        raise BadRequest("send input, file_id or completion", code=Code.MISSING_PARAMETER, param="input")
     named = {
         name: getattr(wanted, name) for name in ("granularity", "window", "pooling") if name in wanted.model_fields_set
     }
-    text = utf8(wanted.input, "input", "input")
-
-    async def whole() -> AsyncIterator[bytes]:
-        yield text
-
     spec = services.rows(EncodingOptions.model_validate({k: v for k, v in named.items() if v is not None}))
-    return await services.jobs.desk.encoding(caller, spec, whole(), len(text))
+    source = await named_source(services, caller, wanted.input, wanted.file_id)
+    return await services.jobs.desk.encoding(caller, spec, whole_body(source, body), source.size)
 
 
 async def _completion(services: Services, caller: str, wanted: JobRequest) -> tuple[str, JobRecord]:
     """A completion is checked now, as far as it can be without the engine."""
-    for name in ("input", "granularity", "window", "pooling"):
+    for name in ("input", "file_id", "granularity", "window", "pooling"):
         if getattr(wanted, name) is not None:
             raise BadRequest(f"{name} and completion were given; a job is one of the two", param=name)
     services.check_writes()
@@ -162,7 +165,7 @@ async def delete_job(request: Request, job_id: str) -> Response:
     summary="What happens to a job",
     response_class=Response,
     openapi_extra={"parameters": query_parameters(EventOptions)},
-    responses={200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}},
+    responses={200: {"content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/ServerSentEvent"}}}}},
 )
 async def follow_job(request: Request, job_id: str) -> Response:
     """Numbered server-sent events behind `after` (or `Last-Event-ID`), until the job has ended."""

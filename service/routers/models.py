@@ -34,4 +34,5 @@ def _card(services: Services) -> ModelCard:
         capabilities=[*model.capabilities, *chat],
         embedding_size=model.hidden_size,
         max_model_len=model.max_tokens,
+        num_layers=model.num_layers,
     )

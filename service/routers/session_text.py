@@ -13,6 +13,7 @@ from service.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 from service.exchange import RequestBody, ResponseWriter, task_group
 from service.logs import RequestRecord
 from service.parsing import parse_json, parse_query, utf8
+from service.request_terms import terms_of
 from service.schemas import Choice, CompletionRequest
 from service.session_schemas import (
     AppendOptions,
@@ -32,10 +33,18 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["sessions"])
 BYTES, TEXT = "application/octet-stream", "text/plain"
+IDEMPOTENCY_KEY = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "pattern": "^[!#-~]{1,256}$"},
+}
 SAMPLING = {
     "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "presence_penalty", "frequency_penalty",
     "logit_bias",
 }  # fmt: skip
+NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
+"""What may differ in a request that is sent again under the same key."""
 
 
 @router.post(
@@ -48,9 +57,9 @@ SAMPLING = {
                 "name": "expected_position",
                 "in": "query",
                 "required": False,
-                "schema": {"type": "integer", "minimum": 0},
+                "schema": {"type": "integer", "minimum": 0, "maximum": 1 << 53},
             },
-            {"name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string"}},
+            IDEMPOTENCY_KEY,
         ],
         "requestBody": {
             "required": True,
@@ -97,11 +106,11 @@ async def append_text(request: Request, session_id: str) -> Response:
             "required": False,
             "content": {"application/json": {"schema": {"$ref": "#/components/schemas/GenerateRequest"}}},
         },
-        "parameters": [{"name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string"}}],
+        "parameters": [IDEMPOTENCY_KEY],
         "responses": {
             "200": {
                 "description": "The whole text; with `stream`, its pieces as server-sent events.",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/ServerSentEvent"}}},
             }
         },
     },
@@ -121,7 +130,8 @@ async def generate(request: Request, session_id: str) -> Response:
         wanted.expected_position,
         prepared.choices[0].sampling,
         prepared.stops,
-        hashlib.sha256(wanted.model_dump_json(exclude={"stream", "user"}).encode()).hexdigest(),
+        hashlib.sha256(wanted.model_dump_json(exclude=NO_PART_OF_IT).encode()).hexdigest(),
+        terms_of(request, wanted),
     )
     record.note(completion_id=work.id, stream=bool(wanted.stream))
     if not wanted.stream:
@@ -206,7 +216,8 @@ async def _appended(request: Request, services: Services, body: RequestBody) -> 
         text = utf8(wanted.input, "input", "input")
         if not text:
             raise BadRequest("input is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-        return AppendSource(body, key, options.expected_position if expected is None else expected, text)
+        at = options.expected_position if expected is None else expected
+        return AppendSource(body, key, at, text, terms=terms_of(request, wanted))
     if kind not in (TEXT, BYTES, ""):
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or "
@@ -217,4 +228,4 @@ async def _appended(request: Request, services: Services, body: RequestBody) -> 
     limit, length = services.settings.body_bytes, request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise TooLarge(f"the body has {length} bytes; a text may have {limit}")
-    return AppendSource(body, key, options.expected_position, check_utf8=kind == TEXT)
+    return AppendSource(body, key, options.expected_position, check_utf8=kind == TEXT, terms=terms_of(request))

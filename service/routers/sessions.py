@@ -25,7 +25,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["sessions"])
 STATE = "application/octet-stream"
-_POSITION = {"type": "integer", "minimum": 0}
+_POSITION = {"type": "integer", "minimum": 0, "maximum": 1 << 53}
 _FILE = {STATE: {"schema": {"type": "string", "format": "binary"}}}
 
 

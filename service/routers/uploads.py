@@ -1,5 +1,6 @@
 """/v1/uploads: OpenAI's uploads in parts, and resumable uploads (tus) on the same resource."""
 
+import re
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,12 +17,13 @@ from service.dependencies import (
     read_json_body,
     services_of,
 )
-from service.errors import Code, ServiceError
-from service.file_schemas import CompleteUploadRequest, UploadObject, UploadPart, UploadRequest
+from service.errors import BadRequest, Code, ServiceError, TooLarge
+from service.exchange import while_connected
+from service.file_schemas import CompleteUploadRequest, UploadObject, UploadPart, UploadRequest, UploadSession
 from service.parsing import parse_json, refuse
 from service.routers.files import details_of, file_object
 from service.uploads import tus
-from service.uploads.entries import UploadRecord
+from service.uploads.entries import FeedRecord, UploadRecord
 
 __all__ = ["router"]
 
@@ -36,7 +38,8 @@ def _json(name: str) -> dict[str, Any]:
 
 
 def _header(name: str, kind: str, *, required: bool) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": required, "schema": {"type": kind}}
+    schema = {"type": kind} | ({"minimum": 0, "maximum": 1 << 53} if kind == "integer" else {})
+    return {"name": name, "in": "header", "required": required, "schema": schema}
 
 
 @router.options("/v1/uploads", summary="What of tus is offered", response_class=Response, status_code=204)
@@ -56,8 +59,15 @@ async def describe_uploads(request: Request) -> Response:
     response_model=UploadObject,
     summary="Begin an upload",
     description="OpenAI's, from JSON; or tus's, where the header Upload-Length is given: then the answer is a 201.",
+    responses={201: {"model": UploadObject, "description": "The upload, begun as tus clients do."}},
     openapi_extra={
-        **_json("UploadRequest"),
+        "requestBody": {
+            "required": False,
+            "content": {
+                "application/json": {"schema": {"$ref": "#/components/schemas/UploadRequest"}},
+                tus.OFFSET_STREAM: {"schema": {"type": "string", "format": "binary"}},
+            },
+        },
         "parameters": [
             _header(tus.LENGTH, "integer", required=False),
             _header(tus.METADATA, "string", required=False),
@@ -71,7 +81,8 @@ async def create_upload(request: Request) -> Response:
         return await _create_by_tus(request, services)
     limit = services.settings.json_body_bytes
     wanted = parse_json(await read_json_body(request, services.body(request), limit), UploadRequest)
-    name, record = await services.files.catalogue.begin(caller_of(request), wanted.bytes, details_of(wanted))
+    feed = await _feed(request, wanted)
+    name, record = await services.files.catalogue.begin(caller_of(request), wanted.bytes, details_of(wanted), feed=feed)
     return await _answer(request, name, record)
 
 
@@ -85,7 +96,7 @@ async def get_upload(request: Request, upload_id: str) -> Response:
 
 @router.head("/v1/uploads/{upload_id}", summary="Where to go on", response_class=Response)
 async def head_upload(request: Request, upload_id: str) -> Response:
-    """The byte that an upload stands at, in Upload-Offset."""
+    """The byte that an upload stands at, in Upload-Offset; and where the session that it feeds stands."""
     tus.check_version(request.headers)
     shelf = services_of(request).files
     record = await shelf.standing(caller_of(request), upload_id)
@@ -94,7 +105,7 @@ async def head_upload(request: Request, upload_id: str) -> Response:
     headers = _progress(record, await shelf.offset(record)) | {tus.LENGTH: str(record.length)}
     if record.metadata:
         headers[tus.METADATA] = record.metadata
-    return Response(headers=headers)
+    return Response(headers=headers | await _session_headers(request, upload_id, record))
 
 
 @router.patch(
@@ -111,12 +122,16 @@ async def head_upload(request: Request, upload_id: str) -> Response:
     },
 )
 async def patch_upload(request: Request, upload_id: str) -> Response:
-    """The next bytes; the last of them makes the file. What has arrived is kept, however the request ends."""
+    """The next bytes; the last of them makes the file. What has arrived is kept, however the request ends.
+
+    Of an upload that feeds a session the last bytes are answered when the session stands at the end of the text.
+    """
     tus.check_version(request.headers)
     _check_stream(request)
     offset = tus.parse_count(request.headers, tus.OFFSET)
     record, end = await _append(request, upload_id, offset)
-    return Response(status_code=204, headers=_progress(record, end))
+    headers = _progress(record, end) | await _session_headers(request, upload_id, record)
+    return Response(status_code=204, headers=headers)
 
 
 @router.delete("/v1/uploads/{upload_id}", summary="Forget an upload", response_class=Response, status_code=204)
@@ -139,6 +154,7 @@ async def delete_upload(request: Request, upload_id: str) -> Response:
                     "schema": {
                         "type": "object",
                         "required": ["data"],
+                        "additionalProperties": False,
                         "properties": {"data": {"type": "string", "format": "binary"}},
                     }
                 }
@@ -197,11 +213,13 @@ async def _create_by_tus(request: Request, services: Services) -> Response:
     if with_bytes:
         _check_stream(request)
     caller = caller_of(request)
-    name, record = await services.files.catalogue.begin(caller, length, details_of(wanted), metadata)
+    feed = await _feed(request, wanted)
+    name, record = await services.files.catalogue.begin(caller, length, details_of(wanted), metadata, feed)
     end = 0
     if with_bytes or length == 0:
         record, end = await _append(request, name, 0)
     headers = _progress(record, end) | {"Location": f"/v1/uploads/{name}"}
+    headers |= await _session_headers(request, name, record)
     return await _answer(request, name, record, status=201, headers=headers)
 
 
@@ -215,6 +233,8 @@ def _told(length: int, metadata: dict[str, str]) -> UploadRequest:
         "filename": metadata.get("filename") or metadata.get("name") or "upload",
         "mime_type": metadata.get("filetype") or metadata.get("type") or "application/octet-stream",
         "purpose": metadata.get("purpose") or "user_data",
+        "session_id": metadata.get("session") or None,
+        "expected_position": _number(metadata.get("expected_position")),
     }
     try:
         return UploadRequest.model_validate(values)
@@ -222,12 +242,58 @@ def _told(length: int, metadata: dict[str, str]) -> UploadRequest:
         raise refuse(error.errors(include_url=False, include_context=False), UploadRequest) from None
 
 
-async def _append(request: Request, name: str, offset: int) -> tuple[UploadRecord, int]:
+def _number(text: str | None) -> int | str | None:
+    """Digits as a number; anything else is refused later, in the words for its field."""
+    return int(text) if text and re.fullmatch("[0-9]{1,16}", text) else text
+
+
+async def _feed(request: Request, wanted: UploadRequest) -> FeedRecord | None:
+    """The session that an upload shall feed, if it shall.
+
+    Raises: BadRequest, NotFound; ServiceError (409) when it does not stand where it is expected to.
+    """
+    if wanted.session_id is None:
+        if wanted.expected_position is not None:
+            raise BadRequest("expected_position is that of a session; name the session too", param="expected_position")
+        return None
     services = services_of(request)
-    with services.open_requests.one():
-        return await services.files.append(
-            caller_of(request), name, offset, services.body(request), content_length(request)
+    services.check_writes()
+    if not wanted.bytes:
+        raise BadRequest(
+            "an upload that feeds a session has at least one byte", code=Code.EMPTY_INPUT, param="session_id"
         )
+    if wanted.bytes > services.settings.body_bytes:
+        raise TooLarge(f"a text may have {services.settings.body_bytes} bytes; this one has {wanted.bytes}")
+    is_text = wanted.mime_type.lower().startswith("text/")
+    return await services.feeds.wanted(caller_of(request), wanted.session_id, wanted.expected_position, is_text=is_text)
+
+
+async def _append(request: Request, name: str, offset: int) -> tuple[UploadRecord, int]:
+    services, caller = services_of(request), caller_of(request)
+    body, announced = services.body(request), content_length(request)
+    with services.open_requests.one():
+        if (await services.files.catalogue.upload(caller, name)).feed is None:
+            return await services.files.append(caller, name, offset, body, announced)
+        feed = await services.feeds.begin(caller, name)
+        with feed.sending():
+            record, end = await services.files.append(caller, name, offset, body, announced, feed)
+            if record.state == "completed":
+                await while_connected(body, feed.finished())
+        return await services.files.catalogue.upload(caller, name), end
+
+
+async def _session_headers(request: Request, name: str, record: UploadRecord) -> dict[str, str]:
+    """Where the session stands that an upload feeds."""
+    if record.feed is None:
+        return {}
+    stands = await services_of(request).feeds.standing(caller_of(request), name, record)
+    return {
+        "Upload-Session": stands.session,
+        "Upload-Session-State": stands.state,
+        "Upload-Session-Start": str(stands.start),
+        "Upload-Session-Position": str(stands.position),
+        "Upload-Session-Checkpoint": str(stands.checkpoint),
+    }
 
 
 def _check_stream(request: Request) -> None:
@@ -262,6 +328,17 @@ async def _answer(
             file = file_object(record.file, await shelf.files.get(caller_of(request), record.file))
         except ServiceError:
             file = None  # it was deleted since
+    session = None
+    if record.feed is not None:
+        stands = await services_of(request).feeds.standing(caller_of(request), name, record)
+        session = UploadSession(
+            id=stands.session,
+            state=stands.state,
+            start=stands.start,
+            position=stands.position,
+            checkpoint=stands.checkpoint,
+            error=stands.error or None,
+        )
     answer = UploadObject(
         id=name,
         bytes=record.length,
@@ -273,5 +350,6 @@ async def _answer(
         mime_type=record.details.mime_type,
         status=record.state,
         file=file,
+        session=session,
     )
     return Response(answer.model_dump_json(), status_code=status, headers=headers, media_type="application/json")

@@ -11,24 +11,20 @@ import msgspec
 import numpy as np
 from pydantic import BaseModel
 
-from dist_attn.store import StateStore
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.engine_port import EnginePort
-from service.engine_watch import EngineWatch
+from service.context import ServiceContext
 from service.errors import BadRequest, ClientGone, Code, EngineFailure, ServiceError, TooLarge
 from service.exchange import RequestBody, ResponseWriter, task_group
 from service.logs import RequestRecord
-from service.metrics import Metrics
+from service.request_terms import RequestTerms
 from service.session_schemas import AppendProgress, AppendSummary
 from service.session_stream import SessionStream, SessionWork
 from service.sessions.fed_tokens import FedTokens
 from service.sessions.outlet import Outlet
 from service.sessions.refusals import NO_RETRY
 from service.sessions.writer import SessionWriter, writing
-from service.settings import Settings
 from service.text_check import Utf8Check
-from service.tokenising import TokeniserPort
 
 __all__ = ["AppendService", "AppendSource"]
 
@@ -47,6 +43,7 @@ class AppendSource:
     expected_position: int | None
     text: bytes | None = None
     check_utf8: bool = False
+    terms: RequestTerms = field(default_factory=RequestTerms)
 
 
 @dataclass
@@ -68,23 +65,8 @@ class _Append:
 class AppendService:
     """Answers appends; holds what they share, nothing of any one of them."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: EnginePort,
-        watch: EngineWatch,
-        tokeniser: TokeniserPort,
-        store: StateStore,
-        model: str,
-        metrics: Metrics,
-    ) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._watch = watch
-        self._tokeniser = tokeniser
-        self._store = store
-        self._model = model
-        self._metrics = metrics
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
 
     async def answer(
         self, session_id: str, source: AppendSource, response: ResponseWriter, record: RequestRecord
@@ -97,7 +79,7 @@ class AppendService:
         """
         outlet, key = Outlet(response), f"append {source.key}" if source.key else ""
         async with writing(
-            self._store, record.caller, session_id, key, source.expected_position, digest=_digest(source.text)
+            self._context.store, record.caller, session_id, key, source.expected_position, digest=_digest(source.text)
         ) as writer:
             append = _Append(source, writer, outlet, FedTokens(writer.append.start))
             if writer.done:
@@ -111,20 +93,21 @@ class AppendService:
             finally:
                 tokens = append.fed.stop - writer.append.start
                 record.note(session=session_id, tokens=tokens, position=writer.kept, input_bytes=append.text_bytes)
-                self._metrics.tokens("prompt", tokens)
+                self._context.metrics.tokens("prompt", tokens)
 
     async def _work(self, append: _Append, record: RequestRecord) -> None:
         blocks = self._text(append)
         first = await anext(blocks, b"")
         if not first:
             raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-        await self._watch.until_ready()
-        self._watch.manifest()
+        await self._context.watch.until_ready()
+        self._context.watch.manifest()
         writer, point = append.writer, append.writer.begin
         begin = None if point is None else BeginState(point.position, (await writer.state(point)).size)
-        work = SessionWork(begin, checkpoint_tokens=self._settings.checkpoint_tokens)
-        with self._engine.open_session(work, record.request_id) as stream:
-            await stream.admitted(self._settings.admission_seconds)
+        step, terms = self._context.settings.checkpoint_tokens, append.source.terms.for_engine()
+        work = SessionWork(begin, checkpoint_tokens=step, terms=terms)
+        with self._context.engine.open_session(work, record.request_id) as stream:
+            await stream.admitted(self._context.settings.admission_seconds)
             await append.outlet.start(NDJSON)
             async with task_group() as group:
                 tasks = [group.create_task(self._tell(append))]
@@ -138,12 +121,12 @@ class AppendService:
 
     async def _text(self, append: _Append) -> AsyncIterator[bytes]:
         """The text as it comes, in blocks that are tokenised at a time."""
-        size, source = self._settings.piece_bytes, append.source
+        size, source = self._context.settings.piece_bytes, append.source
         check = Utf8Check() if source.check_utf8 else None
         async for chunk in source.body.chunks() if source.text is None else _once(source.text):
             append.text_bytes += len(chunk)
-            if append.text_bytes > self._settings.body_bytes:
-                raise TooLarge(f"a text may have {self._settings.body_bytes} bytes")
+            if append.text_bytes > self._context.settings.body_bytes:
+                raise TooLarge(f"a text may have {self._context.settings.body_bytes} bytes")
             if check is not None:
                 check.push(chunk)
             append.content.update(chunk)
@@ -161,7 +144,7 @@ class AppendService:
         if writer.begin is not None:
             await stream.restore(writer.pieces(writer.begin))
         try:
-            async for piece in self._tokeniser.pieces(blocks):
+            async for piece in self._context.tokeniser.pieces(blocks):
                 start = append.fed.stop
                 append.fed.push(piece.tokens)
                 if start < known <= append.fed.stop:
@@ -180,10 +163,10 @@ class AppendService:
 
     async def _until_kept(self, append: _Append) -> None:
         """Wait for the last state that comes back without the end of the text."""
-        grid = self._watch.manifest().computed.chunk_tokens
-        every = -(-self._settings.checkpoint_tokens // grid) * grid
+        grid = self._context.watch.manifest().computed.chunk_tokens
+        every = -(-self._context.settings.checkpoint_tokens // grid) * grid
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.detached_seconds):
+            async with asyncio.timeout(self._context.settings.detached_seconds):
                 while append.fed.stop // every * every > append.writer.kept:
                     append.moved.clear()
                     await append.moved.wait()
@@ -215,11 +198,11 @@ class AppendService:
         there = [point.position for point in writer.session.checkpoints if point.position < stop]
         summary = AppendSummary(
             session=writer.session.id,
-            model=self._model,
+            model=self._context.model.id,
             start=writer.append.start,
             position=stop,
             tokens=stop - writer.append.start,
-            checkpoints=[*there, stop][-self._settings.store.session_checkpoints :],
+            checkpoints=[*there, stop][-self._context.settings.store.session_checkpoints :],
             **msgspec.structs.asdict(append.report),
         )
         await writer.advance(
@@ -236,7 +219,7 @@ class AppendService:
         """Lines that say how far it has come, the newest only, and one now and then when nothing moves."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._settings.ping_seconds):
+                async with asyncio.timeout(self._context.settings.ping_seconds):
                     await append.moved.wait()
             append.moved.clear()
             await append.outlet.write(_line(AppendProgress(position=append.fed.stop, kept=append.writer.kept)))

@@ -3,16 +3,12 @@
 from dataclasses import dataclass
 from typing import Self
 
-from service.engine_port import EnginePort
-from service.engine_watch import EngineWatch
-from service.metrics import Metrics
+from service.context import ServiceContext
 from service.sessions.append import AppendService
 from service.sessions.catalogue import SessionCatalogue
 from service.sessions.generate import GenerateService
 from service.sessions.keeping import KeptStore
 from service.sessions.states import SessionStates
-from service.settings import Settings
-from service.tokenising import TokeniserPort
 
 __all__ = ["SessionDesk"]
 
@@ -28,22 +24,13 @@ class SessionDesk:
     generations: GenerateService
 
     @classmethod
-    def over(
-        cls,
-        kept: KeptStore,
-        settings: Settings,
-        engine: EnginePort,
-        watch: EngineWatch,
-        tokeniser: TokeniserPort,
-        model: str,
-        metrics: Metrics,
-    ) -> Self:
-        """The parts over one store and one engine; `model` is the served model's id."""
-        store = kept.store
+    def over(cls, kept: KeptStore, context: ServiceContext) -> Self:
+        """The parts over one store, which is also the context's."""
+        store = context.store
         return cls(
             kept,
-            SessionCatalogue(store, model),
-            SessionStates(store, settings.store.snapshot_bytes),
-            AppendService(settings, engine, watch, tokeniser, store, model, metrics),
-            GenerateService(settings, engine, watch, tokeniser, store, model, metrics),
+            SessionCatalogue(store, context.model.id),
+            SessionStates(store, context.settings.store.snapshot_bytes),
+            AppendService(context),
+            GenerateService(context),
         )

@@ -11,25 +11,21 @@ import msgspec
 import numpy as np
 
 from dist_attn.errors import TokenError
-from dist_attn.store import StateStore
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated as Drawn
 from dist_attn.wire.messages import SamplingSpec, TokenLogprobs
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
 from service.choice_text import ChoiceText, ScoredToken, told_logprobs
-from service.engine_port import EnginePort
-from service.engine_watch import EngineWatch
+from service.context import ServiceContext
 from service.errors import BadRequest, Code, EngineFailure, ServiceError
 from service.exchange import task_group
 from service.logs import RequestRecord
-from service.metrics import Metrics
+from service.request_terms import RequestTerms
 from service.schemas import Choice, CompletionUsage
 from service.session_schemas import Generated, GenerateSummary
 from service.session_stream import SessionStream, SessionWork
 from service.sessions.refusals import NO_RETRY
 from service.sessions.writer import SessionWriter, writing
-from service.settings import Settings
-from service.tokenising import TokeniserPort
 
 __all__ = ["GenerateService", "GenerateWork", "TextPiece"]
 
@@ -48,6 +44,7 @@ class GenerateWork:
     sampling: SamplingSpec
     stops: tuple[str, ...]
     digest: str
+    terms: RequestTerms = field(default_factory=RequestTerms)
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -94,23 +91,8 @@ class _Run:
 class GenerateService:
     """Generates; holds what all generations share, nothing of any one of them."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: EnginePort,
-        watch: EngineWatch,
-        tokeniser: TokeniserPort,
-        store: StateStore,
-        model: str,
-        metrics: Metrics,
-    ) -> None:
-        self._settings = settings
-        self._engine = engine
-        self._watch = watch
-        self._tokeniser = tokeniser
-        self._store = store
-        self._model = model
-        self._metrics = metrics
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
 
     async def answer(
         self, session_id: str, work: GenerateWork, record: RequestRecord, gone: asyncio.Event, told: Told
@@ -124,7 +106,7 @@ class GenerateService:
         """
         key = f"generate {work.key}" if work.key else ""
         async with writing(
-            self._store, record.caller, session_id, key, work.expected_position, digest=work.digest
+            self._context.store, record.caller, session_id, key, work.expected_position, digest=work.digest
         ) as writer:
             if writer.done:
                 return self._said_again(work, writer, told)
@@ -133,12 +115,13 @@ class GenerateService:
                 raise BadRequest(
                     f"session {session_id} has no text to go on with; append one first", code=Code.EMPTY_INPUT
                 )
-            await self._watch.until_ready()
-            self._watch.manifest()
-            run = _Run(work, writer, ChoiceText(self._tokeniser, work.stops), told)
+            await self._context.watch.until_ready()
+            self._context.watch.manifest()
+            run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), told)
             begin = BeginState(point.position, (await writer.state(point)).size)
-            with self._engine.open_session(SessionWork(begin, sampling=work.sampling), record.request_id) as stream:
-                await stream.admitted(self._settings.admission_seconds)
+            opened = SessionWork(begin, sampling=work.sampling, terms=work.terms.for_engine())
+            with self._context.engine.open_session(opened, record.request_id) as stream:
+                await stream.admitted(self._context.settings.admission_seconds)
                 try:
                     async with task_group() as group:
                         waiting = group.create_task(self._leave(run, stream, gone))
@@ -149,13 +132,13 @@ class GenerateService:
                         waiting.cancel()
                 finally:
                     record.note(session=session_id, completion_tokens=run.drawn, position=writer.kept)
-                    self._metrics.tokens("completion", run.drawn)
+                    self._context.metrics.tokens("completion", run.drawn)
             return answer
 
     async def _leave(self, run: _Run, stream: SessionStream, gone: asyncio.Event) -> None:
         """Draw no further some time after the client has left."""
         await gone.wait()
-        await asyncio.sleep(self._settings.detached_seconds)
+        await asyncio.sleep(self._context.settings.detached_seconds)
         run.finish(stream)
 
     async def _collect(self, run: _Run, stream: SessionStream) -> Generated:
@@ -209,7 +192,7 @@ class GenerateService:
         answer = Generated(
             id=work.id,
             created=work.created,
-            model=self._model,
+            model=self._context.model.id,
             choices=[Choice(text=text, logprobs=told_logprobs(scored, work.sampling.logprobs), finish_reason=reason)],
             usage=CompletionUsage(prompt_tokens=0, completion_tokens=run.drawn, total_tokens=run.drawn),
             session=GenerateSummary(

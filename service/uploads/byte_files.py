@@ -13,6 +13,8 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import ParamSpec, TypeVar, final
 
@@ -47,7 +49,7 @@ class ByteFolder:
         """
         path = self._path(blob)
         wanted = path.with_name(blob + WANTED)
-        descriptor = await self.beside(_open, path)
+        descriptor = await self._opened(_open, path, os.close)
         try:
             await self._lock(descriptor, wanted)
             yield BlobWriter(descriptor, wanted, self)
@@ -81,12 +83,21 @@ class ByteFolder:
         Raises: NotFound when a blob was deleted meanwhile.
         """
         for path, first, last in self._within(segments, start, stop):
-            with _reading(), await self.beside(open, path, "rb", buffering=0) as file:
+            with _reading(), await self._opened(FileIO, path, FileIO.close) as file:
                 for at in range(first, last, BLOCK_BYTES):
                     piece = await self.beside(os.pread, file.fileno(), min(BLOCK_BYTES, last - at), at)
                     if len(piece) != min(BLOCK_BYTES, last - at):
                         raise NotFound("the file is shorter than it was; it was damaged on disk")
                     yield piece
+
+    async def _opened(self, work: Callable[[Path], T], path: Path, close: Callable[[T], object]) -> T:
+        """What `work` opens beside; where the caller is cancelled meanwhile, it is closed as soon as it is there."""
+        opening = asyncio.ensure_future(self.beside(work, path))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(partial(_close, close))
+            raise
 
     async def md5(self, segments: Iterable[Segment]) -> str:
         """MD5 of the segments' bytes in hex.
@@ -107,6 +118,14 @@ class ByteFolder:
             for name in (blob + WANTED, blob):
                 with suppress(OSError):
                     await self.beside(self._path(blob).with_name(name).unlink)
+
+    async def sync(self, blob: str) -> None:
+        """Give all of a blob that the system has to the disk.
+
+        Raises: NotFound when it was deleted.
+        """
+        with _reading():
+            await self.beside(_sync, self._path(blob))
 
     async def is_written(self, blob: str) -> bool:
         """Whether a process holds the blob's lock."""
@@ -147,6 +166,8 @@ class BlobWriter:
         self._wanted = wanted
         self._folder = folder
         self._waiting = bytearray()
+        self.told: Callable[[int], None] = lambda _: None
+        """Called with the size that others may read."""
         self.end = os.fstat(descriptor).st_size
         """Where the next byte goes to, those that wait in memory counted."""
 
@@ -179,6 +200,7 @@ class BlobWriter:
         except BaseException:
             self.end = os.fstat(self._descriptor).st_size
             raise
+        self.told(start + len(data))
 
     async def sync(self) -> None:
         """Give all to the disk, where it survives a power cut.
@@ -251,6 +273,19 @@ def _is_locked(path: Path) -> bool:
         return not _locked(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _close(close: Callable[[T], object], opening: asyncio.Future[T]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        close(opening.result())
 
 
 def _write_all(descriptor: int, data: bytes, start: int) -> None:

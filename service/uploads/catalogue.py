@@ -15,7 +15,7 @@ from dist_attn.store.secret import secret_of
 from service.errors import Code, NotFound, ServiceError, TooLarge
 from service.uploads.books import Books
 from service.uploads.byte_files import NO_RETRY, ByteFolder
-from service.uploads.entries import Details, FileRecord, Segment, UploadRecord, Usage, changed
+from service.uploads.entries import Details, FeedRecord, FileRecord, Segment, UploadRecord, Usage, changed
 
 __all__ = ["Catalogue", "known", "new_id", "pending"]
 
@@ -83,8 +83,10 @@ class Catalogue:
 
     # ---- uploads -------------------------------------------------------------------------------
 
-    async def begin(self, caller: str, length: int, details: Details, metadata: str = "") -> tuple[str, UploadRecord]:
-        """A new upload of so many bytes.
+    async def begin(
+        self, caller: str, length: int, details: Details, metadata: str = "", feed: FeedRecord | None = None
+    ) -> tuple[str, UploadRecord]:
+        """A new upload of so many bytes, which may feed a session.
 
         Raises: TooLarge, ServiceError (429, 507).
         """
@@ -94,7 +96,7 @@ class Catalogue:
 
         async def enter(books: Books) -> UploadRecord:
             ends = books.now + self.limits.upload_s
-            record = UploadRecord(self.tenant(caller), length, details, books.now, ends, metadata=metadata)
+            record = UploadRecord(self.tenant(caller), length, details, books.now, ends, metadata=metadata, feed=feed)
             await books.save_upload(name, record, None)
             return record
 
@@ -118,6 +120,25 @@ class Catalogue:
         async def run(books: Books) -> UploadRecord:
             before = pending(await books.upload(self.tenant(caller), known(name)))
             after = await work(books, before)
+            await books.save_upload(name, after, before)
+            return after
+
+        return await self.change(run)
+
+    async def note_feed(self, caller: str, name: str, feed: FeedRecord, synced: int) -> UploadRecord:
+        """How far its session is; the upload stays for as long as it is fed. `synced` bytes of it are on the disk.
+
+        Raises: NotFound; ServiceError (409) for one that was cancelled.
+        """
+
+        async def run(books: Books) -> UploadRecord:
+            before = await books.upload(self.tenant(caller), known(name))
+            if before.state == "cancelled":
+                return pending(before)
+            ends = books.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
+            after = changed(before, feed=feed, expires_at=max(before.expires_at, ends))
+            if before.state == "pending":
+                after = changed(after, synced=max(before.synced, synced))
             await books.save_upload(name, after, before)
             return after
 

@@ -19,10 +19,13 @@ import msgspec
 from msgspec import Meta, structs
 
 from dist_attn.store.entries import decode, encode, moment
+from service.tokenising import TextMark
 
 __all__ = [
     "BlobRecord",
     "Details",
+    "FeedMark",
+    "FeedRecord",
     "FileRecord",
     "PartRecord",
     "Segment",
@@ -69,12 +72,35 @@ class Details(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lives_s: float = 0.0
 
 
+class FeedMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A position of a session whose state was to be kept, and the place of the text from which it is read on."""
+
+    position: Size
+    mark: TextMark
+
+
+class FeedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The session that an upload feeds: it stood at `expected`, and the text begins at `start` once that is known.
+
+    It was kept up to `position`. Of the last two states there are `marks`: the very last may not have come to be.
+    """
+
+    session: str
+    expected: Size
+    is_text: bool
+    start: int | None = None
+    position: Size = 0
+    marks: tuple[FeedMark, ...] = ()
+    state: Literal["waiting", "feeding", "done", "failed"] = "waiting"
+    error: str = ""
+
+
 class UploadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An upload of `length` bytes, which come as parts or as one stream.
 
     Of parts: `received` bytes are in whole ones, `writing` at most are on their way. Of a stream: `blob` holds it,
     `synced` bytes of it survive a power cut, and what was written beyond is trusted while this is still `boot`.
-    `made_of` are the parts that the file was made of. `metadata` is what tus was given.
+    `made_of` are the parts that the file was made of. `metadata` is what tus was given, `feed` the session it feeds.
     """
 
     tenant: str
@@ -93,6 +119,7 @@ class UploadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: str = ""
     made_of: tuple[str, ...] = ()
     metadata: str = ""
+    feed: FeedRecord | None = None
 
     @property
     def charge(self) -> int:

@@ -31,7 +31,7 @@ class Holding:
 
         async def enter(books: Books, before: UploadRecord) -> UploadRecord:
             nonlocal room
-            if before.kind == "stream":
+            if before.kind == "stream" or before.feed is not None:
                 raise _mixed("the bytes of this upload come by PATCH; send parts to another one")
             if before.parts >= limits.upload_parts:
                 raise BadRequest(f"an upload may have {limits.upload_parts} parts; send larger ones", param="data")

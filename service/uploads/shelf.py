@@ -17,6 +17,7 @@ from service.uploads.byte_files import NO_RETRY, BlobWriter, ByteFolder
 from service.uploads.catalogue import Catalogue, pending
 from service.uploads.entries import (
     Details,
+    FeedRecord,
     FileRecord,
     PartRecord,
     Segment,
@@ -28,7 +29,7 @@ from service.uploads.filing import Filing
 from service.uploads.holding import Holding
 from service.uploads.tus import OFFSET
 from service.uploads.upkeep import Upkeep
-from service.uploads.writing import Form, arriving, read_form
+from service.uploads.writing import Form, Reader, arriving, kept_up, read_form
 
 __all__ = ["FileShelf", "this_boot"]
 
@@ -114,11 +115,18 @@ class FileShelf:
         return record.received
 
     async def append(
-        self, caller: str, name: str, offset: int, body: RequestBody, announced: int | None
+        self,
+        caller: str,
+        name: str,
+        offset: int,
+        body: RequestBody,
+        announced: int | None,
+        reader: Reader | None = None,
     ) -> tuple[UploadRecord, int]:
         """Go on with an upload at this byte, and complete it with its last; how it stands then, and up to which byte.
 
-        `announced` is how many bytes the body says to have. However this ends, what has arrived is kept.
+        `announced` is how many bytes the body says to have. However this ends, what has arrived is kept. No more is
+        taken than what `reader` can keep up with.
 
         Raises: NotFound, TooLarge; ServiceError (409) where it stands elsewhere or has parts; what the body raises.
         """
@@ -139,8 +147,11 @@ class FileShelf:
                 raise _too_long(record.length)
             await writer.cut(begin)
             await self._note(caller, name, begin)
+            if reader is not None:
+                writer.told = reader.reached
+                reader.reached(begin)
             try:
-                await self._receive(caller, name, record.length, body, writer)
+                await self._receive(caller, name, record.length, body, writer, reader)
             finally:
                 await writer.flush()
             await writer.sync()
@@ -149,12 +160,16 @@ class FileShelf:
                 record = await self.catalogue.complete(caller, name, (Segment(blob, writer.end),))
             return record, writer.end
 
-    async def _receive(self, caller: str, name: str, length: int, body: RequestBody, writer: BlobWriter) -> None:
+    async def _receive(
+        self, caller: str, name: str, length: int, body: RequestBody, writer: BlobWriter, reader: Reader | None
+    ) -> None:
         synced = writer.end
         async for chunk in arriving(body, writer):
             if writer.end + len(chunk) > length:
                 raise _too_long(length)
             await writer.write(chunk)
+            if reader is not None:
+                await kept_up(reader, writer)
             if writer.end - synced >= self.catalogue.limits.sync_bytes:
                 await writer.sync()
                 synced = writer.end
@@ -172,6 +187,36 @@ class FileShelf:
     def _trusted(self, record: UploadRecord, size: int) -> int:
         """Up to where a stream of this size is surely what was sent."""
         return min(size, record.length if record.boot == self._boot else record.synced)
+
+    async def fed_from(self, caller: str, name: str) -> tuple[UploadRecord, tuple[Segment, ...], int]:
+        """An upload that is read while it arrives: its record, where its bytes lie, and how many of them are there.
+
+        Raises: NotFound, also for a file that was deleted; ServiceError (409) when it takes nothing any more.
+        """
+        record = await self.catalogue.upload(caller, name)
+        if record.state == "completed":
+            return record, (await self.files.get(caller, record.file)).segments, record.length
+        record = await self._holding.for_stream(caller, name)
+        return record, (Segment(record.blob, record.length),), await self.offset(record)
+
+    def read_bytes(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
+        """Bytes of an upload that are there, in pieces.
+
+        Raises: NotFound when it is deleted meanwhile.
+        """
+        return self._folder.read(segments, start, stop)
+
+    async def note_feed(
+        self, caller: str, name: str, feed: FeedRecord, segments: tuple[Segment, ...] = (), size: int = 0
+    ) -> FeedRecord:
+        """Write down how far the session of an upload is, once so many bytes of it are on the disk.
+
+        Raises: NotFound; ServiceError (409, 507).
+        """
+        for segment in segments if size else ():
+            await self._folder.sync(segment.blob)
+        await self.catalogue.note_feed(caller, name, feed, size)
+        return feed
 
     async def add_part(
         self, caller: str, name: str, boundary: bytes, body: RequestBody, announced: int | None

@@ -4,13 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from service.errors import BadRequest, Code, ServiceError
 from service.exchange import RequestBody
 from service.uploads.byte_files import BlobWriter
 from service.uploads.multipart import FieldBytes, FieldStart, FormParser
 
-__all__ = ["Form", "arriving", "read_form"]
+__all__ = ["Form", "Reader", "arriving", "kept_up", "read_form"]
 
 QUIET_SECONDS = 0.5  # after a pause of so long all that came is with the system, and others may take over
 FIELD_BYTES = 4 << 10
@@ -22,6 +23,33 @@ class Form:
 
     file: FieldStart | None = None
     values: dict[str, str] = field(default_factory=dict)
+
+
+class Reader(Protocol):
+    """Somebody who reads an upload while it arrives."""
+
+    def reached(self, size: int) -> None:
+        """So many bytes may be read."""
+
+    def keeps_up(self, size: int) -> bool:
+        """Whether so many bytes may have come by now.
+
+        Raises: ServiceError when nobody will read them.
+        """
+
+    async def changed(self, seconds: float) -> None:
+        """Wait until that may have changed, at most so long."""
+
+
+async def kept_up(reader: Reader, writer: BlobWriter) -> None:
+    """Wait until the reader is not too far behind what was written.
+
+    Raises: ServiceError when it has failed; (409) when somebody else is to go on, or what is written to was deleted.
+    """
+    while not reader.keeps_up(writer.end):
+        await writer.flush()
+        await reader.changed(QUIET_SECONDS)
+        await _make_way(writer)
 
 
 async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes]:
@@ -48,7 +76,7 @@ async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes
         if waiting is not None and not waiting.done():
             waiting.cancel()
             await asyncio.gather(waiting, return_exceptions=True)
-        await chunks.aclose()  # type: ignore[attr-defined]
+        await chunks.aclose()
 
 
 async def read_form(

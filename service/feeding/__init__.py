@@ -1,0 +1,1 @@
+"""Uploads that feed a session while they arrive."""

@@ -1,0 +1,51 @@
+"""The completion of a job, drawn into a file."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any, final
+
+from service.jobs.files import JobFiles
+from service.jobs.record import JobRecord
+from service.jobs.runner import Complete, Report
+from service.served_model import ServedModel
+
+__all__ = ["CompletionWork"]
+
+
+@final
+class CompletionWork:
+    """Draws a completion, from its beginning each time; its seed is settled, so it is the same each time."""
+
+    def __init__(self, files: JobFiles, model: ServedModel, complete: Complete) -> None:
+        self._files = files
+        self._model = model
+        self._complete = complete
+
+    async def __call__(self, name: str, record: JobRecord, report: Report) -> dict[str, Any]:
+        """Draw it and keep it.
+
+        Raises: ServiceError.
+        """
+        record.check_model(self._model.identity)
+        assert record.completion is not None
+        drawn = 0
+
+        def draw(count: int) -> None:
+            nonlocal drawn
+            drawn = count
+
+        report.tokens = lambda: drawn
+        result = await self._complete(record.completion, name, draw)
+        await asyncio.to_thread(self._files.make, name)
+        await asyncio.to_thread(_write, self._files.result(name), result)
+        return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}
+
+
+def _write(path: Path, data: bytes) -> None:
+    beside = path.with_name("result.writing")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

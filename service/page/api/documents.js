@@ -1,0 +1,100 @@
+/** A document's way through the service: an estimate, a job that encodes it, its events, and its text by ranges of bytes. */
+
+import { again, ApiError, pause, sentence } from "./http.js";
+import { serverEvents } from "./streams.js";
+
+const SAMPLE_BYTES = 192 << 10;
+
+/**
+ * What it would take. @param {import("./http.js").Api} api @param {File} file @param {number} window
+ * @returns {Promise<any>} the service's estimate
+ */
+export async function estimate(api, file, window) {
+  const sample = await file.slice(0, SAMPLE_BYTES).text();
+  // A sample that is cut in the middle of a character may be longer than its bytes; the whole text is counted as it is.
+  const whole = file.size <= SAMPLE_BYTES;
+  const input = whole ? sample : sample.replace(/\uFFFD+$/, "");
+  const json = whole ? { input, window } : { input, bytes: file.size, window };
+  return again(() => api.json("/v1/estimate", { method: "POST", json }));
+}
+
+/**
+ * Begin to encode a file; the job needs nobody from then on.
+ * @param {import("./http.js").Api} api @param {string} file @param {number} window
+ * @returns {Promise<string>} the job's id
+ */
+export async function beginEncoding(api, file, window) {
+  const json = { file_id: file, window };
+  const headers = { prefer: "respond-async" };
+  return (await again(() => api.json("/v1/encodings", { method: "POST", json, headers }))).id;
+}
+
+/**
+ * Follow a job to its end. @param {import("./http.js").Api} api @param {string} id
+ * @param {(job: any) => void} seen each time that it has moved on
+ * @param {AbortSignal} signal
+ * @returns {Promise<any>} the job as it ended
+ */
+export async function followJob(api, id, seen, signal) {
+  let count = 0;
+  return again(
+    async () => {
+      const response = await api.send(`/v1/jobs/${id}/events`, { signal });
+      for await (const { event, data } of serverEvents(response)) {
+        count += 1;
+        if (event === "error") throw new ApiError(sentence(data.error.message), { retry: true });
+        const job = await api.json(`/v1/jobs/${id}`, { signal });
+        seen(job);
+        if (job.ended_at !== null) return job;
+      }
+      await pause(0.2, signal);
+      throw new ApiError("The connection broke off.", { retry: true });
+    },
+    { signal, come: () => count },
+  );
+}
+
+/** Reads passages: from the file itself while the page has it, else from the service. */
+export class DocumentText {
+  /** @param {import("./http.js").Api} api @param {string} id of the stored file @param {Blob | null} file */
+  constructor(api, id, file) {
+    this.api = api;
+    this.id = id;
+    this.file = file;
+    /** @type {Map<string, Promise<string>>} */
+    this.known = new Map();
+  }
+
+  /** The text of bytes [begin, end). @param {number} begin @param {number} end @returns {Promise<string>} */
+  read(begin, end) {
+    const name = `${begin}-${end}`;
+    const known = this.known.get(name) ?? this.fetched(begin, end);
+    this.known.delete(name);
+    this.known.set(name, known);
+    known.catch(() => this.known.delete(name));
+    if (this.known.size > 300) this.known.delete(this.known.keys().next().value ?? "");
+    return known;
+  }
+
+  /** @param {number} begin @param {number} end */
+  async fetched(begin, end) {
+    if (end <= begin) return "";
+    const blob = await this.blob(begin, end);
+    // A window may begin or end inside a character.
+    return new TextDecoder().decode(await blob.arrayBuffer()).replace(/^\uFFFD+|\uFFFD+$/g, "");
+  }
+
+  /** Bytes [begin, end). A file that was moved or changed since is left for what the service has. @param {number} begin @param {number} end */
+  async blob(begin, end) {
+    if (this.file) {
+      try {
+        await this.file.slice(begin, begin + 1).arrayBuffer();
+        return this.file.slice(begin, end);
+      } catch {
+        this.file = null;
+      }
+    }
+    const range = { range: `bytes=${begin}-${end - 1}` };
+    return (await this.api.send(`/v1/files/${this.id}/content`, { headers: range })).blob();
+  }
+}

@@ -1,0 +1,96 @@
+/** The page: its parts, put together. */
+
+import { Api, ApiError } from "./api/http.js";
+import { AtlasDesk } from "./atlas_desk.js";
+import { DocumentDesk } from "./document_desk.js";
+import { Recipes } from "./recipes.js";
+import { ContinueDesk } from "./sessions/continue_desk.js";
+import { StatusWatch } from "./status.js";
+import { Atlas } from "./vectors/atlas.js";
+import { byId, show } from "./view/dom.js";
+import { startDrop } from "./view/drop.js";
+import { KeyView } from "./view/key_view.js";
+import { Memory, savedKey, saveKey } from "./view/memory.js";
+import { Notice } from "./view/notice.js";
+import { RanksView } from "./view/ranks_view.js";
+import { startTabs } from "./view/tabs.js";
+import { startTheme } from "./view/theme.js";
+
+startTheme();
+const openTab = startTabs();
+const key = savedKey();
+const api = new Api(key);
+const memory = await Memory.of(key);
+const atlas = new Atlas();
+const recipes = new Recipes(location.origin, Boolean(key));
+/** @type {any} */
+let model = null;
+const keys = new KeyView((chosen) => {
+  saveKey(chosen);
+  location.reload();
+});
+const desk = new DocumentDesk(api, memory, atlas, recipes);
+const writing = new ContinueDesk(api, memory, recipes, () => model);
+new AtlasDesk(api, desk, atlas, recipes, (text) => {
+  openTab("continue");
+  writing.guarded(async () => {
+    await writing.open(null);
+    byId("prompt").value = text.trim();
+    byId("prompt").focus();
+  });
+});
+const ranks = new RanksView();
+const notice = new Notice(byId("page-notice"));
+let asked = false;
+
+const watch = new StatusWatch(
+  () => api,
+  (status, error) => {
+    const state = byId("service-state");
+    if (error instanceof ApiError && error.status === 401) {
+      state.className = "state away";
+      state.textContent = key ? "Key refused" : "Key needed";
+      if (!asked) keys.open(key ? "The service does not know this key." : "This service asks for a key. It stays in this tab and goes with it.");
+      asked = true;
+      return;
+    }
+    ranks.show(desk.busy && !error ? status : null);
+    const ready = !error && (status?.ready ?? true);
+    const many = status?.ranks?.length;
+    state.className = `state ${ready ? "ready" : "away"}`;
+    state.textContent = error ? "Not reached" : ready ? [model?.id ?? status?.model, many && `${many} ${many === 1 ? "rank" : "ranks"}`].filter(Boolean).join(" · ") : "Not ready";
+    if (error) notice.say("wait", error instanceof ApiError ? error.message : String(error));
+    else if (!ready) notice.say("wait", `The engine is not ready: ${status.reason}. Work that was begun goes on by itself.`);
+    else notice.clear();
+  },
+);
+
+desk.addEventListener("changed", () => {
+  watch.hurry(desk.busy);
+  if (!desk.busy) ranks.show(null);
+});
+byId("to-session").addEventListener("click", () => {
+  const { text, at, name } = desk;
+  if (!text) return;
+  openTab("continue");
+  writing.read(name, () => text.blob(0, at.size));
+});
+startDrop((file) => {
+  openTab("document");
+  if (desk.busy) notice.say("note", "Stop the document that is under way first.");
+  else desk.open(file);
+});
+// With a key a link cannot open the reference: a browser sends none along.
+show(byId("docs-link").parentElement, !key);
+
+watch.look();
+try {
+  model = (await api.json("/v1/models")).data[0];
+  desk.longest = model.max_model_len ?? Infinity;
+  show(byId("tab-continue"), model.capabilities.includes("completions"));
+  await desk.resume();
+  if (model.capabilities.includes("completions")) await writing.resume();
+} catch (error) {
+  if (!(error instanceof ApiError) || error.status !== 401) notice.say("error", error instanceof Error ? error.message : String(error));
+}
+document.documentElement.dataset.ready = "true";

@@ -1,0 +1,122 @@
+/** What is to be seen of a document's vectors: both plots, the passage, and the search, kept in step with each other. */
+
+import { byId } from "./view/dom.js";
+import { count } from "./view/figures.js";
+import { MapView } from "./view/map_view.js";
+import { PassageView } from "./view/passage_view.js";
+import { PlaneView } from "./view/plane_view.js";
+import { SearchView } from "./view/search_view.js";
+import { Tip } from "./view/tip.js";
+
+const CELLS = 360; // of the map in each direction; more rows are put together for display
+const POINTS = 4000; // of the projection; of more rows every second, third, … is drawn
+const HITS = 6;
+const REDRAW_MS = 900;
+
+/** Draws what the worker knows, again whenever there is more of it. */
+export class AtlasDesk {
+  /**
+   * @param {import("./api/http.js").Api} api @param {import("./document_desk.js").DocumentDesk} desk
+   * @param {import("./vectors/atlas.js").Atlas} atlas @param {import("./recipes.js").Recipes} recipes
+   * @param {(text: string) => void} goOn
+   */
+  constructor(api, desk, atlas, recipes, goOn) {
+    this.api = api;
+    this.desk = desk;
+    this.atlas = atlas;
+    this.drawing = false;
+    this.stale = false;
+    /** @type {number[]} what was found last */
+    this.found = [];
+    const tip = new Tip(async (row) => ({ title: this.titleOf(row), text: await this.textOf(row) }));
+    const open = (/** @type {number} */ row) => this.passage.open(row, true);
+    const tells = {
+      point: (/** @type {number[]} */ rows, /** @type {number} */ x, /** @type {number} */ y) => tip.point(rows, x, y),
+      leave: () => tip.leave(),
+      open,
+      name: (/** @type {number} */ row) => this.titleOf(row),
+    };
+    this.map = new MapView(byId("map"), tells);
+    this.plane = new PlaneView(byId("plane"), tells);
+    this.search = new SearchView({
+      open,
+      find: async (words) => {
+        if (!this.desk.at.rows) return [];
+        const answer = await api.json("/v1/embeddings", { method: "POST", json: { input: words } });
+        recipes.add("search", { input: words });
+        return this.hits(await atlas.ask("nearest", { vector: answer.data[0].embedding, most: HITS }));
+      },
+    });
+    this.passage = new PassageView({
+      range: async (row) => (await atlas.ask("ranges", { wanted: [row] }))[0],
+      text: (range) => this.read(range),
+      rows: () => desk.at.rows,
+      size: () => desk.at.size,
+      like: (row) =>
+        void this.search.run(async () => this.hits(await atlas.ask("like", { row, most: HITS })), "There is no other passage."),
+      goOn: async (range) => goOn(await this.read(range)),
+      opened: (row) => this.mark(row === null ? this.found : [row, ...this.found]),
+    });
+    desk.addEventListener("rows", () => this.refresh());
+    desk.addEventListener("changed", () => (desk.phase === "empty" || desk.phase === "planned" || desk.phase === "sending" ? this.clear() : this.refresh()));
+  }
+
+  /** @param {number} row */
+  titleOf(row) {
+    return `Passage ${count(row + 1)}`;
+  }
+
+  /** @param {number} row */
+  async textOf(row) {
+    return this.read((await this.atlas.ask("ranges", { wanted: [row] }))[0]);
+  }
+
+  /** @param {import("./view/passage_view.js").Range} range */
+  read(range) {
+    if (!this.desk.text) throw new Error("The text is not here.");
+    return this.desk.text.read(range.begin, range.end);
+  }
+
+  /** @param {{row: number, cosine: number}[]} found */
+  hits(found) {
+    this.found = found.map(({ row }) => row);
+    this.mark(this.found);
+    return found.map((hit) => ({ ...hit, text: this.textOf(hit.row) }));
+  }
+
+  /** @param {number[]} rows */
+  mark(rows) {
+    this.map.mark(rows);
+    this.plane.mark(rows);
+  }
+
+  /** Draw what there is now; at most once in a while as long as more comes. */
+  async refresh() {
+    this.stale = true;
+    if (this.drawing) return;
+    this.drawing = true;
+    try {
+      while (this.stale) {
+        this.stale = false;
+        if (this.desk.at.rows) {
+          const { rows, tokens, expected } = this.desk.at;
+          const total = this.desk.phase === "reading" && tokens ? Math.round((rows * Math.max(expected, tokens)) / tokens) : rows;
+          this.map.show(await this.atlas.ask("map", { cells: CELLS, expected: total }));
+          this.plane.show(await this.atlas.ask("plane", { points: POINTS }));
+        }
+        if (this.desk.phase === "reading") await new Promise((resolve) => setTimeout(resolve, REDRAW_MS));
+      }
+    } finally {
+      this.drawing = false; // also when the worker could not, so that the next rows are drawn
+    }
+  }
+
+  clear() {
+    this.map.show(null);
+    this.plane.show(null);
+    this.found = [];
+    this.mark([]);
+    this.search.clear();
+    this.passage.close();
+  }
+}

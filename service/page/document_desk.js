@@ -1,0 +1,296 @@
+/** A document from the drop to the map: planned, sent, encoded, looked at; and found again after a reload. */
+
+import { beginEncoding, DocumentText, estimate, followJob } from "./api/documents.js";
+import { ApiError, wasStopped, wordsOf } from "./api/http.js";
+import { beginUpload, sendUpload } from "./api/uploads.js";
+import { announce, byId, show } from "./view/dom.js";
+import { duration, percent } from "./view/figures.js";
+import { Notice } from "./view/notice.js";
+import { PlanView, proposedWindow } from "./view/plan_view.js";
+import { RunView } from "./view/run_view.js";
+
+const FRESH = { size: 0, sent: 0, read: 0, tokens: 0, expected: 0, rows: 0, speed: null, eta: null, seconds: 0 };
+const UNFINISHED = new Set(["queued", "running"]);
+
+/** Owns the one document that the page is about. Tells `rows` when there is more to draw, `changed` when the phase is another. */
+export class DocumentDesk extends EventTarget {
+  /**
+   * @param {import("./api/http.js").Api} api @param {import("./view/memory.js").Memory} memory
+   * @param {import("./vectors/atlas.js").Atlas} atlas @param {import("./recipes.js").Recipes} recipes
+   */
+  constructor(api, memory, atlas, recipes) {
+    super();
+    this.api = api;
+    this.memory = memory;
+    this.atlas = atlas;
+    this.recipes = recipes;
+    this.plan = new PlanView({ start: () => this.start(), cancel: () => this.reset(), window: (window) => this.estimate(window) });
+    this.run = new RunView();
+    this.notice = new Notice(byId("document-notice"));
+    /** @type {File | null} */
+    this.file = null;
+    /** @type {DocumentText | null} */
+    this.text = null;
+    this.window = 512;
+    /** Tokens that the model reads at once. */
+    this.longest = Infinity;
+    /** @type {any} an upload that was begun before a reload */
+    this.begun = null;
+    /** @type {import("./view/run_view.js").Phase | "empty" | "planned"} */
+    this.phase = "empty";
+    this.at = { ...FRESH };
+    this.stop = new AbortController();
+    atlas.addEventListener("rows", (event) => this.cameRows(/** @type {CustomEvent} */ (event).detail));
+    atlas.addEventListener("waiting", (event) => {
+      const { words } = /** @type {CustomEvent} */ (event).detail;
+      this.waits(words ? new ApiError(words) : null);
+    });
+    byId("cancel").addEventListener("click", () => this.cancel());
+    byId("another").addEventListener("click", () => this.reset());
+    byId("save-rows").addEventListener("click", () => this.save());
+  }
+
+  /** @returns {string | undefined} */
+  get job() {
+    return this.memory.read().job;
+  }
+
+  get name() {
+    return byId("run-title").textContent ?? "";
+  }
+
+  // ---- before ----------------------------------------------------------------------------------
+
+  /** Plan a file. @param {File} file */
+  open(file) {
+    if (!file.size) return this.notice.say("error", `${file.name} is empty; choose a file with a text.`);
+    this.notice.clear();
+    this.file = file;
+    show(byId("drop"), false);
+    this.run.close();
+    this.become("planned");
+    this.plan.open(file, (this.window = proposedWindow(file.size, this.longest)), this.longest);
+    if (this.begun && (this.begun.bytes !== file.size || this.begun.filename !== file.name)) this.forgetUpload();
+    if (this.begun) this.notice.say("note", `${percent(this.begun.received_bytes / file.size)} of it is there already; the rest will be sent.`);
+    this.estimate(this.window);
+  }
+
+  /** @param {number} window */
+  async estimate(window) {
+    this.window = window;
+    const file = this.file;
+    if (!file) return;
+    this.plan.pending();
+    try {
+      const plan = await estimate(this.api, file, window);
+      if (this.file !== file || this.window !== window) return;
+      this.plan.show(plan);
+      this.at.expected = plan.tokens.value;
+      announce(`The estimate is ${duration(plan.total_seconds.value)}.`);
+      this.recipes.add("estimate", { bytes: file.size, window });
+    } catch (error) {
+      if (!wasStopped(error)) this.notice.say("error", wordsOf(error), [{ label: "Try again", act: () => this.estimate(window) }]);
+    }
+  }
+
+  /** Back to the empty page; the service forgets the document too. */
+  async reset() {
+    const { job, file } = this.memory.read();
+    this.stop.abort();
+    this.atlas.ask("clear");
+    this.memory.write({ job: undefined, file: undefined });
+    this.file = this.text = null;
+    this.at = { ...FRESH };
+    this.plan.close();
+    this.run.close();
+    this.notice.clear();
+    show(byId("drop"), true);
+    byId("pick").focus();
+    this.become("empty");
+    for (const path of [job && `/v1/jobs/${job}`, file && `/v1/files/${file}`]) {
+      if (path) await this.api.send(path, { method: "DELETE" }).catch(() => undefined);
+    }
+  }
+
+  forgetUpload() {
+    this.api.send(`/v1/uploads/${this.begun.id}`, { method: "DELETE" }).catch(() => undefined);
+    this.begun = null;
+    this.memory.write({ upload: undefined });
+  }
+
+  // ---- under way -------------------------------------------------------------------------------
+
+  /** Send the file, then have it encoded. */
+  async start() {
+    const file = this.file;
+    if (!file) return;
+    this.begin(file.name, { ...FRESH, size: file.size, expected: this.at.expected });
+    this.become("sending");
+    const { signal } = this.stop;
+    await this.guarded(async () => {
+      const upload = this.begun?.id ?? (await beginUpload(this.api, file));
+      this.memory.write({ upload });
+      const stored = await sendUpload(this.api, upload, file, {
+        signal,
+        sent: (bytes) => this.moved({ sent: bytes }),
+        told: (error) => this.waits(error),
+      });
+      this.begun = null;
+      this.memory.write({ upload: undefined, file: stored });
+      this.text = new DocumentText(this.api, stored, file);
+      const job = await beginEncoding(this.api, stored, this.window);
+      this.memory.write({ job });
+      this.recipes.add("encode", { file: file.name, window: this.window });
+      await this.follow(job);
+    });
+  }
+
+  /** What a reload has left: the job that goes on without the page, or an upload in its middle. */
+  async resume() {
+    const { upload, job, file } = this.memory.read();
+    try {
+      if (job && file) return await this.found(job, file);
+      if (upload) await this.foundUpload(upload);
+    } catch (error) {
+      if (error instanceof ApiError && error.status === 404) this.memory.write({ upload: undefined, job: undefined, file: undefined });
+      else if (!wasStopped(error)) this.notice.say("error", wordsOf(error), [{ label: "Try again", act: () => location.reload() }]);
+    }
+  }
+
+  /** @param {string} job @param {string} file */
+  async found(job, file) {
+    const [standing, stored] = await Promise.all([this.api.json(`/v1/jobs/${job}`), this.api.json(`/v1/files/${file}`)]);
+    this.text = new DocumentText(this.api, file, null);
+    this.begin(stored.filename, { ...FRESH, size: stored.bytes, sent: stored.bytes, expected: standing.progress.expected_tokens ?? 0 });
+    show(byId("drop"), false);
+    await this.guarded(() => this.follow(job));
+  }
+
+  /** @param {string} id */
+  async foundUpload(id) {
+    const upload = await this.api.json(`/v1/uploads/${id}`);
+    if (upload.status !== "pending") return this.memory.write({ upload: undefined });
+    this.begun = upload;
+    const come = percent(upload.received_bytes / Math.max(1, upload.bytes));
+    this.notice.say("note", `${come} of ${upload.filename} was sent before the page was closed. Choose the same file, and the rest is sent.`, [
+      { label: "Forget it", act: () => (this.forgetUpload(), this.notice.clear()) },
+    ]);
+  }
+
+  /** @param {string} job */
+  async follow(job) {
+    this.become("queued");
+    const { signal } = this.stop;
+    const rows = this.atlas.ask("follow", { key: this.api.key, job });
+    const ended = followJob(this.api, job, (seen) => this.seen(seen), signal);
+    rows.catch(() => undefined);
+    const standing = await ended;
+    if (standing.status === "succeeded") {
+      const summary = await rows;
+      this.moved({ read: this.at.size, tokens: summary.tokens, rows: summary.rows });
+      this.become("done");
+      announce(`${this.name} is encoded: ${summary.rows} passages.`);
+    } else if (standing.status === "cancelled") this.become("stopped");
+    else throw new ApiError(standing.error?.message ?? "The service gave the work up.", { code: standing.error?.code });
+  }
+
+  /** How the job stands. @param {any} job */
+  seen(job) {
+    const { progress } = job;
+    const now = job.ended_at ?? Date.now() / 1000;
+    const seconds = job.started_at ? now - job.started_at : 0;
+    const done = job.status === "succeeded";
+    this.moved({
+      tokens: Math.max(this.at.tokens, progress.tokens),
+      expected: progress.expected_tokens ?? this.at.expected,
+      speed: done && seconds ? progress.tokens / seconds : progress.tokens_per_second ?? this.at.speed,
+      eta: progress.eta_seconds,
+      seconds,
+    });
+    if (UNFINISHED.has(job.status)) this.become(job.status === "queued" ? "queued" : "reading");
+  }
+
+  /** @param {{job: string, rows: number, tokens: number, bytes: number}} come */
+  cameRows(come) {
+    if (come.job !== this.job) return;
+    this.moved({ rows: come.rows, tokens: Math.max(this.at.tokens, come.tokens), read: come.bytes });
+    this.dispatchEvent(new Event("rows"));
+  }
+
+  async cancel() {
+    const job = this.job;
+    this.stop.abort();
+    this.atlas.ask("stop");
+    this.notice.clear();
+    if (job) await this.api.send(`/v1/jobs/${job}/cancel`, { method: "POST" }).catch(() => undefined);
+    this.become("stopped");
+  }
+
+  // ---- what is seen of it ----------------------------------------------------------------------
+
+  /** @param {string} name @param {typeof this.at} at */
+  begin(name, at) {
+    this.stop.abort();
+    this.stop = new AbortController();
+    this.at = at;
+    this.plan.close();
+    this.notice.clear();
+    this.run.open(name);
+  }
+
+  /** @param {() => Promise<void>} work */
+  async guarded(work) {
+    try {
+      await work();
+      this.notice.clear();
+    } catch (error) {
+      if (wasStopped(error)) return;
+      this.stop.abort();
+      this.become("failed");
+      const again = this.file ? [{ label: "Try again", act: () => this.start() }] : [{ label: "Look again", act: () => location.reload() }];
+      this.notice.say("error", wordsOf(error), again);
+    }
+  }
+
+  /** @param {ApiError | null} error what is being waited out */
+  waits(error) {
+    if (error) this.notice.say("wait", `${error.message} Going on by itself as soon as it can.`);
+    else this.notice.clear();
+  }
+
+  /** @param {Partial<typeof this.at>} news */
+  moved(news) {
+    Object.assign(this.at, news);
+    if (this.phase !== "empty" && this.phase !== "planned") this.run.show(this.phase, this.at);
+  }
+
+  /** @param {typeof this.phase} phase */
+  become(phase) {
+    const same = this.phase === phase;
+    this.phase = phase;
+    this.moved({});
+    if (!same) this.dispatchEvent(new Event("changed"));
+  }
+
+  get busy() {
+    return ["sending", "queued", "reading"].includes(this.phase);
+  }
+
+  /** The vectors as a file of NumPy. */
+  async save() {
+    try {
+      const response = await this.api.send(`/v1/jobs/${this.job}/result?format=npy`);
+      saveBlob(await response.blob(), `${this.name.replace(/\.\w+$/, "")}.npy`);
+      this.recipes.add("rows", { job: this.job });
+    } catch (error) {
+      this.notice.say("error", wordsOf(error));
+    }
+  }
+}
+
+/** @param {Blob} blob @param {string} name */
+export function saveBlob(blob, name) {
+  const link = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60_000);
+}

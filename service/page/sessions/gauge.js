@@ -1,0 +1,33 @@
+/** The gauge: the state's size, which no text makes larger, beside the cache of keys and values of a softmax model. */
+
+import { byId, h, show } from "../view/dom.js";
+import { bytes, count } from "../view/figures.js";
+
+const KEYS_AND_VALUES = 2;
+const FLOAT_BYTES = 4;
+
+/**
+ * Keys and values of every token in every layer, in float32 as this service computes.
+ * @param {{num_layers: number | null, embedding_size: number}} model @param {number} tokens
+ */
+export const cacheBytes = (model, tokens) => KEYS_AND_VALUES * FLOAT_BYTES * (model.num_layers ?? 0) * model.embedding_size * tokens;
+
+/** @param {any} model its card @param {number} tokens @param {number} state bytes; 0 while unknown */
+export function showGauge(model, tokens, state) {
+  const known = Boolean(model?.num_layers && state && tokens);
+  show(byId("gauge"), known);
+  if (!known) return;
+  const cache = cacheBytes(model, tokens);
+  const most = Math.max(cache, state);
+  byId("gauge-bars").replaceChildren(bar("This state", state, most, "state"), bar("KV cache of a softmax model", cache, most, "cache"));
+  const ratio = cache / state;
+  const times = ratio >= 1 ? `${ratio < 10 ? ratio.toFixed(1) : count(ratio)} times the state` : `still less than the state; it passes it at ${count(state / cacheBytes(model, 1))} tokens`;
+  byId("gauge-words").textContent = `After ${count(tokens)} tokens, a softmax model of the same ${model.num_layers} layers and width would keep ${bytes(cache)} in float32: ${times}. The state stays as it is.`;
+}
+
+/** @param {string} name @param {number} value @param {number} most @param {string} kind */
+function bar(name, value, most, kind) {
+  const fill = h("b", { class: kind });
+  fill.style.transform = `scaleX(${value / most})`;
+  return h("div", { class: "gauge-bar" }, h("span", {}, name), h("strong", {}, bytes(value)), h("i", { "aria-hidden": "true" }, fill));
+}
