@@ -8,19 +8,20 @@ from typing import Literal
 import torch
 
 from benchmarks import scaleformer
-from benchmarks.peers import sdpa
+from benchmarks.peers import absent, cumulative_sums, performer, sdpa
+from benchmarks.roofline import rate_works
 from dist_attn.costs import KernelAttention
 from dist_attn.feature_maps import Gaussian
 from dist_attn.ops import linear_attention
 
-__all__ = ["CASES", "MATMUL", "OURS", "Case", "Statistic"]
+__all__ = ["CASES", "OURS", "Case", "Statistic", "attention_flops", "attention_inputs"]
 
 OURS = "ours"
-MATMUL = "matmul"
-MATMUL_SIZE = 768
 
 HEADS, HEAD_SIZE, NUM_RANDOM = 8, 64, 64
-SIZES = (512, 2_048, 8_192)
+SIZES = (512, 2_048, 8_192, 32_768)
+# Up to here the forms that hold (L, M, V) for each head are run; at 8,192 they would take 2 GB.
+WHOLE_STATES = 2_048
 
 Works = Mapping[str, Callable[[], object]]
 Statistic = Literal["median", "fastest"]
@@ -28,12 +29,12 @@ Statistic = Literal["median", "fastest"]
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `works(size)` holds "ours", its peers, and "matmul", whose rate sets the arithmetic limit.
+    """One measurement. `works(size)` holds "ours", its peers, and "matmul" and "copy", which measure the machine.
 
-    A peer may be missing at sizes that are too large for it.
-    Units: `flops(size)` floating-point operations of the form used; `tests` are paths from the root; `budget_s` seconds
-    for a size, after which three rounds are enough. `statistic`: which of the rounds counts. `memory`: whether the peak
-    of tensors is measured too.
+    A peer may be missing at sizes that are too large for it; `absent()` says which cannot run here at all, and why.
+    Units: `flops(size)` floating-point operations of the form used, `moved_bytes(size)` what it reads and writes at the
+    least; `tests` are paths from the root; `budget_s` seconds for a size, after which three rounds are enough.
+    `statistic`: which of the rounds counts. `memory`: whether the peak of tensors is measured too.
     """
 
     name: str
@@ -42,28 +43,27 @@ class Case:
     sizes: tuple[int, ...]
     works: Callable[[int], Works]
     flops: Callable[[int], float]
+    moved_bytes: Callable[[int], float]
     rounds: int = 7
     budget_s: float = math.inf
     statistic: Statistic = "median"
     memory: bool = False
+    absent: Callable[[], Mapping[str, str]] = dict
 
 
-def matmul_flops() -> float:
-    """Operations of the work "matmul"."""
-    return 2.0 * MATMUL_SIZE**3
-
-
-def _matmul() -> Callable[[], object]:
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
-    return lambda: a @ b
-
-
-def _attention_flops(length: int) -> float:
+def attention_flops(length: int) -> float:
+    """Of the blocked form without gradients at the reference shape, features included."""
     mixer = KernelAttention("rfa", HEADS * HEAD_SIZE, HEADS, NUM_RANDOM, "gaussian", 0)
     return length * (mixer.prefill_flops().total - mixer.prefill_flops().projections)
 
 
-def _inputs(length: int, *, gradients: bool = False) -> tuple[list[torch.Tensor], Gaussian]:
+def _tensor_bytes(length: int) -> float:
+    """Of one of q, k, v and the outputs."""
+    return 4.0 * HEADS * HEAD_SIZE * length
+
+
+def attention_inputs(length: int, *, gradients: bool = False) -> tuple[list[torch.Tensor], Gaussian]:
+    """q, k, v and the feature map of the reference shape."""
     generator = torch.Generator().manual_seed(length)
     shape = (3, 1, HEADS, length, HEAD_SIZE)
     qkv = [t.clone().requires_grad_(gradients) for t in torch.randn(shape, generator=generator)]
@@ -71,16 +71,21 @@ def _inputs(length: int, *, gradients: bool = False) -> tuple[list[torch.Tensor]
 
 
 def _forward(length: int) -> Works:
-    (q, k, v), feature_map = _inputs(length)
-    return {
-        OURS: torch.no_grad()(lambda: linear_attention(q, k, v, feature_map=feature_map)),
+    (q, k, v), feature_map = attention_inputs(length)
+    works: dict[str, Callable[[], object]] = {
+        OURS: torch.no_grad()(lambda: linear_attention(q, k, v, feature_map=feature_map)[0]),
         "sdpa": torch.no_grad()(lambda: sdpa(q, k, v)),
-        MATMUL: _matmul(),
     }
+    if length <= WHOLE_STATES:
+        works["cumulative sums"] = torch.no_grad()(lambda: cumulative_sums(feature_map(q), feature_map(k), v))
+        if not absent("performer-pytorch"):
+            attend = performer(HEAD_SIZE, 2 * NUM_RANDOM)
+            works["performer-pytorch"] = torch.no_grad()(lambda: attend(q, k, v))
+    return {**works, **rate_works()}
 
 
 def _backward(length: int) -> Works:
-    (q, k, v), feature_map = _inputs(length, gradients=True)
+    (q, k, v), feature_map = attention_inputs(length, gradients=True)
     weight = torch.randn(v.shape)
 
     def differentiate(attend: Callable[[], torch.Tensor]) -> Callable[[], object]:
@@ -89,7 +94,7 @@ def _backward(length: int) -> Works:
     return {
         OURS: differentiate(lambda: linear_attention(q, k, v, feature_map=feature_map)[0]),
         "sdpa": differentiate(lambda: sdpa(q, k, v)),
-        MATMUL: _matmul(),
+        **rate_works(),
     }
 
 
@@ -106,8 +111,10 @@ def _scaleformer(figure: int, *, causal: bool) -> Case:
         "more than 4 GB.",
         _SCALEFORMER_TESTS,
         _SCALEFORMER_SIZES,
-        lambda length: {**works_of(length, causal=causal), MATMUL: _matmul()},
+        lambda length: {**works_of(length, causal=causal), **rate_works()},
         lambda length: flops_of(length, causal=causal),
+        # Queries, values, keys where there are any, and the outputs.
+        lambda length: scaleformer.moved_bytes(length, tensors=figure - 1),
         rounds=100,
         budget_s=1.5,
         statistic="fastest",
@@ -128,11 +135,28 @@ _TESTS = ("tests/ops/test_linear_attention.py", "tests/test_feature_maps.py", "t
 CASES = {
     case.name: case
     for case in (
-        Case("forward", f"Attention without gradients against exact attention; {_SHAPE}.", _TESTS, SIZES, _forward,
-             _attention_flops),
-        # The backward pass computes each product's two adjoints, and the forward pass once more.
-        Case("backward", f"Attention and its gradients for q, k, v against exact attention; {_SHAPE}.", _TESTS, SIZES,
-             _backward, lambda length: 4 * _attention_flops(length)),
+        Case(
+            "forward",
+            f"Attention without gradients against exact attention, and up to {WHOLE_STATES:,} tokens against the "
+            f"running sums that papers print and a library; {_SHAPE}.",
+            (*_TESTS, "tests/benchmarks/test_peers.py"),
+            SIZES,
+            _forward,
+            attention_flops,
+            lambda length: 4 * _tensor_bytes(length),
+            absent=lambda: absent("performer-pytorch"),
+        ),
+        # The backward pass computes each product's two adjoints, and the forward pass once more. It reads q, k, v and
+        # the outputs' gradient and writes three gradients, after the forward pass's four tensors.
+        Case(
+            "backward",
+            f"Attention and its gradients for q, k, v against exact attention; {_SHAPE}.",
+            _TESTS,
+            SIZES[:3],
+            _backward,
+            lambda length: 4 * attention_flops(length),
+            lambda length: 11 * _tensor_bytes(length),
+        ),
         *(_scaleformer(figure, causal=causal) for figure in (4, 5) for causal in (True, False)),
     )
-}  # fmt: skip
+}

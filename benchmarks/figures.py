@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.roofline import RATES
+
 __all__ = ["draw", "main"]
 
 MEBIBYTE = 1 << 20
@@ -14,15 +16,16 @@ QUANTITIES = (("seconds", 1e3, "ms"), ("peak_bytes", 1 / MEBIBYTE, "MiB above th
 
 
 def draw(results: Sequence[dict[str, Any]], out: Path) -> None:
-    """One column per result: time above, peak of tensors below, both axes logarithmic."""
+    """One column per result: time above, peak of tensors below where any was measured, both axes logarithmic."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.2 * len(results), 7), layout="constrained")
-    axes = figure.subplots(len(QUANTITIES), len(results), squeeze=False, sharex=True, sharey="row")
+    measured = [one for one in QUANTITIES if any(entry[one[0]] for result in results for entry in result["rows"])]
+    figure = Figure(figsize=(4.2 * len(results), 3.5 * len(measured)), layout="constrained")
+    axes = figure.subplots(len(measured), len(results), squeeze=False, sharex=True, sharey="row")
     for column, result in enumerate(results):
-        for row, (quantity, factor, unit) in enumerate(QUANTITIES):
+        for row, (quantity, factor, unit) in enumerate(measured):
             panel = axes[row][column]
-            for name in sorted({name for entry in result["rows"] for name in entry[quantity]} - {"matmul"}):
+            for name in sorted({name for entry in result["rows"] for name in entry[quantity]} - set(RATES)):
                 points = [(e["size"], e[quantity][name] * factor) for e in result["rows"] if name in e[quantity]]
                 panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
             panel.set_xscale("log", base=2)

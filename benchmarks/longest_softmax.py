@@ -8,16 +8,19 @@ scores are another.
 import json
 import multiprocessing
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import repeat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from benchmarks import targets
 from benchmarks.setting import Setting, look_around
+from benchmarks.targets import judge
 from benchmarks.tracked_memory import TrackedMemory
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
@@ -28,12 +31,13 @@ from dist_attn.ops import LinearState, linear_attention, softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 
-__all__ = ["HEADS", "RANKS", "SIZE", "TESTS", "LongestSoftmax", "head_by_head", "measure"]
+__all__ = ["HEADS", "RANKS", "SIZE", "TESTS", "LongestSoftmax", "head_by_head", "longest_ratios", "measure"]
 
 TESTS = ("tests/sharded/test_softmax_across_ranks.py", "tests/ops/test_softmax_attention.py")
 HEADS, SIZE, NUM_RANDOM, RANKS = 12, 64, 64, 4
 BUDGET_BYTES = 10**9
 STREAMED_BLOCK = 2048
+STREAMED_TIMES_PLAIN = 10_000
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,10 @@ class LongestSoftmax:
     def as_json(self) -> str:
         """The result for machines."""
         shape = {"heads": HEADS, "head_size": SIZE, "dtype": "float32", "causal": True, "budget_bytes": BUDGET_BYTES}
-        return json.dumps({"object": "benchmark", "case": "longest-softmax", **shape, **asdict(self)}, indent=2) + "\n"
+        ratios = longest_ratios(asdict(self)["rows"])
+        judged = {"ratios": ratios, "targets": targets.as_json(judge("longest-softmax", ratios))}
+        values = {"object": "benchmark", "case": "longest-softmax", **shape, **asdict(self), **judged}
+        return json.dumps(values, indent=2) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""
@@ -97,7 +104,9 @@ class LongestSoftmax:
             "Bytes were counted at the lengths given in the JSON; the polynomial through them was checked at another "
             "length (measured / formula) and solved for the budget. Rows with bytes at the longest length were run "
             "there; the others would take long and are extrapolated by the checked formula. Ranks are processes over "
-            "gloo, the lower of two runs each; what a back end or a kernel uses inside one call is not seen.",
+            "gloo, the lower of two runs each; what a back end or a kernel uses inside one call is not seen. Streamed "
+            f"attention has no longest sequence: named is one that was run, {STREAMED_TIMES_PLAIN:,} times the plain "
+            "form's longest, the same block of tokens again and again.",
             "",
             "| form | ranks | bytes per token | longest | times plain | measured / formula | bytes at the longest |",
             "|---|---|---|---|---|---|---|",
@@ -108,7 +117,8 @@ class LongestSoftmax:
             ran = "" if row.bytes_at_longest is None else f"{row.bytes_at_longest:,}"
             cells = [row.form, str(row.ranks), _growth(row.coefficients), longest, times]
             lines.append(f"| {' | '.join([*cells, f'{row.check_over_formula:.4f}', ran])} |")
-        return "\n".join(lines) + "\n"
+        judged = targets.as_markdown(judge("longest-softmax", longest_ratios(asdict(self)["rows"])))
+        return "\n".join(lines) + f"\n\n{judged}"
 
     def draw(self, path: Path) -> None:
         """Bytes over length for every form, and where the budget ends them."""
@@ -153,7 +163,20 @@ def measure(smoke: bool) -> LongestSoftmax:
     again = [(i, row.longest) for i, row in enumerate(rows) if forms[i].confirm and row.longest and not smoke]
     for (number, _), peak in _peaks(again, smoke).items():
         rows[number] = replace(rows[number], bytes_at_longest=peak)
+    if not smoke:
+        length = STREAMED_TIMES_PLAIN * plain
+        with LocalCommunicator() as comm:
+            peak = _streamed(comm, length)
+        rows[-1] = replace(rows[-1], longest=length, times_plain=float(STREAMED_TIMES_PLAIN), bytes_at_longest=peak)
     return LongestSoftmax(setting, tuple(rows))
+
+
+def longest_ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Lengths over that of the plain form: the best exact one over ranks, and linear attention by blocks."""
+    found = {(row["form"], row["ranks"]): row["times_plain"] for row in rows}
+    exact = [times for form in ("head reshuffle", "ring") if (times := found.get((form, RANKS)))]
+    streamed = found.get(("linear attention, streamed", 1))
+    return ({"best exact / plain": max(exact)} if exact else {}) | ({"linear / plain": streamed} if streamed else {})
 
 
 def _forms(smoke: bool) -> list[Form]:
@@ -267,8 +290,12 @@ def _streamed(_: Communicator, length: int) -> int:
         nonlocal state
         _, state = linear_attention(q, k, v, feature_map=_feature_map(), state=state)
 
-    edges = [*range(0, length, STREAMED_BLOCK), length]
-    return max(_tracked(stop - start, attend) for start, stop in pairwise(edges))
+    whole, rest = divmod(length, STREAMED_BLOCK)
+    with torch.inference_mode(), TrackedMemory() as tracked:
+        qkv = _inputs(min(length, STREAMED_BLOCK))
+        for tokens in (*repeat(STREAMED_BLOCK, whole), *([rest] if rest else [])):
+            attend(*(t[:, :, :tokens] for t in qkv))
+    return int(tracked.peak)
 
 
 def _tracked(length: int, attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]) -> int:

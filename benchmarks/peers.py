@@ -1,11 +1,74 @@
-"""What we are measured against, each as its own users would call it."""
+"""What we are measured against, each as its own users would call it; a peer that is not installed says why."""
+
+import contextlib
+import importlib
+import io
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["sdpa"]
+__all__ = ["INSTALL", "absent", "cumulative_sums", "performer", "recurrence_by_chunks", "sdpa"]
+
+INSTALL = "it is not installed; `pip install -e .[bench]` adds it"
+# What each peer of the extra [bench] is imported by.
+MODULES: Mapping[str, str] = {
+    "performer-pytorch": "performer_pytorch.performer_pytorch",
+    "flash-linear-attention": "fla.ops.simple_gla.naive",
+    "transformers": "transformers",
+}
+
+
+@cache
+def _load(peer: str) -> Any:
+    """Its module, or the reason why there is none as a string."""
+    # Libraries without a GPU warn when they are imported, and some print.
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        try:
+            return importlib.import_module(MODULES[peer])
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            return INSTALL if MODULES[peer].startswith(missing.split(".")[0]) else f"it needs {missing}"
+        except Exception as error:
+            # Whatever a library raises when it does not fit this machine or this torch is a reason, not a failure.
+            return f"it cannot be imported: {type(error).__name__}: {error}"[:200]
+
+
+def absent(*names: str) -> dict[str, str]:
+    """Of these peers the ones that cannot run here, each with the reason."""
+    return {name: found for name in names if isinstance(found := _load(name), str)}
 
 
 def sdpa(q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> torch.Tensor:
     """torch's exact causal attention through its own choice of kernel."""
     return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLV, is_causal=True)
+
+
+def cumulative_sums(phi_q_BHLM: torch.Tensor, phi_k_BHLM: torch.Tensor, v_BHLV: torch.Tensor) -> torch.Tensor:
+    """Linear attention as papers print it: running sums of all outer products, [L, M, V] for each head.
+
+    Reference: Scaleformer, Algorithm 1; Random Feature Attention, Eq. 6, for all tokens at once.
+    """
+    sums_BHLMV = (phi_k_BHLM[..., :, None] * v_BHLV[..., None, :]).cumsum(2)
+    weights_BHL1 = (phi_q_BHLM * phi_k_BHLM.cumsum(2)).sum(-1, keepdim=True)
+    return (phi_q_BHLM[..., None, :] @ sums_BHLMV)[..., 0, :] / weights_BHL1
+
+
+def performer(head_size: int, num_features: int) -> Callable[..., torch.Tensor]:
+    """performer-pytorch's causal attention, its features included; without its CUDA extension, which needs a GPU."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        attention = _load("performer-pytorch").FastAttention(head_size, nb_features=num_features, causal=True)
+    return cast(Callable[..., torch.Tensor], attention)
+
+
+def recurrence_by_chunks(
+    phi_q_BHLM: torch.Tensor, phi_k_BHLM: torch.Tensor, v_BHLV: torch.Tensor, log_gate_BHL: torch.Tensor
+) -> torch.Tensor:
+    """flash-linear-attention's naive form of scalar-gated linear attention, without a denominator."""
+    given = (t.transpose(1, 2) for t in (phi_q_BHLM, phi_k_BHLM, v_BHLV, log_gate_BHL))
+    out_BLHV, _ = _load("flash-linear-attention").naive_chunk_simple_gla(*given, scale=1.0)
+    return cast(torch.Tensor, out_BLHV).transpose(1, 2)

@@ -5,32 +5,20 @@ An experiment's name goes to `benchmarks.papers`, with all that follows it.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from benchmarks.cases import CASES, MATMUL, Case
-from benchmarks.memory import peak_bytes
-from benchmarks.report import Result, Row, as_json, as_markdown, file_finding, file_result, look_around, row_of
+from benchmarks.cases import CASES, Case
+from benchmarks.papers import __main__ as papers
+from benchmarks.papers.experiments import EXPERIMENTS
+from benchmarks.race import measure
+from benchmarks.report import as_json, as_markdown, file_finding, file_result, refresh_page
+from benchmarks.setting import own_cores, pin_to
 from benchmarks.studies import STUDIES, Study
-from benchmarks.timing import interleaved
 from benchmarks.verify import why_red
 from dist_attn.errors import ConfigError
 
-__all__ = ["main", "measure"]
-
-
-def measure(case: Case, sizes: Sequence[int], rounds: int) -> Result:
-    """Run the case at these sizes."""
-    setting = look_around()
-    rows = tuple(_measure_size(case, size, rounds) for size in sizes)
-    return Result(case.name, case.question, rounds, setting, rows, case.statistic)
-
-
-def _measure_size(case: Case, size: int, rounds: int) -> Row:
-    works = case.works(size)
-    times = interleaved(works, rounds, budget_s=case.budget_s)
-    measured = (name for name in works if name != MATMUL) if case.memory else ()
-    return row_of(case, size, times, {name: peak_bytes(works[name]) for name in measured})
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,18 +26,13 @@ def main(arguments: Sequence[str]) -> int:
 
     Of experiments also 3: not all is done yet.
     """
-    # Here, because some experiments measure cases.
-    from benchmarks.papers import __main__ as papers
-    from benchmarks.papers.experiments import EXPERIMENTS
-
     if arguments and arguments[0] in EXPERIMENTS:
         return papers.main(arguments)
     known: dict[str, Case | Study] = {**CASES, **STUDIES}
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure, once the tests are green.")
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(known)}; default: all")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too, as a JSON list")
-    parser.add_argument("--smoke", action="store_true", help="smallest size, one round, nothing filed: does it run?")
-    given = parser.parse_args(arguments)
+    given = _parser(known).parse_args(arguments)
+    if given.list:
+        print("\n".join(f"{name}: {one.question}" for name, one in known.items()))
+        return 0
     names = given.cases or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -58,6 +41,12 @@ def main(arguments: Sequence[str]) -> int:
     if given.json is not None and not given.json.parent.is_dir():
         print(f"benchmarks: the folder of {given.json} does not exist; make it first", file=sys.stderr)
         return 2
+    cores = _cores(given.cores)
+    if cores is None:
+        print(f"benchmarks: no cores {given.cores!r}; this process may use {own_cores()}", file=sys.stderr)
+        return 2
+    if cores:
+        pin_to(cores)
     cases = [known[name] for name in names]
     tests = list(dict.fromkeys(test for case in cases for test in case.tests))
     print(f"tests first: {' '.join(tests)}", file=sys.stderr, flush=True)
@@ -72,9 +61,35 @@ def main(arguments: Sequence[str]) -> int:
         except ConfigError as error:  # a study whose texts are not there; the others go on
             print(f"benchmarks: {case.name} was left out: {error}", file=sys.stderr)
             missing = True
+    if not given.smoke:
+        refresh_page()
     if given.json is not None:
         given.json.write_text(f"[{','.join(results)}]\n")
     return 2 if missing else 0
+
+
+def _parser(known: Collection[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure, once the tests are green.")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(known)}; default: all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too, as a JSON list")
+    parser.add_argument("--smoke", action="store_true", help="smallest size, one round, nothing filed: does it run?")
+    parser.add_argument("--list", action="store_true", help="name the cases and what each asks, and run none")
+    parser.add_argument(
+        "--cores",
+        metavar="0,1",
+        default="",
+        help="keep to these cores, with a thread for each; by default torch's choice",
+    )
+    return parser
+
+
+def _cores(text: str) -> tuple[int, ...] | None:
+    """The cores that are named; none is no choice, None what is no list of cores of ours."""
+    try:
+        cores = tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        return None
+    return cores if set(cores) <= set(own_cores()) else None
 
 
 def _carry_out(case: Case | Study, *, smoke: bool) -> str:

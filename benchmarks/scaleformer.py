@@ -19,6 +19,7 @@ from dist_attn.ops.relative_attention.windowed import CHUNK_TOKENS, numerators
 __all__ = [
     "kernel_flops",
     "kernel_works",
+    "moved_bytes",
     "naive_kernel",
     "naive_positions",
     "ours_positions",
@@ -75,6 +76,11 @@ def kernel_flops(length: int, *, causal: bool) -> float:
     """Of our form: state written and read, and inside chunks half of a square when causal."""
     state = 4.0 * SIZE * (SIZE + 1)
     return BATCH * length * (state + (CHUNK_TOKENS * (2.0 * SIZE + 1) if causal else 0.0))
+
+
+def moved_bytes(length: int, *, tensors: int) -> float:
+    """Of so many tensors [B, L, d] that are read or written once."""
+    return float(tensors * FLOAT_BYTES * BATCH * length * SIZE)
 
 
 def naive_positions(q: torch.Tensor, v: torch.Tensor, rp: torch.Tensor, causal: bool) -> torch.Tensor:

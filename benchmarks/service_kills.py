@@ -6,7 +6,6 @@ peace, and then over and over while `kill -9` (every `--stop-every`th time SIGST
 
 import argparse
 import asyncio
-import hashlib
 import json
 import os
 import random
@@ -14,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -23,61 +22,11 @@ from typing import Any
 import httpx
 
 from benchmarks.service_process import ServiceProcess, until_ready
+from benchmarks.service_streams import Stream, streams_of
 
-__all__ = ["Answers", "Kill", "Stream", "main"]
+__all__ = ["Answers", "Kill", "main"]
 
 START_S, SILENCE_S, RECOVERY_S = 180.0, 300.0, 120.0
-
-
-@dataclass(frozen=True)
-class Stream:
-    """One request: an encoding of `text`, or a completion of it with `max_tokens`."""
-
-    name: str
-    text: str
-    max_tokens: int = 0
-
-    async def digest(self, http: httpx.AsyncClient) -> str:
-        """SHA-256 of all rows, or of all text that was drawn.
-
-        Raises: RuntimeError for an answer that ends without its end.
-        """
-        made = hashlib.sha256()
-        if self.max_tokens:
-            whole = False
-            async for line in self._completion(http):
-                if line == "data: [DONE]":
-                    whole = True
-                elif line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise RuntimeError(f"{self.name}: {event['error']}")
-                    made.update(event["choices"][0]["text"].encode())
-        else:
-            whole = False
-            async for line in self._encoding(http):
-                row = json.loads(line)
-                if row.get("object") == "error":
-                    raise RuntimeError(f"{self.name}: {row['error']}")
-                whole = row.get("object") == "encoding.summary"
-                made.update(b"" if whole else line.encode())
-        if not whole:
-            raise RuntimeError(f"{self.name}: the answer ended before its end")
-        return made.hexdigest()
-
-    async def _completion(self, http: httpx.AsyncClient) -> AsyncIterator[str]:
-        body = {"prompt": self.text, "max_tokens": self.max_tokens, "seed": 7, "temperature": 0.8, "stream": True}
-        async with http.stream("POST", "/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                yield line
-
-    async def _encoding(self, http: httpx.AsyncClient) -> AsyncIterator[str]:
-        headers = {"content-type": "text/plain"}
-        async with http.stream("POST", "/v1/encodings", content=self.text.encode(), headers=headers) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                yield line
 
 
 @dataclass(frozen=True)
@@ -163,16 +112,6 @@ async def _measure(url: str, streams: Sequence[Stream], given: argparse.Namespac
     return answers
 
 
-def _streams(book: str, count: int, tokens: int) -> list[Stream]:
-    """Half of them encodings of parts of the book, half completions of its beginnings."""
-    size = len(book) // max(1, count)
-    encodings = [Stream(f"encoding {n}", book[n * size : (n + 1) * size]) for n in range(count // 2)]
-    completions = [
-        Stream(f"completion {n}", book[n * size : n * size + 200 + 1500 * n], tokens) for n in range(count // 2, count)
-    ]
-    return [*encodings, *completions]
-
-
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 when every answer was the undisturbed one, else 1; 2 for input that is missing."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.service_kills", description=__doc__)
@@ -197,7 +136,7 @@ def main(arguments: Sequence[str]) -> int:
         tempfile.TemporaryDirectory() as folder,
         ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
     ):
-        streams = _streams(book, given.streams, given.max_tokens)
+        streams = streams_of(book, given.streams, given.max_tokens)
         answers = asyncio.run(_measure(service.url, streams, given))
     result = json.dumps(answers.as_json(), indent=1)
     print(result)

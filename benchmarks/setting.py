@@ -1,10 +1,13 @@
-"""Where and when a measurement is taken: machine, versions, threads, load, date and commit."""
+"""Where and when a measurement is taken: machine, versions, threads, cores, load, date and commit."""
 
+import contextlib
 import datetime
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -12,12 +15,16 @@ import torch
 from benchmarks.verify import ROOT
 from dist_attn import __version__
 
-__all__ = ["Setting", "look_around"]
+__all__ = ["Setting", "look_around", "own_cores", "pin_to"]
+
+PEERS = ("transformers", "performer-pytorch", "flash-linear-attention")
+# What a run writes by itself must not make the next one's commit look changed.
+WRITTEN = ("benchmarks/results", "docs/performance.md")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and when a measurement was taken."""
+    """Where and when a measurement was taken; `pinned` are the cores it was kept to, if not all."""
 
     date: str
     commit: str
@@ -26,12 +33,14 @@ class Setting:
     threads: int
     load_average: float
     versions: dict[str, str]
+    pinned: tuple[int, ...] = ()
 
     def sentence(self) -> str:
         """All of it in one line."""
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        pinned = f" (pinned to {', '.join(map(str, self.pinned))})" if self.pinned else ""
         return (
-            f"{self.date}, commit {self.commit}, {self.machine}, cores: {self.cores}, threads: {self.threads}, "
+            f"{self.date}, commit {self.commit}, {self.machine}, cores: {self.cores}{pinned}, threads: {self.threads}, "
             f"load: {self.load_average:g}, {versions}."
         )
 
@@ -42,11 +51,40 @@ def look_around() -> Setting:
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=_commit(),
         machine=f"{_processor()}, {platform.system()} {platform.machine()}",
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(own_cores()),
         threads=torch.get_num_threads(),
         load_average=round(os.getloadavg()[0], 2),
-        versions={"dist-attn": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={
+            "dist-attn": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **_versions_of(PEERS),
+        },
+        pinned=own_cores() if len(own_cores()) < (os.cpu_count() or 1) else (),
     )
+
+
+def _versions_of(names: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def own_cores() -> tuple[int, ...]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return tuple(sorted(os.sched_getaffinity(0)))
+    return tuple(range(os.cpu_count() or 1))
+
+
+def pin_to(cores: Sequence[int]) -> None:
+    """Keep this process to these cores, with a thread for each; where cores cannot be chosen, only the threads."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    torch.set_num_threads(len(cores))
 
 
 def _commit() -> str:
@@ -54,7 +92,8 @@ def _commit() -> str:
     commit = _git("rev-parse", "--short=9", "HEAD")
     if not commit:
         return "unknown"
-    return f"{commit}-changed" if _git("status", "--porcelain", "--untracked-files=no") else commit
+    others = (f":(exclude){path}" for path in WRITTEN)
+    return f"{commit}-changed" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others) else commit
 
 
 def _git(*arguments: str) -> str:

@@ -5,7 +5,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from benchmarks import chapter_retrieval, longest_softmax, perplexity_by_position, service_fairness
+from benchmarks import (
+    chapter_retrieval,
+    decoding,
+    flat_memory,
+    gradient_cost,
+    longest_softmax,
+    perplexity_by_position,
+    prefill,
+    scaling,
+    service_fairness,
+    two_ranks,
+)
 
 __all__ = ["STUDIES", "Finding", "Study"]
 
@@ -32,14 +43,41 @@ class Study:
     """One study; `measure(smoke)` does little work when it is only asked whether it runs. `tests` are paths."""
 
     name: str
+    question: str
     tests: tuple[str, ...]
     measure: Callable[[bool], Finding]
 
 
 _ALL = (
-    Study("chapter-retrieval", chapter_retrieval.TESTS, chapter_retrieval.measure),
-    Study("longest-softmax", longest_softmax.TESTS, longest_softmax.measure),
-    Study("perplexity-by-position", perplexity_by_position.TESTS, perplexity_by_position.measure),
-    Study("service-fairness", service_fairness.TESTS, service_fairness.measure),
+    Study(
+        "chapter-retrieval",
+        "How well do a document's vectors find its chapters?",
+        chapter_retrieval.TESTS,
+        chapter_retrieval.measure,
+    ),
+    Study(decoding.NAME, decoding.QUESTION, decoding.TESTS, decoding.measure),
+    Study(flat_memory.NAME, flat_memory.QUESTION, flat_memory.TESTS, flat_memory.measure),
+    Study(gradient_cost.NAME, gradient_cost.QUESTION, gradient_cost.TESTS, gradient_cost.measure),
+    Study(
+        "longest-softmax",
+        "How long a sequence fits into 1 GB of tensors per rank, by form of attention?",
+        longest_softmax.TESTS,
+        longest_softmax.measure,
+    ),
+    Study(
+        "perplexity-by-position",
+        "Does a model predict better the more it has read?",
+        perplexity_by_position.TESTS,
+        perplexity_by_position.measure,
+    ),
+    Study(prefill.NAME, prefill.QUESTION, prefill.TESTS, prefill.measure),
+    Study(scaling.NAME, scaling.QUESTION, scaling.TESTS, scaling.measure),
+    Study(
+        "service-fairness",
+        "What do sessions and jobs get while others are busy?",
+        service_fairness.TESTS,
+        service_fairness.measure,
+    ),
+    Study(two_ranks.NAME, two_ranks.QUESTION, two_ranks.TESTS, two_ranks.measure),
 )
 STUDIES = {study.name: study for study in _ALL}

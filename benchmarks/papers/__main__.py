@@ -12,6 +12,7 @@ from benchmarks.papers.experiment import Budget, Done, Experiment, Job
 from benchmarks.papers.experiments import EXPERIMENTS
 from benchmarks.papers.finding import TableFinding
 from benchmarks.papers.runner import carry_out
+from benchmarks.papers.taken_over import take_over
 from benchmarks.report import file_finding, look_around
 from benchmarks.verify import why_red
 from dist_attn.errors import DistAttnError
@@ -45,6 +46,9 @@ def _one(experiment: Experiment, given: argparse.Namespace) -> int:
     deadline = time.monotonic() + 60 * given.minutes if given.minutes is not None else None
     try:
         every = _every_job(experiment, given)
+        for filed in given.begin_with:
+            for job in take_over(folder, every, filed):
+                print(f"papers: {experiment.name}: {job.key} is taken from {filed}", file=sys.stderr)
         jobs = [job for job in every if not given.only or job.arm in given.only]
         with stop_on_signals() as asked:
             over = (lambda: True) if given.report else (lambda: asked() or _is_past(deadline))
@@ -147,6 +151,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale", type=_positive, default=1.0, help="how many times the steps of training; default 1")
     parser.add_argument("--only", nargs="+", metavar="ARM", help="these arms of the comparison")
     parser.add_argument("--minutes", type=_positive, help="stop after so long; the same command goes on")
+    parser.add_argument(
+        "--begin-with",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="filed results: their jobs are not done again, where the settings are the same",
+    )
     parser.add_argument("--report", action="store_true", help="work no more: report and file what is done")
     parser.add_argument("--smoke", action="store_true", help="the smallest amount of everything: does it run?")
     parser.add_argument("--untested", action="store_true", help="leave out the tests that come before any number")

@@ -82,10 +82,10 @@ class TableFinding:
         return "\n\n".join(part for part in parts if part) + "\n"
 
     def draw(self, path: Path) -> None:
-        """The panels beside each other, at most three in a row."""
+        """The panels beside each other, at most three in a row, and four in two rows."""
         from matplotlib.figure import Figure
 
-        columns = max(1, min(3, len(self.report.panels)))
+        columns = 2 if len(self.report.panels) == 4 else max(1, min(3, len(self.report.panels)))
         rows = max(1, -(-len(self.report.panels) // columns))
         figure = Figure(figsize=(5.2 * columns, 4.0 * rows), layout="constrained")
         for number, (title, draw) in enumerate(self.report.panels):
@@ -93,8 +93,25 @@ class TableFinding:
             draw(axes)
             axes.set_title(title, fontsize=10)
             axes.grid(True, alpha=0.3)
+            _write_out_ticks(axes)
         figure.suptitle(f"{self.experiment}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
         figure.savefig(path, dpi=110)
+
+
+def _write_out_ticks(axes: Axes) -> None:
+    """Numbers at the ticks of logarithmic axes as people write them (2,048, not 2^11), and several to a short axis."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for axis, scale, (low, high) in (
+        (axes.xaxis, axes.get_xscale(), axes.get_xlim()),
+        (axes.yaxis, axes.get_yscale(), axes.get_ylim()),
+    ):
+        if scale != "log":
+            continue
+        if axis.get_transform().base == 10 and high < 1000 * low:
+            axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:

@@ -49,7 +49,7 @@ LISTOPS: dict[str, Any] = {
 }
 # What each model is trained on first: a few hundred steps do not find the operator that counts among 1,000 tokens.
 SHORT = {**LISTOPS, "min_length": 10, "max_length": 100, "batch": 32}
-SHORT_STEPS, LISTOPS_STEPS, PAIRS_STEPS = 600, 450, 300
+SHORT_STEPS, LISTOPS_STEPS, PAIRS_STEPS = 600, 300, 250
 # Authors likewise: a mean over thousands of bytes differs little between them. Short passages, many at a time and each
 # read once, at a higher rate, find what tells them apart.
 SHORT_BATCH, SHORT_PASSAGE_STEPS, AUTHORS_STEPS = 32, 400, 100

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmarks.cases import CASES
 from benchmarks.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from benchmarks.papers.finding import Axes, Report, Table
-from benchmarks.run import measure
+from benchmarks.race import measure
 
 __all__ = ["SCALEFORMER_FIGURES", "crossover"]
 

@@ -34,7 +34,7 @@ __all__ = ["BEAM", "PENALTY", "STEPS", "Translator", "averaged_model"]
 
 VOCABULARY, SMOKE_VOCABULARY = 4000, 300
 WIDTH, LAYERS, HEADS, MLP = 128, 2, 4, 512
-BATCH, STEPS, LONGEST = 128, 800, 80
+BATCH, STEPS, LONGEST = 128, 600, 80
 SMOKE_BATCH, SMOKE_PAIRS = 8, 4
 # The paper's: the last checkpoints averaged, and how the search goes. Checkpoints are a fiftieth of the training apart.
 AVERAGED, APART = 10, 50

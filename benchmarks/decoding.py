@@ -1,0 +1,151 @@
+"""Decoding: tokens per second and memory against transformers' GPT-2 with its cache, and a token's time by position."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from benchmarks.decoding_forms import CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
+from benchmarks.measured import Measured, Panel
+from benchmarks.papers.finding import Table
+from benchmarks.peers import absent
+from benchmarks.roofline import RATES, Roofline, rate_works
+from benchmarks.setting import look_around
+from benchmarks.timing import Times, interleaved
+from dist_attn.costs import KernelAttention, LanguageModelCosts
+
+__all__ = ["NAME", "QUESTION", "TESTS", "forms", "measure", "ratios_of", "step_costs"]
+
+NAME = "decode"
+QUESTION = (
+    "How many tokens a second does a model of states decode, against keys and values cached, behind 2,048 tokens? 6 "
+    "layers, 512 wide, 8 heads of 64, MLP 2,048, vocabulary 32,768, 64 random vectors, greedy, random weights."
+)
+TESTS = (
+    "tests/benchmarks/test_decoding.py",
+    "tests/ops/test_linear_attention.py",
+    "tests/models/test_language_model.py",
+)
+BATCHES, LENGTH, STEPS, ROUNDS = (16, 1), 2_048, 4, 5
+NEAR, FAR = 1_000, 1_000_000
+SMOKE_SIZES, SMOKE_LENGTH, SMOKE_NEAR, SMOKE_FAR = Sizes(32, 2, 2, 64, 64), 8, 8, 64
+
+EAGER = "ours, float32"
+GPT2 = "gpt2, float32"
+# Every form of ours, and what of torch it takes: the precision of the weights, and whether it is compiled.
+OURS = {
+    EAGER: ("float32", False),
+    "ours, bfloat16": ("bfloat16", False),
+    "ours, float32, compiled": ("float32", True),
+    "ours, bfloat16, compiled": ("bfloat16", True),
+}
+
+
+def measure(smoke: bool) -> Measured:
+    """Steps of all forms in turns for each batch; then a state of a thousand tokens against one of a million."""
+    setting = look_around()
+    sizes, length = (SMOKE_SIZES, SMOKE_LENGTH) if smoke else (Sizes(), LENGTH)
+    steps, rounds = (2, 1) if smoke else (STEPS, ROUNDS)
+    missing = dict(absent("transformers"))
+    ratios: dict[str, float] = {}
+    numbers: dict[str, float] = {}
+    tables: list[Table] = []
+    notes: list[str] = []
+    curves: dict[str, dict[float, float]] = {}
+    for batch in BATCHES:
+        found, reasons = forms(sizes, batch, length, room=steps * (rounds + 1), compiled=not smoke)
+        missing |= reasons
+        works: dict[str, Callable[[], object]] = {name: form.steps(steps) for name, form in found.items()}
+        times = interleaved({**works, **rate_works()}, rounds)
+        seconds = {name: one.median / steps for name, one in times.items() if name not in RATES}
+        held = {name: form.held_bytes for name, form in found.items()}
+        ratios |= ratios_of(batch, seconds, held)
+        numbers |= {f"batch {batch}, {name}, seconds a step": value for name, value in seconds.items()}
+        numbers |= {f"batch {batch}, {name}, bytes held": value for name, value in held.items()}
+        tables.append(_table(batch, length, times, seconds, found))
+        for name, value in seconds.items():
+            curves.setdefault(name, {})[float(batch)] = batch / value
+        flops, moved = step_costs(sizes, batch)
+        notes.append(Roofline.of(times).line(f"a step of {batch} in float32", flops, moved, seconds[EAGER]))
+        del found, works
+        # A compiler keeps so many versions of one function and no more; those of this batch are done with.
+        torch.compiler.reset()
+    near, far = (SMOKE_NEAR, SMOKE_FAR) if smoke else (NEAR, FAR)
+    by_position = _by_position(sizes, near, far, rounds, steps)
+    ratios["1M / 1k"] = round(by_position[far] / by_position[near], 4)
+    numbers |= {f"seconds a step at {position}": value for position, value in by_position.items()}
+    notes += [
+        f"A step at {far:,} tokens against one at {near:,}, batch 1, each from a state that has really read them: "
+        f"{1e3 * by_position[far]:.2f} ms and {1e3 * by_position[near]:.2f} ms.",
+        "gpt2 is transformers' model with its dynamic cache and SDPA; `cached` keeps keys and values in caches "
+        "allocated once and writes one row a step. Targets take our fastest form against gpt2 in float32.",
+        "Held: caches or states, without weights. Medians of rounds taken in turns. Compiling is faster where torch "
+        "has kept on disk what it compiled before.",
+    ]
+    panel = Panel("tokens a second by batch", "batch", "tokens/s", curves)
+    return Measured(NAME, QUESTION, setting, tuple(tables), ratios, numbers, (panel,), tuple(notes), missing, not smoke)
+
+
+def forms(
+    sizes: Sizes, batch: int, length: int, *, room: int, compiled: bool
+) -> tuple[dict[str, Form], dict[str, str]]:
+    """Every form that can run here, having read `length` tokens, with room for more; why the others cannot."""
+    found: dict[str, Form] = {}
+    reasons = {}
+    for name, (precision, through_compiler) in OURS.items():
+        if through_compiler and not compiled:
+            continue
+        try:
+            model = language_model(sizes, precision)
+            found[name] = StateForm(model, batch, length, compiled=through_compiler)
+        except Exception as error:
+            if not through_compiler:
+                raise
+            # A compiler that is missing or refuses is a reason, not a failure of the others.
+            reasons[name] = f"it could not be compiled: {type(error).__name__}: {error}"[:300]
+    for precision in ("float32", "bfloat16"):
+        found[f"cached, {precision}"] = CachedForm(sizes, batch, length, room, precision)
+        if not absent("transformers"):
+            found[f"gpt2, {precision}"] = Gpt2Form(sizes, batch, length, room, precision)
+    return found, reasons
+
+
+def ratios_of(batch: int, seconds: Mapping[str, float], held: Mapping[str, int]) -> dict[str, float]:
+    """What targets and later runs look at; against GPT-2 only where it ran."""
+    best = min(value for name, value in seconds.items() if name.startswith("ours"))
+    ratios = {f"batch {batch}, cached / ours": round(seconds["cached, float32"] / best, 3)}
+    ratios[f"batch {batch}, cached / ours eager"] = round(seconds["cached, float32"] / seconds[EAGER], 3)
+    if GPT2 in seconds:
+        ratios |= {
+            f"batch {batch}, gpt2 / ours": round(seconds[GPT2] / best, 3),
+            f"batch {batch}, gpt2 / ours eager": round(seconds[GPT2] / seconds[EAGER], 3),
+            f"batch {batch}, memory ours / gpt2": round(held[EAGER] / held[GPT2], 5),
+        }
+    return ratios
+
+
+def step_costs(sizes: Sizes, batch: int) -> tuple[float, float]:
+    """Operations, and bytes at the least: all weights once, every state read and written, all in float32."""
+    mixer = KernelAttention("rfa", sizes.width, sizes.heads, 64, "gaussian", 0)
+    model = LanguageModelCosts(sizes.vocabulary, sizes.width, sizes.mlp, (mixer,) * sizes.layers)
+    return batch * model.decode_flops().total, model.weights_bytes + 2.0 * model.state_bytes(batch=batch)
+
+
+def _by_position(sizes: Sizes, near: int, far: int, rounds: int, steps: int) -> dict[int, float]:
+    model = language_model(sizes)
+    works = {str(read): StateForm(model, 1, read).steps(steps) for read in (near, far)}
+    return {int(name): times.median / steps for name, times in interleaved(works, 4 * rounds).items()}
+
+
+def _table(
+    batch: int, length: int, times: Mapping[str, Times], seconds: Mapping[str, float], found: Mapping[str, Form]
+) -> Table:
+    against = seconds.get(GPT2)
+    rows = []
+    for name, value in seconds.items():
+        times_gpt2 = "–" if against is None else f"{against / value:.2f}x"
+        form = found[name]
+        compile_s = f"{form.compile_s:.0f} s" if form.compile_s else ""
+        cells = (f"{1e3 * value:.2f} ms", f"{batch / value:,.0f}", times_gpt2, f"{form.held_bytes / 1e6:,.1f} MB")
+        rows.append((name, *cells, compile_s, f"{times[name].spread:.0%}"))
+    columns = ("form", "a step", "tokens/s", "tokens/s of gpt2", "held", "compiled in", "spread")
+    return Table(f"Batch {batch}, behind {length:,} tokens", columns, tuple(rows))

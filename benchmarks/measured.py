@@ -1,0 +1,104 @@
+"""What a study has measured: tables for people, numbers for machines, ratios for targets, curves for the figure."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from benchmarks import targets
+from benchmarks.papers.finding import Axes, Table
+from benchmarks.setting import Setting
+from benchmarks.targets import Verdict, judge
+
+__all__ = ["Measured", "Panel"]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Curves over one quantity: points by the label of their curve."""
+
+    title: str
+    x: str
+    y: str
+    curves: Mapping[str, Mapping[float, float]]
+
+    def draw(self, axes: Axes) -> None:
+        """Both axes logarithmic."""
+        for label, points in self.curves.items():
+            axes.plot(list(points), list(points.values()), marker="o", markersize=3, label=label)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set(xlabel=self.x, ylabel=self.y)
+        axes.set_title(self.title, fontsize=10)
+        axes.grid(True, alpha=0.3)
+        if self.curves:
+            axes.legend(fontsize=8)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One study's result.
+
+    `ratios` are what targets are about, and what later runs are compared with; `numbers` are whatever they were made
+    of, in seconds, bytes or counts, as their names say. `absent` names peers that could not run, with the reason.
+    What is not `full` was only asked whether it runs: targets say nothing about its sizes.
+    """
+
+    study: str
+    question: str
+    setting: Setting
+    tables: tuple[Table, ...]
+    ratios: Mapping[str, float]
+    numbers: Mapping[str, float]
+    panels: tuple[Panel, ...]
+    notes: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    full: bool = True
+
+    @property
+    def name(self) -> str:
+        """What its files are called, without the ending."""
+        return f"{self.study}-{self.setting.date[:10]}-{self.setting.commit}"
+
+    def as_json(self) -> str:
+        """The result for machines."""
+        values = {
+            "object": "benchmark",
+            "case": self.study,
+            "question": self.question,
+            "setting": asdict(self.setting),
+            "ratios": dict(self.ratios),
+            "targets": targets.as_json(self._verdicts),
+            "numbers": dict(self.numbers),
+            "tables": [asdict(table) for table in self.tables],
+            "notes": self.notes,
+            "absent": dict(self.absent),
+        }
+        return json.dumps(values, indent=1) + "\n"
+
+    def as_markdown(self) -> str:
+        """The result for people."""
+        notes = [*self.notes, *(f"{peer} was not measured: {reason}." for peer, reason in self.absent.items())]
+        parts = [
+            f"# {self.study}",
+            self.question,
+            self.setting.sentence(),
+            *(table.as_markdown() for table in self.tables),
+            "\n".join(f"* {note}" for note in notes),
+            targets.as_markdown(self._verdicts).rstrip(),
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    @property
+    def _verdicts(self) -> tuple[Verdict, ...]:
+        return judge(self.study, self.ratios) if self.full else ()
+
+    def draw(self, path: Path) -> None:
+        """The panels beside each other."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(5.6 * max(1, len(self.panels)), 4.2), layout="constrained")
+        for number, panel in enumerate(self.panels):
+            panel.draw(figure.add_subplot(1, len(self.panels), number + 1))
+        figure.suptitle(f"{self.study}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
+        figure.savefig(path, dpi=110)

@@ -1,0 +1,173 @@
+"""Passes of sharded attention on ranks that are processes, each kept to a core: seconds, processor time, bytes, waits.
+
+In every round the first rank also does the whole pass alone while the others wait, so that a change of the machine's
+speed meets both.
+"""
+
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.setting import own_cores, pin_to
+from dist_attn.comm import Communicator
+from dist_attn.comm.torch_dist import TorchDistCommunicator
+from dist_attn.costs import KernelAttention, Link, default_exchange
+from dist_attn.feature_maps import Gaussian
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.sharded import Algorithm, ShardedSequenceOps
+
+__all__ = ["COSTS", "Pass", "Passed", "measured_link", "pass_on_rank", "run_passes"]
+
+Result = TypeVar("Result")
+
+HEADS, SIZE, NUM_RANDOM = 8, 64, 64
+COSTS = KernelAttention("rfa", HEADS * SIZE, HEADS, NUM_RANDOM, "gaussian", 0)
+"""Formulas of the reference shape, without a short convolution."""
+
+TIMEOUT_S = 900.0
+SMALL_BYTES, LARGE_BYTES, SWAPS = 4 << 10, 4 << 20, 15
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Attention over `length` tokens at the reference shape, B1 H8 d64, 64 random vectors.
+
+    With `alone` the first rank also does it by itself in every round.
+    """
+
+    length: int
+    gated: bool = False
+    gradients: bool = False
+    alone: bool = True
+
+    @property
+    def name(self) -> str:
+        """As ratios call it."""
+        return f"{'gated' if self.gated else 'ungated'} forward{' and backward' * self.gradients}"
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A pass on one rank. Units: seconds of every round, bytes and messages that it sends in one round.
+
+    `cpu_s` is the processor time of the whole process; `exposed_s` the time in exchanges, waiting for slower ranks
+    included; `alone_s` is empty on all ranks but the first.
+    """
+
+    alone_s: tuple[float, ...]
+    together_s: tuple[float, ...]
+    cpu_s: tuple[float, ...]
+    exposed_s: tuple[float, ...]
+    bytes_sent: int
+    messages: int
+
+    @property
+    def exposed_share(self) -> float:
+        """The middle of the rounds' shares."""
+        return statistics.median(e / t for e, t in zip(self.exposed_s, self.together_s, strict=True))
+
+
+def run_passes(passes: Sequence[Pass], ranks: int, rounds: int) -> list[list[Passed]]:
+    """Every pass on every rank, in order of passes and of ranks; ranks live for all passes, rank r on core r."""
+    of_ranks = _on_ranks(partial(_all_passes, passes=passes, rounds=rounds), ranks)
+    return [list(of_pass) for of_pass in zip(*of_ranks, strict=True)]
+
+
+def measured_link() -> Link:
+    """What messages between two ranks of this machine take: swaps of two sizes, medians."""
+    small_s, large_s = _on_ranks(_swaps, 2)[0]
+    rate = (LARGE_BYTES - SMALL_BYTES) / max(large_s - small_s, 1e-9)
+    return Link(latency_s=max(small_s - SMALL_BYTES / rate, 1e-9), bytes_per_s=rate)
+
+
+def _all_passes(comm: Communicator, passes: Sequence[Pass], rounds: int) -> list[Passed]:
+    return [pass_on_rank(comm, one, rounds) for one in passes]
+
+
+def _swaps(comm: Communicator) -> tuple[float, float]:
+    other, found = {1 - comm.rank: 1}, []
+    for size in (SMALL_BYTES, LARGE_BYTES):
+        message, taken = torch.zeros(1, size, dtype=torch.uint8), []
+        for _ in range(SWAPS + 1):
+            began = time.perf_counter()
+            comm.send_receive(message, other, other)
+            taken.append(time.perf_counter() - began)
+        found.append(statistics.median(taken[1:]))
+    return found[0], found[1]
+
+
+def _on_ranks(work: Callable[[Communicator], Result], ranks: int) -> list[Result]:
+    """What the work gives on each rank; ranks are processes, each on a core of its own as far as there are any."""
+    cores = own_cores()
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, context.Pool(ranks) as pool:
+        store = (Path(folder) / "store").as_uri()
+        jobs = [(rank, ranks, store, cores[rank % len(cores)], work) for rank in range(ranks)]
+        return pool.starmap(_rank_main, jobs, chunksize=1)
+
+
+def _rank_main(rank: int, ranks: int, store: str, core: int, work: Callable[[Communicator], Result]) -> Result:
+    pin_to([core])
+    with TorchDistCommunicator.connect(
+        "gloo", timeout_s=TIMEOUT_S, device=torch.device("cpu"), init_method=store, rank=rank, size=ranks
+    ) as comm:
+        return work(comm)
+
+
+def pass_on_rank(comm: Communicator, one: Pass, rounds: int) -> Passed:
+    """Rounds of a pass on this rank, after one that is not counted."""
+    layout = SequenceLayout.even(one.length, comm.size)
+    whole = _work(one, LocalSequenceOps(), 0, one.length) if one.alone and comm.rank == 0 else None
+    exchange = cast(Algorithm, default_exchange(comm.size))
+    ops = ShardedSequenceOps(comm, layout, exchange=exchange) if comm.size > 1 else LocalSequenceOps()
+    share = _work(one, ops, *layout.range(comm.rank))
+    alone, together, cpu, exposed = [], [], [], []
+    for number in range(rounds + 1):
+        comm.barrier()
+        began = time.perf_counter()
+        if whole is not None:
+            whole()
+        alone_s = time.perf_counter() - began
+        comm.barrier()
+        comm.traffic.clear()
+        cpu_began, began = time.process_time(), time.perf_counter()
+        share()
+        together_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
+        if number:
+            alone += [alone_s] if whole is not None else []
+            together.append(together_s)
+            cpu.append(cpu_s)
+            exposed.append(comm.traffic.exposed_s)
+    sent, messages = comm.traffic.bytes_sent, comm.traffic.messages
+    return Passed(tuple(alone), tuple(together), tuple(cpu), tuple(exposed), sent, messages)
+
+
+def _work(one: Pass, ops: SequenceOps, start: int, stop: int) -> Callable[[], object]:
+    """The pass over tokens `start` to `stop`, the same numbers wherever it is cut."""
+    generator = torch.Generator().manual_seed(one.length)
+    qkv = torch.randn((3, 1, HEADS, one.length, SIZE), generator=generator)[:, :, :, start:stop]
+    q, k, v = (t.clone().requires_grad_(one.gradients) for t in qkv)
+    feature_map = Gaussian(torch.randn(HEADS, NUM_RANDOM, SIZE, generator=generator), unit_norm=True)
+    log_gate = key_scale = None
+    if one.gated:
+        # Gates of a trained model: most of them near 1, the state of some hundred tokens before is forgotten.
+        logits = torch.randn((1, HEADS, one.length), generator=generator)[:, :, start:stop] + 3
+        log_gate, key_scale = F.logsigmoid(logits), torch.sigmoid(-logits)
+    weight = torch.ones(1, 1, 1, 1).expand(v.shape)
+
+    def forward() -> torch.Tensor:
+        return ops.linear_attention(q, k, v, feature_map=feature_map, log_gate_BHS=log_gate, key_scale_BHS=key_scale)[0]
+
+    if one.gradients:
+        return lambda: torch.autograd.grad(forward(), (q, k, v), weight)
+    return torch.inference_mode()(forward)
