@@ -325,6 +325,7 @@ def test_help_names_every_command(run):
         "convert",
         "serve",
         "plan",
+        "top",
         "mixers",
         "doctor",
         "bench",

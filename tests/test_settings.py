@@ -153,13 +153,13 @@ def test_a_password_of_the_store_is_not_shown(tmp_path: Path) -> None:
 
 
 def test_the_api_gets_its_part(tmp_path: Path) -> None:
-    """Every key outside [engine], [store], [jobs] and [files], and what leads to the controller, is the API's own."""
+    """But for sections that it takes whole every key of the tree is its own, and so is the controller."""
     toml = 'model = "m"\n[engine]\napi_address = "ipc:///x"\n[http]\nport = 9\n[limits]\nmax_tokens = 7\n'
     settings = ServiceSettings.of(read(tmp_path, toml).settings)
     assert (settings.port, settings.max_tokens, settings.api_address, settings.model) == (9, 7, "ipc:///x", Path("m"))
-    nested = ("engine.", "store.", "jobs.", "files.")
+    nested = ("engine.", "store.", "prefixes.", "tracing.", "jobs.", "files.")
     names = {key.rpartition(".")[2] for key in settings_keys() if not key.startswith(nested)}
-    own = {"api_address", "keys_dir", "insecure_network", "store", "jobs", "files"}
+    own = {"api_address", "keys_dir", "insecure_network", "store", "prefixes", "tracing", "jobs", "files"}
     assert set(ServiceSettings.model_fields) == names | own
     assert ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, jobs={"at_once": 7})).jobs.at_once == 7
     with pytest.raises(ConfigError, match="--api-address"):

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import report, run
-from benchmarks.cases import CASES, MATMUL, OURS, Case
+from benchmarks import report, roofline, run
+from benchmarks.cases import CASES, OURS, Case
+from benchmarks.race import measure
 from benchmarks.report import as_markdown, file_result
-from benchmarks.run import main, measure
+from benchmarks.roofline import COPY, MATMUL, RATES, Roofline, matmul_flops
+from benchmarks.run import main
+from benchmarks.setting import own_cores
+from benchmarks.studies import STUDIES
 from benchmarks.timing import Times, interleaved
 from benchmarks.verify import ROOT, why_red
 
@@ -54,7 +58,7 @@ def test_medians_and_spread() -> None:
 def test_cases_compare_like_with_like(name: str) -> None:
     """Ours and every peer return results of the same shapes, and a case's tests exist."""
     works = CASES[name].works(24)
-    shapes = {peer: _shapes(work()) for peer, work in works.items() if peer != MATMUL}
+    shapes = {peer: _shapes(work()) for peer, work in works.items() if peer not in RATES}
     assert len(shapes) >= 2
     assert all(found == shapes[OURS] for found in shapes.values())
     assert all((ROOT / test).is_file() for test in CASES[name].tests)
@@ -76,18 +80,26 @@ def test_green_and_red(tmp_path: Path) -> None:
 
 
 def test_numbers_are_printed_and_filed(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run prints a table, files JSON and Markdown by case, date and commit, and writes the JSON where asked."""
+    """A run prints a table, files JSON, Markdown and a figure by case, date and commit; the JSON also where asked."""
     assert main(["forward", f"--json={tiny / 'own.json'}"]) == 0
     files = sorted(path.name for path in (tiny / "benchmarks" / "results").iterdir())
-    assert [re.sub(r"-\d{4}-\d\d-\d\d-.+(?=\.)", "", name) for name in files] == ["forward.json", "forward.md"]
+    assert [re.sub(r"-\d{4}-\d\d-\d\d-.+(?=\.)", "", name) for name in files] == [
+        "forward.json",
+        "forward.md",
+        "forward.png",
+    ]
     (own,) = json.loads((tiny / "own.json").read_text())
     filed = json.loads((tiny / "benchmarks" / "results" / files[0]).read_text())
     assert own == filed
     assert [row["size"] for row in own["rows"]] == [8, 16]
     assert own["rounds"] == 3
-    assert own["rows"][0]["seconds"].keys() == {"ours", "sdpa", "matmul"}
+    assert {"ours", "sdpa", "cumulative sums", "matmul", "copy"} <= own["rows"][0]["seconds"].keys()
+    assert own["ratios"]["sdpa / ours at 16"] == own["rows"][1]["peers_over_ours"]["sdpa"]
     assert own["setting"]["threads"] == torch.get_num_threads()
-    assert "| size | ours | sdpa | sdpa / ours | ours / limit | spread |" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "| size | ours | sdpa | cumulative sums |" in said
+    assert "* Roofline, 16: " in said
+    assert "| forward against SDPA, 8,192 tokens | at least 10.00x | not measured |  |" in said
 
 
 def test_a_smoke_run_files_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +128,12 @@ def _never(size: int) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(["sideways"], "there are forward, backward"), (["--json=/no/such/folder/f"], "make it first")],
+    [
+        (["sideways"], "there are forward, backward"),
+        (["--json=/no/such/folder/f"], "make it first"),
+        (["forward", "--cores=100000"], "no cores '100000'"),
+        (["forward", "--cores=first"], "no cores 'first'"),
+    ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An unknown case or folder ends with code 2 and one line, before anything is run."""
@@ -126,14 +143,40 @@ def test_bad_arguments_are_one_line(arguments: list[str], says: str, capsys: pyt
     assert err.count("\n") == 1
 
 
+def test_a_run_keeps_to_its_cores(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--cores` pins the process before anything is measured; without it nothing is pinned."""
+    pinned: list[tuple[int, ...]] = []
+    monkeypatch.setattr(run, "pin_to", pinned.append)
+    core = own_cores()[-1]
+    assert main(["--smoke", f"--cores={core}"]) == main(["--smoke"]) == 0
+    assert pinned == [(core,)]
+
+
+def test_the_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--list` names every case and study with its question, and runs none."""
+    assert main(["--list"]) == 0
+    listed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert listed.keys() == CASES.keys() | STUDIES.keys()
+    assert all(listed.values())
+
+
 def test_ratios(tmp_path: Path) -> None:
     """Ratios are peers over ours and ours over the arithmetic limit, at the rate of the product in the same run."""
-    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: report.matmul_flops() / 2)
-    row = report.row_of(case, 1, {OURS: Times((2.0,)), "peer": Times((6.0,)), MATMUL: Times((1.0,))})
+    case = Case("c", "Why?", (), (1,), lambda _: {}, lambda _: matmul_flops() / 2, lambda _: 4.0 * roofline.COPY_BYTES)
+    times = {OURS: Times((2.0,)), "peer": Times((6.0,)), MATMUL: Times((1.0,)), COPY: Times((0.25,))}
+    row = report.row_of(case, 1, times)
     assert (row.peers_over_ours, row.over_limit) == ({"peer": 3.0}, 4.0)
-    result = replace(measure(replace(CASES["forward"], sizes=(8,)), (8,), 1), case="c", rows=(row,))
+    # Half of a product's second, and twice of a copy's quarter: as long for arithmetic as for memory.
+    assert row.roofline == Roofline(matmul_flops(), 8.0 * roofline.COPY_BYTES)
+    assert row.roofline.least_seconds(row.flops, row.moved_bytes) == 0.5
+    result = replace(
+        measure(replace(CASES["forward"], sizes=(8,)), (8,), 1), case="c", rows=(row,), absent={"x": "why"}
+    )
     text = as_markdown(result)
+    assert "it took 4.00 times that." in text
+    assert "* x was not measured: why." in text
     assert "| 1 | 2,000.00 ms | 6,000.00 ms | 3.00 | 4.00 | 0% |" in text
     path = file_result(result, tmp_path)
-    assert path.read_text() == text
+    assert path.read_text().startswith(text)
     assert path.with_suffix(".json").is_file()
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -66,7 +66,9 @@ def test_a_study_is_filed_with_its_figure(
 ) -> None:
     """A study goes through the same door as the cases, by its name: JSON, Markdown and a PNG."""
     finding = LongestSoftmax(look_around(), (ROW, Row("streamed", 1, (9.0,), {32: 9}, 64, 1.0, None, None, None)))
-    monkeypatch.setattr(run, "STUDIES", {"longest-softmax": Study("longest-softmax", study.TESTS, lambda _: finding)})
+    monkeypatch.setattr(
+        run, "STUDIES", {"longest-softmax": Study("longest-softmax", "", study.TESTS, lambda _: finding)}
+    )
     monkeypatch.setattr(run, "why_red", lambda _: "")
     monkeypatch.setattr(report, "ROOT", tmp_path)
     assert run.main(["longest-softmax"]) == 0

@@ -11,8 +11,8 @@ from benchmarks import scaleformer
 from benchmarks.cases import CASES, OURS
 from benchmarks.figures import main
 from benchmarks.memory import peak_bytes
+from benchmarks.race import measure
 from benchmarks.report import as_markdown
-from benchmarks.run import measure
 from benchmarks.timing import interleaved
 from dist_attn.ops.relative_attention.windowed import numerators
 from tests.support.closeness import assert_close

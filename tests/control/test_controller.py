@@ -13,30 +13,32 @@ from dist_attn.wire.agent_messages import (
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
     Cancel,
+    Failed,
+    Generated,
+    OpenCompletion,
+    OpenEncoding,
+    RowSpec,
+    SamplingSpec,
+    Tokens,
+)
+from dist_attn.wire.rank_messages import (
     CloseOp,
     DecodeEntry,
     DecodeOp,
     Drawn,
     Draws,
-    Failed,
-    Generated,
     GuardCounts,
     Heartbeat,
-    OpenCompletion,
-    OpenEncoding,
     OpenOp,
     Ping,
     PrefillOp,
     RankFailed,
     RankHello,
     RowPieces,
-    RowSpec,
-    SamplingSpec,
     SessionFault,
     Shutdown,
     Step,
     StepDone,
-    Tokens,
 )
 from dist_attn.wire.sockets import Sent
 from tests.support.states import MemoryStates
@@ -293,6 +295,6 @@ def test_stopping_tells_clients_and_ranks(table):
     """Open requests fail with a reason, ranks are asked to end, and no step follows."""
     table.api(OpenEncoding("a", RowSpec()))
     table.controller.stop(table.now)
-    assert table.to_peers[-1].code == "engine_not_ready"
+    assert table.to_peers[-1].code == "stopping"
     assert [message for _, message in table.others[-2:]] == [Shutdown(1), Shutdown(1)]
     assert not table.controller.stopped

@@ -15,14 +15,13 @@ from dist_attn.wire.messages import (
     OpenCompletion,
     OpenEncoding,
     Progress,
-    RankHello,
-    RowPieces,
     Rows,
     RowSpec,
     SamplingSpec,
     TokenLogprobs,
     Tokens,
 )
+from dist_attn.wire.rank_messages import RankHello, RowPieces
 from dist_attn.wire.sockets import Sent
 from dist_attn.wire.terms import Terms
 from tests.support.states import MemoryStates
@@ -146,14 +145,15 @@ def test_tokens_of_an_unknown_request_are_answered(counter):
     assert counter.last(Failed).request_id == "gone"
 
 
-def test_a_stopping_desk_ends_and_refuses_everything_as_not_ready(counter):
+def test_a_stopping_desk_ends_and_refuses_everything(counter):
     """Open requests, tokens that were on their way and new requests are all told the same reason."""
     counter.tell(OpenEncoding("a", RowSpec()))
     counter.desk.stop("the engine is stopping")
     counter.tokens([1, 2])
     counter.tell(OpenEncoding("b", RowSpec()))
     failures = [message for message in counter.sent if isinstance(message, Failed)]
-    assert failures == [Failed(name, "engine_not_ready", "the engine is stopping") for name in ("a", "a", "b")]
+    codes = (("a", "stopping"), ("a", "engine_not_ready"), ("b", "engine_not_ready"))
+    assert failures == [Failed(name, code, "the engine is stopping") for name, code in codes]
 
 
 def test_empty_inputs_end_at_once(counter):

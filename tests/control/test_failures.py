@@ -203,7 +203,7 @@ def test_sigterm_ends_everything_cleanly_and_tells_open_requests():
         began = time.monotonic()
         handle.process.terminate()
         client.wait_until(lambda: client.requests["a"].ended, 5)
-        assert client.requests["a"].failed.code == "engine_not_ready"
+        assert client.requests["a"].failed.code == "stopping"
         assert handle.process.wait(10) == 0
         wait_until_none_left(mark)
         assert time.monotonic() - began < 5 + 2

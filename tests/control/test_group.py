@@ -15,12 +15,8 @@ from dist_attn.wire.agent_messages import (
     StartGroup,
     WatchRanks,
 )
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
-    Heartbeat,
-    RankFailed,
-    RankHello,
-)
+from dist_attn.wire.messages import PROTOCOL_VERSION
+from dist_attn.wire.rank_messages import Heartbeat, RankFailed, RankHello
 
 SETTINGS = ControlSettings(
     api_address="ipc:///none",

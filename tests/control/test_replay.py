@@ -18,24 +18,17 @@ from dist_attn.engine.worker import ReceivedStates, perform
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
-    CloseOp,
-    DecodeOp,
-    Draws,
     EncodingDone,
     Failed,
     Generated,
     OpenCompletion,
     OpenEncoding,
-    RankFailed,
-    RankHello,
     Rows,
     RowSpec,
     SamplingSpec,
-    SaveOp,
-    StatePart,
-    Step,
     Tokens,
 )
+from dist_attn.wire.rank_messages import CloseOp, DecodeOp, Draws, RankFailed, RankHello, SaveOp, StatePart, Step
 from dist_attn.wire.snapshot import largest_snapshot
 from dist_attn.wire.sockets import Sent
 from tests.support.fake_rank import DIE, END, VOCAB, FakeExecutor, fake_hidden, fake_next

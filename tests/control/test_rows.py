@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from dist_attn.control.rows import GRAIN, RowAssembler, piece_edges, row_length
 from dist_attn.control.scheduler import split
 from dist_attn.errors import WireError
-from dist_attn.wire.messages import RowPieces, RowSpec
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
 
 DIM = 3
 

@@ -9,21 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_attn.wire.messages import (
-    Credit,
-    Failed,
-    Generated,
-    OpenSession,
-    PrefillOp,
-    Rows,
-    RowSpec,
-    SamplingSpec,
-    Tokens,
-)
+from dist_attn.wire.messages import Credit, Failed, Generated, Rows, RowSpec, SamplingSpec, Tokens
+from dist_attn.wire.rank_messages import PrefillOp
 from dist_attn.wire.session_messages import (
     BeginState,
     Checkpoint,
     FinishDrawing,
+    OpenSession,
     Restored,
     SessionDone,
     StateCredit,

@@ -4,7 +4,7 @@ from dist_attn.control.desk import Desk
 from dist_attn.control.scheduler import Plan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.steps import RATE_WINDOW_S, StepBook
-from dist_attn.wire.messages import StepDone
+from dist_attn.wire.rank_messages import StepDone
 from dist_attn.wire.sockets import Sent
 from tests.support.states import MemoryStates
 

@@ -1,4 +1,4 @@
-"""docker-compose.yml: valid, and as closed as docs/deploy.md says."""
+"""docker-compose.yml: valid, and as closed as docs/deploy.md and docs/how-to/secure.md say."""
 
 import re
 import subprocess

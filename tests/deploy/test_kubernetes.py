@@ -1,5 +1,6 @@
 """The Kubernetes manifests: valid by the schemas of its API, closed, and in agreement with images and settings."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").r
 OBJECTS: list[dict[str, Any]] = [
     document for name in KUSTOMIZATION["resources"] for document in yaml.safe_load_all((FOLDER / name).read_text())
 ]
-WORKLOADS = {item["metadata"]["name"]: item for item in OBJECTS if item["kind"] in ("Deployment", "StatefulSet")}
+ALL_WORKLOADS = {item["metadata"]["name"]: item for item in OBJECTS if item["kind"] in ("Deployment", "StatefulSet")}
+WORKLOADS = {name: ALL_WORKLOADS[name] for name in ("api", "engine")}  # those with an image of ours
 OLDEST, NEWEST = "1.29", "1.33"
 
 
@@ -28,7 +30,7 @@ def find(kind: str, name: str) -> dict[str, Any]:
 
 def pod(name: str) -> dict[str, Any]:
     """The pods of a workload."""
-    spec: dict[str, Any] = WORKLOADS[name]["spec"]["template"]["spec"]
+    spec: dict[str, Any] = ALL_WORKLOADS[name]["spec"]["template"]["spec"]
     return spec
 
 
@@ -69,21 +71,24 @@ def test_all_parts_and_all_files_are_there() -> None:
     """Workloads, their services and budgets, the autoscaler and the policies; no manifest is left out; one version."""
     kinds = sorted(item["kind"] for item in OBJECTS)
     assert kinds == sorted(
-        ["Namespace", "Deployment", "StatefulSet", "HorizontalPodAutoscaler"]
-        + ["Service"] * 2
-        + ["PodDisruptionBudget"] * 2
-        + ["NetworkPolicy"] * 3
+        ["Namespace", "Deployment", "HorizontalPodAutoscaler", "PersistentVolumeClaim"]
+        + ["StatefulSet"] * 2
+        + ["Service"] * 3
+        + ["PodDisruptionBudget"] * 3
+        + ["NetworkPolicy"] * 4
     )
     assert {path.name for path in FOLDER.iterdir()} == {"kustomization.yaml", *KUSTOMIZATION["resources"]}
     images = {image["name"]: image["newTag"] for image in KUSTOMIZATION["images"]}
+    redis = f"redis:{images.pop('redis')}"
     assert images == {container(name)["image"]: __version__ for name in WORKLOADS}
+    assert redis == yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["redis"]["image"]
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ALL_WORKLOADS)
 def test_every_pod_is_closed(name: str) -> None:
-    """The image's own user, a root that is read-only, no capabilities, no token, bounded memory and disk."""
+    """A user of its own, a root that is read-only, no capabilities, no token, bounded memory and disk."""
     spec, only = pod(name), container(name)
-    user = int(image_of(name).last("USER").split(":")[0])
+    user = int(image_of(name).last("USER").split(":")[0]) if name in WORKLOADS else 999  # redis, in its image
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert {spec["securityContext"][key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {user}
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -95,7 +100,9 @@ def test_every_pod_is_closed(name: str) -> None:
     }
     assert set(only["resources"]["limits"]) >= {"memory", "ephemeral-storage"}
     assert set(only["resources"]["requests"]) >= {"cpu", "memory"}
-    assert {mount["mountPath"] for mount in only["volumeMounts"]} >= {"/data", "/tmp"}
+    assert {mount["mountPath"] for mount in only["volumeMounts"]} >= (
+        {"/data", "/tmp"} if name in WORKLOADS else {"/data"}
+    )
     assert find("Namespace", KUSTOMIZATION["namespace"])["metadata"]["labels"] == {
         "pod-security.kubernetes.io/enforce": "restricted",
         "pod-security.kubernetes.io/warn": "restricted",
@@ -149,24 +156,61 @@ def test_probes_ask_what_they_should() -> None:
 
 
 def test_streams_may_end_after_sigterm() -> None:
-    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine's twice its."""
+    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine drains too."""
     waits, engine = settings_of("api").waits, settings_of("engine").engine
     pause = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][1])
     assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 5
-    assert pod("engine")["terminationGracePeriodSeconds"] == 2 * engine.stop_deadline_s + 5
+    assert pod("engine")["terminationGracePeriodSeconds"] == engine.drain_s + 2 * engine.stop_deadline_s + 5
+    assert engine.drain_s > 0
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     assert compose["api"]["stop_grace_period"] == f"{waits.shutdown_seconds + 5}s"
     assert compose["engine"]["stop_grace_period"] == f"{2 * engine.stop_deadline_s + 5:.0f}s"
 
 
-def test_disks_are_as_large_as_the_spools_may_be() -> None:
-    """The API's volume holds limits.disk_bytes and the store's, and the pod's limit of disk holds the volume."""
-    (volume,) = [volume for volume in pod("api")["volumes"] if volume["name"] == "data"]
-    size = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi"))
-    limit = int(container("api")["resources"]["limits"]["ephemeral-storage"].removesuffix("Gi"))
-    settings = settings_of("api")
-    assert settings.limits.disk_bytes + settings.store.store_bytes < size << 30
-    assert size < limit
+def size_of(quantity: str) -> int:
+    """Bytes of a quantity in Gi."""
+    return int(quantity.removesuffix("Gi")) << 30
+
+
+def test_disks_are_as_large_as_what_may_lie_there() -> None:
+    """The pod's own volume holds limits.disk_bytes and its limit of disk the volume; the shared one files and jobs."""
+    settings, volumes = settings_of("api"), {volume["name"]: volume for volume in pod("api")["volumes"]}
+    size = size_of(volumes["data"]["emptyDir"]["sizeLimit"])
+    assert settings.limits.disk_bytes < size < size_of(container("api")["resources"]["limits"]["ephemeral-storage"])
+    claim = find("PersistentVolumeClaim", volumes["shared"]["persistentVolumeClaim"]["claimName"])["spec"]
+    assert settings.files.all_bytes + settings.jobs.disk_bytes < size_of(claim["resources"]["requests"]["storage"])
+    assert claim["accessModes"] == ["ReadWriteMany"]
+
+
+def test_replicas_share_sessions_files_and_jobs() -> None:
+    """States and catalogues are in Redis, each in a database of its own, bytes in the folders of the API for them."""
+    api = settings_of("api")
+    addresses = [api.store.address, api.files.catalogue, api.jobs.address]
+    (port,) = find("Service", "redis")["spec"]["ports"]
+    assert addresses == [f"redis://redis:{port['port']}/{number}" for number in range(3)]
+    shared = [mount for mount in container("api")["volumeMounts"] if mount["name"] == "shared"]
+    assert {mount["mountPath"]: mount["subPath"] for mount in shared} == {"/data/files": "files", "/data/jobs": "jobs"}
+    assert "--data-dir=/data" in container("api")["args"] and not api.files.folder
+
+
+def test_redis_keeps_what_it_is_given() -> None:
+    """It logs to a volume, throws nothing away, has room for the store's bytes, and is reached by the API alone."""
+    only, (claim,) = container("redis"), ALL_WORKLOADS["redis"]["spec"]["volumeClaimTemplates"]
+    words = dict(pairwise(only["args"]))
+    assert (words["--appendonly"], words["--maxmemory-policy"], words["--dir"]) == ("yes", "noeviction", "/data")
+    memory = int(words["--maxmemory"].removesuffix("gb")) << 30
+    assert settings_of("api").store.store_bytes < memory < size_of(only["resources"]["limits"]["memory"])
+    assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in only["volumeMounts"]
+    labels = ALL_WORKLOADS["redis"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("Service", "PodDisruptionBudget"):
+        selector = find(kind, "redis")["spec"]["selector"]
+        assert selector.get("matchLabels", selector) == labels
+    policy = find("NetworkPolicy", "redis")["spec"]
+    ((peer,),) = [rule["from"] for rule in policy["ingress"]]
+    assert (
+        peer["podSelector"]["matchLabels"].items() <= WORKLOADS["api"]["spec"]["template"]["metadata"]["labels"].items()
+    )
+    assert policy["egress"] == []
 
 
 def test_services_autoscaler_and_budgets_point_at_the_workloads() -> None:

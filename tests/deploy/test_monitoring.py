@@ -14,7 +14,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from dist_attn.settings import LimitSettings, settings_keys
-from dist_attn.wire.messages import GuardCounts, RankStatus, Status
+from dist_attn.wire.messages import RankStatus, Status
+from dist_attn.wire.rank_messages import GuardCounts
 from service.engine_port import EngineHealth
 from service.metrics import OUTCOMES, Gauges, Metrics
 

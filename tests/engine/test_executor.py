@@ -14,16 +14,8 @@ from dist_attn.engine.executor import ModelExecutor
 from dist_attn.errors import EngineError
 from dist_attn.generation import generate
 from dist_attn.models import ModelState
-from dist_attn.wire.messages import (
-    DecodeEntry,
-    DecodeOp,
-    Drawn,
-    OpenOp,
-    PrefillOp,
-    RowSpec,
-    SamplingSpec,
-    SessionFault,
-)
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, SessionFault
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 

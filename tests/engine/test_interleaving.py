@@ -6,18 +6,8 @@ import pytest
 from dist_attn.control.heartbeat import Pulse
 from dist_attn.engine.interleaving import Decoding
 from dist_attn.engine.worker import ReceivedStates, perform
-from dist_attn.wire.messages import (
-    DecodeEntry,
-    DecodeOp,
-    Drawn,
-    Draws,
-    OpenOp,
-    PrefillOp,
-    RowSpec,
-    SamplingSpec,
-    SessionFault,
-    Step,
-)
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, Draws, OpenOp, PrefillOp, SessionFault, Step
 from tests.engine.test_executor import executor
 
 ROUND = DecodeOp([DecodeEntry(9)])

@@ -1,5 +1,6 @@
 """What doctor asks of the system: ports, disk, memory, libraries and extras."""
 
+import re
 import socket
 import tomllib
 from pathlib import Path
@@ -13,7 +14,7 @@ PROJECT = tomllib.loads((Path(machine.__file__).parents[2] / "pyproject.toml").r
 
 
 def _name(requirement: str) -> str:
-    return requirement.split(";")[0].split(">")[0].strip()
+    return re.split(r"[;>\[]", requirement)[0].strip()
 
 
 def test_libraries_are_those_of_the_project() -> None:

@@ -1,16 +1,11 @@
 """Progress: a bar where a terminal is looking, plain lines or silence where none is."""
 
-import fcntl
-import os
-import pty
-import struct
-import sys
-import termios
 from collections.abc import Callable
 
 import pytest
 
-from dist_attn.engine.progress import byte_progress, training_progress
+from dist_attn.engine.progress import byte_progress, bytes_progress, training_progress
+from tests.support.terminal import terminal_as
 
 REPORT = {"step": 20, "steps": 40, "loss": 3.25, "learning_rate": 0.01, "tokens": 9000, "tokens_per_second": 1234.5}
 
@@ -20,21 +15,9 @@ def shown(monkeypatch) -> Callable[[Callable[[], None]], str]:
     """What a function draws when stderr is a terminal of 120 columns."""
 
     def watch(draw: Callable[[], None]) -> str:
-        master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        with os.fdopen(slave, "w") as terminal, monkeypatch.context() as patched:
-            patched.setattr(sys, "stderr", terminal)
-            patched.setenv("TERM", "xterm-256color")
+        with terminal_as("stderr", monkeypatch) as terminal:
             draw()
-        drawn = b""
-        # Linux ends a terminal whose other side is closed with an error in place of an empty read.
-        try:
-            while data := os.read(master, 1 << 16):
-                drawn += data
-        except OSError:
-            pass
-        os.close(master)
-        return drawn.decode()
+        return terminal.text()
 
     return watch
 
@@ -98,4 +81,18 @@ def test_bytes_are_drawn_only_for_somebody(shown, capsys):
     assert "1.5/3.0 MB" in shown(lambda: draw(True))
     assert shown(lambda: draw(False)) == ""
     draw(True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_sending_and_encoding_have_a_bar_each(shown, capsys):
+    """What is done with the same bytes twice is drawn as two bars, and elsewhere not at all."""
+
+    def draw() -> None:
+        with bytes_progress(("sending", "encoding"), 3_000_000) as (sent, encoded):
+            sent(3_000_000)
+            encoded(1_500_000)
+
+    drawn = shown(draw)
+    assert "3.0/3.0 MB" in drawn and "1.5/3.0 MB" in drawn
+    draw()
     assert capsys.readouterr() == ("", "")

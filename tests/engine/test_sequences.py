@@ -17,7 +17,8 @@ from dist_attn.engine.sequence_executor import SequenceExecutor
 from dist_attn.errors import EngineError, InputError
 from dist_attn.models import TextEncoder, TextEncoderConfig, build_model
 from dist_attn.text import ByteTokeniser
-from dist_attn.wire.messages import DecodeOp, OpenOp, PrefillOp, RankHello, RowSpec, SamplingSpec
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp, RankHello
 from dist_attn.wire.row_choice import RowChoiceError, SequenceReading, choose_rows
 from tests.support.closeness import assert_close
 

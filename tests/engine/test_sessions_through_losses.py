@@ -8,7 +8,8 @@ import pytest
 from dist_attn.control.heartbeat import Pulse
 from dist_attn.control.settings import ControlSettings
 from dist_attn.engine.worker import ReceivedStates, perform
-from dist_attn.wire.messages import PROTOCOL_VERSION, RankHello, StatePart
+from dist_attn.wire.messages import PROTOCOL_VERSION
+from dist_attn.wire.rank_messages import RankHello, StatePart
 from dist_attn.wire.snapshot import largest_snapshot
 from tests.control.test_replay import Engine
 from tests.control.test_sessions import Client

@@ -11,7 +11,8 @@ from dist_attn.control.scheduler import split
 from dist_attn.engine.executor import ModelExecutor
 from dist_attn.engine.state_bytes import read_state, state_size, write_state
 from dist_attn.errors import WireError
-from dist_attn.wire.messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp, RowSpec, SamplingSpec
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp
 from tests.support.models import small_config, small_model
 
 KINDS = {

@@ -17,17 +17,8 @@ from dist_attn.engine.executor import ModelExecutor
 from dist_attn.errors import EngineError
 from dist_attn.generation import computation_of
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.messages import (
-    DecodeEntry,
-    DecodeOp,
-    Drawn,
-    OpenOp,
-    PrefillOp,
-    RowSpec,
-    SamplingSpec,
-    SavedState,
-    SessionFault,
-)
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, SavedState, SessionFault
 from tests.support.models import small_config, small_model
 from tests.support.ranks import run_ranks
 from tests.support.snapshots import manifest

@@ -12,7 +12,8 @@ from dist_attn.control.identities import beat_identity, rank_identity
 from dist_attn.control.ranks import child_environment
 from dist_attn.engine.rank_settings import RankSettings, rank_from_environment
 from dist_attn.errors import ConfigError
-from dist_attn.wire.messages import (
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import (
     CloseOp,
     DecodeEntry,
     DecodeOp,
@@ -23,8 +24,6 @@ from dist_attn.wire.messages import (
     PrefillOp,
     RankFailed,
     RankHello,
-    RowSpec,
-    SamplingSpec,
     Shutdown,
     Step,
     StepDone,

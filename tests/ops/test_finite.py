@@ -12,7 +12,8 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.finite import checked
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.wire.messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp, SamplingSpec
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp
 from tests.support.attention import Inputs
 from tests.support.models import small_config, small_model
 

@@ -267,6 +267,7 @@ def test_unknown_routes_and_methods_are_problems_too(service: RunningService) ->
     wrong = httpx.get(f"{service.url}/v1/completions")
     check_problem(wrong, 405, "method_not_allowed", None, "POST")
     assert wrong.headers["allow"] == "POST"
+    assert httpx.put(f"{service.url}/v1/uploads/x").headers["allow"] == "DELETE, GET, HEAD, PATCH"
     check_problem(httpx.get(f"{service.url}/v1/models/other"), 404, "model_not_found", "model")
 
 

@@ -67,7 +67,7 @@ def test_every_choice_has_its_own_seed(service: RunningService) -> None:
     assert complete(service, seed=7)["choices"][0] == first["choices"][0]
     assert len({choice["text"] for choice in first["choices"]}) == 3
     complete(service, n=2)
-    assert seeds(service, 2) == [None, None]
+    assert len(set(seeds(service, 2)) - {None}) == 2
 
 
 @pytest.mark.parametrize("prompts", [["ab", "cd"], [[97, 98], [99, 100]]])
@@ -76,7 +76,12 @@ def test_prompts_and_choices_are_numbered_as_openai_does(service: RunningService
     whole = complete(service, prompt=prompts, n=2, seed=1)
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     assert [choice["text"][0] for choice in whole["choices"]] == ["b", "b", "d", "d"]
-    assert whole["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+    assert whole["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 16,
+        "total_tokens": 20,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert complete(service, prompt=[prompts[1]], seed=1)["choices"][0]["text"] == whole["choices"][2]["text"]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from dist_attn.wire.messages import Credit, EncodingDone, Generated, Rows, RowSpec, SamplingSpec, Tokens
+from service.completion_stream import CompletionWork
 from service.engine_port import EnginePort, ZmqEnginePort
 from service.engine_stream import EngineStream, StreamLimits
 from service.errors import Code, ServiceError
@@ -94,7 +95,7 @@ def test_a_completion_ends_with_its_reason(kind: str, tmp_path: Path) -> None:
     """Drawn tokens arrive in order, the reason with the last."""
 
     async def use(port: EnginePort) -> None:
-        with port.open(SamplingSpec(max_tokens=5)) as stream:
+        with port.open_completion(CompletionWork(SamplingSpec(max_tokens=5))) as stream:
             await stream.send(np.array([7, 8], dtype=np.int32), final=True)
             events = [await stream.next() for _ in range(5)]
         assert all(isinstance(event, Generated) for event in events)
@@ -170,7 +171,7 @@ def test_silence_has_a_deadline(kind: str, tmp_path: Path) -> None:
                 await stream.send(np.zeros(1_000, dtype=np.int32), final=True)
         assert (stuck.value.code, stuck.value.status) == (Code.ENGINE_TIMEOUT, 504)
         engine.paused, engine.hold_replies = False, True
-        with port.open(SamplingSpec(max_tokens=3)) as stream:
+        with port.open_completion(CompletionWork(SamplingSpec(max_tokens=3))) as stream:
             await stream.send(np.zeros(4, dtype=np.int32), final=True)
             with pytest.raises(ServiceError) as quiet:
                 await stream.next()

@@ -15,6 +15,7 @@ from dist_attn.errors import ConfigError
 from service.app import create_app
 from service.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
 from service.logs import RequestRecord, make_log
+from service.page_files import PAGE_FILES
 from service.settings import Settings
 from tests.support.raw_http import Answer, head
 from tests.support.service_server import RunningService, model_folder, running_service
@@ -59,8 +60,8 @@ def routes(folder: Path) -> list[tuple[str, str]]:
 
 
 def test_no_route_answers_without_a_key(service: RunningService, tmp_path: Path) -> None:
-    """Every route of the app is 401 with a challenge, in the error shape, but for the health checks."""
-    every = routes(tmp_path)
+    """Every route of the app is 401 with a challenge, in the error shape, but for health checks and the page."""
+    every = [*routes(tmp_path), *(("GET", path) for path in PAGE_FILES)]
     paths = {path for _, path in every}
     assert {"/docs", "/openapi.json", "/metrics", "/v1/status", "/v1/models/tiny", "/tokenize", *OPEN_ROUTES} <= paths
     for method, path in every:
@@ -90,7 +91,7 @@ def test_what_is_no_key_opens_nothing(service: RunningService, header: str) -> N
 
 @pytest.mark.parametrize("path", ["//livez", "/livez/", "/livez/../v1/models", "/livez%2f..%2fv1/models", "/LIVEZ"])
 def test_no_spelling_of_a_path_slips_through(service: RunningService, path: str) -> None:
-    """Only the two paths themselves are open, whatever else looks like them."""
+    """Only the open paths themselves are open, whatever else looks like them."""
     with service.connect() as connection:
         connection.sendall(head(path, method="GET"))
         answer = Answer(connection)

@@ -15,6 +15,7 @@ from dist_attn.wire.messages import OpenCompletion, OpenEncoding
 from service.envelope import Envelope
 from service.logs import LibraryLogs, make_log
 from service.metrics import Metrics
+from service.tracing import Tracing
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, head
 from tests.support.service_server import RunningService, eventually, running_service
@@ -129,7 +130,8 @@ def test_bytes_that_are_tried_twice_are_counted_once() -> None:
     async def receive() -> Message:
         return {"type": "http.disconnect"}
 
-    envelope = Envelope(log=make_log(stream), metrics=Metrics(), refusal=lambda _: None, whereabouts=dict)
+    parts = {"log": make_log(stream), "metrics": Metrics(), "tracing": Tracing()}
+    envelope = Envelope(**parts, refusal=lambda _: None, whereabouts=dict)
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
     asyncio.run(envelope.around(app)(scope, receive, send))
     assert json.loads(stream.getvalue())["response_bytes"] == 4

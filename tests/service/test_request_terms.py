@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding
+from dist_attn.wire.session_messages import OpenSession
 from dist_attn.wire.terms import Terms
 from service.request_terms import DeadlineExceeded, RequestTerms
 from tests.service.test_chat import templated
@@ -37,6 +38,40 @@ def test_headers_and_fields_reach_the_engine(tmp_path):
     assert [t.tokens for t in terms] == [3, 3, 4, None, 3]
     assert all(most - 5 < t.deadline_s <= most for t, most in zip(terms, (30, 7, 30, 30), strict=False))
     assert terms[-1] == Terms(tokens=3)
+
+
+def test_sessions_say_how_soon_as_well(tmp_path):
+    """Appends and generations tell the engine class and deadline, by headers and by fields, which go over headers."""
+    hurry = {"x-request-priority": "low", "x-request-deadline": "30"}
+    with (
+        running_service(tmp_path, FakeEngine()) as service,
+        httpx.Client(base_url=service.url, headers=hurry) as http,
+    ):
+        session = http.post("/v1/sessions").json()["id"]
+        http.post(f"/v1/sessions/{session}/append", content=b"abc", headers={"content-type": "text/plain"})
+        http.post(f"/v1/sessions/{session}/append", json={"input": "d", "priority": "high", "deadline_seconds": 7})
+        http.post(f"/v1/sessions/{session}/generate", json={"max_tokens": 2, "priority": "high"}).raise_for_status()
+        httpx.post(f"{service.url}/v1/sessions/{session}/generate", json={"max_tokens": 2}).raise_for_status()
+    terms = [m.terms for m in service.engine.received if isinstance(m, OpenSession)]
+    assert [t.priority for t in terms] == [2, 0, 0, 1]
+    assert all(most - 5 < t.deadline_s <= most for t, most in zip(terms, (30, 7, 30), strict=False))
+    assert terms[-1] == Terms()
+
+
+@pytest.mark.parametrize("what", ["append", "generate"])
+def test_a_sessions_deadline_that_has_passed_leaves_it_as_it_stands(tmp_path, what):
+    """The answer is a 504 that says so, and the session can be gone on with."""
+    with running_service(tmp_path, FakeEngine()) as service, httpx.Client(base_url=service.url) as http:
+        session = http.post("/v1/sessions").json()["id"]
+        http.post(f"/v1/sessions/{session}/append", json={"input": "abc"}).raise_for_status()
+        service.engine.refuse = "deadline_exceeded"
+        body = {"input": "def"} if what == "append" else {"max_tokens": 2}
+        answer = http.post(f"/v1/sessions/{session}/{what}", json={**body, "deadline_seconds": 1})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+        service.engine.refuse = None
+        assert http.get(f"/v1/sessions/{session}").json()["position"] == 3
+        again = http.post(f"/v1/sessions/{session}/{what}", json=body)
+        assert again.status_code == 200, again.text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,8 @@ from dist_attn.settings import StoreSettings
 from dist_attn.store import StoreLimits
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.state_store import StateStore
-from dist_attn.wire.messages import Failed, OpenSession, Status, Tokens
+from dist_attn.wire.messages import Failed, Status, Tokens
+from dist_attn.wire.session_messages import OpenSession
 from service.errors import Code, ServiceError
 from service.sessions.writer import writing
 from tests.support.fake_engine import FakeEngine

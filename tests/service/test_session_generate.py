@@ -8,8 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from dist_attn.wire.messages import Failed, OpenSession
-from dist_attn.wire.session_messages import FinishDrawing
+from dist_attn.wire.messages import Failed
+from dist_attn.wire.session_messages import FinishDrawing, OpenSession
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored
 from tests.support.raw_http import Answer, head
@@ -53,7 +53,12 @@ def test_what_is_drawn_becomes_a_part_of_the_session(service: RunningService) ->
     answer = generate(client, session, max_tokens=12, expected_position=START).json()
     assert answer["object"] == "session.completion" and answer["model"] == "tiny"
     assert answer["choices"] == [{"index": 0, "text": text_of(drawn), "logprobs": None, "finish_reason": "length"}]
-    assert answer["usage"] == {"prompt_tokens": 0, "completion_tokens": 12, "total_tokens": 12}
+    assert answer["usage"] == {
+        "prompt_tokens": 0,
+        "completion_tokens": 12,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
     assert answer["session"] == {
         "restored_position": START, "recomputed_tokens": 0, "bit_exact": True, "reason": "",
         "id": session, "start": START, "position": START + 12, "replayed": False,

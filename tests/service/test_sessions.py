@@ -2,11 +2,6 @@
 
 import asyncio
 import hashlib
-import os
-import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,8 +18,6 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import samples, value
 from tests.support.service_server import RunningService, eventually, model_folder, running_service
 from tests.support.sessions import SessionClient
-
-PAGE = Path(__file__).resolve().parents[2] / "docs/service.md"
 
 
 @pytest.fixture(scope="module")
@@ -184,26 +177,6 @@ def test_sessions_are_there_after_a_restart(tmp_path: Path) -> None:
         assert client.get(f"/v1/sessions/{session}").json()["position"] == first.position
         second = client.append(session, "And gone on from.", expected_position=first.position)
         assert (second.restored_position, second.recomputed_tokens, second.bit_exact) == (first.position, 0, True)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_commands_of_the_page(service: RunningService, tmp_path: Path) -> None:
-    """What docs/service.md tells people to type about sessions works, command by command."""
-    section = PAGE.read_text().split("\n## Sessions\n")[1].split("\n## ")[0]
-    (block,) = re.findall(r"```console\n(.*?)```", section, re.DOTALL)
-    commands = [line.removeprefix("$ ").replace("localhost:8000", service.url) for line in block.splitlines()]
-    assert len(commands) == 7 and all(line.startswith("$ ") for line in block.splitlines())
-    (tmp_path / "book.txt").write_text("It was the best of times. " * 100)
-    if shutil.which("jq") is None:
-        program = f"#!{sys.executable}\nimport json, sys\nprint(json.load(sys.stdin)['id'])\n"
-        (tmp_path / "jq").write_text(program)
-        (tmp_path / "jq").chmod(0o755)
-    script = 'set -eu\ncurl() { command curl -sS --fail-with-body "$@"; }\n' + "\n".join(commands)
-    environment = {"PATH": f"{os.environ['PATH']}:{tmp_path}"}
-    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert b'"position":2600' in done.stdout and b"data: [DONE]" in done.stdout
-    assert (tmp_path / "book.state").stat().st_size > 1000
 
 
 def test_a_store_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_callers_have_nothing_in_common(place):
             lambda: read(store, "bob", ann),
             lambda: store.snapshots.stat("bob", ann),
             lambda: store.snapshots.pin("bob", ann, 9),
+            lambda: store.snapshots.unpin("bob", ann),
             lambda: store.snapshots.delete("bob", ann),
             lambda: store.sessions.get("bob", session.id),
             lambda: store.sessions.fork("bob", session.id),

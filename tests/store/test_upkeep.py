@@ -15,17 +15,20 @@ DATA = random.Random(0).randbytes(70_000)
 
 
 def test_what_nobody_needs_goes_and_what_is_needed_stays(place):
-    """A snapshot is collected once nothing refers to it and its time is over; a pin or a reference keeps it."""
+    """A snapshot goes once nothing refers to it and its time is over; a reference keeps it, and a pin that stays."""
 
     async def work(store):
-        loose, pinned, used = [await kept(store, "ann", DATA[:n]) for n in (10, 20, 30)]
+        loose, pinned, used, freed = [await kept(store, "ann", DATA[:n]) for n in (10, 20, 30, 40)]
         session = await store.sessions.create("ann", ttl_s=10_000)
         await written(store, "ann", session, 4, DATA[:30])
-        await store.snapshots.pin("ann", pinned, 5000)
+        for name in (pinned, freed):
+            await store.snapshots.pin("ann", name, 5000)
+        for name in (freed, used):
+            await store.snapshots.unpin("ann", name)
         await store.upkeep.collect()
         assert (await store.snapshots.stat("ann", loose)).references == 0
         place.clock.now += 301
-        assert (await store.upkeep.collect()).snapshots == 1
+        assert (await store.upkeep.collect()).snapshots == 2
         with pytest.raises(UnknownStateError):
             await read(store, "ann", loose)
         place.clock.now += 4000
@@ -117,6 +120,25 @@ def test_a_callers_own_prefixes_make_room_for_its_sessions(place):
         return session.position, [(await store.snapshots.usage(tenant)).prefixes for tenant in ("ann", "bob")]
 
     assert place.run(work, tenant_bytes=200) == (5, [0, 2])
+
+
+def test_no_checkpoint_goes_for_a_state_that_can_be_done_without(place):
+    """A spare snapshot takes the room of prefixes; where only checkpoints of sessions are left it is refused."""
+
+    async def work(store):
+        session = await store.sessions.create("ann")
+        for position in (5, 9):
+            session = await written(store, "ann", session, position, bytes([position]) * 100)
+        ((position, key),) = store.prefixes.hasher("ann", "m", 1).update(bytes(4))
+        await store.prefixes.remember("ann", key, position, await kept(store, "ann", b"p" * 100))
+        place.clock.now += 301
+        spare = await store.snapshots.put("ann", stream(b"q" * 100), spare=True)
+        with pytest.raises(QuotaError):
+            await store.snapshots.put("ann", stream(b"r" * 150), spare=True)
+        left = await store.sessions.get("ann", session.id)
+        return spare.size, len(left.checkpoints), (await store.snapshots.usage("ann")).prefixes
+
+    assert place.run(work, tenant_bytes=300) == (100, 2, 0)
 
 
 def test_damaged_bytes_are_not_passed_off_as_sound(place):

@@ -1,6 +1,7 @@
 """An engine in a few lines: deterministic rows and replies, the real messages, in memory or behind a ROUTER."""
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
@@ -20,13 +22,10 @@ from dist_attn.wire.messages import (
     Failed,
     Generated,
     GetStatus,
-    GuardCounts,
     OpenCompletion,
     OpenEncoding,
-    OpenSession,
     Progress,
     RankStatus,
-    Rows,
     RowSpec,
     SamplingSpec,
     Status,
@@ -35,15 +34,32 @@ from dist_attn.wire.messages import (
     decode,
     encode,
 )
-from dist_attn.wire.session_messages import FinishDrawing, StateCredit, StatePiece
+from dist_attn.wire.rank_messages import GuardCounts
+from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
 from dist_attn.wire.terms import Terms
-from service.engine_port import EngineHealth, OpenStreams
+from service.completion_stream import CompletionStream, CompletionWork
+from service.engine_port import EngineHealth
 from service.engine_stream import EngineStream, StreamLimits
 from service.errors import Code, EngineUnavailable
+from service.open_streams import OpenStreams
 from service.session_stream import SessionStream, SessionWork
-from tests.support.fake_sessions import MANIFEST, FakeSessions
+from tests.support.fake_prompts import FakePrompts
+from tests.support.fake_rows import HIDDEN, RowMaker, row_vector
+from tests.support.fake_sessions import MANIFEST, SESSION_CREDIT, FakeSessions
 
-HIDDEN = 8
+__all__ = [
+    "HIDDEN",
+    "VOCAB",
+    "FakeEngine",
+    "FakeEnginePort",
+    "Reply",
+    "echo",
+    "fake_controller",
+    "row_vector",
+    "say",
+    "told_of",
+]
+
 VOCAB = 257
 Reply = Callable[[list[int], SamplingSpec], list[int]]
 
@@ -56,13 +72,6 @@ def echo(prompt: list[int], sampling: SamplingSpec) -> list[int]:
 def say(*pieces: bytes) -> Reply:
     """Always these bytes, one token per byte of the byte tokeniser, then the end."""
     return lambda prompt, sampling: list(b"".join(pieces))
-
-
-def row_vector(tokens: npt.NDArray[np.int32], pooling: str) -> npt.NDArray[np.float32]:
-    """The vector that this engine gives a row of tokens."""
-    weight = np.arange(1, HIDDEN + 1, dtype=np.float32) / np.float32(7)
-    number = np.float32(tokens[-1]) if pooling == "last" else np.float32(tokens.mean(dtype=np.float64))
-    return (weight * number).astype(np.float32)
 
 
 def told_of(tokens: list[int], sampling: SamplingSpec, by_token: bool = False) -> list[TokenLogprobs] | None:
@@ -83,14 +92,13 @@ def told_of(tokens: list[int], sampling: SamplingSpec, by_token: bool = False) -
 class _Work:
     """One open request."""
 
-    rows: RowSpec | None = None
+    rows: RowMaker | None = None
     sampling: SamplingSpec | None = None
     progress: bool = False
-    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # not in a row yet
+    tokens: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # of a prompt
     seen: int = 0
-    emitted: int = 0
-    row: int = 0
     granted: int = 0
+    states_at: tuple[int, ...] = ()
 
 
 @dataclass
@@ -122,13 +130,15 @@ class FakeEngine:
     cancelled: list[str] = field(default_factory=list)
     received: list[AnyMessage] = field(default_factory=list)
     keep: bool = True
+    manifest: Manifest | None = MANIFEST
     sessions: FakeSessions = field(default_factory=FakeSessions)
+    prompts: FakePrompts = field(default_factory=FakePrompts)
     _work: dict[str, _Work] = field(default_factory=dict)
 
     @property
     def open_count(self) -> int:
         """Requests that are neither done nor cancelled."""
-        return len(self._work) + len(self.sessions)
+        return len(self._work) + len(self.sessions) + len(self.prompts)
 
     @property
     def open_ids(self) -> list[str]:
@@ -143,22 +153,31 @@ class FakeEngine:
             case GetStatus():
                 return [] if self.mute_status else [self.status()]
             case OpenEncoding(request_id=name, rows=rows):
-                return self._open(name, _Work(rows=rows))
+                return self._open(name, _Work(rows=RowMaker(name, rows)))
             case OpenCompletion(request_id=name, sampling=sampling, terms=terms):
-                return self._open(name, _Work(sampling=sampling, progress=terms.progress))
+                work = _Work(sampling=sampling, progress=terms.progress, states_at=message.states_at)
+                answers = self._open(name, work)
+                if message.begin is not None and name in self._work:
+                    return [answers[0], *self.prompts.open(message)]
+                return answers
             case OpenSession() if not self.mute:
                 if self.refuse is not None:
                     return [Failed(request_id=message.request_id, code=self.refuse, message="refused by the test")]
-                return self.sessions.open(message)
+                return self.sessions.open(message, self.credit if message.rows else SESSION_CREDIT)
             case Cancel(request_id=name):
                 self.sessions.cancel(name)
                 self._work.pop(name, None)
+                self.prompts.cancel(name)
                 self.cancelled.append(name)
                 return []
+            case StatePiece(request_id=name) if name in self._work:
+                return self._begin(message)
+            case StateCredit(request_id=name) if name in self.prompts.offers:
+                return self.prompts.fetch(message)
             case Tokens() if message.request_id not in self.sessions:
                 return self._tokens(message)
         if getattr(message, "request_id", None) in self.sessions:
-            return self.sessions.handle(message)
+            return self.sessions.handle(message, stingy=self.stingy, fail_at=self.fail_at)
         if isinstance(message, OpenSession | StatePiece | StateCredit | FinishDrawing):
             return []  # of a session that has ended, or that a mute engine does not know
         raise TypeError(f"the API never sends {message!r}")
@@ -181,7 +200,7 @@ class FakeEngine:
             guards=GuardCounts(600, [[3, 0], [], [1, 50]]),
             lost_groups=2,
             replayed_tokens=700,
-            manifest=MANIFEST,
+            manifest=self.manifest,
         )
 
     def _open(self, name: str, work: _Work) -> list[AnyMessage]:
@@ -193,6 +212,21 @@ class FakeEngine:
         work.granted = self.credit
         return [Accepted(request_id=name), Credit(request_id=name, upto=self.credit)]
 
+    def _begin(self, piece: StatePiece) -> list[AnyMessage]:
+        """A completion goes on from a stored state, or fails."""
+        name = piece.request_id
+        if name not in self.prompts.coming:
+            return []
+        tokens, answers = self.prompts.take(piece)
+        if tokens is not None:
+            work = self._work[name]
+            work.tokens, work.seen = tokens, len(tokens)
+            work.granted = work.seen + self.credit
+            return [*answers, Credit(name, work.granted)]
+        if answers:
+            del self._work[name]
+        return answers
+
     def _tokens(self, message: Tokens) -> list[AnyMessage]:
         work = self._work.get(message.request_id)
         if work is None:
@@ -200,7 +234,8 @@ class FakeEngine:
         new = np.frombuffer(message.tokens, dtype="<i4")
         if message.start != work.seen or work.seen + len(new) > work.granted:
             return [Failed(request_id=message.request_id, code="engine_failed", message="out of order")]
-        work.tokens = np.concatenate([work.tokens, new])
+        if work.rows is None:
+            work.tokens = np.concatenate([work.tokens, new])
         work.seen += len(new)
         if self.fail_at is not None and work.seen >= self.fail_at:
             del self._work[message.request_id]
@@ -212,30 +247,14 @@ class FakeEngine:
         if work.progress:
             answers.append(Progress(message.request_id, work.seen))
         if work.rows is not None:
-            answers += self._rows(message.request_id, work, work.rows, message.final)
+            answers += work.rows.push(new, message.final)
+            if message.final:
+                del self._work[message.request_id]
+                answers.append(EncodingDone(message.request_id, tokens=work.seen, rows=work.rows.rows))
         elif message.final and work.sampling is not None and not self.hold_replies:
+            if work.states_at:
+                answers += self.prompts.offer(message.request_id, work.tokens, work.states_at)
             answers += self._generate(message.request_id, work, work.sampling)
-        return answers
-
-    def _rows(self, name: str, work: _Work, spec: RowSpec, final: bool) -> list[AnyMessage]:
-        every = {"token": 1, "window": spec.window}.get(spec.granularity, 1 << 60)
-        starts, stops, vectors, used = [], [], [], 0
-        while len(work.tokens) - used >= every or (final and used < len(work.tokens)):
-            part = work.tokens[used : used + every]
-            starts.append(work.emitted + used)
-            used += len(part)
-            stops.append(work.emitted + used)
-            vectors.append(row_vector(part, spec.pooling))
-        work.tokens = work.tokens[used:]
-        work.emitted += used
-        answers: list[AnyMessage] = []
-        if starts:
-            data = np.stack(vectors).astype("<f4").tobytes()
-            answers.append(Rows(request_id=name, first_row=work.row, starts=starts, stops=stops, vectors=data))
-            work.row += len(starts)
-        if final:
-            del self._work[name]
-            answers.append(EncodingDone(request_id=name, tokens=work.seen, rows=work.row))
         return answers
 
     def _generate(self, name: str, work: _Work, sampling: SamplingSpec) -> list[AnyMessage]:
@@ -261,6 +280,7 @@ class FakeEnginePort:
         self._streams = OpenStreams(limits or StreamLimits())
         self.waiting: deque[AnyMessage] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._due: dict[str, float] = {}  # when the latest answer of each request comes
 
     async def start(self) -> None:
         """Remember the loop that answers are delivered in."""
@@ -275,17 +295,27 @@ class FakeEnginePort:
         """The fake's knobs."""
         return EngineHealth(self.engine.ready, self.engine.reason, self.engine.status())
 
-    def open(self, work: RowSpec | SamplingSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
-        """Start a request."""
+    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
+        """Start an encoding."""
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
         return self._streams.open(work, self._post, name, terms)
+
+    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
+        """Start a completion."""
+        if self._loop is None:
+            raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
+        return self._streams.open_completion(work, self._post, name, terms)
 
     def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
         """Go on with a session."""
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
         return self._streams.open_session(work, self._post, name)
+
+    def tasks(self, name: str) -> int:
+        """How many tasks of this name the service's loop has; callable from any thread."""
+        return 0 if self._loop is None else sum(task.get_name() == name for task in asyncio.all_tasks(self._loop))
 
     def resume(self) -> None:
         """Handle what waited while the engine was paused; callable from any thread."""
@@ -310,11 +340,16 @@ class FakeEnginePort:
             self._answer(self.waiting.popleft())
 
     def _answer(self, message: AnyMessage) -> None:
-        draws = 0
         for answer in self.engine.handle(message):
-            draws += isinstance(answer, Generated)
-            if self._loop is not None:
-                self._loop.call_later(draws * self.engine.draw_seconds, self._streams.route, answer)
+            if self._loop is None:
+                continue
+            # In the order in which an engine says them: what follows a draw comes after it, whoever asked for it.
+            name = getattr(answer, "request_id", "")
+            # A loop keeps no order among calls that are due at the very same time.
+            due = math.nextafter(max(self._loop.time(), self._due.get(name, 0.0)), math.inf)
+            due += self.engine.draw_seconds if isinstance(answer, Generated) else 0.0
+            self._due[name] = due
+            self._loop.call_at(due, self._streams.route, answer)
 
 
 @contextmanager

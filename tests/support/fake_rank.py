@@ -15,7 +15,8 @@ from dist_attn.control.heartbeat import Pulse
 from dist_attn.control.rows import piece_edges
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.worker import run_rank
-from dist_attn.wire.messages import (
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import (
     DecodeEntry,
     DecodeOp,
     Drawn,
@@ -23,7 +24,6 @@ from dist_attn.wire.messages import (
     OpenOp,
     PrefillOp,
     RowPieces,
-    RowSpec,
     SavedState,
     SessionFault,
 )
@@ -107,7 +107,7 @@ class FakeExecutor:
         if session in self.refused:
             return None
         if snapshot:
-            assert self.kept[session], "this rank has no logits"
+            assert self.kept.get(session, True), "this rank has no logits"
             state = fake_snapshot(self.position[session], self.last[session], self.manifest)
             return SavedState(session, self.position[session], self.draws[session], len(state), snapshot=True), state
         position, draws = self.position[session], self.draws[session]
@@ -125,10 +125,11 @@ class FakeExecutor:
             pause()
         self.denominators += len(tokens)
         self._misbehave(set(tokens.tolist()))
+        has_last = bool(len(tokens)) and not any(op.lengths[self.rank + 1 :])
         if op.session in self.kept:
-            self.kept[op.session] = bool(len(tokens)) and not any(op.lengths[self.rank + 1 :])
-            if self.kept[op.session]:
-                self.last[op.session] = int(tokens[-1])
+            self.kept[op.session] = has_last
+        if has_last:
+            self.last[op.session] = int(tokens[-1])
         spec = self.rows[op.session]
         if spec is None or not len(tokens):
             return None

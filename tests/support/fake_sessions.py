@@ -7,34 +7,29 @@ import numpy as np
 
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.manifest import RestoreReport, require_same_model, why_other_bits
-from dist_attn.wire.messages import (
-    Accepted,
-    AnyMessage,
-    Credit,
-    Failed,
-    Generated,
-    OpenSession,
-    Tokens,
-)
+from dist_attn.wire.messages import Accepted, AnyMessage, Credit, Failed, Generated, TokenLogprobs, Tokens
 from dist_attn.wire.session_messages import (
     BeginState,
     Checkpoint,
     FinishDrawing,
+    OpenSession,
     Restored,
     SessionDone,
     StateCredit,
     StatePiece,
 )
 from dist_attn.wire.snapshot import SnapshotParser, pack_snapshot
+from tests.support.fake_rows import RowMaker
 from tests.support.snapshots import manifest
 
-__all__ = ["END", "GRID", "MANIFEST", "VOCAB", "FakeSessions", "after", "drawn_from", "stored"]
+__all__ = ["END", "GRID", "MANIFEST", "SESSION_CREDIT", "VOCAB", "FakeSessions", "after", "drawn_from", "stored"]
 
 VOCAB = 257
 END = VOCAB - 1
 GRID = 512
 MANIFEST = manifest(vocab_size=VOCAB, mixers=["rfa_gate"], hidden_size=8, chunk_tokens=GRID)
 PIECE = 700
+SESSION_CREDIT = 4096
 
 
 def after(number: int, tokens) -> int:
@@ -68,16 +63,20 @@ class _Session:
     position: int = 0
     drawn: int = 0
     waiting: deque[AnyMessage] = field(default_factory=deque)  # messages behind checkpoints that are not fetched
+    rows: RowMaker | None = None
+    credit: int = SESSION_CREDIT
+    granted: int = 0
     offered: bytes = b""  # the state that is being fetched
     offered_at: int = 0
     sent: int = 0
 
 
 class FakeSessions:
-    """Answers the messages of sessions; `end_after` draws the end token after so many."""
+    """Answers the messages of sessions; `end_after` draws the end token after so many, `read` counts tokens."""
 
     def __init__(self) -> None:
         self.end_after: int | None = None
+        self.read = 0
         self._open: dict[str, _Session] = {}
 
     def __contains__(self, name: object) -> bool:
@@ -86,17 +85,20 @@ class FakeSessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, message: OpenSession) -> list[AnyMessage]:
-        """A session begins."""
+    def open(self, message: OpenSession, credit: int = SESSION_CREDIT) -> list[AnyMessage]:
+        """A session begins, with so much credit beyond what has come."""
         name, begin = message.request_id, message.begin
-        self._open[name] = session = _Session(message, SnapshotParser(keep=True))
+        self._open[name] = session = _Session(message, SnapshotParser(keep=True), credit=credit)
+        if message.rows is not None:
+            session.rows = RowMaker(name, message.rows, 0 if begin is None else begin.position)
         answers: list[AnyMessage] = [Accepted(name)]
         if begin is not None:
             session.position = begin.position
             return [*answers, StateCredit(name, begin.position, begin.num_bytes)]
-        return [*answers, Credit(name, 4096)]
+        session.granted = credit
+        return [*answers, Credit(name, credit)]
 
-    def handle(self, message: AnyMessage) -> list[AnyMessage]:
+    def handle(self, message: AnyMessage, *, stingy: bool = False, fail_at: int | None = None) -> list[AnyMessage]:
         """The answers to any further message of a session."""
         session = self._open[message.request_id]
         try:
@@ -104,7 +106,10 @@ class FakeSessions:
                 case StatePiece():
                     return self._piece(session, message)
                 case Tokens():
-                    return self._tokens(session, message)
+                    if fail_at is not None and session.position + len(message.tokens) // 4 >= fail_at:
+                        del self._open[message.request_id]
+                        return [Failed(message.request_id, "engine_failed", "rank 1 died")]
+                    return self._tokens(session, message, stingy)
                 case StateCredit():
                     return self._fetch(session, message.upto)
                 case FinishDrawing():
@@ -134,15 +139,26 @@ class FakeSessions:
         reason = why_other_bits(snapshot.header.manifest.computed, MANIFEST.computed)
         report = RestoreReport(begin.position, 0, not reason, reason)
         name = piece.request_id
-        return [Restored(name, report), Credit(name, begin.position + 4096)]
+        session.granted = begin.position + session.credit
+        return [Restored(name, report), Credit(name, session.granted)]
 
-    def _tokens(self, session: _Session, message: Tokens) -> list[AnyMessage]:
+    def _tokens(self, session: _Session, message: Tokens, stingy: bool) -> list[AnyMessage]:
         name, every = message.request_id, -(-session.opened.checkpoint_tokens // GRID) * GRID
         assert message.start == session.position
-        for token in np.frombuffer(message.tokens, "<i4"):
-            self._feed(session, int(token), every)
+        tokens = np.frombuffer(message.tokens, "<i4")
+        self.read += len(tokens)
+        while len(tokens):  # as a state is handed out behind the rows before it
+            count = every - session.position % every if every else len(tokens)
+            part, tokens = tokens[:count], tokens[count:]
+            if session.rows is not None:
+                session.waiting += session.rows.push(part, message.final and not len(tokens))
+            for token in part:
+                self._feed(session, int(token), every)
+        if session.rows is not None and message.final and not len(message.tokens):
+            session.waiting += session.rows.push(np.empty(0, np.int32), True)
         if not message.final:
-            return [Credit(name, session.position + 4096), *self._answers(session)]
+            session.granted = session.granted if stingy else session.position + session.credit
+            return [Credit(name, session.granted), *self._answers(session)]
         sampling = session.opened.sampling
         if sampling is not None:
             if not session.position:
@@ -152,13 +168,16 @@ class FakeSessions:
             for token in tokens:
                 session.drawn += 1
                 length = session.drawn == sampling.max_tokens
-                session.waiting.append(Generated(name, [token], "length" if length else None))
+                told = None if sampling.logprobs is None else [TokenLogprobs(-0.5)]
+                session.waiting.append(Generated(name, [token], "length" if length else None, told))
                 self._feed(session, token, every)
             if len(tokens) < sampling.max_tokens:
                 session.waiting.append(Generated(name, [], "stop"))
         if not every or session.position % every:
             self._checkpoint(session)
-        session.waiting.append(SessionDone(name, session.position, session.drawn, 0))
+        session.waiting.append(
+            SessionDone(name, session.position, session.drawn, session.rows.rows if session.rows else 0)
+        )
         return self._answers(session)
 
     def _feed(self, session: _Session, token: int, every: int) -> None:

@@ -13,11 +13,11 @@ from tests.support.service_server import model_folder
 SECONDS = 30
 
 
-def command(folder: Path, address: str, *more: str) -> list[str]:
+def command(folder: Path, address: str, *more: str, model: Path | None = None) -> list[str]:
     """The command line of a service on any free port."""
     return [
         sys.executable, "-m", "service", "--port", "0", "--api-address", address,
-        "--model", str(model_folder(folder)), "--data-dir", str(folder / "data"), *more,
+        "--model", str(model or model_folder(folder)), "--data-dir", str(folder / "data"), *more,
     ]  # fmt: skip
 
 
@@ -28,11 +28,15 @@ def variable(name: str) -> str:
 
 
 @contextmanager
-def running_process(folder: Path, address: str, **environment: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+def running_process(
+    folder: Path, address: str, model: Path | None = None, **environment: str
+) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """The process and its URL, as it announced it; killed at the end if it still runs."""
     env = {**os.environ, **{variable(name): value for name, value in environment.items()}}
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command(folder, address), stdout=subprocess.PIPE, stderr=log, text=True, env=env)
+        process = subprocess.Popen(
+            command(folder, address, model=model), stdout=subprocess.PIPE, stderr=log, text=True, env=env
+        )
         try:
             assert process.stdout is not None
             announced = process.stdout.readline()

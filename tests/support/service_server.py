@@ -17,6 +17,7 @@ from service.__main__ import ApiServer, server_config
 from service.app import create_app, stream_limits
 from service.logs import make_log
 from service.settings import Settings
+from service.tracing import Tracing
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
 
 PATIENCE_SECONDS = 20.0
@@ -78,7 +79,9 @@ def eventually(check: Callable[[], bool], what: str, seconds: float = PATIENCE_S
 
 
 @contextmanager
-def running_service(folder: Path, engine: FakeEngine | None = None, **values: Any) -> Iterator[RunningService]:
+def running_service(
+    folder: Path, engine: FakeEngine | None = None, tracing: Tracing | None = None, **values: Any
+) -> Iterator[RunningService]:
     """Serve from a thread until the block ends."""
     engine = engine or FakeEngine()
     if "model" not in values:
@@ -88,7 +91,7 @@ def running_service(folder: Path, engine: FakeEngine | None = None, **values: An
     settings = Settings(api_address="ipc:///nowhere", data_dir=folder / "data", **values)
     log = StringIO()
     port = FakeEnginePort(engine, stream_limits(settings))
-    app = create_app(settings, port, make_log(log, "debug"))
+    app = create_app(settings, port, make_log(log, "debug"), tracing)
     listener = socket.create_server(("127.0.0.1", 0))
     server = ApiServer(server_config(settings, app), app)
     thread = threading.Thread(target=server.run, args=([listener],), name="service")

@@ -3,8 +3,12 @@
 import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,7 +16,8 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.support.served import Served, served
+from dist_attn.client import Client
+from tests.support.served import ROOT, Served, served
 from tests.support.service_server import eventually
 
 pytestmark = pytest.mark.slow
@@ -80,6 +85,21 @@ def test_every_listening_socket_was_printed(whole: Served) -> None:
         if connection.laddr and connection.laddr.startswith("/")
     }
     assert local and all(f"controller listens on ipc://{path}" in whole.program.output for path in local)
+
+
+def test_a_prompt_that_comes_again_is_not_read_again(whole: Served) -> None:
+    """Its state is kept beside the first answer, and the second one has the same text and log-probabilities."""
+    prompt = "It was the best of times, it was the worst of times. " * 30
+    first = complete(whole, prompt=prompt, logprobs=2, max_tokens=1).json()
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    last = (len(prompt) - 1) // 512 * 512
+
+    def again() -> bool:
+        answer = complete(whole, prompt=prompt, logprobs=2, max_tokens=1).json()
+        assert answer["choices"] == first["choices"]
+        return bool(answer["usage"]["prompt_tokens_details"]["cached_tokens"] == last)
+
+    eventually(again, "the state to be kept", SECONDS)
 
 
 def test_log_probabilities_of_a_real_model(whole: Served) -> None:
@@ -159,3 +179,28 @@ def test_every_way_to_the_rows_gives_the_same_bits(whole: Served) -> None:
     place = f"{whole.url}{made.headers['location']}"
     eventually(lambda: httpx.get(place, headers=HEADERS).json()["status"] == "succeeded", "the job to end", SECONDS)
     assert httpx.get(f"{place}/result", headers=HEADERS, timeout=SECONDS).text.splitlines() == lines
+
+
+def test_the_client_and_the_command_line_give_the_same_bits(whole: Served, tmp_path: Path) -> None:
+    """Rows by the client and by `encode --url`, and a session that is fed, drawn from and forked, on a real engine."""
+    data = b"It was a dark and stormy night; the rain fell in torrents. " * 60
+    (tmp_path / "night.txt").write_bytes(data)
+    answer = httpx.post(f"{whole.url}/v1/encodings?window=50", content=data, headers=HEADERS, timeout=SECONDS)
+    wanted = [json.loads(line)["embedding"] for line in answer.text.splitlines()[:-1]]
+    with Client(whole.url, key=KEY) as client:
+        rows = [row.embedding for row in client.encode(tmp_path / "night.txt", window=50)]
+        np.testing.assert_array_equal(np.stack(rows), np.array(wanted, np.float32), strict=True)
+        session = client.sessions.create()
+        fed = client.sessions.append(session.id, data).rest()
+        drawn = client.sessions.stream(session.id, max_tokens=5, temperature=0)
+        text = "".join(piece.text for piece in drawn)
+        assert drawn.end.session is not None and drawn.end.session.position == fed.position + 5
+        assert client.sessions.fork(session.id, position=fed.position).position == fed.position
+        assert client.complete(data.decode(), max_tokens=5, temperature=0).text == text
+    command = [sys.executable, "-m", "dist_attn", "encode", "night.txt", "--out", "x.npy", "--window", "50"]
+    environment = {**os.environ, "DIST_ATTN_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, "--url", whole.url], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy", allow_pickle=False), np.array(wanted, np.float32))

@@ -3,7 +3,6 @@
 import json
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,10 +46,12 @@ def test_an_append_survives_the_process_that_does_it(model: Path, tmp_path: Path
         second.append(straight, TEXT, "k")
         session = first.make("killed")
 
+        killed = threading.Event()
+
         def slowly() -> Iterator[bytes]:
             for at in range(0, len(TEXT), GRID):
                 yield TEXT[at : at + GRID]
-                time.sleep(0.05 if at < 6 * GRID else 30)
+                killed.wait(0.05 if at < 6 * GRID else 30)
 
         def send() -> None:
             with pytest.raises(httpx.HTTPError):
@@ -65,6 +66,7 @@ def test_an_append_survives_the_process_that_does_it(model: Path, tmp_path: Path
 
         eventually(lambda: position(second) >= 2 * GRID, "two states to be kept", 60)
         first.end(signal.SIGKILL)
+        killed.set()
         sending.join(60)
         kept = position(second)
         assert kept % GRID == 0 and second.ask("GET", "/v1/status").json()["stored_sessions"] == 2

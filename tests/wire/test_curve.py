@@ -8,7 +8,8 @@ import zmq
 
 from dist_attn.errors import ConfigError
 from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, check_exposure, make_keys
-from dist_attn.wire.messages import Cancel, Ping
+from dist_attn.wire.messages import Cancel
+from dist_attn.wire.rank_messages import Ping
 from dist_attn.wire.sockets import Dealer, Router, Sent
 from tests.support.programs import free_port
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import WireError
 from dist_attn.wire import messages as wire
+from dist_attn.wire import rank_messages as ranks
 from dist_attn.wire.agent_messages import HostShare
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import AnyMessage, decode, encode
@@ -16,10 +17,12 @@ from dist_attn.wire.session_messages import (
     BeginState,
     Checkpoint,
     FinishDrawing,
+    OpenSession,
     Restored,
     SessionDone,
     StateCredit,
     StatePiece,
+    StatesDone,
 )
 from dist_attn.wire.terms import Terms
 
@@ -30,13 +33,15 @@ EXAMPLES = [
     wire.OpenEncoding("a", wire.RowSpec("token", 7, "last")),
     wire.OpenCompletion("a", wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
     wire.OpenCompletion("b", wire.SamplingSpec(9, presence_penalty=0.5, logit_bias={3: -1.5})),
-    wire.OpenSession("c", BeginState(700, 5000), wire.RowSpec(), wire.SamplingSpec(3), 1024),
+    OpenSession("c", BeginState(700, 5000), wire.RowSpec(), wire.SamplingSpec(3), 1024),
     StatePiece("c", 700, 9, b"abc"),
     StateCredit("c", 700, 12),
     FinishDrawing("c", 2),
     Restored("c", RestoreReport(700, 0, False, "ranks was 1 and is 2")),
     Checkpoint("c", 1024, 0, 5000),
     SessionDone("c", 1030, 3, 4),
+    StatesDone("c"),
+    wire.OpenCompletion("d", wire.SamplingSpec(9), Terms(), BeginState(512, 5000), (1024, 1536)),
     wire.Tokens("a", 3, b"\1\0\0\0", True),
     wire.Cancel("a"),
     wire.GetStatus(),
@@ -62,30 +67,30 @@ EXAMPLES = [
         1,
         3.5,
         [wire.RankStatus(0, 1, "idle", 2, 0.1, 0.2, 3)],
-        wire.GuardCounts(9, [[1, 2], []]),
+        ranks.GuardCounts(9, [[1, 2], []]),
     ),
-    wire.Step(1, 2, [wire.OpenOp(1, wire.RowSpec()), wire.PrefillOp(1, 0, [1, 0], b"\0" * 4), wire.CloseOp(1)]),
-    wire.Step(
-        1, 3, [wire.OpenOp(2, None, wire.SamplingSpec(1), counts={7: 2}), wire.DecodeOp([wire.DecodeEntry(2, 5)])]
+    ranks.Step(1, 2, [ranks.OpenOp(1, wire.RowSpec()), ranks.PrefillOp(1, 0, [1, 0], b"\0" * 4), ranks.CloseOp(1)]),
+    ranks.Step(
+        1, 3, [ranks.OpenOp(2, None, wire.SamplingSpec(1), counts={7: 2}), ranks.DecodeOp([ranks.DecodeEntry(2, 5)])]
     ),
-    wire.Step(1, 4, [], [wire.DecodeOp([wire.DecodeEntry(2)]), wire.DecodeOp([])]),
-    wire.StatePart(1, 0, 2, 8, b"abc"),
-    wire.Shutdown(1),
-    wire.Ping(),
-    wire.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, None),
-    wire.Draws(1, 2, 0, [wire.Drawn(2, 5)], [wire.SessionFault(3, "NaN")]),
-    wire.StepDone(
+    ranks.Step(1, 4, [], [ranks.DecodeOp([ranks.DecodeEntry(2)]), ranks.DecodeOp([])]),
+    ranks.StatePart(1, 0, 2, 8, b"abc"),
+    ranks.Shutdown(1),
+    ranks.Ping(),
+    ranks.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, None),
+    ranks.Draws(1, 2, 0, [ranks.Drawn(2, 5)], [ranks.SessionFault(3, "NaN")]),
+    ranks.StepDone(
         1,
         2,
         0,
         0.5,
-        [wire.RowPieces(1, [0], [1], b"\0" * 16)],
-        [wire.Drawn(2, 5)],
-        [wire.SessionFault(3, "NaN")],
-        wire.GuardCounts(4, [[0, 1]]),
+        [ranks.RowPieces(1, [0], [1], b"\0" * 16)],
+        [ranks.Drawn(2, 5)],
+        [ranks.SessionFault(3, "NaN")],
+        ranks.GuardCounts(4, [[0, 1]]),
     ),
-    wire.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
-    wire.RankFailed(1, 0, 2, "why"),
+    ranks.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
+    ranks.RankFailed(1, 0, 2, "why"),
     wire.StartGroup(1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "gloo", "torchrun", "a:1"),
     wire.WatchRanks(1, 2, [77, 78]),
     wire.KillGroup(1, "e", [77]),
@@ -175,7 +180,7 @@ def test_traps_are_refused_as_wire_errors(data):
         wire.OpenCompletion("a", wire.SamplingSpec(0)),
         wire.OpenCompletion("a", wire.SamplingSpec(1, float("nan"))),
         wire.Tokens("a", -1, b"", False),
-        wire.Step(1, -1, []),
+        ranks.Step(1, -1, []),
     ],
     ids=str,
 )

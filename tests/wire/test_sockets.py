@@ -7,7 +7,8 @@ import pytest
 import zmq
 
 from dist_attn.errors import ConfigError, WireError
-from dist_attn.wire.messages import Cancel, Ping, Tokens
+from dist_attn.wire.messages import Cancel, Tokens
+from dist_attn.wire.rank_messages import Ping
 from dist_attn.wire.sockets import QUEUE_MESSAGES, Dealer, Router, Sent
 
 

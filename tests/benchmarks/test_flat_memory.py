@@ -1,0 +1,27 @@
+"""The study of flat memory: what is counted above inputs, outputs and gradients."""
+
+import torch
+
+from benchmarks import flat_memory
+from benchmarks.flat_memory import backward_bytes, forward_bytes
+from benchmarks.memory import peak_bytes
+from dist_attn.ops import linear_attention
+
+OF_OUTPUTS = 4 * flat_memory.HEADS * flat_memory.SIZE
+
+
+def test_forward_is_flat_and_agrees_with_the_allocator() -> None:
+    """Twice the tokens hold the same above their outputs; the allocator's own count is no more than a tenth away."""
+    short, long = forward_bytes(1024), forward_bytes(2048)
+    assert short == long > 0
+    q, k, v = flat_memory._inputs(1024)
+    with torch.no_grad():
+        seen = peak_bytes(lambda: linear_attention(q, k, v, feature_map=flat_memory._feature_map()))
+    assert abs(seen - 1024 * OF_OUTPUTS - short) < 0.1 * short
+
+
+def test_backward_keeps_some_states_but_no_features() -> None:
+    """Gradients of four times the tokens hold a few states more: less than a byte per token and head of features."""
+    short, long = backward_bytes(512), backward_bytes(2048)
+    features = 4 * 2 * flat_memory.NUM_RANDOM * flat_memory.HEADS
+    assert 0 < short <= long < short + 1536 * features

@@ -1,0 +1,242 @@
+"""Completions that begin with a stored state, and that hand out states of their prompts, through losses too."""
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_attn.wire.messages import (
+    Credit,
+    Failed,
+    Generated,
+    OpenCompletion,
+    SamplingSpec,
+    TokenLogprobs,
+    Tokens,
+)
+from dist_attn.wire.rank_messages import PrefillOp
+from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit, StatePiece, StatesDone
+from tests.control.test_replay import RANKS, SETTINGS, Engine, drawn_after, open_all
+from tests.control.test_sessions import nothing_is_left
+from tests.support.fake_rank import fake_manifest, fake_snapshot
+
+GRID = RANKS * SETTINGS.chunk_tokens
+MANIFEST = fake_manifest(GRID, RANKS)
+
+
+@dataclass
+class Reader:
+    """The API's side of one completion: it fetches the states that it is told of, unless it is `idle`."""
+
+    engine: Engine
+    name: str
+    tokens: np.ndarray
+    begin: int = 0
+    states_at: tuple[int, ...] = ()
+    draws: int = 3
+    spec: SamplingSpec | None = None
+    stored: bytes = b""
+    idle: bool = False
+    position: int = 0
+    heard: int = 0
+    drawn: list[int] = field(default_factory=list)
+    told: list[TokenLogprobs] = field(default_factory=list)
+    reason: str | None = None
+    states: dict[int, bytes] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
+    restored: bool = False
+    done: bool = False
+    failed: Failed | None = None
+
+    def open(self):
+        """Ask for it."""
+        if self.begin and not self.stored:
+            self.stored = fake_snapshot(self.begin, int(self.tokens[self.begin - 1]), MANIFEST)
+        self.position = self.begin
+        begin = BeginState(self.begin, len(self.stored)) if self.begin else None
+        sampling = self.spec or SamplingSpec(self.draws, temperature=0.0)
+        self.engine.api(OpenCompletion(self.name, sampling, begin=begin, states_at=self.states_at))
+        return self
+
+    def listen(self):
+        """Answer what has come since."""
+        while self.heard < len(self.engine.received):
+            message = self.engine.received[self.heard]
+            self.heard += 1
+            if getattr(message, "request_id", None) == self.name:
+                self._take(message)
+
+    def _take(self, message):
+        match message:
+            case StateCredit(upto=upto):
+                self.engine.api(StatePiece(self.name, self.begin, 0, self.stored[:upto]))
+            case Restored():
+                self.restored = True
+            case Credit(upto=upto) if upto > self.position:
+                stop = min(upto, len(self.tokens))
+                data = self.tokens[self.position : stop].astype("<i4").tobytes()
+                start, self.position = self.position, stop
+                self.engine.api(Tokens(self.name, start, data, stop == len(self.tokens)))
+            case Generated(tokens=tokens, finish_reason=reason, logprobs=logprobs):
+                assert self.reason is None, "drawn after the end"
+                self.drawn += tokens
+                self.told += logprobs or []
+                self.reason = reason
+            case Checkpoint(position=position, num_bytes=size):
+                assert position not in self.states, "handed out twice"
+                self.states[position], self.sizes[position] = b"", size
+                if not self.idle:
+                    self.engine.api(StateCredit(self.name, position, size))
+            case StatePiece(position=position, data=data):
+                self.states[position] += data
+            case StatesDone():
+                self.done = True
+            case Failed():
+                self.failed = message
+
+    @property
+    def ended(self):
+        """Whether nothing more will come."""
+        return self.failed is not None or (self.reason is not None and (self.done or not self.states_at))
+
+    def check(self):
+        """It drew what it draws when it reads everything, and every state is that of its position."""
+        assert self.failed is None, self.failed
+        assert self.drawn == drawn_after(int(self.tokens[-1]), self.draws)
+        assert self.restored == bool(self.begin)
+        for position, state in self.states.items():
+            assert state == fake_snapshot(position, int(self.tokens[position - 1]), MANIFEST)
+
+
+def run_to_the_end(engine, readers, turns=2000):
+    """Work on until every completion has ended."""
+    for _ in range(turns):
+        for reader in readers:
+            reader.listen()
+        if all(reader.ended for reader in readers):
+            return
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    raise AssertionError(f"not ended: {[reader for reader in readers if not reader.ended]}")
+
+
+def prompt(length, seed=0):
+    """Tokens of a prompt."""
+    return (np.arange(length) * 13 + seed) % 900
+
+
+def read_by(engine, session=None):
+    """Tokens that the ranks were given to read."""
+    ops = [op for step in engine.sent for op in step.ops if isinstance(op, PrefillOp)]
+    return sum(len(op.tokens) // 4 for op in ops)
+
+
+def test_states_of_a_prompt_come_out_and_only_the_rest_is_read_with_one_of_them():
+    """The states that were asked for are those of their positions; one that begins with one reads what follows it."""
+    engine = Engine()
+    tokens = prompt(2 * GRID + 100)
+    first = Reader(engine, "a", tokens, states_at=(GRID, 2 * GRID)).open()
+    run_to_the_end(engine, [first])
+    first.check()
+    assert sorted(first.states) == [GRID, 2 * GRID]
+    nothing_is_left(engine)
+    before = read_by(engine)
+    assert before == len(tokens) - 1  # the last one is fed by the first draw
+    second = Reader(engine, "b", tokens, begin=2 * GRID, stored=first.states[2 * GRID]).open()
+    run_to_the_end(engine, [second])
+    second.check()
+    assert second.drawn == first.drawn and read_by(engine) - before == 99
+    nothing_is_left(engine)
+
+
+def test_a_prompt_that_ends_one_token_behind_the_grid_uses_all_of_the_state():
+    """With nothing left to read but the token that is drawn after, the ranks read no block at all."""
+    engine = Engine()
+    tokens = prompt(GRID + 1)
+    first = Reader(engine, "a", tokens, states_at=(GRID,)).open()
+    run_to_the_end(engine, [first])
+    before = read_by(engine)
+    second = Reader(engine, "b", tokens, begin=GRID, stored=first.states[GRID]).open()
+    run_to_the_end(engine, [second])
+    second.check()
+    assert second.drawn == first.drawn and read_by(engine) == before
+    nothing_is_left(engine)
+
+
+def test_states_that_nobody_fetches_do_not_hold_the_text_up():
+    """The text comes to its end; the states wait for a while, and then the request ends without them."""
+    engine = Engine()
+    reader = Reader(engine, "a", prompt(3 * GRID + 5), states_at=(GRID, 2 * GRID, 3 * GRID), idle=True).open()
+    for _ in range(20):
+        reader.listen()
+        engine.turn()
+        for rank in range(RANKS):
+            while engine.work(rank):
+                pass
+    assert reader.drawn == drawn_after(int(reader.tokens[-1]), 3) and not reader.done
+    engine.now += SETTINGS.reader_deadline_s + 1
+    run_to_the_end(engine, [reader])
+    assert reader.done and reader.failed is None
+    nothing_is_left(engine)
+
+
+@pytest.mark.parametrize("spoilt", ["other chunks", "cut", "position"])
+def test_a_state_that_changes_anything_is_refused(spoilt):
+    """A state that was computed otherwise, is damaged, or stands elsewhere fails this request before a token comes."""
+    engine = Engine()
+    tokens = prompt(GRID + 50)
+    described = fake_manifest(GRID, RANKS + 1) if spoilt == "other chunks" else MANIFEST
+    position = GRID - 1 if spoilt == "position" else GRID
+    stored = fake_snapshot(position, int(tokens[GRID - 1]), described)
+    if spoilt == "cut":
+        stored = stored[:-3] + b"abc"
+    reader = Reader(engine, "a", tokens, begin=GRID, stored=stored).open()
+    run_to_the_end(engine, [reader])
+    assert reader.failed is not None and reader.failed.code in ("state_mismatch", "invalid_state")
+    assert not reader.restored
+    nothing_is_left(engine)
+
+
+PROMPT = st.tuples(
+    st.sampled_from([0, GRID, 3 * GRID]),  # where it begins
+    st.sampled_from([1, 2, 700, GRID, GRID + 1, 3 * GRID + 7]),  # tokens behind that
+    st.sampled_from([1, 3, 20]),  # draws
+    st.booleans(),  # whether states are wanted
+)
+
+
+@given(st.lists(PROMPT, min_size=1, max_size=3), st.booleans(), st.integers(0, 1 << 32))
+@settings(deadline=None, max_examples=25)
+def test_ranks_may_be_lost_at_any_moment(prompts, beside, seed):
+    """Kills between any two messages change no token and no state, and none comes twice."""
+    chance = random.Random(seed)
+    engine = Engine()
+    readers = []
+    for n, (begin, length, draws, wanted) in enumerate(prompts):
+        tokens = prompt(begin + length, n)
+        grid = tuple(range(begin + GRID, len(tokens), GRID)) if wanted else ()
+        readers.append(Reader(engine, f"c{n}", tokens, begin, grid, draws).open())
+    texts = {"t": (np.arange(3000) % 900, 300)} if beside else {}
+    open_all(engine, texts, {})
+    kills = 3
+    for _ in range(chance.randrange(150)):
+        for reader in readers:
+            reader.listen()
+        what = chance.randrange(12)
+        if what == 0 and kills:
+            kills -= 1
+            engine.kill(chance.randrange(RANKS))
+        elif what < 4:
+            engine.turn()
+        else:
+            engine.work(chance.randrange(RANKS), chance.randrange(1, 3))
+    run_to_the_end(engine, readers)
+    for reader in readers:
+        reader.check()
+    engine.to_the_end(texts)
+    nothing_is_left(engine)

@@ -1,0 +1,192 @@
+"""What is done with every code block of README.md and docs/, page by page in the order of the blocks."""
+
+from collections.abc import Mapping
+
+from tests.docs.blocks import Elsewhere, Not, Run, Treatment
+
+STAYS = "it goes on until it is stopped; tests/system/test_service.py starts it"
+INSTALLS = "it installs; every run of the gate begins with it"
+TORCHRUN = "tests/test_cli.py runs it over two ranks of torchrun"
+MPIEXEC = "tests/comm/test_mpi.py and tests/engine/test_engine.py start ranks by mpiexec"
+SEVERAL_HOSTS = "it needs several hosts; tests/system/test_two_hosts.py runs two network namespaces"
+GATE = "it is the gate itself, or a part of it that takes minutes"
+URL = "--url http://127.0.0.1:8000"
+DRAWING = Not("a drawing")
+SMALLER = {"9000000": "9000", "5242880": "5242"}
+BREAKS_OFF = {"--data-binary @book.txt      # breaks off": "--data-binary @begun.txt"}
+
+CLASSIFIER = """
+import torch
+from torch.nn import functional as F
+from dist_attn.comm import open_communicator
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import TextClassifierConfig, build_model
+from dist_attn.ops import LocalSequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+mixer = {"kind": "bidirectional", "attention": "elu", "hidden_size": 16, "num_heads": 2}
+encoder = {"hidden_size": 16, "num_layers": 1, "mlp_size": 16, "mixer": mixer}
+values = {"vocab_size": 20, "num_classes": 2, "pooling": "class_token", "encoder": encoder}
+model, comm = build_model(TextClassifierConfig.model_validate(values)), open_communicator()
+tokens, classes = torch.zeros(1, 12, dtype=torch.int64), torch.tensor([1])
+texts = [torch.zeros(5, dtype=torch.int64), torch.ones(3, dtype=torch.int64)]
+"""
+TRANSLATOR = """
+import torch
+from dist_attn.comm import open_communicator
+from dist_attn.layout import SequenceLayout
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.models import EncoderDecoderConfig, build_model
+heads = {"hidden_size": 8, "num_heads": 2}
+mixer = {"kind": "bidirectional", "attention": "elu", **heads}
+encoder = {"hidden_size": 8, "num_layers": 1, "mlp_size": 8, "mixer": mixer}
+cross = {"attention": "elu", **heads}
+decoder = {"num_layers": 1, "mlp_size": 8, "mixer": {"kind": "elu", **heads}, "cross": cross}
+values = {"vocab_size": 7, "encoder": encoder, "decoder": decoder}
+model, comm = build_model(EncoderDecoderConfig.model_validate(values)), open_communicator()
+source_slice, target_slice = torch.zeros(1, 6, dtype=torch.int64), torch.ones(1, 5, dtype=torch.int64)
+source_layout, target_layout = SequenceLayout.even(6, comm.size), SequenceLayout.even(5, comm.size)
+"""
+
+BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
+    "README.md": (
+        Not(STAYS),
+        Run("shell", says=("encoding.summary", "data: [DONE]")),
+        Run(
+            "shell",
+            leave={
+                ".venv/bin/torchrun": TORCHRUN,
+                ".venv/bin/dist-attn train": "it takes hours; docs/how-to/own-model.md has the same with 200 steps",
+            },
+            instead={"--max-tokens 100": "--max-tokens 5"},
+            slow=True,
+        ),
+        Run("python", instead={"100_000": "1_000"}),
+        DRAWING,
+    ),
+    "CONTRIBUTING.md": (Not(INSTALLS), Not(GATE)),
+    "docs/adding-a-mixer.md": (Elsewhere("tests/mixers/test_adding_a_mixer.py"),),
+    "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
+    "docs/client.md": (
+        Run("python", says=(" tokens",)),
+        Run(
+            "python",
+            before="from dist_attn.client import AsyncClient",
+            instead={"https://example.org": "http://127.0.0.1:8000"},
+        ),
+    ),
+    "docs/command-line.md": (
+        Run("shell"),
+        Run(
+            "shell",
+            leave={"dist-attn top   ": "it goes on until Ctrl-C; tests/test_cli_remote.py has it on a terminal"},
+            instead={"top --once": f"top --once {URL}", "top --json": f"top --once --json {URL}"},
+        ),
+        Run("shell", leave={"dist-attn --install-completion": "it writes into the shell's start files"}),
+    ),
+    "docs/converting.md": (
+        Run(
+            "shell",
+            before="pythia",
+            leave={"dist-attn train": "its file is the next block, of which more has to be filled in"},
+            slow=True,
+        ),
+        Run("section", of="run"),
+        Run("shell", before="minilm", slow=True),
+        Elsewhere("tests/test_hf.py"),
+    ),
+    "docs/decisions/README.md": (Not("a form to be copied"),),
+    "docs/deploy.md": (
+        Not("it needs Docker; tests/deploy/test_compose.py checks the file"),
+        Not("it needs Docker; tests/deploy/test_dockerfiles.py checks the files"),
+    ),
+    "docs/explanation/carry.md": (Run("python", says=("the last state is everywhere: True",)),),
+    "docs/how-to/gpus.md": (
+        Not("it needs four GPUs"),
+        Run("python", instead={"4096, (1, 4096)": "4096, (1, 512)", "even(4096": "even(512"}),
+    ),
+    "docs/how-to/kubernetes.md": (Not("it needs a cluster; tests/deploy/test_kubernetes.py checks the manifests"),),
+    "docs/how-to/mpi.md": (Not(f"{INSTALLS}; {MPIEXEC}"), Not(SEVERAL_HOSTS)),
+    "docs/how-to/own-model.md": (
+        Run(
+            "shell",
+            leave={"dist-attn serve": STAYS},
+            instead={
+                "run.steps=200": "run.steps=1 --set data.batch=1 --set data.segment=32",
+                "--max-tokens 50": "--max-tokens 3",
+            },
+            slow=True,
+        ),
+    ),
+    "docs/how-to/secure.md": (
+        Run(
+            "shell",
+            leave={"DIST_ATTN_HTTP__API_KEYS_FILE": f"{STAYS}; tests/service/test_keys.py has keys from a file"},
+        ),
+        Run("shell", leave={"DIST_ATTN_ENGINE__KEYS_DIR": STAYS}, instead={"/etc/dist-attn/keys": "engine-keys"}),
+    ),
+    "docs/how-to/slurm.md": (Run("syntax"), Run("syntax")),
+    "docs/how-to/speed.md": (
+        Run(
+            "shell",
+            leave={
+                "dist-attn doctor": "it times exchanges for a minute; tests/engine/test_calibrate.py",
+                "dist-attn plan": "it measures for a minute; tests/engine/test_rehearsal.py",
+            },
+            instead={"top --once": f"top --once {URL}"},
+        ),
+    ),
+    "docs/how-to/two-nodes.md": (Not(SEVERAL_HOSTS), Not(SEVERAL_HOSTS)),
+    "docs/million.md": (DRAWING,),
+    "docs/models.md": (
+        Run("mixer"),
+        Run("mixer"),
+        Run(
+            "python",
+            before=CLASSIFIER,
+            instead={"stop = ...  ": "stop = SequenceLayout.even(prepared.shape[1], comm.size).range(comm.rank)  "},
+        ),
+        Run("python", before=CLASSIFIER),
+        Run("python", before=TRANSLATOR),
+    ),
+    "docs/performance.md": (Not("commands with what they do beside them; tests/benchmarks runs them with --smoke"),),
+    "docs/service.md": (
+        Run("shell", leave={"make serve": STAYS}),
+        Run("python"),
+        Run("shell"),
+        Run("shell", instead={**SMALLER, **BREAKS_OFF, "+5242881": "+5243"}),
+        Run("shell", instead={**SMALLER, **BREAKS_OFF}),
+        Run("answer", of="PromptProgress"),
+        Run("shell", says=('"position":9000', "data: [DONE]", '"object":"session"')),
+        Run("answer", of="AppendSummary"),
+        Run("settings", instead={'"…"': f'"{"0" * 64}"'}),
+        Run("settings"),
+    ),
+    "docs/shipped-models.md": (Run("shell", slow=True),),
+    "docs/state.md": (
+        Run(
+            "python",
+            before="""
+            import torch
+            from dist_attn.shipped import default_model_folder
+            folder = default_model_folder()
+            from dist_attn.checkpoints import load_model
+            logits_V, state = load_model(folder).step(torch.tensor([5]), load_model(folder).initial_state(1))
+            logits_V = logits_V[0]
+            """,
+        ),
+    ),
+    "docs/training-data.md": (Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),),
+    "docs/training.md": (
+        Not("it takes hours; tests/training/test_killed_mesh.py trains over such a mesh of torchrun"),
+    ),
+    "docs/tutorial.md": (
+        Not(f"{INSTALLS}; {STAYS}"),
+        Run("shell"),
+        Run("shell"),
+        Run("shell"),
+        Run("python", before="import numpy; numpy.save('book.npy', numpy.zeros((3, 4), numpy.float32))"),
+        Run("python", instead={"window=128": "window=64"}, says=("1.00  byte ",)),
+        Run("python", says=("9000 tokens are read", "--- 2:", "still stands at 9000", "bytes hold all of it")),
+        Run("shell", before="state"),
+    ),
+}

@@ -1,0 +1,39 @@
+"""Links between pages work on a code host as in the site: they lead to files of the repository, and to headings."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT, pages
+
+_LINK = re.compile(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)")
+_CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The names that a code host gives the headings of a page; the second of equal ones has a number."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found: list[str] = []
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        found.append(name if name not in found else f"{name}-{found.count(name)}")
+    return set(found)
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(page: Path) -> None:
+    """Each relative link of a page names a file, and where it names a heading, that heading is there."""
+    wrong = []
+    for url, fragment in _LINK.findall(_CODE.sub("", page.read_text())):
+        if "://" in url or url.startswith("mailto:"):
+            continue
+        target = (page.parent / url).resolve() if url else page
+        if not target.is_file():
+            wrong.append(f"{url} is no file")
+        elif fragment and target.suffix == ".md" and fragment not in anchors(target):
+            wrong.append(f"{url} has no heading #{fragment}")
+    assert wrong == []

@@ -1,0 +1,165 @@
+"""Each example is run as its docstring says, but shorter, and does what it promises."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.support.served import Served, served
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+TEXT = "".join(
+    f"Chapter {n}. The old sailor told the boy of whale number {n}, and the boy told the town.\n" for n in range(400)
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A whole service over a small random model, whose id is `tiny`."""
+    with served(tmp_path_factory.mktemp("served")) as whole:
+        yield whole
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A book of 400 chapters of a line each."""
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def run(name: str, *arguments: object, seconds: float = 200) -> str:
+    """What an example prints; it must succeed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_says_what_it_does(name: str) -> None:
+    """Every script has --help, which is its docstring, and the page of examples names it."""
+    first = (EXAMPLES / name).read_text().split('"""')[1].splitlines()[0]
+    assert first in run(name, "--help")
+    assert f"examples/{name})" in (ROOT / "docs/how-to/examples.md").read_text()
+
+
+def test_search(service: Served, book: Path) -> None:
+    """A passage is nearest to itself; a question is answered with as many passages as are asked for."""
+    alike = run(
+        "search_in_a_book.py", book, "--like", 7, "--window", 128, "--best", 3, "--url", service.url
+    ).splitlines()
+    assert len(alike) == 3 and re.match(r" 1\.000  passage 7, byte \d+: ", alike[0])
+    found = run("search_in_a_book.py", book, "a whale", "--window", 128, "--url", service.url).splitlines()
+    assert len(found) == 5
+
+
+def test_forks(service: Served, book: Path) -> None:
+    """Ten ways go on from one reading, differ from each other, and leave the story where it was."""
+    said = run("forked_story.py", book, "--bytes", 3000, "--tokens", 12, "--url", service.url)
+    assert said.startswith("3,000 tokens read") and "still stands at token 3,000" in said
+    ways = re.findall(r"--- way \d+: forked in \d+ ms\n(.*?)\n(?=\n)", said, re.DOTALL)
+    assert len(ways) == 10 and len(set(ways)) > 5
+
+
+def test_a_growing_log(tmp_path: Path) -> None:
+    """Lines are read as they are written; the one that is unlike all others is shown, and no usual one before it."""
+    path = tmp_path / "app.log"
+    path.touch()
+
+    def write() -> None:
+        with path.open("a") as file:
+            for n in range(60):
+                usual = f"2026-11-22 10:00:{n:02} INFO request {4000 + n} answered in {n % 7 + 3} ms\n"
+                file.write("Segmentation fault!! 0xDEADBEEF $$ kernel panic ~~\n" if n == 50 else usual)
+                file.flush()
+                time.sleep(0.01)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    said = run("follow_a_log.py", path, "--idle", 3, "--above", 4).splitlines()
+    writer.join()
+    assert said[0].startswith("line 51: ") and "kernel panic" in said[0], said
+    assert said[-1].startswith("60 lines, ") and "the state has" in said[-1]
+
+
+def test_training_on_own_text(book: Path, tmp_path: Path) -> None:
+    """A vocabulary, a run and a model come of a text; the model writes, and the folder serves other commands."""
+    small = ["--vocabulary", 300, "--width", 32, "--layers", 1, "--segment", 32, "--batch", 2, "--steps", 6]
+    said = run("train_on_your_text.py", book, "--out", tmp_path / "own", *small)
+    assert "vocabulary in" in said and "goes on with the text that was kept apart" in said
+    assert (tmp_path / "own/run/model/model.safetensors").is_file()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "own/run/metrics.jsonl").read_text().splitlines()]
+    assert steps[-1] == 6
+
+
+def test_long_dna() -> None:
+    """A short training tells genes from what lies between them by their bits alone."""
+    said = run("long_dna.py", "--bases", 12_000, "--steps", 60)
+    inside, outside = map(float, re.search(r"per base: ([\d.]+) in genes, ([\d.]+) between", said).groups())  # type: ignore[union-attr]
+    assert inside < 1.8 < 1.95 < outside
+    told_apart = re.search(r"surprise alone: ([\d.]+) %", said)
+    assert told_apart is not None and float(told_apart[1]) > 90
+
+
+@pytest.mark.skipif(find_spec("langchain_openai") is None, reason="needs langchain-openai")
+def test_langchain(service: Served) -> None:
+    """LangChain completes, streams, chains and searches through the OpenAI-compatible routes."""
+    said = run("with_langchain.py", "--url", service.url, "--model", "tiny", "--tokens", 8)
+    streamed, chained, nearest = re.split(r"--- .*\n", said)[1:]
+    assert streamed.strip() and chained.strip()
+    assert nearest.strip() in (
+        "The whale rose beside the boat.",
+        "She danced with the count until dawn.",
+        "The judge read the verdict.",
+    )
+
+
+NOTEBOOK = EXAMPLES / "what_a_state_keeps.ipynb"
+
+
+def test_the_notebook_says_what_works(book: Path, tmp_path: Path) -> None:
+    """The notebook's cells run one after the other, as a program; it draws three figures."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert code.count("plt.show()") == 3
+    assert not any(cell.get("outputs") for cell in cells), "the notebook is filed without outputs"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEXT": str(book), "BYTES": "4000", "MPLBACKEND": "agg"}
+    command = [sys.executable, "-W", "ignore:FigureCanvasAgg", "-c", code]
+    done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte" in done.stdout
+
+
+@pytest.mark.skipif(
+    find_spec("nbclient") is None or find_spec("ipykernel") is None, reason="needs nbclient and ipykernel"
+)
+def test_the_notebook_in_a_kernel(book: Path) -> None:
+    """In a kernel of Jupyter the notebook shows its three figures in place."""
+    program = f"""
+import nbformat, nbclient
+notebook = nbformat.read({str(NOTEBOOK)!r}, 4)
+nbclient.NotebookClient(notebook, timeout=150, resources={{"metadata": {{"path": {str(EXAMPLES)!r}}}}}).execute()
+print(sum("image/png" in output.get("data", {{}}) for cell in notebook.cells for output in cell.get("outputs", [])))
+"""
+    environment = {
+        **os.environ,
+        "TEXT": str(book),
+        "BYTES": "4000",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, env=environment)
+    assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr

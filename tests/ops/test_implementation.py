@@ -1,0 +1,69 @@
+"""Which implementation of linear attention is taken, and what is said of it."""
+
+import pytest
+import torch
+
+from dist_attn import feature_maps
+from dist_attn.errors import ConfigError, ShapeError
+from dist_attn.ops import LinearState, linear_attention
+from dist_attn.ops.linear_attention import choose
+from tests.support.closeness import assert_close
+
+X = torch.zeros(1, 2, 3, 4)
+
+
+def test_tensors_of_the_cpu_take_the_streaming_form():
+    """By default, tensors of the CPU go to the streaming form, and the choice says why."""
+    choice = choose("auto", X, X, X)
+    assert choice.implementation == "streaming"
+    assert "on cpu" in choice.reason
+    assert choose("streaming", X, X, X).reason == "asked for by name"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"causal": False}, "not causal"),
+        ({"prefix": 2}, "prefix"),
+        ({"q_BHLK": X[:, :, :2]}, "2 queries and 3 keys"),
+        ({"q_BHLK": X.double()}, "torch.float64"),
+        ({"state": LinearState.identity(1, 2, 4, 4, dtype=torch.float64)}, "sums are float32"),
+        ({"feature_map": feature_maps.Positive(torch.zeros(2, 5, 4))}, "do not know the feature map Positive"),
+        ({"feature_map": feature_maps.Gaussian(torch.zeros(2, 257, 4))}, "take 1 to 256"),
+        ({"q_BHLK": X[:, :, :0], "k_BHSK": X[:, :, :0], "v_BHSV": X[:, :, :0]}, "no tokens"),
+    ],
+)
+def test_what_kernels_cannot_take_is_an_error_that_says_why(given, words, monkeypatch):
+    """Kernels asked for by name are never replaced silently: the error names what stands against them."""
+    pytest.importorskip("triton", reason="needs triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = {"q_BHLK": X, "k_BHSK": X, "v_BHSV": X, **given}
+    with pytest.raises(ConfigError, match=words):
+        choose("triton", **given)
+
+
+def test_kernels_asked_for_without_a_gpu(monkeypatch):
+    """Without a GPU and without the interpreter a request for kernels is refused, as is one for what does not exist."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="kernels need a GPU"):
+        linear_attention(X, X, X, implementation="triton")
+    with pytest.raises(ConfigError, match="'cuda' is unknown"):
+        linear_attention(X, X, X, implementation="cuda")
+
+
+def test_kernels_through_the_public_function():
+    """`linear_attention` by name of the kernels is the streaming form's function, and a wrong state is refused."""
+    pytest.importorskip("triton", reason="needs triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 5, 3, generator=generator) for _ in range(3))
+    w = torch.randn(1, 4, 3, generator=generator)
+    want, _ = linear_attention(
+        q, k, v, feature_map=feature_maps.Gaussian(w), documents=(2,), implementation="streaming"
+    )
+    q, k, v, w = (t.to(device) for t in (q, k, v, w))
+    given = {"feature_map": feature_maps.Gaussian(w), "implementation": "triton"}
+    got, _ = linear_attention(q, k, v, documents=(2,), **given)
+    assert_close(got.cpu(), want)
+    with pytest.raises(ShapeError, match="the state is"):
+        linear_attention(q, k, v, state=LinearState.identity(1, 1, 7, 3, device=device), **given)

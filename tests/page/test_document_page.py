@@ -1,0 +1,211 @@
+"""A document on the page: from the file to the map, with keys, reloads and connections that break."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from tests.service.test_keys import USER, digest
+from tests.support.breaking_proxy import breaking_proxy
+from tests.support.browser import opened_page
+from tests.support.fake_engine import FakeEngine
+from tests.support.service_server import RunningService, eventually, running_service
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+TEXT = "".join(
+    f"Paragraph {i} tells of the sea, of grün and of {i * 7919 % 1000} ships.\n" for i in range(400)
+).encode()
+WINDOW = 128
+ROWS = -(-len(TEXT) // WINDOW)  # a token is a byte here
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service with an engine of the tests."""
+    with running_service(tmp_path_factory.mktemp("service"), FakeEngine(keep=False)) as running:
+        yield running
+
+
+def choose(page: "Page", text: bytes = TEXT, name: str = "sea.txt") -> None:
+    """Pick a file, wait for its estimate."""
+    page.set_input_files("#file", files=[{"name": name, "mimeType": "text/plain", "buffer": text}])
+    page.wait_for_selector("#plan-figures:not([aria-busy])")
+
+
+def encoded(page: "Page") -> None:
+    """Wait until the page says that all is there, and drawn."""
+    page.wait_for_selector("#bar[data-phase=done]", state="attached")
+    page.wait_for_selector(f"#map canvas[width='{ROWS}']")
+
+
+def figure(page: "Page", name: str) -> str:
+    """What stands under a heading of the figures."""
+    return page.locator(f"#run-figures > div:has(dt:text-is('{name}')) dd").inner_text().split("\n")[0]
+
+
+def on_diagonal(page: "Page") -> tuple[dict[str, float], str]:
+    """A place on the map's diagonal and the beginning of the passage there."""
+    box = page.locator("#map canvas").bounding_box()
+    assert box is not None
+    row = 6
+    words = TEXT[row * WINDOW : row * WINDOW + 40].decode(errors="ignore").split("\n")[-1]
+    middle = (row + 0.5) * box["width"] / ROWS
+    return {"x": middle, "y": middle}, words.strip()
+
+
+def ids(page: "Page") -> dict[str, Any]:
+    """What the page keeps over a reload."""
+    found: dict[str, Any] = json.loads(page.evaluate("localStorage.getItem('dist-attn ids') ?? '{}'"))
+    return found
+
+
+def test_the_whole_story(browser: "Browser", service: RunningService) -> None:
+    """Estimate, encode, point at the map, open a passage, search, save the vectors: each shows what the API gives."""
+    with opened_page(browser, service.url) as page:
+        choose(page)
+        assert "23.4 k" in page.locator("#plan-figures dd").first.inner_text()
+        page.click("#start")
+        encoded(page)
+        assert figure(page, "Tokens") == f"{len(TEXT):,}" and figure(page, "Passages") == str(ROWS)
+        place, words = on_diagonal(page)
+        page.hover("#map canvas", position=place)
+        page.wait_for_selector(f".tip:has-text('{words}')")
+        page.click("#map canvas", position=place)
+        page.wait_for_selector(f"#passage-text:has-text('{words}')")
+        title = page.inner_text("#passage-title")
+        page.click("#passage-after")
+        page.wait_for_selector(f"#passage-title:not(:has-text('{title}'))")
+        page.fill("#query", "true ships")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".hit .text:has-text('Paragraph')")
+        assert page.locator(".hit").count() == 6 and page.locator("#map .mark").count() == 6
+        with page.expect_download() as saved:
+            page.click("#save-rows")
+        data = Path(saved.value.path()).read_bytes()
+        assert data.startswith(b"\x93NUMPY") and saved.value.suggested_filename == "sea.npy"
+        page.click("#tab-code")
+        code = page.inner_text("#recipes")
+        assert f"{service.url}/v1/encodings?window={WINDOW}" in code and "@sea.txt" in code and "v1/embeddings" in code
+        page.click("#code-python")
+        for block in page.locator("#recipes code").all_inner_texts():
+            compile(block, "recipe", "exec")
+        assert 'json={"input": "true ships"}' in page.inner_text("#recipes")
+
+
+def test_another_document_is_begun_with_a_clean_page(browser: "Browser", service: RunningService) -> None:
+    """Afterwards the page is empty, keeps no ids, and the service has forgotten the job and the file."""
+    with opened_page(browser, service.url) as page:
+        choose(page)
+        page.click("#start")
+        encoded(page)
+        kept = ids(page)
+        page.click("#another")
+        page.wait_for_selector("#pick")
+        assert ids(page) == {} and page.locator("#run").is_hidden()
+        for path in (f"/v1/jobs/{kept['job']}", f"/v1/files/{kept['file']}"):
+            eventually(lambda path=path: httpx.get(service.url + path).status_code == 404, f"{path} to be gone")
+
+
+def test_a_reload_in_the_middle_loses_nothing(browser: "Browser", tmp_path: Path) -> None:
+    """The job goes on without the page; after a reload the page finds it, and reads passages from the service."""
+    engine = FakeEngine(keep=False, paused=True)
+    with running_service(tmp_path, engine) as running, opened_page(browser, running.url) as page:
+        choose(page)
+        page.click("#start")
+        page.wait_for_selector("#run-phase:has-text('Reading')")
+        page.reload()
+        page.wait_for_selector("#run-title:has-text('sea.txt')")
+        running.engine_port.resume()
+        encoded(page)
+        assert figure(page, "Passages") == str(ROWS)
+        place, words = on_diagonal(page)
+        page.click("#map canvas", position=place)
+        page.wait_for_selector(f"#passage-text:has-text('{words}')")
+
+
+def test_a_stream_of_rows_that_breaks_goes_on(browser: "Browser", service: RunningService) -> None:
+    """Two times the connection breaks in the middle of the rows: each row is there once, in order, none is missing."""
+    with breaking_proxy(service.port) as proxy, opened_page(browser, proxy.url) as page:
+        proxy.cuts["from_row="] = [40_000, 40_000]
+        asked: list[int] = []
+        page.on("request", lambda request: asked.extend(map(int, re.findall(r"from_row=(\d+)", request.url))))
+        choose(page, TEXT * 8)
+        page.click("#start")
+        page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        assert proxy.broken == ["from_row=", "from_row="]
+        assert len(asked) == 3 and asked == sorted(asked) and asked[0] == 0 < asked[2]
+        assert figure(page, "Passages") == f"{-(-8 * len(TEXT) // 256):,}"
+
+
+def test_an_upload_that_breaks_goes_on(browser: "Browser", service: RunningService) -> None:
+    """The connection breaks in the middle of a piece; what the service has in the end is the file."""
+    text = TEXT * 30
+    with breaking_proxy(service.port, uploads=True) as proxy, opened_page(browser, proxy.url) as page:
+        proxy.cuts["PATCH /v1/uploads/"] = [100_000]
+        choose(page, text)
+        page.click("#start")
+        page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        assert proxy.broken == ["PATCH /v1/uploads/"]
+        assert httpx.get(f"{service.url}/v1/files/{ids(page)['file']}/content").content == text
+
+
+def test_an_upload_is_found_again_after_a_reload(browser: "Browser", service: RunningService) -> None:
+    """The page names the file and how much of it is there; when it is chosen again only the rest is sent."""
+    half = len(TEXT) // 2
+    head = {"upload-length": str(len(TEXT)), "upload-metadata": "filename c2VhLnR4dA==,filetype dGV4dC9wbGFpbg=="}
+    begun = httpx.post(f"{service.url}/v1/uploads", headers=head).json()["id"]
+    kind = {"content-type": "application/offset+octet-stream", "upload-offset": "0"}
+    httpx.patch(f"{service.url}/v1/uploads/{begun}", content=TEXT[:half], headers=kind).raise_for_status()
+    with opened_page(browser, service.url) as page:
+        page.evaluate(f"localStorage.setItem('dist-attn ids', '{json.dumps({'upload': begun})}')")
+        page.reload()
+        page.wait_for_selector("#document-notice:has-text('of sea.txt was sent before')")
+        sent: list[int] = []
+        page.on("request", lambda request: sent.append(int(request.headers.get("upload-offset", -1))))
+        choose(page)
+        page.click("#start")
+        encoded(page)
+        assert [offset for offset in sent if offset >= 0] == [half]
+
+
+def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: RunningService) -> None:
+    """An empty file and one that is no UTF-8 are refused in sentences, and the page goes on with the next file."""
+    with opened_page(browser, service.url) as page:
+        page.set_input_files("#file", files=[{"name": "none.txt", "mimeType": "text/plain", "buffer": b""}])
+        page.wait_for_selector("#document-notice:has-text('none.txt is empty')")
+        choose(page, b"good " * 100 + b"\xff\xfe bad", "latin.txt")
+        page.click("#start")
+        page.wait_for_selector("#document-notice.error:has-text('UTF-8')")
+        assert page.inner_text("#run-phase") == "Failed"
+        page.click("#another")
+        choose(page)
+        page.click("#start")
+        encoded(page)
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_works(browser: "Browser", tmp_path: Path) -> None:
+    """The page asks for a key and says when it is wrong; the right one is kept in the tab and nowhere else."""
+    with (
+        running_service(tmp_path, FakeEngine(keep=False), api_keys=(digest(USER),)) as running,
+        opened_page(browser, running.url) as page,
+    ):
+        page.wait_for_selector("#key-dialog[open] >> text=asks for a key")
+        page.fill("#key", "wrong-key")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-dialog[open] >> text=does not know this key")
+        page.fill("#key", USER)
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#service-state.ready:has-text('tiny')")
+        choose(page)
+        page.click("#start")
+        encoded(page)
+        stored = page.evaluate("JSON.stringify({...localStorage})")
+        assert USER not in stored and digest(USER) not in stored and "job_" in stored
+        page.click("#tab-code")
+        assert "$DIST_ATTN_KEY" in page.inner_text("#recipes") and USER not in page.content()

@@ -1,0 +1,324 @@
+"""A controller that dies: what is open goes on with the next one, and nothing is delivered twice."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from dist_attn.wire.manifest import RestoreReport
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
+    Cancel,
+    Credit,
+    EncodingDone,
+    Failed,
+    Generated,
+    OpenCompletion,
+    OpenEncoding,
+    Rows,
+    RowSpec,
+    SamplingSpec,
+    Tokens,
+)
+from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit
+from dist_attn.wire.terms import Terms
+from service.completion_stream import CompletionWork
+from service.engine_port import ZmqEnginePort
+from service.engine_stream import EngineStream, StreamLimits
+from service.errors import Code, EngineFailure, ServiceError
+from service.logs import make_log
+from service.open_streams import OpenStreams
+from service.resending import Delivered
+from service.session_stream import SessionWork
+from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
+from tests.support.fake_sessions import MANIFEST
+
+SECONDS = 20
+LIMITS = StreamLimits(message_tokens=300, resend_bytes=4_000, resend_seconds=0.2)
+TOKENS = np.arange(900, dtype=np.int32) % 257
+
+
+def rows_from(first: int, values: list[int]) -> Rows:
+    """Rows of one number each."""
+    numbers = np.array(values, dtype="<f4").tobytes()
+    return Rows("a", first, [*range(first, first + len(values))], [*range(first + 1, first + 1 + len(values))], numbers)
+
+
+def test_rows_that_come_again_are_cut_off() -> None:
+    """However the rows are cut into messages the second time, each is handed on once; a gap is an error."""
+    delivered = Delivered()
+    assert delivered.new_rows(rows_from(0, [0, 1, 2])) == rows_from(0, [0, 1, 2])
+    delivered.begin_again()
+    assert delivered.new_rows(rows_from(0, [0, 1])) is None
+    assert delivered.new_rows(rows_from(2, [2, 3, 4])) == rows_from(3, [3, 4])
+    assert delivered.new_rows(rows_from(5, [5])) == rows_from(5, [5])
+    with pytest.raises(EngineFailure, match="row 6 was due"):
+        delivered.new_rows(rows_from(7, [7]))
+
+
+def test_tokens_that_are_drawn_again_are_compared() -> None:
+    """Those that were delivered are left out, the end always comes, and another token is an error."""
+    delivered = Delivered()
+    assert delivered.new_tokens(Generated("a", [5, 6])) == Generated("a", [5, 6])
+    delivered.begin_again()
+    assert delivered.new_tokens(Generated("a", [5])) is None
+    assert delivered.new_tokens(Generated("a", [6, 7])) == Generated("a", [7])
+    assert delivered.new_tokens(Generated("a", [], "stop")) == Generated("a", [], "stop")
+    delivered.begin_again()
+    with pytest.raises(EngineFailure, match="other tokens"):
+        delivered.new_tokens(Generated("a", [5, 9]))
+
+
+def test_an_encoding_goes_on_with_the_next_controller(tmp_path: Path) -> None:
+    """Rows that came before the first one died are not repeated, and all of them are those of a run in peace."""
+    address = f"ipc://{tmp_path}/c"
+
+    async def scenario() -> list[bytes]:
+        port = ZmqEnginePort(address, StreamLimits(message_tokens=300), make_log(), status_seconds=0.05)
+        await port.start()
+        with fake_controller(FakeEngine(credit=500, stingy=True), address):
+            while not port.health().ready:  # noqa: ASYNC110 - a port has no event for this
+                await asyncio.sleep(0.005)
+            stream = port.open(RowSpec(window=90))
+            sending = asyncio.create_task(stream.send(TOKENS, final=True))
+            first = await stream.next()
+            assert isinstance(first, Rows) and len(first.starts) == 3
+        with fake_controller(FakeEngine(credit=400), address):
+            await sending
+            rest = await _rows_of_rest(stream)
+            stream.close()
+            await port.close()
+        return [first.vectors[at : at + 32] for at in range(0, len(first.vectors), 32)] + rest
+
+    async def _rows_of_rest(stream: EngineStream) -> list[bytes]:
+        vectors: list[bytes] = []
+        while isinstance(event := await stream.next(), Rows):
+            vectors += [event.vectors[at : at + 32] for at in range(0, len(event.vectors), 32)]
+        return vectors
+
+    made = asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+    assert made == [row_vector(TOKENS[at : at + 90], "mean").tobytes() for at in range(0, 900, 90)]
+
+
+def test_another_model_does_not_go_on_with_what_one_began(tmp_path: Path) -> None:
+    """Rows of two models must not stand in one answer: it ends in words where the next controller has another one."""
+    address = f"ipc://{tmp_path}/c"
+    other = msgspec.structs.replace(MANIFEST.model, weights="f" * 64)
+
+    async def scenario() -> FakeEngine:
+        port = ZmqEnginePort(address, StreamLimits(message_tokens=300), make_log(), status_seconds=0.05)
+        await port.start()
+        with fake_controller(FakeEngine(credit=500, stingy=True), address):
+            while not port.health().ready:  # noqa: ASYNC110 - a port has no event for this
+                await asyncio.sleep(0.005)
+            stream = port.open(RowSpec(window=90))
+            sending = asyncio.create_task(stream.send(TOKENS, final=True))
+            await stream.next()
+        second = FakeEngine(manifest=msgspec.structs.replace(MANIFEST, model=other))
+        with fake_controller(second, address):
+            with pytest.raises(ServiceError, match="another model"):
+                await sending
+            stream.close()
+            await port.close()
+        return second
+
+    second = asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+    assert not any(isinstance(message, OpenEncoding) for message in second.received)
+
+
+class Desk:
+    """The other end of streams: what they post, and what a test lets come."""
+
+    def __init__(self) -> None:
+        self.posted: list[AnyMessage] = []
+        self.streams = OpenStreams(LIMITS)
+
+    def last(self, kind: type) -> AnyMessage:
+        """The newest message of a kind."""
+        return next(message for message in reversed(self.posted) if isinstance(message, kind))
+
+
+def test_a_completion_is_drawn_again_from_the_same_seed() -> None:
+    """The seed is settled before the first controller sees it; the whole prompt and its end are sent to the second."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        terms = Terms(deadline_s=50.0)
+        stream = desk.streams.open_completion(CompletionWork(SamplingSpec(9)), desk.posted.append, "me", terms)
+        old, seed = stream.request_id, desk.last(OpenCompletion).sampling.seed
+        for message in (Accepted(old), Credit(old, 700)):
+            desk.streams.route(message)
+        sending = asyncio.create_task(stream.send(TOKENS, final=True))
+        await asyncio.sleep(0)
+        desk.streams.route(Credit(old, 2000))
+        await sending
+        desk.streams.route(Generated(old, [1]))
+        desk.streams.route(Failed(old, "stopping", "it ends"))
+        assert stream.held and not sending.cancelled()
+        assert desk.streams.do_again() == 1
+        new = stream.request_id
+        assert new != old and new.startswith("me.")
+        cancelled, opened = desk.posted[-2:]
+        assert cancelled == Cancel(old) and opened.request_id == new
+        assert opened.sampling.seed == seed is not None and 0 < opened.terms.deadline_s <= 50
+        desk.streams.route(Generated(old, [3]))  # of the old one: nobody listens
+        desk.streams.route(Credit(new, 500))
+        desk.streams.route(Credit(new, 2000))
+        again = [message for message in desk.posted if isinstance(message, Tokens) and message.request_id == new]
+        assert b"".join(message.tokens for message in again) == TOKENS.astype("<i4").tobytes()
+        assert [message.start for message in again] == [0, 300, 500, 800]
+        assert [message.final for message in again] == [False, False, False, True]
+        for message in (Generated(new, [1, 2]), Generated(new, [], "stop")):
+            desk.streams.route(message)
+        assert [(await stream.next()).tokens for _ in range(3)] == [[1], [2], []]
+        stream.close()
+        assert not len(desk.streams)
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
+    """The next controller gets no state: the tokens that were in it are sent as well."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        begin = BeginState(position=512, num_bytes=100)
+        work = CompletionWork(SamplingSpec(9), begin, (768,))
+        stream = desk.streams.open_completion(work, desk.posted.append)
+        old = stream.request_id
+        assert not stream.hold()
+        desk.streams.route(Accepted(old))
+        desk.streams.route(Restored(old, RestoreReport(512, 0, True, "")))
+        desk.streams.route(Credit(old, 2000))
+        stream.stands_for(TOKENS[:512])
+        await stream.send(TOKENS[512:], final=True)
+        assert stream.hold()
+        desk.streams.do_again()
+        new = stream.request_id
+        opened = desk.last(OpenCompletion)
+        assert opened.begin is None and opened.states_at == ()
+        desk.streams.route(Credit(new, 2000))
+        again = [message for message in desk.posted if isinstance(message, Tokens) and message.request_id == new]
+        assert b"".join(message.tokens for message in again) == TOKENS.astype("<i4").tobytes()
+        desk.streams.route(Generated(new, [4], "length"))
+        assert (await stream.next()).tokens == [4]
+        assert await stream.next_state() is None
+        stream.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_an_input_that_had_not_begun_is_opened_again() -> None:
+    """Without tokens there is nothing to send again, but for the end of an empty document."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        waiting, empty = (desk.streams.open(RowSpec(), desk.posted.append) for _ in range(2))
+        await empty.send(TOKENS[:0], final=True)
+        desk.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
+        assert desk.streams.do_again() == 2
+        mine = [message for message in desk.posted if getattr(message, "request_id", "") == empty.request_id]
+        assert [type(message) for message in mine] == [OpenEncoding, Tokens] and mine[1].final
+        mine = [message for message in desk.posted if getattr(message, "request_id", "") == waiting.request_id]
+        assert [type(message) for message in mine] == [OpenEncoding]
+        waiting.close(), empty.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_what_ends_while_it_waits_is_not_done_again() -> None:
+    """The last words of a controller may be read after its end is noticed: then there is nothing left to do."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        encoding = desk.streams.open(RowSpec(), desk.posted.append)
+        completion = desk.streams.open_completion(CompletionWork(SamplingSpec(9), None, (256,)), desk.posted.append)
+        completion.fetch_states()
+        for stream in (encoding, completion):
+            desk.streams.route(Credit(stream.request_id, 2000))
+            await stream.send(TOKENS[:400], final=True)
+        desk.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
+        assert encoding.held and completion.held
+        posted = len(desk.posted)
+        desk.streams.route(EncodingDone(encoding.request_id, 400, 0))
+        desk.streams.route(Generated(completion.request_id, [3], "length"))
+        assert desk.streams.do_again() == 0
+        assert isinstance(await encoding.next(), EncodingDone)
+        assert (await completion.next()).tokens == [3] and await completion.next_state() is None
+        encoding.close(), completion.end_states()
+        assert len(desk.posted) == posted and not len(desk.streams)
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_who_fetches_a_state_hears_that_its_request_was_closed() -> None:
+    """A client that leaves while a state of its prompt is fetched does not keep the place of others in the store."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        stream = desk.streams.open_completion(CompletionWork(SamplingSpec(9), None, (512,)), desk.posted.append)
+        stream.fetch_states()
+        desk.streams.route(Checkpoint(stream.request_id, 512, 0, 100))
+        state = await stream.next_state()
+        assert state is not None
+        fetching = asyncio.create_task(anext(stream.snapshot(state)))
+        await asyncio.sleep(0)
+        assert desk.last(StateCredit) == StateCredit(stream.request_id, 512, 100)
+        stream.close()
+        with pytest.raises(ServiceError, match="ended before"):
+            await fetching
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_what_cannot_be_done_again_ends_in_words() -> None:
+    """Sessions, and inputs for which the memory of all requests together does not suffice; closed ones give it back."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        session = desk.streams.open_session(SessionWork(), desk.posted.append)
+        long, short = (desk.streams.open(RowSpec(), desk.posted.append) for _ in range(2))
+        for stream, count in ((long, 1001), (short, 1000)):
+            desk.streams.route(Credit(stream.request_id, 5000))
+            await stream.send(np.zeros(count, dtype=np.int32), final=False)
+        desk.streams.hold_all("the controller broke", Code.ENGINE_UNREACHABLE)
+        for stream in (session, long):
+            with pytest.raises(ServiceError, match="the controller broke"):
+                await stream.next()
+        assert short.held and not long.held
+        desk.streams.fail_held("nobody came", Code.ENGINE_UNREACHABLE)
+        with pytest.raises(ServiceError, match="nobody came"):
+            await short.next()
+        short.close()
+        other = desk.streams.open(RowSpec(), desk.posted.append)
+        desk.streams.route(Credit(other.request_id, 5000))
+        await other.send(np.zeros(1000, dtype=np.int32), final=False)
+        assert other.hold()
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))
+
+
+def test_the_longest_input_makes_room_for_the_others() -> None:
+    """When the memory is full the one that holds most lets go, also while it waits for another controller."""
+
+    async def scenario() -> None:
+        desk = Desk()
+        long, short = (desk.streams.open(RowSpec(), desk.posted.append) for _ in range(2))
+        for stream, count in ((long, 900), (short, 50)):
+            desk.streams.route(Credit(stream.request_id, 5000))
+            await stream.send(np.zeros(count, dtype=np.int32), final=False)
+        assert long.hold() and not short.held
+        await short.send(np.zeros(100, dtype=np.int32), final=False)
+        assert short.hold()
+        assert desk.streams.do_again() == 2
+        with pytest.raises(ServiceError, match="no memory"):
+            await long.next()
+        desk.streams.route(Credit(short.request_id, 5000))
+        assert [len(m.tokens) for m in desk.posted if isinstance(m, Tokens) and m.request_id == short.request_id] == [
+            600
+        ]
+
+    asyncio.run(asyncio.wait_for(scenario(), SECONDS))

@@ -1,0 +1,97 @@
+"""Over a real controller and rank: an API process that is killed in the middle costs one interval, and no bit."""
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from dist_attn.control.launch import start_engine
+from tests.support.files import begin, patch
+from tests.support.jobs import point_of
+from tests.support.models import write_small_folder
+from tests.support.raw_http import lines_of
+from tests.support.service_process import running_process
+from tests.support.service_server import eventually
+from tests.support.sessions import SessionClient
+
+SECONDS = 120.0
+DATA = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """A model folder, and the address of a controller with one rank that runs it."""
+    folder = tmp_path_factory.mktemp("engine")
+    model = write_small_folder(folder / "tiny")
+    with start_engine(model=str(model), ranks=1, data_dir=str(folder / "data")) as handle:
+        yield model, handle.api_address
+
+
+def ready(url: str) -> None:
+    """Wait until the engine takes work."""
+    eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the engine to be ready", SECONDS)
+
+
+def read_by(url: str, kind: str) -> int:
+    """Tokens that this process has had read."""
+    told = httpx.get(f"{url}/metrics", timeout=60).text
+    return int(float(told.split(f'dist_attn_tokens_total{{kind="{kind}"}} ')[1].split()[0]))
+
+
+def test_a_job_goes_on_from_its_state(tmp_path: Path, engine: tuple[Path, str]) -> None:
+    """The rows are those of an undisturbed encoding to the bit, and no token before the last state is read again."""
+    model, address = engine
+    with running_process(tmp_path, address, model, checkpoint_tokens="1024") as (process, url):
+        ready(url)
+        name = httpx.post(f"{url}/v1/jobs?window=128", content=DATA, timeout=60).json()["id"]
+        eventually(lambda: asyncio.run(point_of(tmp_path / "data", name)) is not None, "a state", SECONDS)
+        process.kill()
+        process.wait(30)
+    point = asyncio.run(point_of(tmp_path / "data", name))
+    assert point is not None and 0 < point.run.tokens < len(DATA) and point.run.tokens % 1024 == 0
+    with running_process(tmp_path, address, model, checkpoint_tokens="1024") as (_, url):
+        place = f"{url}/v1/jobs/{name}"
+        eventually(lambda: httpx.get(place, timeout=60).json()["status"] == "succeeded", "the job to end", SECONDS)
+        assert read_by(url, "encoding") == len(DATA) - point.run.tokens
+        rows = lines_of(httpx.get(f"{place}/result", timeout=60).content)
+        whole = httpx.post(f"{url}/v1/encodings?window=128", content=DATA, timeout=SECONDS)
+        assert rows == lines_of(whole.content)
+
+
+def test_an_upload_goes_on_from_its_byte_and_its_state(tmp_path: Path, engine: tuple[Path, str]) -> None:
+    """The session that it feeds is that of one append to the bit, and is free as soon as its writer is dead."""
+    model, address = engine
+    with running_process(tmp_path, address, model, checkpoint_tokens="4096") as (process, url):
+        ready(url)
+        session = SessionClient(url, seconds=SECONDS).make()
+        named = base64.b64encode(session.encode()).decode()
+        path = begin(url, len(DATA), **{"Upload-Metadata": f"session {named}"}).removeprefix(url)
+        assert patch(url + path, 0, DATA[:16_000]).status_code == 204
+        eventually(lambda: checkpoint(url + path) >= 8192, "states to be kept", SECONDS)
+        process.kill()
+        process.wait(30)
+    with running_process(tmp_path, address, model, checkpoint_tokens="4096") as (_, url):
+        ready(url)
+        kept = checkpoint(url + path)
+        assert httpx.head(url + path, timeout=60).headers["upload-offset"] == "16000" and kept % 4096 == 0
+        last = httpx.patch(
+            url + path,
+            headers={"Upload-Offset": "16000", "Content-Type": "application/offset+octet-stream"},
+            content=DATA[16_000:],
+            timeout=SECONDS,
+        )
+        assert last.status_code == 204 and last.headers["upload-session-position"] == str(len(DATA))
+        assert read_by(url, "prompt") == len(DATA) - kept
+        client = SessionClient(url, seconds=SECONDS)
+        other = client.make()
+        client.append(other, DATA)
+        assert client.state(session).content == client.state(other).content
+
+
+def checkpoint(address: str) -> int:
+    """Up to where the session has all."""
+    return int(httpx.head(address, timeout=60).headers["upload-session-checkpoint"])
