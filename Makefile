@@ -15,10 +15,10 @@ ENGINE_COVERAGE := 95
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak coverage check format bench clean
+.PHONY: help setup serve test soak coverage check format docs docs-blocks docs-refresh bench bench-quick package clean
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(STAMP)  ## make .venv and install everything the service, the tests and the checks need
 
@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	    echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]"
 	@touch $@
 
 serve: setup  ## start the service on http://127.0.0.1:8000 with the model that ships
@@ -57,8 +57,26 @@ format: setup  ## put the code into its one shape
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: setup  ## build the documentation into site/, strictly and without a network
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --strict $(ARGS)
+
+docs-blocks: setup  ## list the code blocks of the pages, and which test runs each or why none can
+	@PYTHONPATH=. $(BIN)/python -m tests.docs.blocks
+
+docs-refresh: setup  ## write the pages and figures of docs/ that come from the code
+	$(BIN)/python -m docs.making.reference
+	$(BIN)/python -m docs.making.figures
+
 bench: setup  ## run the benchmarks once their tests are green, and file the results
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+bench-quick: setup  ## compare a few ratios with the filed ones; fails where more than 15 % were lost
+	$(BIN)/python -m benchmarks.guard $(ARGS)
+
+package: setup  ## build wheel and sdist into dist/, and try the wheel in an environment of its own
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	deploy/try-wheel.sh $(BIN)/python dist/*.whl constraints.txt $(PIP_ARGS)
 
 clean:  ## remove what was built, .venv included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov
