@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.papers.experiment import Budget, Job, Scores, Watch
 from benchmarks.papers.made_once import make_once
@@ -17,7 +17,6 @@ from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.text.train import train_bpe
 from dist_attn.training.run_log import Metrics
 
-__all__ = ["BLOCK", "TRAIN", "BookModel", "book_scores", "books_in_order", "tokeniser_of"]
 __all__ = [
     "BATCH",
     "BLOCK",
@@ -65,6 +64,7 @@ class BookModel:
     mlp_size: int = MLP
     # The mixer is given whole, sizes included.
     whole: bool = False
+    positions: Literal["learned", "sinusoidal", "none"] = "learned"
 
     def job(self, arm: str, seed: int, budget: Budget) -> Job:
         """Train with this seed (of weights, random features and the order of books), and score the held-out books."""
@@ -87,13 +87,14 @@ class BookModel:
     def model(self, seed: int, budget: Budget) -> dict[str, Any]:
         """The section [model]."""
         # Positions begin anew with every block, whether or not a state goes on, as the paper's segments do.
-        positions = {"kind": "learned", "length": BLOCK, "beyond": "repeat"}
+        learned = {"kind": "learned", "length": BLOCK, "beyond": "repeat"}
         sized = {} if self.whole else {"hidden_size": WIDTH, "num_heads": HEADS, "short_convolution": 0}
         mixer = {**sized, **self.mixer}
         if mixer["kind"].startswith("rfa"):
             mixer.setdefault("seed", 1000 * seed)  # one more for every layer
         sizes = {"hidden_size": WIDTH, "num_layers": LAYERS, "mlp_size": self.mlp_size}
         vocabulary = SMOKE_VOCABULARY if budget.smoke else VOCABULARY
+        positions = learned if self.positions == "learned" else self.positions
         return {"kind": "language_model", "vocab_size": vocabulary, **sizes, "mixer": mixer, "positions": positions}
 
     def _settings(self, seed: int, budget: Budget) -> dict[str, Any]:

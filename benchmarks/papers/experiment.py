@@ -73,7 +73,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Done:
-    """A job that is done: what it found and how long it took, interruptions left out."""
+    """A job that is done: what it found, and the seconds of clock it took while a command worked at it.
+
+    Time in which the machine itself stood still is among them.
+    """
 
     arm: str
     seed: int

@@ -1,7 +1,8 @@
 """The million-scale model as ranks grow: with an expert more for every rank its cost is linear in the length.
 
-A Unified View of Long-Sequence Models, Sec. 9, says so of constant tokens per expert and measures nothing. Beside it
-stands the same model with one expert, which attends to all that is kept.
+A Unified View of Long-Sequence Models, Sec. 10.2, calls its cost asymptotically linear and does not measure it; that
+needs a constant number of tokens for each expert. Beside it stands the same model with one expert, which attends to all
+that is kept.
 """
 
 import multiprocessing
@@ -179,7 +180,7 @@ NOTES = (
 
 MILLION_SCALING = Experiment(
     "uv-million-scaling",
-    "Unified View, Sec. 9: is the million-scale model's cost linear when every rank brings an expert?",
+    "Unified View, Sec. 10: is the million-scale model's cost linear when every rank brings an expert?",
     ("tests/models/test_million.py", "tests/benchmarks/test_million_scaling.py"),
     _jobs,
     _report,

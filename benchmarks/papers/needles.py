@@ -1,4 +1,4 @@
-"""Sec. 9 of Unified View, proposed there and not measured: a sparse model and a dense one on needles in noise.
+"""Sec. 10 of Unified View, proposed there and not measured: a sparse model and a dense one on needles in noise.
 
 Both go through the same lengths: what is learnt on short sequences is learnt on at each longer one, up to 65,536 tokens
 of which eight matter. The Selector keeps everything at first and learns to drop once the classifier knows something.

@@ -298,7 +298,7 @@ def _bars(done: Sequence[Done], task: str, axes: Axes) -> None:
         for value in of_arm(done, arm, score)[:1]:
             axes.axvline(100 * value, linestyle=":", color=f"C{number + 1}", label=words)
     axes.set_xlabel("held-out accuracy, %; every seed, and their mean")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="lower left", framealpha=0.6)
 
 
 NOTES = (

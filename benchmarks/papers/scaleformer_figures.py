@@ -71,8 +71,9 @@ def _report(done: Sequence[Done]) -> Report:
     found = {one.arm: _curves(one) for one in done}
     tables = [_claims(found), *(_table(name, curves) for name, curves in found.items())]
     notes = (
-        "Batch 10, one head of 64, horizon 16, uniform inputs, no division, without gradients, one thread; the "
-        "fastest of rounds taken in turns. `printed` is the paper's own algorithm with its misprints corrected.",
+        "Batch 10, one head of 64, horizon 16, uniform inputs, without gradients, one thread; Figure 5's forms divide "
+        "by the sums of the scores, Figure 4's do not. The fastest of rounds taken in turns. `printed` is the paper's "
+        "own algorithm with its misprints corrected.",
         "A form is left out from where it would hold more than 4 GB. Memory is in the cases of the same names of "
         "`python -m benchmarks.run`.",
     )

@@ -85,7 +85,7 @@ class MillionModel(nn.Module):
 
     Cost: embedding, norm and score of L tokens; for N kept ones E experts of at most C tokens, O(E C^2 D), and
         O(N D log N) for the mixing. With C constant it is linear in L.
-    Reference: A Unified View of Long-Sequence Models, Sec. 9 and Fig. 4.
+    Reference: A Unified View of Long-Sequence Models, Sec. 10 and Fig. 4.
     """
 
     def __init__(self, config: MillionConfig) -> None:

@@ -13,7 +13,7 @@ from benchmarks.papers.experiment import Budget, Done
 from benchmarks.papers.finding import Report
 from benchmarks.papers.novels import DEVELOPMENT, NOVELS, TEST
 from benchmarks.papers.paired import Claim, judge
-from benchmarks.papers.rfa_table1 import ARMS, BESIDE, RFA_TABLE1
+from benchmarks.papers.rfa_table1 import ARMS, BESIDE, RFA_TABLE1, STRONGER
 from benchmarks.papers.runner import carry_out
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.errors import ConfigError
@@ -46,14 +46,17 @@ def test_held_out_books_are_never_trained_on() -> None:
 
 
 def test_arms_differ_in_their_attention_alone() -> None:
-    """Every arm has the data, optimiser, steps and sizes of softmax; what differs is the mixer and the state."""
+    """Every arm has the data, optimiser, steps and sizes of softmax, and where none are named its positions."""
     jobs = {job.arm: job for job in RFA_TABLE1.jobs(Budget(), (0,))}
-    assert list(jobs) == [*ARMS, *BESIDE]
+    assert list(jobs) == [*ARMS, *STRONGER, *BESIDE]
     softmax = jobs["softmax"].settings
     for arm, job in jobs.items():
         settings = json.loads(json.dumps(job.settings))
         assert settings["data"].pop("stateful") == ("stateful" in arm)
         settings["model"].pop("mixer")
+        if arm in STRONGER:
+            assert settings["model"].pop("positions") == {"sinusoidal": "sinusoidal", "relative": "none"}[arm[8:]]
+            settings["model"]["positions"] = softmax["model"]["positions"]
         settings["data"]["stateful"], settings["model"]["mixer"] = False, softmax["model"]["mixer"]
         assert settings == json.loads(json.dumps(softmax))
 
@@ -71,9 +74,9 @@ def test_jobs_are_configurations_without_paths_of_a_machine() -> None:
 def test_seeds_come_one_after_the_other() -> None:
     """All arms of the paper at the first seed, then at the next; what is not in the paper comes last and once."""
     keys = [job.key for job in RFA_TABLE1.jobs(Budget(), (0, 1))]
-    assert keys[: len(ARMS)] == [f"{arm}/seed-0" for arm in ARMS]
+    assert keys[: len(ARMS) + len(STRONGER)] == [f"{arm}/seed-0" for arm in (*ARMS, *STRONGER)]
     assert keys[-len(BESIDE) :] == [f"{arm}/seed-0" for arm in BESIDE]
-    assert len(keys) == 2 * len(ARMS) + len(BESIDE)
+    assert len(keys) == 2 * len(ARMS) + 2 * len(STRONGER) + len(BESIDE)
 
 
 def test_a_model_is_trained_and_scored(small_books: Path, tmp_path: Path) -> None:

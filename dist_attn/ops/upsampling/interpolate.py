@@ -42,7 +42,7 @@ def upsample(
     Shapes: z [N, D], position int64 [N], wanted int64 [T] -> [T, D].
     Cost: O(T k) index arithmetic and k T D multiplications; k = 2 for linear.
     Raises: ShapeError where they do not fit together; InputError without any token to take values from.
-    Reference: A Unified View of Long-Sequence Models, Sec. 9, Fig. 4 (kNN or linear).
+    Reference: A Unified View of Long-Sequence Models, Sec. 10, Fig. 4 (kNN or linear).
     """
     how = Interpolation() if how is None else how
     if z_ND.dim() != 2 or position_N.shape != z_ND.shape[:1] or wanted_T.dim() != 1:
