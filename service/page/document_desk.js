@@ -2,9 +2,9 @@
 
 import { beginEncoding, DocumentText, estimate, followJob } from "./api/documents.js";
 import { ApiError, wasStopped, wordsOf } from "./api/http.js";
-import { beginUpload, sendUpload } from "./api/uploads.js";
+import { Sending } from "./sending.js";
 import { announce, byId, show } from "./view/dom.js";
-import { duration, percent } from "./view/figures.js";
+import { bytes, duration, percent } from "./view/figures.js";
 import { Notice } from "./view/notice.js";
 import { PlanView, proposedWindow } from "./view/plan_view.js";
 import { RunView } from "./view/run_view.js";
@@ -24,6 +24,7 @@ export class DocumentDesk extends EventTarget {
     this.memory = memory;
     this.atlas = atlas;
     this.recipes = recipes;
+    this.sending = new Sending(api, memory);
     this.plan = new PlanView({ start: () => this.start(), cancel: () => this.reset(), window: (window) => this.estimate(window) });
     this.run = new RunView();
     this.notice = new Notice(byId("document-notice"));
@@ -34,8 +35,6 @@ export class DocumentDesk extends EventTarget {
     this.window = 512;
     /** Tokens that the model reads at once. */
     this.longest = Infinity;
-    /** @type {any} an upload that was begun before a reload */
-    this.begun = null;
     /** @type {import("./view/run_view.js").Phase | "empty" | "planned"} */
     this.phase = "empty";
     this.at = { ...FRESH };
@@ -43,10 +42,13 @@ export class DocumentDesk extends EventTarget {
     atlas.addEventListener("rows", (event) => this.cameRows(/** @type {CustomEvent} */ (event).detail));
     atlas.addEventListener("waiting", (event) => {
       const { words } = /** @type {CustomEvent} */ (event).detail;
-      this.waits(words ? new ApiError(words) : null);
+      this.waits(words ? new ApiError(words) : null, 0);
     });
     byId("cancel").addEventListener("click", () => this.cancel());
-    byId("another").addEventListener("click", () => this.reset());
+    byId("another").addEventListener("click", () => {
+      this.sending.forget();
+      this.reset();
+    });
     byId("save-rows").addEventListener("click", () => this.save());
   }
 
@@ -70,8 +72,8 @@ export class DocumentDesk extends EventTarget {
     this.run.close();
     this.become("planned");
     this.plan.open(file, (this.window = proposedWindow(file.size, this.longest)), this.longest);
-    if (this.begun && (this.begun.bytes !== file.size || this.begun.filename !== file.name)) this.forgetUpload();
-    if (this.begun) this.notice.say("note", `${percent(this.begun.received_bytes / file.size)} of it is there already; the rest will be sent.`);
+    const come = this.sending.come(file);
+    if (come) this.notice.say("note", `${percent(come)} of it is there already; the rest will be sent.`);
     this.estimate(this.window);
   }
 
@@ -112,31 +114,21 @@ export class DocumentDesk extends EventTarget {
     }
   }
 
-  forgetUpload() {
-    this.api.send(`/v1/uploads/${this.begun.id}`, { method: "DELETE" }).catch(() => undefined);
-    this.begun = null;
-    this.memory.write({ upload: undefined });
-  }
-
   // ---- under way -------------------------------------------------------------------------------
 
-  /** Send the file, then have it encoded. */
+  /** Send what the service lacks of the file, then have it encoded. */
   async start() {
     const file = this.file;
     if (!file) return;
-    this.begin(file.name, { ...FRESH, size: file.size, expected: this.at.expected });
+    this.begin(file.name, { ...FRESH, size: file.size, sent: this.sending.begun?.come ?? 0, expected: this.at.expected });
     this.become("sending");
     const { signal } = this.stop;
     await this.guarded(async () => {
-      const upload = this.begun?.id ?? (await beginUpload(this.api, file));
-      this.memory.write({ upload });
-      const stored = await sendUpload(this.api, upload, file, {
+      const stored = await this.sending.send(file, {
         signal,
         sent: (bytes) => this.moved({ sent: bytes }),
-        told: (error) => this.waits(error),
+        told: (error, seconds) => this.waits(error, seconds),
       });
-      this.begun = null;
-      this.memory.write({ upload: undefined, file: stored });
       this.text = new DocumentText(this.api, stored, file);
       const job = await beginEncoding(this.api, stored, this.window);
       this.memory.write({ job });
@@ -168,12 +160,10 @@ export class DocumentDesk extends EventTarget {
 
   /** @param {string} id */
   async foundUpload(id) {
-    const upload = await this.api.json(`/v1/uploads/${id}`);
-    if (upload.status !== "pending") return this.memory.write({ upload: undefined });
-    this.begun = upload;
-    const come = percent(upload.received_bytes / Math.max(1, upload.bytes));
-    this.notice.say("note", `${come} of ${upload.filename} was sent before the page was closed. Choose the same file, and the rest is sent.`, [
-      { label: "Forget it", act: () => (this.forgetUpload(), this.notice.clear()) },
+    if (!(await this.sending.find(id))) return;
+    const { filename, bytes, come } = /** @type {NonNullable<Sending["begun"]>} */ (this.sending.begun);
+    this.notice.say("note", `${percent(come / Math.max(1, bytes))} of ${filename} was sent before the page was closed. Choose the same file, and the rest is sent.`, [
+      { label: "Forget it", act: () => (this.sending.forget(), this.notice.clear()) },
     ]);
   }
 
@@ -247,15 +237,23 @@ export class DocumentDesk extends EventTarget {
       if (wasStopped(error)) return;
       this.stop.abort();
       this.become("failed");
+      const kept = this.sending.begun?.come ? ` At least ${this.there} is kept; trying again goes on from what is there.` : "";
       const again = this.file ? [{ label: "Try again", act: () => this.start() }] : [{ label: "Look again", act: () => location.reload() }];
-      this.notice.say("error", wordsOf(error), again);
+      this.notice.say("error", wordsOf(error) + kept, again);
     }
   }
 
-  /** @param {ApiError | null} error what is being waited out */
-  waits(error) {
-    if (error) this.notice.say("wait", `${error.message} Going on by itself as soon as it can.`);
-    else this.notice.clear();
+  /** What is known to have come of an upload; the piece that broke may have added to it. */
+  get there() {
+    return `${percent(this.at.sent / this.at.size)} (${bytes(this.at.sent)})`;
+  }
+
+  /** @param {ApiError | null} error what is being waited out @param {number} seconds until it is tried again */
+  waits(error, seconds) {
+    if (!error) return this.notice.clear();
+    const from = this.phase === "sending" && this.at.sent ? ` from ${this.there}` : "";
+    const when = seconds < 1 ? "as soon as it can" : `in ${duration(seconds)}`;
+    this.notice.say("wait", `${error.message} Going on by itself${from} ${when}.`);
   }
 
   /** @param {Partial<typeof this.at>} news */

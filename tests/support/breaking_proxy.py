@@ -1,9 +1,9 @@
-"""A proxy between a client and a service that breaks connections off in the middle."""
+"""A proxy between a client and a service that breaks connections off in the middle, or loses them without a word."""
 
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -15,23 +15,39 @@ PAUSE_S = 0.5  # before an answer breaks off: a browser drops what it has not re
 @dataclass
 class BreakingProxy:
     """`cuts` maps words of a request's first line to the bytes after which its connection breaks, one entry of the list
-    for each break: bytes of the answer, or of the request where `uploads` is set.
+    for each break: bytes of the answer, or of the request where `uploads` is set. `broke` is called at each break. With
+    `silent` a request is lost without a word: nobody hears more of it, and its connection stays.
     """
 
     target: int
     cuts: dict[str, list[int]] = field(default_factory=dict)
     uploads: bool = False
+    silent: bool = False
+    broke: Callable[[], None] = lambda: None
     broken: list[str] = field(default_factory=list)
     port: int = 0
+    clients: list[socket.socket] = field(default_factory=list)
 
     @property
     def url(self) -> str:
         """http://host:port"""
         return f"http://127.0.0.1:{self.port}"
 
+    def lose(self) -> None:
+        """End every connection, and reach nobody until there is a `target` again."""
+        self.target = 0
+        for client in self.clients:
+            with suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+
     def carry(self, client: socket.socket) -> None:
         """One connection, both ways, until it ends or is broken off."""
-        with client, socket.create_connection(("127.0.0.1", self.target)) as service:
+        try:
+            service = socket.create_connection(("127.0.0.1", self.target))
+        except OSError:
+            client.close()
+            return
+        with client, service:
             left: list[tuple[str, int]] = []
             back = threading.Thread(target=self._back, args=(service, client, left))
             back.start()
@@ -42,6 +58,9 @@ class BreakingProxy:
                         if words.encode() in line and cuts:
                             left[:] = [(words, cuts.pop(0))]
                     if self.uploads and left and self._spent(left, len(data)):
+                        self.broke()
+                        while self.silent and client.recv(1 << 16):
+                            pass
                         break
                     service.sendall(data)
             for end in (service, client):
@@ -54,6 +73,7 @@ class BreakingProxy:
             while data := service.recv(1 << 14):
                 if not self.uploads and left and self._spent(left, len(data)):
                     time.sleep(PAUSE_S)
+                    self.broke()
                     break
                 client.sendall(data)
         for end in (client, service):
@@ -77,13 +97,12 @@ def breaking_proxy(target: int, *, uploads: bool = False) -> Iterator[BreakingPr
     listener = socket.create_server(("127.0.0.1", 0))
     proxy.port = listener.getsockname()[1]
     threads: list[threading.Thread] = []
-    clients: list[socket.socket] = []
 
     def accept() -> None:
         with suppress(OSError):
             while True:
                 client, _ = listener.accept()
-                clients.append(client)
+                proxy.clients.append(client)
                 threads.append(threading.Thread(target=proxy.carry, args=(client,)))
                 threads[-1].start()
 
@@ -92,7 +111,7 @@ def breaking_proxy(target: int, *, uploads: bool = False) -> Iterator[BreakingPr
     try:
         yield proxy
     finally:
-        for end in (listener, *clients):
+        for end in (listener, *proxy.clients):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
             end.close()

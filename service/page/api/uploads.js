@@ -5,6 +5,7 @@ import { again, ApiError } from "./http.js";
 const SMALLEST = 256 << 10;
 const LARGEST = 8 << 20;
 const PIECE_SECONDS = 0.4; // so often something is seen of it
+const SILENT_SECONDS = 30; // a connection may be lost without a word; what has come of the piece is kept
 
 /** @param {string} text */
 const base64 = (text) => btoa(String.fromCharCode(...new TextEncoder().encode(text)));
@@ -44,6 +45,20 @@ function elsewhere(error) {
 }
 
 /**
+ * Give up what nobody answers, as if the connection had broken. @template T
+ * @param {(signal: AbortSignal) => Promise<T>} work @param {AbortSignal} [signal] @returns {Promise<T>}
+ */
+async function answered(work, signal) {
+  const silent = new AbortController();
+  const timer = setTimeout(() => silent.abort(new DOMException("no answer", "TimeoutError")), 1000 * SILENT_SECONDS);
+  try {
+    return await work(signal ? AbortSignal.any([signal, silent.signal]) : silent.signal);
+  } finally {
+    clearTimeout(timer);
+  }
+}
+
+/**
  * Send what is missing. @param {import("./http.js").Api} api @param {string} id @param {File} file
  * @param {{signal?: AbortSignal, sent?: (bytes: number) => void, told?: (error: ApiError | null, seconds: number) => void}} [options]
  * @returns {Promise<string>} the id of the file that has become of it
@@ -54,15 +69,18 @@ export async function sendUpload(api, id, file, options = {}) {
   let size = SMALLEST;
   return again(
     async () => {
-      const standing = await api.json(`/v1/uploads/${id}`, { signal });
+      const standing = await answered((either) => api.json(`/v1/uploads/${id}`, { signal: either }), signal);
       if (standing.file) return standing.file.id;
+      if (standing.status !== "pending") throw new ApiError("The upload was given up.", { status: 410 });
       if (standing.bytes !== file.size) throw new ApiError("This is not the file that the upload was begun with.");
       at = standing.received_bytes;
       sent(at);
       for (;;) {
         const began = performance.now();
         const body = await bytesOf(file, at, at + size);
-        const response = await api.send(`/v1/uploads/${id}`, { method: "PATCH", body, headers: pieceHeaders(at), signal }).catch(elsewhere);
+        const headers = pieceHeaders(at);
+        const send = (/** @type {AbortSignal} */ either) => api.send(`/v1/uploads/${id}`, { method: "PATCH", body, headers, signal: either });
+        const response = await answered(send, signal).catch(elsewhere);
         at = Number(response.headers.get("upload-offset"));
         sent(at);
         const made = response.headers.get("upload-file-id");
