@@ -1,5 +1,6 @@
 """Claims that one arm of a comparison is better than another, judged over the seeds that both have."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -9,6 +10,9 @@ from benchmarks.papers.experiment import Done
 from benchmarks.papers.finding import mean_and_spread
 
 __all__ = ["Claim", "judge"]
+
+# Student's t, two-sided at 5 %, by degrees of freedom; above nine, that of nine.
+_STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Claim:
 def judge(done: Sequence[Done], claim: Claim) -> tuple[str, ...]:
     """A row under `Claim.COLUMNS`: the difference over the seeds that both arms have, and whether it has the sign.
 
-    A difference whose mean is within one standard deviation of its own is not told from noise.
+    A difference whose interval of 95 % (Student's, paired by seed) holds 0 is not told from noise.
     """
     scores = {(one.arm, one.seed): one.scores.get(claim.score) for one in done}
     seeds = sorted({one.seed for one in done})
@@ -44,4 +48,5 @@ def _verdict(gains: Sequence[float]) -> str:
     says = "yes" if mean > 0 else "no, the opposite"
     if len(gains) == 1:
         return f"{says} (one seed)"
-    return says if abs(mean) > stdev(gains) else "not told from noise"
+    reach = _STUDENT[min(len(gains) - 1, len(_STUDENT)) - 1] * stdev(gains) / math.sqrt(len(gains))
+    return says if abs(mean) > reach else "not told from noise"

@@ -141,12 +141,13 @@ def test_the_report_is_made_of_what_is_done() -> None:
 
 
 def test_a_claim_is_judged_over_common_seeds() -> None:
-    """The difference is taken seed by seed; a mean within its spread is noise, one seed alone is called that."""
+    """The difference is taken seed by seed; one whose 95 % interval holds 0 is noise, one seed alone is called that."""
     done = [_done("a", seed, value) for seed, value in ((0, 10.0), (1, 11.0), (2, 9.0))]
     claim = Claim("b beats a", "b", "a", "test_perplexity")
     assert judge(done, claim)[-2:] == ("not measured", "not measured")
     assert judge([*done, _done("b", 1, 8.0)], claim)[-2:] == ("3.00 (1)", "yes (one seed)")
     clear = [*done, _done("b", 0, 9.0), _done("b", 1, 9.9), _done("b", 2, 8.1)]
     assert judge(clear, claim)[-2:] == ("1.00 ± 0.10 (3)", "yes")
-    noisy = [*done, _done("b", 0, 12.0), _done("b", 1, 9.0), _done("b", 2, 9.1)]
-    assert judge(noisy, claim)[-1] == "not told from noise"
+    for noise in ((12.0, 9.0, 9.1), (9.8, 9.6, 7.6)):
+        noisy = [*done, *(_done("b", seed, value) for seed, value in enumerate(noise))]
+        assert judge(noisy, claim)[-1] == "not told from noise"
