@@ -24,7 +24,7 @@ DONE, RED, BAD, UNFINISHED = 0, 1, 2, 3
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit code: 0 all done, 1 the tests are red, 2 bad input or missing texts, 3 stopped or out of time."""
+    """The exit code: 0 all done, 1 the tests are red, 2 bad input or missing texts, 3 stopped, late or failed."""
     given = _parser().parse_args(arguments)
     unknown = [name for name in given.names if name not in EXPERIMENTS]
     if unknown:
@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
         description="The papers' tables at small scale. What is done is not done again: stopped by Ctrl-C or\n"
         "--minutes, the same command goes on. Reports and figures go to benchmarks/results.",
         epilog="\n".join(["experiments:", *(f"  {name:20}{one.question}" for name, one in EXPERIMENTS.items())])
-        + "\n\nexit codes: 0 all done, 1 the tests are red, 2 bad input or missing texts, 3 stopped or out of time",
+        + "\n\nexit codes: 0 all done, 1 the tests are red, 2 bad input or missing texts, 3 stopped, late or failed",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="an experiment; default: all, one after the other")

@@ -1,12 +1,12 @@
 """The mixers that are compared: language models of equal size over those with a state, encoders over the others."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from dist_attn.costs import layer_costs
-from dist_attn.mixers import MixerConfig
+from dist_attn.mixers import BidirectionalConfig, MixerConfig
 
 __all__ = ["CAUSAL", "ENCODERS", "HYBRID", "LAYERS_ALONE", "equal_mlp", "layer_config", "mixer_values"]
 
@@ -34,6 +34,7 @@ ENCODERS: Mapping[str, Mapping[str, Any]] = {
     "performer": {"kind": "bidirectional", "attention": "performer"},
     "efficient": {"kind": "bidirectional", "attention": "efficient"},
     "static_kernel": {"kind": "static_kernel", "bidirectional": True},
+    "scaleformer": {"kind": "bidirectional", "attention": "scaleformer"},
     "convolution-centred": {"kind": "convolution", "centred": True},
     "s4d-convolution": {"kind": "s4d", "form": "convolution", "bidirectional": True},
     "s4-convolution": {"kind": "s4", "form": "convolution", "bidirectional": True, "state_size": 16},
@@ -47,6 +48,9 @@ LAYERS_ALONE: Mapping[str, Mapping[str, Any]] = {
     "s4d-convolution": {"kind": "s4d", "form": "convolution"},
     "mlp_mixer": {"kind": "mlp_mixer", "token_mlp_size": 64},
 }
+_CONFIG: TypeAdapter[MixerConfig | BidirectionalConfig] = TypeAdapter(
+    Annotated[MixerConfig | BidirectionalConfig, Field(discriminator="kind")]
+)
 _HEADLESS = ("convolution", "s4d", "s4", "lssl", "hippo", "fnet", "sgconv", "mlp_mixer")
 
 
@@ -60,25 +64,26 @@ def layer_config(options: Mapping[str, Any], width: int, heads: int, length: int
     return values
 
 
-def mixer_values(arm: str, width: int, heads: int, seed: int) -> dict[str, Any]:
-    """The section [model.mixer] of a language model; random features are drawn by the seed."""
+def mixer_values(arm: str, width: int, heads: int, seed: int, layers: int = 3) -> dict[str, Any]:
+    """The section [model.mixer] of a language model; random features are drawn by the seed.
+
+    The hybrid's last one of `layers` is softmax.
+    """
     if arm == HYBRID:
-        kinds = ("rfa_gate", "rfa_gate", "softmax")
+        kinds = (*("rfa_gate",) * (layers - 1), "softmax")
         return {"kind": "hybrid", "pattern": [mixer_values(kind, width, heads, seed) for kind in kinds]}
     values = layer_config(CAUSAL[arm], width, heads, 0)
     return {**values, "seed": 1000 * seed} if arm.startswith("rfa") else values
 
 
-def equal_mlp(arm: str, width: int, heads: int, mlp_size: int) -> int:
-    """The size of the MLP with which a layer has as many parameters as softmax with one of `mlp_size`."""
-    budget = _parameters(mixer_values("softmax", width, heads, 0))
-    own = _parameters(mixer_values(arm, width, heads, 0))
-    return mlp_size + round((budget - own) / (2 * width + 1))
+def equal_mlp(values: Mapping[str, Any], softmax: Mapping[str, Any], width: int, mlp_size: int) -> int:
+    """The size of the MLP with which a layer of `values` has as many parameters as `softmax` with one of `mlp_size`."""
+    return mlp_size + round((_parameters(softmax) - _parameters(values)) / (2 * width + 1))
 
 
 def _parameters(values: Mapping[str, Any]) -> float:
     if values["kind"] == "hybrid":
         each = [_parameters(entry) for entry in values["pattern"]]
         return sum(each) / len(each)
-    config: MixerConfig = TypeAdapter(MixerConfig).validate_python(values)
+    config = _CONFIG.validate_python(values)
     return layer_costs(config.model_dump(mode="json")).parameters

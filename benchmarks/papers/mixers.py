@@ -62,17 +62,18 @@ def _jobs(budget: Budget, seeds: Sequence[int]) -> list[Job]:
 
 def _book_job(arm: str, seed: int, budget: Budget) -> Job:
     mixer = mixer_values(arm, books.WIDTH, books.HEADS, seed)
-    size = equal_mlp(arm, books.WIDTH, books.HEADS, books.MLP)
+    size = equal_mlp(mixer, mixer_values("softmax", books.WIDTH, books.HEADS, seed), books.WIDTH, books.MLP)
     return BookModel(mixer, steps=BOOK_STEPS, mlp_size=size, whole=True).job(f"books-{arm}", seed, budget)
 
 
 def _recall_job(task: str, arm: str, seed: int, budget: Budget) -> Job:
+    mixer = mixer_values(arm, WIDTH, HEADS, seed, LAYERS)
     model = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
-        "num_layers": 3 if arm == HYBRID else LAYERS,
-        "mlp_size": equal_mlp(arm, WIDTH, HEADS, MLP),
-        "mixer": mixer_values(arm, WIDTH, HEADS, seed),
+        "num_layers": LAYERS,
+        "mlp_size": equal_mlp(mixer, mixer_values("softmax", WIDTH, HEADS, seed), WIDTH, MLP),
+        "mixer": mixer,
     }
     chosen = SMOKE_RECALL if budget.smoke else RECALL
     return recall_job(task, arm, seed, {"model": model, "steps": budget.steps(RECALL_STEPS), **chosen})
@@ -81,11 +82,12 @@ def _recall_job(task: str, arm: str, seed: int, budget: Budget) -> Job:
 def _listops_job(arm: str, seed: int, budget: Budget) -> Job:
     steps, data = budget.steps(LISTOPS_STEPS), {**LISTOPS, **(SMOKE_LISTOPS if budget.smoke else {})}
     length = LISTOPS["max_length"] + 1
+    mixer, softmax = (layer_config(ENCODERS[one], WIDTH, HEADS, length) for one in (arm, "softmax"))
     encoder = {
         "hidden_size": WIDTH,
         "num_layers": LAYERS,
-        "mlp_size": MLP,
-        "mixer": layer_config(ENCODERS[arm], WIDTH, HEADS, length),
+        "mlp_size": equal_mlp(mixer, softmax, WIDTH, MLP),
+        "mixer": mixer,
         "positions": "learned",
         "max_length": length,
     }
@@ -206,14 +208,14 @@ def _draw_recall(done: Sequence[Done], task: str, axes: Axes) -> None:
 NOTES = (
     "Language models have as many parameters as that with softmax: the MLP is wider where the mixer has fewer. Options "
     "are as they are by default (a short convolution of 4 tokens before kernel attention and softmax), but for states "
-    "of 16 numbers in s4, lssl and hippo. hybrid is twice rfa_gate and then softmax.",
+    "of 16 numbers in s4, lssl and hippo. hybrid is rfa_gate but for its last layer, which is softmax.",
     f"Books: {books.LAYERS} layers of width {books.WIDTH}, {BOOK_STEPS} steps of {books.BATCH} x {books.BLOCK} tokens "
     f"of a vocabulary of {books.VOCABULARY:,}; every block stands alone, in training and in the scores.",
-    f"Recall and copy: {LAYERS} layers (hybrid 3) of width {WIDTH}, no positions, {RECALL_STEPS} steps of "
+    f"Recall and copy: {LAYERS} layers of width {WIDTH}, no positions, {RECALL_STEPS} steps of "
     f"{RECALL['batch']} sequences with up to {RECALL['longest']} tokens of noise; longer ones are asked, not trained "
     "on. Guessing gives 6 % (recall) and 3 % (copy).",
-    f"ListOps: {LISTOPS_STEPS} steps of {LISTOPS['batch']} expressions, learned positions, a class token, the same MLP "
-    "for all.",
+    f"ListOps: {LISTOPS_STEPS} steps of {LISTOPS['batch']} expressions, learned positions, a class token; parameters "
+    "as equal.",
     f"A layer of width {LAYER_WIDTH} with {HEADS} heads, one core, float32: the fastest of {ROUNDS} rounds taken in "
     "turns.",
     "Mixers that take a sequence whole cannot write, so they have no language model; mlp_mixer takes one length, so no "

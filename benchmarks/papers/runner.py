@@ -6,17 +6,20 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.papers.experiment import RESULT, Done, Interrupted, Job, read_done
 from benchmarks.setting import look_around
+from dist_attn.errors import DistAttnError
 
 __all__ = ["carry_out"]
 
 SPENT = "seconds.json"
 STARTED = "settings.json"
+FAILED = "failed.txt"
 
 
 @dataclass
@@ -36,7 +39,10 @@ class _Telling:
 def carry_out(folder: Path, jobs: Sequence[Job], stop: Callable[[], bool]) -> tuple[list[Done], list[Job]]:
     """Do what is not done, until `stop()`; what is done and what is left. Results lie in the jobs' folders.
 
-    A second process may be given the same jobs: each takes those that the other has not begun.
+    A second process may be given the same jobs: each takes those that the other has not begun. A job that fails is left
+    with its traceback in `failed.txt`, and the others are done.
+
+    Raises: DistAttnError of a job, which says what all of them lack.
     """
     for number, job in enumerate(jobs, start=1):
         if stop():
@@ -52,6 +58,11 @@ def carry_out(folder: Path, jobs: Sequence[Job], stop: Callable[[], bool]) -> tu
             except Interrupted:
                 watch.tell("stopped; the same command goes on with it")
                 break
+            except DistAttnError:
+                raise
+            except Exception as error:
+                _replace(folder / job.key / FAILED, traceback.format_exc())
+                watch.tell(f"failed, {type(error).__name__}: {error} (see {folder / job.key / FAILED})")
     found = [(job, read_done(folder, job)) for job in jobs]
     return [done for _, done in found if done is not None], [job for job, done in found if done is None]
 

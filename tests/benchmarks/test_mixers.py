@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 
 from benchmarks.papers.experiment import Budget, Done, Job
 from benchmarks.papers.mixer_arms import CAUSAL, ENCODERS, HYBRID, LAYERS_ALONE
@@ -14,7 +15,7 @@ from benchmarks.papers.mixers import MIXERS
 from benchmarks.papers.recall_tasks import ITEMS, NOTHING, TASKS, VOCABULARY, accuracy_at
 from benchmarks.papers.runner import carry_out
 from dist_attn.mixers import MixerConfig
-from dist_attn.models import LanguageModel, LanguageModelConfig
+from dist_attn.models.build import ModelConfig, build_model
 from dist_attn.training.config import TrainingConfig
 
 
@@ -34,14 +35,16 @@ def test_every_kind_is_compared() -> None:
     assert kinds - {options["kind"] for options in (*CAUSAL.values(), *ENCODERS.values())} == {"mlp_mixer"}
 
 
-def test_language_models_are_of_one_size() -> None:
-    """All language models of a task have within 2 % the parameters of that with softmax, the hybrid's layers alike."""
+def test_models_are_of_one_size() -> None:
+    """All models of a task have within 2 % the parameters of that with softmax, hybrids and encoders too."""
     jobs = _jobs(Budget())
-    for task in ("books", "copy"):
+    arms = {"books": (*CAUSAL, HYBRID), "copy": (*CAUSAL, HYBRID), "listops": tuple(ENCODERS)}
+    for task in arms:
         sizes = {}
-        for arm in (*CAUSAL, *((HYBRID,) if task == "books" else ())):
-            model = LanguageModel(LanguageModelConfig.model_validate(jobs[f"{task}-{arm}"].settings["model"]))
-            sizes[arm] = sum(parameter.numel() for parameter in model.parameters())
+        for arm in arms[task]:
+            values = {"kind": "language_model", **jobs[f"{task}-{arm}"].settings["model"]}
+            config = TypeAdapter(ModelConfig).validate_python(values)
+            sizes[arm] = sum(parameter.numel() for parameter in build_model(config).parameters())
         assert all(abs(size / sizes["softmax"] - 1) < 0.02 for size in sizes.values()), sizes
 
 

@@ -12,6 +12,7 @@ from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, 
 from benchmarks.papers.finding import Report, Table, mean_and_spread
 from benchmarks.papers.runner import carry_out
 from benchmarks.papers.training_job import model_folder, training_job
+from dist_attn.errors import ConfigError
 from dist_attn.training.run_log import Metrics
 
 
@@ -74,16 +75,27 @@ def test_a_job_waits_for_what_it_needs(tmp_path: Path) -> None:
     assert len(done) == 2 and not left
 
 
-def test_a_failing_job_keeps_its_time(tmp_path: Path) -> None:
-    """A job that fails is not done, and the error is seen."""
+def test_a_failing_job_does_not_keep_others_from_their_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A job that fails is not done, says why and where the traceback is; those behind it are done."""
 
     def fail(folder: Path, watch: Watch) -> Scores:
         raise ArithmeticError("the loss is nan")
 
-    job = Job("arm", 0, {}, fail)
-    with pytest.raises(ArithmeticError, match="nan"):
-        carry_out(tmp_path, [job], _never)
-    assert read_done(tmp_path, job) is None
+    failing, other = Job("arm", 0, {}, fail), Job("other", 0, {}, lambda folder, watch: {"loss": 1.0})
+    done, left = carry_out(tmp_path, [failing, other], _never)
+    assert [one.arm for one in done] == ["other"] and left == [failing] and read_done(tmp_path, failing) is None
+    assert "ArithmeticError: the loss is nan" in capsys.readouterr().err
+    assert "in fail" in (tmp_path / "arm/seed-0/failed.txt").read_text()
+
+
+def test_what_all_jobs_lack_ends_the_experiment(tmp_path: Path) -> None:
+    """An error that tells the user what to do, such as texts that are not there, is raised at once."""
+
+    def fail(folder: Path, watch: Watch) -> Scores:
+        raise ConfigError("there are no books")
+
+    with pytest.raises(ConfigError, match="no books"):
+        carry_out(tmp_path, [Job("arm", 0, {}, fail)], _never)
 
 
 def _tiny_training(tmp_path: Path, measured: list[Path]) -> Job:
