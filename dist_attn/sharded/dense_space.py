@@ -35,9 +35,10 @@ def sharded_dense_scan(
     own_BDN = absorb_dense_inputs(u_BLD, a_DNN, b_DN, like=torch.promote_types(like, torch.float32))
     gathered_PBDN = collectives.all_gather(comm, own_BDN, label="carry")
     prefixes = [torch.zeros_like(own_BDN) if state is None else state.to(own_BDN.dtype)]
-    for left_BDN, length in zip(gathered_PBDN.unbind(0), layout.lengths, strict=True):
-        decay_DNN = matrix_power(a_DNN.to(own_BDN.dtype), length)
-        prefixes.append(torch.einsum("dnm,bdm->bdn", decay_DNN, prefixes[-1]) + left_BDN)
+    with torch.autocast(u_BLD.device.type, enabled=False):
+        for left_BDN, length in zip(gathered_PBDN.unbind(0), layout.lengths, strict=True):
+            decay_DNN = matrix_power(a_DNN.to(own_BDN.dtype), length)
+            prefixes.append(torch.einsum("dnm,bdm->bdn", decay_DNN, prefixes[-1]) + left_BDN)
     # Stack, then pick: rank 0 needs nobody's state, but its graph must still reach the exchange.
     before_BDN = torch.stack(prefixes)[comm.rank]
     y_BLDM, _ = dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=before_BDN)

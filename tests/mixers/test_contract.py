@@ -27,6 +27,7 @@ from dist_attn.mixers import (
 )
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
+from tests.support.autocast import assert_trains_under_autocast
 from tests.support.closeness import assert_close
 
 SIZE, HEADS = 12, 3
@@ -159,6 +160,12 @@ def test_batch_elements_do_not_touch_each_other(name):
     goes_on, _ = mixer(x[1:, :5], ops, taken)
     together, _ = mixer(x[:, :5], ops, state)
     assert_close(together[1:], goes_on)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_of_training_under_autocast(name):
+    """Under bf16 autocast outputs and gradients are finite, and those of float32 as far as bf16 can tell."""
+    assert_trains_under_autocast(_mixer(name), _tokens())
 
 
 @pytest.mark.parametrize("lengths", [(40, 50), (0, 31, 2, 57), (90, 0)])

@@ -13,6 +13,7 @@ from dist_attn.mixers.sgconv import stretched_kernel
 from dist_attn.models import LanguageModelConfig
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
+from tests.support.autocast import assert_trains_under_autocast
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
@@ -74,6 +75,13 @@ def test_ranks_change_nothing(name, lengths):
     assert_close(torch.cat([r[1] for r in ranks], 1), want[1], kind="gradient")
     for parameter, gradient in want[2].items():
         assert_close(torch.stack([r[2][parameter] for r in ranks]).sum(0), gradient, kind="gradient", what=parameter)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_step_of_training_under_autocast(name):
+    """Under bf16 autocast outputs and gradients are finite, and those of float32 as far as bf16 can tell."""
+    x = torch.randn(2, LENGTH, SIZE, generator=torch.Generator().manual_seed(1))
+    assert_trains_under_autocast(_mixer(name), x)
 
 
 @pytest.mark.parametrize("name", MIXERS)

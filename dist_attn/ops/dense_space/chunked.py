@@ -34,7 +34,7 @@ def dense_scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A discrete state-space model per channel, M outputs each: x_t = A x_{t-1} + b u_t, y_t = C x_t.
 
-    `state` is x before the first token, 0 when None. Memory as in `diagonal_scan`.
+    `state` is x before the first token, 0 when None. Memory as in `diagonal_scan`; precision also under autocast.
 
     Shapes: u [B, L, D], A [D, N, N], b [D, N], C [D, M, N], state [B, D, N], all real -> y [B, L, D, M] in u's dtype
         and the state after the last token (float32; float64 for any such input).
@@ -46,7 +46,8 @@ def dense_scan(
     real = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     a, b, c = (t.to(real) for t in (a_DNN, b_DN, c_DMN))
     write_DNC = columns_of_powers(a, b, CHUNK_TOKENS)
-    kernel_DMC = c @ write_DNC
+    with torch.autocast(u_BLD.device.type, enabled=False):
+        kernel_DMC = c @ write_DNC
     read_DCMN = rows_of_powers(c, a, CHUNK_TOKENS)
     u_BDL = u_BLD.to(real).transpose(1, 2)
     y_BDLM, (x_BDN,) = scan(

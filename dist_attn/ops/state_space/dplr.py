@@ -44,7 +44,8 @@ def dplr_kernel(
         return lambda_DN.real.new_zeros((0, lambda_DN.shape[0]))
     pairs = c_DN.shape[1]
     c_DM = torch.cat([c_DN.real, -c_DN.imag], dim=1)
-    c_DM = (c_DM[:, None] @ left_over_DNN)[:, 0]
+    with torch.autocast(dt_D.device.type, enabled=False):
+        c_DM = (c_DM[:, None] @ left_over_DNN)[:, 0]
     c_DN = torch.complex(c_DM[:, :pairs], -c_DM[:, pairs:])
     angle_F = 2 * torch.pi / length * torch.arange(length // 2 + 1, device=dt_D.device, dtype=dt_D.dtype)
     root_F = torch.polar(torch.ones_like(angle_F), -angle_F)

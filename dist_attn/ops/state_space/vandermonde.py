@@ -28,5 +28,7 @@ def diagonal_kernel(a_DN: torch.Tensor, b_DN: torch.Tensor, c_DN: torch.Tensor, 
     # The real part of a complex product as one real one: [Re, -Im] . [Re; Im].
     left_DRM = torch.cat([far_DRN.real, -far_DRN.imag], dim=2)
     right_DMC = torch.cat([near_DNC.real, near_DNC.imag], dim=1)
-    taps_DT = 2 * (left_DRM @ right_DMC).flatten(1)
+    # Under autocast the taps would be half-precision numbers, 3e-3 beside themselves.
+    with torch.autocast(a_DN.device.type, enabled=False):
+        taps_DT = 2 * (left_DRM @ right_DMC).flatten(1)
     return taps_DT[:, :length].T
