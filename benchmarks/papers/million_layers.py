@@ -64,7 +64,7 @@ ARMS: Mapping[str, Arm] = {
     "s4d-convolution": Arm({"kind": "s4d", "form": "convolution"}, **_WHOLE),
     # Its kernel is made of N numbers for every token and channel.
     "s4-convolution": Arm({"kind": "s4", "form": "convolution"}, carries=False, streams=False, share=1 / 32),
-    "mlp_mixer": Arm({"kind": "mlp_mixer", "token_mlp_size": 16}, **_WHOLE),
+    "mlp_mixer": Arm({"kind": "mlp_mixer", "token_mlp_size": 16}, streams=False),
     "million": Arm({}, **_WHOLE),
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log2
 
-from dist_attn.costs.exchanges import all_gather_bytes
+from dist_attn.costs.exchanges import all_gather_bytes, all_reduce_bytes
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import CausalConvolution
 from dist_attn.costs.mixers import FLOAT_BYTES
@@ -138,11 +138,11 @@ class TokenMlp(WholeSequence):
     @property
     def travels(self) -> str:
         """What ranks send each other."""
-        return "all tokens of some channels"
+        return "weighed sums of tokens"
 
     def bytes_sent(self, lengths: Sequence[int], rank: int, batch: int = 1) -> int:
-        """All tokens of some channels, and back."""
-        return there_and_back_bytes(lengths, self.hidden_size, FLOAT_BYTES * batch, rank)
+        """An all-reduce of B S D numbers: the weighed sums, whatever the length."""
+        return all_reduce_bytes(batch * self.inner * self.hidden_size, FLOAT_BYTES, len(lengths))
 
     def prefill_flops(self, tokens: int = 0, ranks: int = 1) -> TokenFlops:
         """Two products with S numbers of every channel."""

@@ -15,7 +15,7 @@ __all__ = ["TokenMlp"]
 
 
 class TokenMlp(WholeSequenceMixer):
-    """W2 gelu(W1 x + b1) + b2 along the sequence, of one length; each rank holds the weights of all tokens.
+    """W2 gelu(W1 x + b1) + b2 along the sequence, of one length; each rank uses the weights of its tokens.
 
     Reference: A Unified View of Long-Sequence Models, Eq. 12 to 14 (with the activation that they leave out);
     Tolstikhin et al. 2021 (MLP-Mixer).

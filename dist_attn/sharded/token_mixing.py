@@ -1,12 +1,11 @@
-"""Token mixing across ranks: every rank takes all tokens of some channels, mixes them, and gives them back."""
+"""Token mixing across ranks: each rank weighs its own tokens, the sums are added, and each makes its own tokens."""
 
 import torch
 
 from dist_attn.comm import Communicator
+from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import mix_tokens
-from dist_attn.ops.token_mixing import Activation, check_token_weights
-from dist_attn.sharded.reshuffle import columns_to_tokens, tokens_to_columns
+from dist_attn.ops.token_mixing import Activation, check_token_mlp, sums_over_tokens, tokens_of_sums
 
 __all__ = ["sharded_mix_tokens"]
 
@@ -24,22 +23,14 @@ def sharded_mix_tokens(
 ) -> torch.Tensor:
     """`ops.mix_tokens` on this rank's slice; weights and biases are those of all tokens, equal on all ranks.
 
-    Gradients of weights and biases are this rank's share, that of its channels.
+    Of the weights only those of this rank's places are used, so their gradients are zero elsewhere; that of the inner
+    bias is this rank's share.
 
     Shapes: x [B, L local, D], weights and biases as `ops.mix_tokens` with L global -> [B, L local, D].
-    Cost: two all-to-alls; a rank with D' of the D channels sends B L local (D - D') elements and then
-        B (L - L local) D'.
+    Cost: one all-reduce of B S D elements, whatever the length.
     """
-    check_token_weights(layout.total, w_in_LS, w_out_SL, bias_in_S, bias_out_L)
-    columns_CTB = tokens_to_columns(comm, layout, x_BLD.permute(2, 1, 0), label="token mixing")
-    mixed_BTC = mix_tokens(
-        columns_CTB.permute(2, 1, 0),
-        w_in_LS,
-        w_out_SL,
-        bias_in_S=bias_in_S,
-        bias_out_L=bias_out_L,
-        activation=activation,
-    )
-    return columns_to_tokens(
-        comm, layout, mixed_BTC.permute(2, 1, 0), x_BLD.shape[2], label="token mixing back"
-    ).permute(2, 1, 0)
+    check_token_mlp(layout.total, w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
+    here = slice(*layout.range(comm.rank))
+    sums_BSD = collectives.all_reduce_sum(comm, sums_over_tokens(x_BLD, w_in_LS[here]), label="token mixing")
+    bias_here = None if bias_out_L is None else bias_out_L[here]
+    return tokens_of_sums(sums_BSD, w_out_SL[:, here], bias_in_S, bias_here, activation).to(x_BLD.dtype)

@@ -7,6 +7,7 @@ import torch
 
 from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LegsState, LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
@@ -128,9 +129,10 @@ def test_bytes_sent(lengths):
         a = torch.full((channels, modes), 0.3 + 0.1j, dtype=torch.complex128)
         reshuffle = costs.reshuffle_bytes(lengths, channels, 2 * 8, comm.rank)
         back = costs.reshuffle_back_bytes(lengths, channels, 2 * 8, comm.rank)
+        sums = costs.all_reduce_bytes(2 * 6 * channels, 8, layout.size)
         calls = {
             "long_convolve": (lambda u: ops.long_convolve(u, w[:, :channels]), reshuffle + back),
-            "mix_tokens": (lambda u: ops.mix_tokens(u, w, w.T), reshuffle + back),
+            "mix_tokens": (lambda u: ops.mix_tokens(u, w, w.T), sums),
             "diagonal_scan": (
                 lambda u: ops.diagonal_scan(u, a, a, a)[0],
                 costs.diagonal_scan_bytes(2, channels, modes, layout.size, real_bytes=8),
@@ -146,6 +148,40 @@ def test_bytes_sent(lengths):
             assert (name, comm.traffic.bytes_sent - forward) == (name, want)
 
     run_simulated(body, layout.size)
+
+
+@pytest.mark.parametrize("hidden", [6, 2_000])
+def test_token_mixing_sends_the_same_at_any_length(hidden):
+    """Each way an all-reduce of B S D numbers, in one step or two, whatever the length and however it is cut."""
+
+    def body(comm: Communicator, layout: SequenceLayout) -> tuple[int, int]:
+        x = torch.zeros(2, layout.lengths[comm.rank], 3, dtype=torch.float64, requires_grad=True)
+        w = torch.zeros(layout.total, hidden, dtype=torch.float64)
+        ops = ShardedSequenceOps(comm, layout)
+        comm.traffic.clear()
+        y = ops.mix_tokens(x, w, w.T)
+        forward = comm.traffic.bytes_sent
+        y.sum().backward()
+        return forward, comm.traffic.bytes_sent - forward
+
+    want = costs.all_reduce_bytes(2 * hidden * 3, 8, 3)
+    for lengths in ((3, 0, 5), (40, 1, 70)):
+        assert run_simulated(partial(body, layout=SequenceLayout.from_lengths(lengths)), 3) == [(want, want)] * 3
+
+
+@pytest.mark.parametrize(("rows", "activation", "words"), [(9, "gelu", "for 8 tokens"), (8, "swish", "'swish'")])
+def test_what_token_mixing_refuses_it_refuses_on_every_rank(rows, activation, words):
+    """Weights of another length and an unknown activation are refused before anything is sent, empty ranks included."""
+    layout = SequenceLayout.from_lengths((3, 0, 5))
+
+    def body(comm: Communicator) -> int:
+        ops, w = ShardedSequenceOps(comm, layout), torch.zeros(rows, 2)
+        comm.traffic.clear()
+        with pytest.raises((ShapeError, InputError), match=words):
+            ops.mix_tokens(torch.zeros(1, layout.lengths[comm.rank], 4), w, w.T, activation=activation)
+        return comm.traffic.bytes_sent
+
+    assert run_simulated(body, 3) == [0] * 3
 
 
 def _all_of_them(comm: Communicator | None, lengths: tuple[int, ...]) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
 
-__all__ = ["Activation", "check_token_weights", "mix_tokens"]
+__all__ = ["Activation", "check_token_mlp", "mix_tokens", "sums_over_tokens", "tokens_of_sums"]
 
 Activation = Literal["gelu_tanh", "gelu", "relu"]
 
@@ -31,31 +31,50 @@ def mix_tokens(
     """
     if x_BLD.dim() != 3:
         raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
-    check_token_weights(x_BLD.shape[1], w_in_LS, w_out_SL, bias_in_S, bias_out_L)
-    if activation not in get_args(Activation):
-        raise InputError(f"activation {activation!r} was given; there are {', '.join(get_args(Activation))}")
-    dtype = x_BLD.dtype
-    h_BSD = w_in_LS.to(dtype).T @ x_BLD
-    if bias_in_S is not None:
-        h_BSD = h_BSD + bias_in_S.to(h_BSD.dtype)[:, None]
+    check_token_mlp(x_BLD.shape[1], w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
+    sums_BSD = sums_over_tokens(x_BLD, w_in_LS)
+    return tokens_of_sums(sums_BSD, w_out_SL, bias_in_S, bias_out_L, activation).to(x_BLD.dtype)
+
+
+def sums_over_tokens(x_BLD: torch.Tensor, w_in_LS: torch.Tensor) -> torch.Tensor:
+    """The S weighed sums of tokens that the MLP's hidden numbers are made of; those of slices add up.
+
+    Shapes: x [B, L, D], w_in [L, S] -> [B, S, D].
+    """
+    return w_in_LS.to(x_BLD.dtype).T @ x_BLD
+
+
+def tokens_of_sums(
+    sums_BSD: torch.Tensor,
+    w_out_SL: torch.Tensor,
+    bias_in_S: torch.Tensor | None,
+    bias_out_L: torch.Tensor | None,
+    activation: Activation,
+) -> torch.Tensor:
+    """The MLP's outputs at the places of `w_out`, from the sums over all tokens.
+
+    Shapes: sums [B, S, D], w_out [S, L], bias_in [S], bias_out [L] -> [B, L, D].
+    """
+    h_BSD = sums_BSD if bias_in_S is None else sums_BSD + bias_in_S.to(sums_BSD.dtype)[:, None]
     if activation == "relu":
         h_BSD = F.relu(h_BSD)
     else:
         h_BSD = F.gelu(h_BSD, approximate="tanh" if activation == "gelu_tanh" else "none")
     y_BLD = w_out_SL.to(h_BSD.dtype).T @ h_BSD
-    if bias_out_L is not None:
-        y_BLD = y_BLD + bias_out_L.to(y_BLD.dtype)[:, None]
-    return y_BLD.to(dtype)
+    return y_BLD if bias_out_L is None else y_BLD + bias_out_L.to(y_BLD.dtype)[:, None]
 
 
-def check_token_weights(
+def check_token_mlp(
     length: int,
     w_in: torch.Tensor,
     w_out: torch.Tensor,
     bias_in: torch.Tensor | None,
     bias_out: torch.Tensor | None,
+    activation: Activation,
 ) -> None:
-    """Raises ShapeError in words when weights and biases are not those of `length` tokens."""
+    """Raises ShapeError when weights and biases are not those of `length` tokens, InputError for another activation."""
+    if activation not in get_args(Activation):
+        raise InputError(f"activation {activation!r} was given; there are {', '.join(get_args(Activation))}")
     hidden = w_in.shape[1] if w_in.dim() == 2 else 0
     wanted = {"w_in": (length, hidden), "w_out": (hidden, length), "bias_in": (hidden,), "bias_out": (length,)}
     given = {"w_in": w_in, "w_out": w_out, "bias_in": bias_in, "bias_out": bias_out}
