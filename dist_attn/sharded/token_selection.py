@@ -106,8 +106,11 @@ def _share_of_ranks(comm: Communicator, score_N: torch.Tensor, counts: list[int]
     padded_W[: len(highest_N)] = highest_N
     scores_PW = comm.all_gather(padded_W, label="highest scores")
     limit = scores_PW.flatten().topk(at_most).values[-1]
+    # A score may be -inf as well, or no number and counted so: what only fills a row up is equal to none.
+    counts_P1 = torch.tensor(counts, device=scores_PW.device)[:, None]
+    given_PW = torch.arange(width, device=scores_PW.device) < counts_P1
     above_P = (scores_PW > limit).sum(dim=1).tolist()
-    equal_P = (scores_PW == limit).sum(dim=1).tolist()
+    equal_P = ((scores_PW == limit) & given_PW).sum(dim=1).tolist()
     left, kept = at_most - sum(above_P), []
     for above, equal in zip(above_P, equal_P, strict=True):
         kept.append(above + min(equal, left))

@@ -116,6 +116,26 @@ def test_a_score_that_is_no_number_is_never_the_best():
     assert [position for own in run_simulated(run, 3) for position in own] == [2]
 
 
+@pytest.mark.parametrize("lengths", [(1, 7), (5, 3), (0, 2, 6)])
+@pytest.mark.parametrize("at_most", [2, 4])
+@pytest.mark.parametrize("numbers", [0, 1, 3])
+def test_more_scores_than_numbers_are_asked_for(numbers, at_most, lengths):
+    """Where no limit but their count decides, scores of NaN and -inf fill up as on one rank, the earlier ones first."""
+    x, score = random_tensor(8, 2, seed=0), torch.full((8,), torch.nan)
+    score[1], score[:numbers] = -torch.inf, torch.arange(1.0, 1.0 + numbers)
+
+    def run(comm: Communicator) -> list[int]:
+        layout = SequenceLayout.from_lengths(lengths)
+        own = slice(*layout.range(comm.rank))
+        ops = ShardedSequenceOps(comm, layout)
+        kept = ops.select_tokens(x[own], score[own], threshold=-torch.inf, at_most=at_most)
+        return kept.position_N.tolist()
+
+    want = LocalSequenceOps().select_tokens(x, score, threshold=-torch.inf, at_most=at_most).position_N.tolist()
+    assert len(want) == at_most
+    assert [position for own in run_simulated(run, len(lengths)) for position in own] == want
+
+
 def test_what_travels():
     """Selection sends two numbers a rank, kept rows and positions once; only rows whose rank changes are sent."""
 
