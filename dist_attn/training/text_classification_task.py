@@ -10,8 +10,11 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import (
+    EfficientConfig,
+    EluConfig,
     HippoConfig,
     LsslConfig,
+    PerformerConfig,
     RandomFeatureConfig,
     S4Config,
     ScaleformerConfig,
@@ -110,8 +113,11 @@ def _check_packs(model: TextClassifierConfig) -> None:
                 f"model.encoder.mixer {mixer.kind} takes no packed texts; take s4d, s4 as a convolution, or another "
                 "mixer"
             )
-        if isinstance(mixer, RandomFeatureConfig) and mixer.rotary is not None:
+        if (
+            isinstance(mixer, EfficientConfig | EluConfig | PerformerConfig | RandomFeatureConfig)
+            and mixer.rotary is not None
+        ):
             raise ConfigError(
-                "model.encoder.mixer has rotary positions, whose random features depend on where in a batch a text is "
-                "packed; leave rotary out, and take model.encoder.positions"
+                f"model.encoder.mixer {mixer.kind} has rotary positions, so its features depend on where in a batch a "
+                "text is packed; leave rotary out and take model.encoder.positions, or take softmax"
             )
