@@ -11,6 +11,8 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, build_mixer
 from dist_attn.mixers.sgconv import stretched_kernel
 from dist_attn.models import LanguageModelConfig
+from dist_attn.models.blocks import Block
+from dist_attn.models.config import BlockConfig, MlpConfig, NormConfig
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.autocast import assert_trains_under_autocast
@@ -124,6 +126,23 @@ def test_golden_token_mixing():
     normed = F.layer_norm(g["X"], (5,), g["g1"], g["b1"], eps=1e-6)
     y, _ = mixer(normed[None], LocalSequenceOps())
     assert_close(g["X"] + y[0], g["tokens"], kind="golden")
+
+
+def test_golden_mixer_block():
+    """A block of token mixing, and its MLP over the channels behind, is the golden one of MLP-Mixer."""
+    g = golden("mixer")
+    values = {"kind": "mlp_mixer", "hidden_size": 5, "length": 6, "token_mlp_size": 4}
+    config = BlockConfig(norm=NormConfig(eps=1e-6), mlp=MlpConfig(activation="gelu_tanh"))
+    block = Block(ADAPTER.validate_python(values), 7, config).double()
+    golden_names = {
+        "mixer_norm.weight": "g1", "mixer_norm.bias": "b1", "mlp_norm.weight": "g2", "mlp_norm.bias": "b2",
+        "mixer.token_in_LS": "W1", "mixer.bias_in_S": "c1", "mixer.token_out_SL": "W2", "mixer.bias_out_L": "c2",
+        "mlp_in.weight": "U1", "mlp_in.bias": "e1", "mlp_out.weight": "U2", "mlp_out.bias": "e2",
+    }  # fmt: skip
+    # Layers of torch hold the transposed matrix.
+    values = {ours: g[name].T if name in ("U1", "U2") else g[name] for ours, name in golden_names.items()}
+    block.load_state_dict(values)
+    assert_close(block(g["X"][None], LocalSequenceOps())[0][0], g["out"], kind="golden")
 
 
 @pytest.mark.parametrize("decay", ["d2", "dvar"])
