@@ -27,7 +27,8 @@ def linear_attention_step(
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` for the one token after `state`.
 
-    By default one kernel does all of it for tensors on a GPU that need no gradients; see `implementation.choose_step`.
+    `implementation="triton"` has one kernel do all of it, for tensors on a GPU that need no gradients; see
+    `implementation.choose_step` for when that is the default.
 
     Shapes: q, k [B, H, K], v [B, H, V], log_gate and key_scale [B, H] -> o [B, H, V] in v's dtype, the state after.
     Raises: ConfigError for an implementation that cannot take this call.

@@ -59,8 +59,8 @@ def linear_attention(
 
     With a `prefix` the first so many tokens see each other fully, as if not causal, and the rest is causal (prefix-LM).
 
-    `implementation` names what computes it, see `implementation.choose`: by default Triton's kernels for tensors on a
-    GPU that they can take, and else this streaming form.
+    `implementation` names what computes it, see `implementation.choose`: "triton" the kernels for a GPU, which "auto"
+    takes by itself only once they have run on one; until then, and elsewhere, this streaming form.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
