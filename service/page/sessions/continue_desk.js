@@ -207,6 +207,7 @@ export class ContinueDesk {
   /** @param {any} session */
   async end(session) {
     await this.api.send(`/v1/sessions/${session.id}`, { method: "DELETE" });
+    this.paper.forget(session.id);
     if (session.id === this.session?.id) await this.open(null);
     await this.refresh();
   }

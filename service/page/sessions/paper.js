@@ -1,19 +1,22 @@
 /** The page that is written on: what was read, what the model drew, and how fast. */
 
-import { byId, h } from "../view/dom.js";
+import { byId, framed, h } from "../view/dom.js";
 import { count } from "../view/figures.js";
+import { Sheet } from "./sheet.js";
 
-const KEPT = 20_000; // characters shown of a session; the session itself has all
+const MOST_SHEETS = 40; // of sessions that were open once
 
-/** Texts of sessions, as far as this page has seen them. */
+/** Texts of sessions, of each its end. */
 export class Paper {
   constructor() {
     this.host = byId("paper");
-    /** @type {Map<string, {kind: string, text: string}[]>} */
-    this.texts = new Map();
+    /** @type {Map<string, Sheet>} */
+    this.sheets = new Map();
     /** @type {Text | null} */
     this.end = null;
+    this.waiting = "";
     this.shown = "";
+    this.soon = framed(() => this.settle());
   }
 
   /** @param {any | null} session @param {string} [name] */
@@ -21,46 +24,63 @@ export class Paper {
     byId("paper-title").textContent = session ? session.name || "Session without a name" : name ?? "New session";
     byId("paper-speed").textContent = session?.position ? `stands at ${count(session.position)} tokens` : "";
     this.shown = session?.id ?? "";
-    this.draw(session);
+    const sheet = this.sheets.get(this.shown);
+    if (session && sheet?.parts.length) this.draw(sheet);
+    else if (session?.position) this.hint(`${count(session.position)} tokens were read before. The model knows them; press Continue to go on.`);
+    else this.hint("Write a beginning above, or open a session. What the model draws appears here, token by token.");
   }
 
-  /** @param {any | null} session */
-  draw(session) {
-    const parts = this.texts.get(this.shown) ?? [];
+  /** @param {string} words */
+  hint(words) {
     this.end = null;
-    if (!session || (!parts.length && !session.position)) {
-      const words = "Write a beginning above, or open a session. What the model draws appears here, token by token.";
-      this.host.replaceChildren(h("span", { class: "hint" }, words));
-      return;
-    }
-    const before = parts.length ? [] : [h("span", { class: "hint" }, `${count(session.position)} tokens were read before. The model knows them; press Continue to go on.`)];
-    this.host.replaceChildren(...before, ...parts.map(({ kind, text }) => h("span", { class: kind }, text)));
+    this.waiting = "";
+    this.host.replaceChildren(h("span", { class: "hint" }, words));
+  }
+
+  /** @param {Sheet} sheet */
+  draw(sheet) {
+    const spans = sheet.parts.map(({ kind, text }) => h("span", { class: kind }, text));
+    this.end = spans.at(-1).firstChild;
+    this.waiting = "";
+    const before = sheet.cut && h("span", { class: "hint" }, "What came before is not shown any more; the session has read all of it. ");
+    this.host.replaceChildren(...(before ? [before] : []), ...spans);
   }
 
   /** @param {string} id @param {string} kind read or drawn @param {string} text */
   add(id, kind, text) {
-    const parts = this.texts.get(id) ?? [];
-    this.texts.set(id, parts);
-    const last = parts.at(-1);
-    const same = last?.kind === kind;
-    if (last && same) last.text = (last.text + text).slice(-KEPT);
-    else parts.push({ kind, text: text.slice(-KEPT) });
+    const sheet = this.sheets.get(id) ?? new Sheet();
+    const goesOn = sheet.parts.at(-1)?.kind === kind;
+    const isCut = sheet.add(kind, text);
+    this.sheets.delete(id); // the one that was written to last is the last one
+    this.sheets.set(id, sheet);
+    if (this.sheets.size > MOST_SHEETS) this.sheets.delete(this.sheets.keys().next().value ?? "");
     if (id !== this.shown) return;
-    if (same && this.end) this.end.data += text;
-    else {
-      if (parts.length === 1) this.host.querySelector(".hint")?.remove();
-      this.end = document.createTextNode(text.slice(-KEPT));
-      this.host.append(h("span", { class: kind }, this.end));
-    }
+    if (goesOn && !isCut && this.end) {
+      this.waiting += text; // many tokens may come between two frames
+      this.soon();
+    } else this.draw(sheet);
+  }
+
+  /** Show what has come. */
+  settle() {
+    if (this.waiting) this.end?.appendData(this.waiting);
+    this.waiting = "";
   }
 
   /** What a fork begins with. @param {string} from @param {string} to */
   copy(from, to) {
-    this.texts.set(to, (this.texts.get(from) ?? []).map((part) => ({ ...part })));
+    const sheet = this.sheets.get(from);
+    if (sheet) this.sheets.set(to, sheet.copy());
+  }
+
+  /** @param {string} id */
+  forget(id) {
+    this.sheets.delete(id);
   }
 
   /** @param {string} words */
   tell(words) {
+    this.settle();
     byId("paper-speed").textContent = words;
   }
 }
