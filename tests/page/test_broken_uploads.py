@@ -131,6 +131,18 @@ def test_a_connection_that_is_lost_without_a_word(browser: "Browser", service: R
         assert is_the_text(service.url, page)
 
 
+def test_a_file_that_was_changed_meanwhile(browser: "Browser", service: RunningService, tmp_path: Path) -> None:
+    """A file that is no longer the one that was chosen is not sent; the page says what to do."""
+    file = tmp_path / "notes.txt"
+    file.write_bytes(TEXT)
+    with opened_page(browser, service.url) as page:
+        page.set_input_files("#file", file)
+        page.wait_for_selector("#plan-figures:not([aria-busy])")
+        file.write_bytes(TEXT[:-100])
+        page.click("#start")
+        page.wait_for_selector("#document-notice.error:has-text('notes.txt can no longer be read')")
+
+
 def test_an_upload_that_the_service_has_lost(browser: "Browser", service: RunningService) -> None:
     """When nothing is left of it the page sends the file anew; a failed encoding sends nothing at all again."""
     with breaking_proxy(service.port, uploads=True) as proxy, opened_page(browser, proxy.url) as page:

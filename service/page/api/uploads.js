@@ -19,10 +19,13 @@ export async function beginUpload(api, file) {
   return (await api.json("/v1/uploads", { method: "POST", headers })).id;
 }
 
-/** @param {File} file @param {number} begin @param {number} end */
-async function bytesOf(file, begin, end) {
+/**
+ * A piece is read by the browser while it is sent, never by the page; a file that cannot be read looks like a connection
+ * that breaks. @param {File} file @param {number} at
+ */
+async function checkReadable(file, at) {
   try {
-    return await file.slice(begin, end).arrayBuffer();
+    await file.slice(at, at + 1).arrayBuffer();
   } catch {
     throw new ApiError(`${file.name} can no longer be read: it was changed, moved or removed. Choose it again.`);
   }
@@ -77,10 +80,12 @@ export async function sendUpload(api, id, file, options = {}) {
       sent(at);
       for (;;) {
         const began = performance.now();
-        const body = await bytesOf(file, at, at + size);
-        const headers = pieceHeaders(at);
+        const [headers, body] = [pieceHeaders(at), file.slice(at, at + size)];
         const send = (/** @type {AbortSignal} */ either) => api.send(`/v1/uploads/${id}`, { method: "PATCH", body, headers, signal: either });
-        const response = await answered(send, signal).catch(elsewhere);
+        const response = await answered(send, signal).catch(async (error) => {
+          await checkReadable(file, at);
+          return elsewhere(error);
+        });
         at = Number(response.headers.get("upload-offset"));
         sent(at);
         const made = response.headers.get("upload-file-id");
