@@ -1,12 +1,16 @@
-"""An engine that answers at once, with rows of zeros: for measurements of the API alone."""
+"""An engine that answers at once, with rows of zeros or of noise: for measurements of what stands before it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
+from benchmarks.instant_sessions import InstantSessions
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
@@ -25,6 +29,7 @@ from dist_attn.wire.messages import (
 __all__ = ["InstantEngine"]
 
 CREDIT = 1 << 16
+NOISE_ROWS = 4096  # then they come again
 
 
 @dataclass
@@ -36,10 +41,15 @@ class _Open:
 
 @dataclass
 class InstantEngine:
-    """Encodings of windows only; counts tokens that came, documents that ended and those that were cancelled."""
+    """Encodings of windows; counts tokens that came, documents that ended and those that were cancelled.
+
+    With `noise` each row is a direction of its own, with `sessions` texts go on.
+    """
 
     hidden_size: int
     vocab_size: int
+    noise: bool = False
+    sessions: InstantSessions | None = None
     tokens: int = 0
     done: int = 0
     cancelled: int = 0
@@ -51,6 +61,7 @@ class InstantEngine:
         context, stopped = zmq.Context[zmq.Socket[bytes]](), threading.Event()
         socket = context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.RCVTIMEO, 50)
+        socket.setsockopt(zmq.SNDHWM, 0)  # such a socket drops what is too much
         socket.bind(address)
 
         def run() -> None:
@@ -71,7 +82,7 @@ class InstantEngine:
             thread.join()
             context.destroy(0)
 
-    def _answers(self, message: AnyMessage) -> list[AnyMessage]:
+    def _answers(self, message: AnyMessage) -> Iterable[AnyMessage]:
         match message:
             case GetStatus():
                 return [self._status()]
@@ -82,7 +93,7 @@ class InstantEngine:
                 return self._read(name, self._open[name], len(message.tokens) // 4, message.final)
             case Cancel(request_id=name):
                 self.cancelled += self._open.pop(name, None) is not None
-        return []
+        return self.sessions.answers(message) if self.sessions is not None else ()
 
     def _read(self, name: str, work: _Open, count: int, final: bool) -> list[AnyMessage]:
         self.tokens += count
@@ -93,13 +104,22 @@ class InstantEngine:
         answers: list[AnyMessage] = [Credit(name, work.seen + CREDIT)]
         number = len(edges) - 1
         if number:
-            answers.append(Rows(name, work.rows, edges[:-1], edges[1:], bytes(4 * self.hidden_size * number)))
+            answers.append(Rows(name, work.rows, edges[:-1], edges[1:], self._vectors(work.rows, number)))
             work.rows += number
         if final:
             del self._open[name]
             self.done += 1
             answers.append(EncodingDone(name, work.seen, work.rows))
         return answers
+
+    def _vectors(self, first: int, number: int) -> bytes:
+        if not self.noise:
+            return bytes(4 * self.hidden_size * number)
+        return self._rows[np.arange(first, first + number) % NOISE_ROWS].astype("<f4").tobytes()
+
+    @cached_property
+    def _rows(self) -> npt.NDArray[np.float32]:
+        return np.random.default_rng(0).standard_normal((NOISE_ROWS, self.hidden_size), np.float32)
 
     def _status(self) -> Status:
         return Status(
@@ -115,4 +135,5 @@ class InstantEngine:
             active=len(self._open),
             tokens_per_second=0.0,
             ranks=[],
+            manifest=self.sessions.manifest if self.sessions is not None else None,
         )
