@@ -4,7 +4,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -86,6 +86,9 @@ def _bad_folder(out: Path) -> str:
 def _report(experiment: Experiment, given: argparse.Namespace, done: Sequence[Done], left: Sequence[Job]) -> int:
     if done:
         report, numbers = experiment.report(done), [asdict(one) for one in done]
+        if given.scale != 1:
+            told = f"Trained {given.scale:g} times as long: where steps are given below, they are those of --scale 1."
+            report = replace(report, notes=(told, *report.notes))
         command = _command(experiment, given)
         finding = TableFinding(experiment.name, experiment.question, command, look_around(), report, numbers)
         print(finding.as_markdown(), flush=True)
