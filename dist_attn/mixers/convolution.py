@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.input_independent_config import ConvolutionConfig
+from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
@@ -64,9 +64,8 @@ class CausalConvolution(TokenMixer):
     def _own(self, state: MixerState | None, batch: int) -> ConvolutionState:
         if state is None:
             return self.initial_state(batch)
-        if not isinstance(state, ConvolutionState):
-            raise InputError(f"a {type(state).__name__} was given to a convolution; it needs its own state")
-        return state
+        shape = (batch, self.config.taps - 1, self.config.hidden_size)
+        return require_own(state, ConvolutionState, self.config.kind, [shape])
 
 
 class CentredConvolution(WholeSequenceMixer):

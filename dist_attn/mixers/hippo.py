@@ -5,9 +5,9 @@ import math
 import torch
 from torch import nn
 
-from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.input_independent_config import HippoConfig
+from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.state_space import Readout
 from dist_attn.ops import LegsState, SequenceOps, legs_step
@@ -35,18 +35,20 @@ class LegsMemory(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, LegsState]:
-        y_BLD, after = ops.legs_memory(x_BLD, self.read_DN, state=None if state is None else self._own(state))
+        y_BLD, after = ops.legs_memory(
+            x_BLD, self.read_DN, state=None if state is None else self._own(state, x_BLD.shape[0])
+        )
         return self.readout(y_BLD, x_BLD), after
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, LegsState]:
-        after = legs_step(x_BD, self._own(state))
+        after = legs_step(x_BD, self._own(state, x_BD.shape[0]))
         y_BD = (after.c_BDN.to(self.read_DN.dtype) * self.read_DN).sum(2)
         return self.readout(y_BD.to(x_BD.dtype), x_BD), after
 
     def initial_state(self, batch: int) -> LegsState:
         return LegsState.empty(batch, self.config.hidden_size, self.config.state_size, device=self.read_DN.device)
 
-    def _own(self, state: MixerState) -> LegsState:
-        if not isinstance(state, LegsState) or state.c_BDN.shape[1:] != self.read_DN.shape:
-            raise InputError(f"a {type(state).__name__} was given to a LegS memory; it needs its own state")
-        return state
+    def _own(self, state: MixerState, batch: int) -> LegsState:
+        config = self.config
+        shapes = [(batch, config.hidden_size, config.state_size), (batch,)]
+        return require_own(state, LegsState, config.kind, shapes)

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
-from dist_attn.mixers.kernel_state import KernelState
+from dist_attn.mixers.kernel_state import KernelState, attention_shapes
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
+from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.rotary import rotate
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
@@ -140,7 +140,7 @@ class CausalKernelAttention(TokenMixer):
             tail_BKD = state_zeros(weight, (batch, 0, config.hidden_size))
         else:
             tail_BKD = self.convolution.initial_tail(batch)
-        return KernelState(attention, tail_BKD, position_B, unit_BH)
+        return KernelState(attention, tail_BKD, config.kind, position_B, unit_BH)
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""
@@ -154,9 +154,16 @@ class CausalKernelAttention(TokenMixer):
     def _own(self, state: MixerState | None, batch: int) -> KernelState:
         if state is None:
             return self.initial_state(batch)
-        if not isinstance(state, KernelState):
-            raise InputError(f"a {type(state).__name__} was given to kernel attention; it needs its own state")
-        return state
+        config = self.config
+        shapes = [
+            *attention_shapes(batch, config.num_heads, self.num_features, config.value_size),
+            (batch, max(0, config.short_convolution - 1), config.hidden_size),
+        ]
+        if config.rotary is not None:
+            shapes.append((batch,))
+        if self.first_unit() is not None:
+            shapes.append((batch, config.num_heads))
+        return require_own(state, KernelState, config.kind, shapes)
 
 
 class FeatureMapAttention(CausalKernelAttention):

@@ -52,19 +52,19 @@ class LinearStateSpace(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, StateSpaceState]:
-        before = own_state(self, state, x_BLD.shape[0])
-        y_BLDM, after = ops.dense_scan(x_BLD, *self._discrete(), self.c_DMN, state=before)
-        return self._read(y_BLDM, x_BLD), StateSpaceState(after)
+        before = own_state(state, self.initial_state(x_BLD.shape[0]))
+        y_BLDM, after = ops.dense_scan(x_BLD, *self._discrete(), self.c_DMN, state=before.x)
+        return self._read(y_BLDM, x_BLD), before.replace((after,))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
-        before = own_state(self, state, x_BD.shape[0])
+        before = own_state(state, self.initial_state(x_BD.shape[0]))
         a_DNN, b_DN = self._discrete()
-        after = (a_DNN @ before[..., None])[..., 0] + b_DN * x_BD[..., None]
-        return self._read((self.c_DMN @ after[..., None])[..., 0].to(x_BD.dtype), x_BD), StateSpaceState(after)
+        after = (a_DNN @ before.x[..., None])[..., 0] + b_DN * x_BD[..., None]
+        return self._read((self.c_DMN @ after[..., None])[..., 0].to(x_BD.dtype), x_BD), before.replace((after,))
 
     def initial_state(self, batch: int) -> StateSpaceState:
         size, _, modes = self.c_DMN.shape
-        return StateSpaceState(state_zeros(self.c_DMN, (batch, size, modes)))
+        return StateSpaceState(state_zeros(self.c_DMN, (batch, size, modes)), self.config.kind)
 
     def _discrete(self) -> tuple[torch.Tensor, torch.Tensor]:
         return discretise_dense(self.a_NN, self.b_N, self.log_dt_D.exp(), self.config.alpha)

@@ -69,20 +69,20 @@ class S4Scan(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, StateSpaceState]:
-        before = own_state(self, state, x_BLD.shape[0])
-        y_BLDM, after = ops.dense_scan(x_BLD, *self.space.discrete(), state=before)
-        return self.readout(y_BLDM.squeeze(-1), x_BLD), StateSpaceState(after)
+        before = own_state(state, self.initial_state(x_BLD.shape[0]))
+        y_BLDM, after = ops.dense_scan(x_BLD, *self.space.discrete(), state=before.x)
+        return self.readout(y_BLDM.squeeze(-1), x_BLD), before.replace((after,))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
-        before = own_state(self, state, x_BD.shape[0])
+        before = own_state(state, self.initial_state(x_BD.shape[0]))
         a_DNN, b_DN, c_D1N = self.space.discrete()
-        after = (a_DNN @ before[..., None])[..., 0] + b_DN * x_BD[..., None]
+        after = (a_DNN @ before.x[..., None])[..., 0] + b_DN * x_BD[..., None]
         y_BD = (c_D1N @ after[..., None])[..., 0, 0]
-        return self.readout(y_BD.to(x_BD.dtype), x_BD), StateSpaceState(after)
+        return self.readout(y_BD.to(x_BD.dtype), x_BD), before.replace((after,))
 
     def initial_state(self, batch: int) -> StateSpaceState:
         size = (batch, self.config.hidden_size, self.config.state_size)
-        return StateSpaceState(state_zeros(self.space.c_DN2, size))
+        return StateSpaceState(state_zeros(self.space.c_DN2, size), self.config.kind)
 
 
 class S4Convolution(WholeSequenceMixer):

@@ -54,19 +54,19 @@ class S4DScan(TokenMixer):
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, StateSpaceState]:
-        before = torch.view_as_complex(own_state(self, state, x_BLD.shape[0]))
-        y_BLD, after = ops.diagonal_scan(x_BLD, *self.space.discrete(), state=before)
-        return self.readout(y_BLD, x_BLD), StateSpaceState(torch.view_as_real(after))
+        before = own_state(state, self.initial_state(x_BLD.shape[0]))
+        y_BLD, after = ops.diagonal_scan(x_BLD, *self.space.discrete(), state=torch.view_as_complex(before.x))
+        return self.readout(y_BLD, x_BLD), before.replace((torch.view_as_real(after),))
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
-        before = torch.view_as_complex(own_state(self, state, x_BD.shape[0]))
+        before = own_state(state, self.initial_state(x_BD.shape[0]))
         a, b, c = self.space.discrete()
-        after = a * before + b * x_BD[..., None]
+        after = a * torch.view_as_complex(before.x) + b * x_BD[..., None]
         y_BD = 2 * (c * after).sum(-1).real
-        return self.readout(y_BD.to(x_BD.dtype), x_BD), StateSpaceState(torch.view_as_real(after))
+        return self.readout(y_BD.to(x_BD.dtype), x_BD), before.replace((torch.view_as_real(after),))
 
     def initial_state(self, batch: int) -> StateSpaceState:
-        return StateSpaceState(state_zeros(self.space.c_DN2, (batch, *self.space.c_DN2.shape)))
+        return StateSpaceState(state_zeros(self.space.c_DN2, (batch, *self.space.c_DN2.shape)), self.config.kind)
 
 
 class S4DConvolution(WholeSequenceMixer):

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dist_attn.errors import InputError
 from dist_attn.feature_maps import elu_plus_one
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import ScaleformerConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
+from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
 from dist_attn.ops.relative_attention import WindowState
@@ -82,6 +82,11 @@ class ScaleformerAttention(TokenMixer):
     def _own(self, state: MixerState | None, batch: int) -> ScaleformerState:
         if state is None:
             return self.initial_state(batch)
-        if not isinstance(state, ScaleformerState):
-            raise InputError(f"a {type(state).__name__} was given to Scaleformer attention; it needs its own state")
-        return state
+        config, heads = self.config, (batch, self.config.num_heads)
+        columns = config.value_size + 1  # the values and a one
+        shapes = [
+            (*heads, config.head_size, columns),
+            (*heads, columns),
+            (*heads, max(0, config.reach - 1), columns),
+        ]
+        return require_own(state, ScaleformerState, config.kind, shapes)

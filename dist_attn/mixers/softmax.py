@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dist_attn.errors import InputError
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
+from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.relative import RelativeRows
 from dist_attn.mixers.rotary import rotate
@@ -107,6 +107,7 @@ class SoftmaxAttention(TokenMixer):
     def _own(self, state: MixerState | None, batch: int) -> SoftmaxState:
         if state is None:
             return self.initial_state(batch)
-        if not isinstance(state, SoftmaxState):
-            raise InputError(f"a {type(state).__name__} was given to softmax attention; it needs its own state")
-        return state
+        config, heads = self.config, (batch, self.config.num_heads, None)  # any number of keys
+        tail = (batch, max(0, config.short_convolution - 1), config.hidden_size)
+        shapes = [(*heads, config.head_size), (*heads, config.value_size), tail]
+        return require_own(state, SoftmaxState, config.kind, shapes)

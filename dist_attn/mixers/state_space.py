@@ -6,17 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.errors import InputError
-from dist_attn.mixers.base import MixerState, TokenMixer
+from dist_attn.mixers.base import MixerState
+from dist_attn.mixers.own_state import require_own
 
 __all__ = ["Readout", "StateSpaceState", "own_state"]
 
 
 @dataclass(frozen=True)
 class StateSpaceState:
-    """What every feature's system remembers, [B, D, …] in real numbers."""
+    """What every feature's system remembers, [B, D, …] in real numbers; `kind` is the mixer's."""
 
     x: torch.Tensor
+    kind: str
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors in a fixed order."""
@@ -24,7 +25,8 @@ class StateSpaceState:
 
     def replace(self, tensors: tuple[torch.Tensor, ...]) -> "StateSpaceState":
         """The same kind of state over other tensors."""
-        return StateSpaceState(*tensors)
+        (x,) = tensors
+        return StateSpaceState(x, self.kind)
 
 
 class Readout(nn.Module):
@@ -39,15 +41,11 @@ class Readout(nn.Module):
         return F.glu(self.out(F.gelu(y + self.skip_D * x)), dim=-1)
 
 
-def own_state(mixer: TokenMixer, state: MixerState | None, batch: int) -> torch.Tensor:
-    """The numbers of a state that belongs to this mixer, or of its initial one.
+def own_state(state: MixerState | None, first: StateSpaceState) -> StateSpaceState:
+    """A state that belongs to the mixer whose state before any token is `first`, or `first` itself.
 
     Raises: InputError for the state of another mixer.
     """
-    first = mixer.initial_state(batch)
     if state is None:
-        (x,) = first.tensors()
-        return x
-    if not isinstance(state, StateSpaceState) or state.x.shape[1:] != first.tensors()[0].shape[1:]:
-        raise InputError(f"a {type(state).__name__} was given to a state space; it needs its own state")
-    return state.x
+        return first
+    return require_own(state, StateSpaceState, first.kind, [tuple(first.x.shape)])

@@ -4,12 +4,12 @@ from typing import final
 
 import torch
 
-from dist_attn.errors import InputError
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import StaticKernelConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
-from dist_attn.mixers.kernel_state import KernelState
+from dist_attn.mixers.kernel_state import KernelState, attention_shapes
+from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.redraw import RandomMatrices
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
@@ -89,7 +89,7 @@ class CausalStaticKernel(TokenMixer):
         out_BHLK, after = ops.linear_attention(
             x_BHLK, x_BHLK, x_BHLK, feature_map=phi, causal=True, state=before.attention, denominator=divisor
         )
-        return merge_heads(out_BHLK), KernelState(after, before.tail_BKD)
+        return merge_heads(out_BHLK), KernelState(after, before.tail_BKD, before.kind)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
         before = self._own(state, x_BD.shape[0])
@@ -98,7 +98,7 @@ class CausalStaticKernel(TokenMixer):
         out_BHK, after = linear_attention_step(
             x_BHK, x_BHK, x_BHK, before.attention, feature_map=phi, denominator=divisor
         )
-        return out_BHK.flatten(1), KernelState(after, before.tail_BKD)
+        return out_BHK.flatten(1), KernelState(after, before.tail_BKD, before.kind)
 
     def initial_state(self, batch: int) -> KernelState:
         config, like = self.config, self.kernel.nothing
@@ -106,11 +106,11 @@ class CausalStaticKernel(TokenMixer):
         attention = LinearState.identity(
             batch, config.num_heads, config.num_features, config.head_size, dtype=dtype, device=like.device
         )
-        return KernelState(attention, like.new_zeros((batch, 0, config.hidden_size)))
+        return KernelState(attention, like.new_zeros((batch, 0, config.hidden_size)), config.kind)
 
     def _own(self, state: MixerState | None, batch: int) -> KernelState:
         if state is None:
             return self.initial_state(batch)
-        if not isinstance(state, KernelState):
-            raise InputError(f"a {type(state).__name__} was given to a static kernel; it needs its own state")
-        return state
+        config = self.config
+        shapes = attention_shapes(batch, config.num_heads, config.num_features, config.head_size)
+        return require_own(state, KernelState, config.kind, [*shapes, (batch, 0, config.hidden_size)])

@@ -21,16 +21,21 @@ def example(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look their module up
     exec(compile(block, "docs/adding-a-mixer.md", "exec"), module.__dict__)
     monkeypatch.setitem(contract.CONFIGS, NAME, module.GatedConvolutionConfig(hidden_size=contract.SIZE, taps=5))
-    monkeypatch.setattr(contract, "build_mixer", module.GatedConvolution)
+    build = contract.build_mixer
+    monkeypatch.setattr(
+        contract, "build_mixer", lambda config: (module.GatedConvolution if config.kind == NAME else build)(config)
+    )
     return NAME
 
 
 def test_the_example_keeps_the_contract(example: str) -> None:
-    """The page's mixer is the same in parallel, streamed and stepwise, causal, batch-independent, and over ranks."""
+    """The page's mixer passes all that every mixer is asked: one call as a stream and as steps, ranks, and the rest."""
     assert type(contract._mixer(example)).__name__ == "GatedConvolution", "the contract judges another mixer"
     contract.test_parallel_equals_streamed_equals_stepwise(example)
     contract.test_the_future_changes_nothing(example)
     contract.test_batch_elements_do_not_touch_each_other(example)
+    contract.test_a_step_of_training_under_autocast(example)
+    contract.test_states_of_other_mixers_are_refused(example)
     for lengths in ((40, 50), (0, 31, 2, 57), (90, 0)):
         contract.test_ranks_change_nothing(example, lengths)
 

@@ -1,5 +1,7 @@
 """The contract of every token mixer: parallel = streamed = stepwise, causal, batch-independent, sharded = whole."""
 
+from functools import cache
+
 import pytest
 import torch
 from pydantic import ValidationError
@@ -13,6 +15,7 @@ from dist_attn.mixers import (
     EluConfig,
     HippoConfig,
     LsslConfig,
+    MixerState,
     PerformerConfig,
     RandomFeatureConfig,
     RelativeConfig,
@@ -208,13 +211,26 @@ def test_gates_start_over_a_spread_of_time_scales():
     assert float(memory.max()) > 100
 
 
-def test_states_of_another_mixer_are_refused():
-    """A state that belongs to another kind of mixer raises an InputError."""
-    kernel, softmax = _mixer("rfa"), _mixer("softmax")
-    with pytest.raises(InputError, match="needs its own state"):
-        kernel(_tokens(), LocalSequenceOps(), softmax.initial_state(2))
-    with pytest.raises(InputError, match="needs its own state"):
-        softmax(_tokens(), LocalSequenceOps(), kernel.initial_state(2))
+@cache
+def _a_state(name: str) -> tuple[str, list[tuple[int, ...]], MixerState]:
+    """Of each variant: its kind, the sizes of its state, and the state after three tokens."""
+    _, state = _mixer(name)(_tokens(3), LocalSequenceOps())
+    return CONFIGS[name].kind, [tuple(tensor.shape) for tensor in state.tensors()], state
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_states_of_other_mixers_are_refused(name):
+    """A state of another kind of mixer, of the same kind with other sizes, or of another batch raises an InputError."""
+    mixer, x, ops = _mixer(name), _tokens(1), LocalSequenceOps()
+    kind, shapes, own = _a_state(name)
+    mixer(x, ops, own)
+    mixer.step(x[:, 0], own)
+    others = [state for k, s, state in map(_a_state, CONFIGS) if (k, s) != (kind, shapes)]
+    for state in (*others, own.replace(tuple(tensor[:1] for tensor in own.tensors()))):
+        with pytest.raises(InputError, match="needs its own state"):
+            mixer(x, ops, state)
+        with pytest.raises(InputError, match="needs its own state"):
+            mixer.step(x[:, 0], state)
 
 
 @pytest.mark.parametrize(
