@@ -143,6 +143,8 @@ class _Run:
                 if self._due(run.evaluate_every) and (scores := self._validate()):
                     last = {"step": self.step, unit: seen, **scores}
                     self._write(log, last)
+                    for line in self.task.remarks(self.step, scores) if self.mesh.is_first else ():
+                        tell(line)
                     best = self.standing.see(last)
                 stopped = self._asked_to(stop) and not self._is_over
                 if self._due(run.checkpoint_every) or best or stopped or self._is_over:

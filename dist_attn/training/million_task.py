@@ -22,12 +22,17 @@ from dist_attn.training.text_examples import ReaderSizes, TextExamples, read_tex
 
 __all__ = ["MillionTask"]
 
+# A Selector keeps at least one token of each text: with hardly more, it has dropped all that could be dropped.
+FEW_PER_TEXT = 1.5
+# From half of a run on a Selector that is to save something drops more than this leaves.
+NEARLY_ALL = 0.95
+
 
 class MillionTask(Task):
     """The mean cross entropy of the classes, the Selector's rate term and the experts' balance; validated by accuracy.
 
-    Validation also counts which share of the tokens is kept and which share of the assignments to experts is dropped:
-    under the adversarial objective the former shows a Selector that takes everything away.
+    Validation also counts which share of the tokens is kept, how many of a text, and which share of the assignments to
+    experts is dropped. A Selector that takes everything away, as under the adversarial objective, or nothing is told.
 
     Reference: A Unified View of Long-Sequence Models, Eq. 27 and 28.
     """
@@ -47,6 +52,7 @@ class MillionTask(Task):
         check_enough(len(self._sets.train), data.batch, "labelled texts")
         super().__init__(first_model(model, config.run.begin_from).to(share.device), data.batch)
         self.criterion = None if self._sets.validation is None else Criterion("accuracy", "higher")
+        self._ending = ""  # as `_ends` last said
 
     def prepare(self, step: int) -> None:
         self.model.prepare(step)
@@ -77,7 +83,37 @@ class MillionTask(Task):
         scores = tally.scores(self._share)
         weighed_4 = (became_4 * self._share.replica_weight).to(self._share.device)
         kept, tokens, dropped, assigned = self._share.sum(weighed_4).tolist()
-        return {**scores, "kept_share": kept / tokens, "dropped_share": dropped / assigned}
+        per_text = kept / scores["examples"]
+        return {**scores, "kept_share": kept / tokens, "kept_per_text": per_text, "dropped_share": dropped / assigned}
+
+    def remarks(self, step: int, scores: Mapping[str, float | int]) -> list[str]:
+        before, self._ending = self._ending, self._ends(step, scores)
+        if self._ending == before:
+            return []
+        selector = self.model.config.selector
+        match self._ending:
+            case "nothing":
+                return [
+                    f"step {step}: the Selector keeps {scores['kept_per_text']:.2f} tokens of a text, of which one is "
+                    "never dropped: it has taken the texts away. Raise selector.rate_weight, or train under a Selector "
+                    "that stays (selector.frozen with run.begin_from)"
+                ]
+            case "everything":
+                return [
+                    f"step {step}: the Selector keeps {scores['kept_share']:.0%} of the tokens where selector.rate is "
+                    f"{selector.rate:.0%}: nothing is saved. Raise selector.rate_weight, or train for longer"
+                ]
+        return []
+
+    def _ends(self, step: int, scores: Mapping[str, float | int]) -> str:
+        """What the Selector keeps where it has gone too far: "nothing" that could be dropped, "everything", or ""."""
+        selector = self.model.config.selector
+        if selector.gate == "top_k" or not scores:
+            return ""
+        if scores["kept_per_text"] < FEW_PER_TEXT <= scores["kept_per_text"] / scores["kept_share"]:
+            return "nothing"
+        judged = not selector.frozen and selector.rate < NEARLY_ALL and 2 * step >= self._config.run.steps
+        return "everything" if judged and scores["kept_share"] > NEARLY_ALL else ""
 
     def seen(self, steps: int) -> int:
         return steps * self.batch

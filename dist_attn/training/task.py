@@ -166,6 +166,10 @@ class Task(ABC):
         `criterion` names the one that decides.
         """
 
+    def remarks(self, step: int, scores: Mapping[str, float | int]) -> list[str]:
+        """What a person should know of a validation after `step`, in lines; each once, until it is otherwise."""
+        return []
+
     @abstractmethod
     def seen(self, steps: int) -> int:
         """How many units (tokens) so many steps read, over all ranks."""
