@@ -1,5 +1,6 @@
 """What mixers are made of whose pattern does not depend on the tokens: convolutions, transforms, state spaces."""
 
+import math
 from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -79,8 +80,9 @@ class SgConvConfig(_Config):
 
     @model_validator(mode="after")
     def _decays_are_positive(self) -> "SgConvConfig":
-        if min(self.decay if isinstance(self.decay, tuple) else (self.decay,)) <= 0:
-            raise ValueError(f"decay {self.decay} must be above 0")
+        decays = self.decay if isinstance(self.decay, tuple) else (self.decay,)
+        if not all(0 < decay < math.inf for decay in decays):
+            raise ValueError(f"decay {self.decay} must be above 0, and finite")
         return self
 
     @property
@@ -109,8 +111,8 @@ class HippoConfig(_Config):
 class _StateSpaceConfig(_Config):
     state_size: int = Field(default=64, ge=2, multiple_of=2)  # real numbers; half as many conjugate pairs
     # Steps of the channels are drawn between these, evenly on a logarithmic scale.
-    dt_min: float = Field(default=1e-3, gt=0)
-    dt_max: float = Field(default=1e-1, gt=0)
+    dt_min: float = Field(default=1e-3, gt=0, allow_inf_nan=False)
+    dt_max: float = Field(default=1e-1, gt=0, allow_inf_nan=False)
 
     @model_validator(mode="after")
     def _steps_are_in_order(self) -> Self:
@@ -127,6 +129,17 @@ class LsslConfig(_StateSpaceConfig):
     # Of the generalised bilinear transform: 0 Euler, 1/2 trapezoidal, 1 backward.
     alpha: float = Field(default=0.5, ge=0, le=1)
     transition: Literal["fixed", "learned"] = "fixed"
+
+    @model_validator(mode="after")
+    def _longest_step_is_stable(self) -> Self:
+        # LegS's eigenvalues are -1 to -N: a step takes the last to (1 - (1 - alpha) N dt) / (1 + alpha N dt), in size
+        # above 1 from here on.
+        if self.alpha < 0.5 and self.dt_max > (bound := 2 / ((1 - 2 * self.alpha) * self.state_size)):
+            raise ValueError(
+                f"dt_max {self.dt_max} was given with alpha {self.alpha} and state_size {self.state_size}: states grow "
+                f"without end for steps above {bound:.3g}; give a smaller dt_max, or alpha of 0.5 or more"
+            )
+        return self
 
     @property
     def causal(self) -> bool:

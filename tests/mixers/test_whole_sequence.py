@@ -1,5 +1,7 @@
 """Mixers that take a sequence whole: over ranks as on one, golden vectors, and no step."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,6 +196,18 @@ def test_a_learned_transition_learns():
         assert learned is None or bool(learned.grad.abs().sum() > 0)
 
 
+@pytest.mark.parametrize("values", [{"alpha": 0.0, "state_size": 8, "dt_max": 0.2}, {"alpha": 0.5}, {"alpha": 1.0}])
+def test_steps_that_a_rule_allows_stay_finite(values):
+    """Within the longest steps of its rule a fixed LSSL is finite after 4,096 tokens."""
+    torch.manual_seed(0)
+    mixer = build_mixer(ADAPTER.validate_python({"kind": "lssl", "hidden_size": 2, **values}))
+    with torch.no_grad():
+        mixer.log_dt_D.fill_(math.log(mixer.config.dt_max))
+        y, state = mixer(torch.randn(1, 4096, 2), LocalSequenceOps())
+    assert y.isfinite().all()
+    assert state.x.isfinite().all()
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -201,12 +215,17 @@ def test_a_learned_transition_learns():
         {"kind": "s4d", "bidirectional": True},
         {"kind": "lssl", "alpha": 1.5},
         {"kind": "s4d", "dt_min": 0.2, "dt_max": 0.1},
+        {"kind": "s4", "dt_max": float("inf")},
+        {"kind": "lssl", "alpha": 0.0},
+        {"kind": "lssl", "alpha": 0.25, "state_size": 8, "dt_max": 0.51},
         {"kind": "sgconv", "length": 8, "decay": 0.0},
+        {"kind": "sgconv", "length": 8, "decay": float("nan")},
+        {"kind": "sgconv", "length": 8, "decay": [1.0, float("inf")]},
         {"kind": "fnet", "norm": "forward"},
         {"kind": "convolution", "taps": 0},
     ],
 )
 def test_bad_configurations_are_refused(values):
-    """Odd states, scans that look ahead, steps in the wrong order, no decay, no taps, unknown norms are refused."""
+    """Odd states, scans that look ahead, steps out of order or too long, no decay, no taps are refused."""
     with pytest.raises(ValidationError):
         ADAPTER.validate_python({"hidden_size": SIZE, **values})
