@@ -78,8 +78,11 @@ class Selector(nn.Module):
         above_L = logit_L - self.limit
         match self.config.gate:
             case "straight_through":
-                open_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
-                return Gates(p_L, _straight_through(open_L), open_L, self.config.threshold, most)
+                soft_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
+                # Of the rate term a closed gate counts 0: the soft one never gets there, and would close all the others.
+                kept_L = (p_L >= self.config.threshold).to(soft_L)
+                open_L = kept_L + (soft_L - soft_L.detach())
+                return Gates(p_L, _straight_through(soft_L), open_L, self.config.threshold, most)
             case "soft":
                 open_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
                 return Gates(p_L, open_L, open_L, 0.0, most)
