@@ -99,7 +99,8 @@ def test_what_grows_with_the_length(name):
 
 def test_paradigms():
     """Every kind is in one of the four paradigms, where the paper puts it, and says so in words."""
-    facts = {one.kind: one for one in mixer_facts(64, hidden_size=16, num_heads=2, ranks=2)}
+    found = mixer_facts(64, hidden_size=16, num_heads=2, ranks=2)
+    facts = {one.kind: one for one in found if not one.form}
     assert facts.keys() == KINDS
     assert {str(one.paradigm) for one in facts.values()} == {
         "learned, independent", "learned, dependent", "fixed, independent", "fixed, dependent"
@@ -119,6 +120,23 @@ def test_dependence_on_the_input_is_what_the_mixers_do():
         torch.testing.assert_close(twice - nothing, 2 * (once - nothing), rtol=1e-3, atol=1e-4)
 
 
+def test_forms_have_rows_of_their_own():
+    """What sees both sides or takes the sequence whole is beside the causal form of its kind, with its own figures."""
+    found = {(one.kind, one.form): one for one in mixer_facts(4096, hidden_size=32, num_heads=4, ranks=4)}
+    attentions = ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
+    assert {(kind, form) for kind, form in found if form} == {
+        ("convolution", "centred"), ("s4", "as a convolution"), ("s4d", "as a convolution"),
+        ("static_kernel", "over all keys"), *(("bidirectional", attention) for attention in attentions),
+    }  # fmt: skip
+    assert not [key for key, facts in found.items() if key[1] and (facts.streams or facts.state_bytes)]
+    assert {key for key, facts in found.items() if key[1] and facts.causal} == {
+        (kind, "as a convolution") for kind in ("s4", "s4d")
+    }
+    assert found["s4d", "as a convolution"].bytes_sent > found["s4d", ""].bytes_sent
+    assert found["convolution", "centred"].bytes_sent == found["convolution", ""].bytes_sent
+    assert found["bidirectional", "elu"].travels == "a state"
+
+
 def test_the_command_prints_all_kinds():
     """`dist-attn mixers` has a line for every kind, and its JSON holds the facts."""
     runner = CliRunner()
@@ -126,8 +144,10 @@ def test_the_command_prints_all_kinds():
     text = runner.invoke(app, ["mixers", *sizes])
     assert text.exit_code == 0
     assert {line.split()[0] for line in text.stdout.splitlines() if line.strip()} >= KINDS
+    assert "s4d, as a convolution " in text.stdout and "bidirectional, softmax " in text.stdout
     told = json.loads(runner.invoke(app, ["mixers", *sizes, "--json"]).stdout)
-    assert (told["tokens"], told["ranks"], {one["kind"] for one in told["mixers"]}) == (4000, 2, KINDS)
+    kinds = {one["kind"] for one in told["mixers"]}
+    assert (told["tokens"], told["ranks"], kinds) == (4000, 2, KINDS | {"bidirectional"})
     for one, facts in zip(told["mixers"], mixer_facts(4000, hidden_size=32, num_heads=4, ranks=2), strict=True):
         assert one["paradigm"]["number"] == facts.paradigm.value
         assert (one["bytes_sent"], one["state_bytes"], one["parameters"]) == (
