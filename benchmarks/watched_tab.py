@@ -35,7 +35,8 @@ LAG = """() => {
 class Held:
     """What a tab holds. Units: bytes.
 
-    `heap` is that of its main thread's scripts, `own` all memory of its process that it shares with no other.
+    `heap` is that of its main thread's scripts, `own` all memory of its process that it shares with no other. In `own`
+    are the bodies of answers too, which Playwright has the browser keep: about 200 bytes per drawn token.
     """
 
     heap: int
