@@ -1,6 +1,7 @@
 """A layer of experts: a router sends each token to one or two of them; inside one, all tokens attend to each other."""
 
 import math
+from fractions import Fraction
 from typing import cast
 
 import torch
@@ -73,7 +74,9 @@ class ExpertLayer(Recomputable):
 
     def capacity(self, total: int) -> int:
         """Assignments that an expert has room for, of `total` tokens."""
-        fair = math.ceil(self.config.capacity_factor * self.config.choices * total / self.config.num_experts)
+        # The decimal number as it is written: the floats' 1.1 * 100 lies above 110.
+        factor = Fraction(str(self.config.capacity_factor))
+        fair = math.ceil(factor * self.config.choices * total / self.config.num_experts)
         return max(1, fair if self.config.most_tokens is None else min(fair, self.config.most_tokens))
 
     def forward(

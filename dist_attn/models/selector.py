@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -70,7 +71,8 @@ class Selector(nn.Module):
         p_L = torch.sigmoid(logit_L)
         most = self.config.most_tokens
         if self.config.gate == "top_k":
-            count = max(1, math.ceil(self.config.rate * total))
+            # The decimal number as it is written: the floats' 0.07 * 100 lies above 7.
+            count = max(1, math.ceil(Fraction(str(self.config.rate)) * total))
             least = -math.inf
             return Gates(p_L, p_L, p_L, least, count if most is None else min(count, most))
         if not self.training:
