@@ -1,7 +1,7 @@
 """Self-attention in which every token sees every other, before and after it."""
 
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, final
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ class NoState:
         return self
 
 
+@final
 class BidirectionalAttention(TokenMixer):
     """Multi-head attention over all tokens by any kernel; it takes a sequence whole and cannot be streamed.
 

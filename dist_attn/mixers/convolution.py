@@ -1,6 +1,7 @@
 """A depthwise convolution as a token mixer, causal or around each token."""
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ class ConvolutionState:
         return ConvolutionState(*tensors)
 
 
+@final
 class CausalConvolution(TokenMixer):
     """y_t = out(sum_j w_j x_{t-j}), one filter for each feature.
 
@@ -68,6 +70,7 @@ class CausalConvolution(TokenMixer):
         return require_own(state, ConvolutionState, self.config.kind, [shape])
 
 
+@final
 class CentredConvolution(WholeSequenceMixer):
     """The same over as many tokens after each token as before it."""
 

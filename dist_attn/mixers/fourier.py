@@ -1,5 +1,7 @@
 """FNet: the real part of the Fourier transform over tokens and features."""
 
+from typing import final
+
 import torch
 
 from dist_attn.mixers.input_independent_config import FourierConfig
@@ -10,6 +12,7 @@ from dist_attn.ops import SequenceOps
 __all__ = ["FourierMixing"]
 
 
+@final
 class FourierMixing(WholeSequenceMixer):
     """Fixed mixing of every token with every other, for any length.
 

@@ -1,6 +1,7 @@
 """HiPPO-LegS as a mixer: every feature's whole past as a polynomial, and a learned reading of its coefficients."""
 
 import math
+from typing import final
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from dist_attn.ops import LegsState, SequenceOps, legs_step
 __all__ = ["LegsMemory"]
 
 
+@final
 class LegsMemory(TokenMixer):
     """glu(out(gelu(y + d x))), y = read . c for every feature, c the coefficients of its past.
 

@@ -1,6 +1,7 @@
 """LSSL: a state space with a full matrix, HiPPO-LegS at first, stepped at a speed of its own for every feature."""
 
 import math
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from dist_attn.ops.state_space import discretise_dense, legs
 __all__ = ["LinearStateSpace"]
 
 
+@final
 class LinearStateSpace(TokenMixer):
     """out(gelu(y + d x)), y the M outputs of x' = A x + B u for every feature.
 

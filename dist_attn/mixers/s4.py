@@ -1,6 +1,7 @@
 """S4: a diagonal plus low-rank state space for every feature, walked along the sequence or taken as one convolution."""
 
 import math
+from typing import final
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ class LowRankSpace(nn.Module):
         return lambda_DN, p_DN, b_DN, c_DN
 
 
+@final
 class S4Scan(TokenMixer):
     """The recurrent form: causal, with a state of constant size."""
 
@@ -85,6 +87,7 @@ class S4Scan(TokenMixer):
         return StateSpaceState(state_zeros(self.space.c_DN2, size), self.config.kind)
 
 
+@final
 class S4Convolution(WholeSequenceMixer):
     """The convolution form, over a sequence that is there whole; with a second system for what comes after a token."""
 

@@ -1,6 +1,7 @@
 """S4D: a diagonal state space for every feature, walked along the sequence or taken as one convolution."""
 
 import math
+from typing import final
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ class DiagonalSpace(nn.Module):
         return a, b, torch.view_as_complex(self.c_DN2)
 
 
+@final
 class S4DScan(TokenMixer):
     """The recurrent form: causal, with a state of constant size."""
 
@@ -69,6 +71,7 @@ class S4DScan(TokenMixer):
         return StateSpaceState(state_zeros(self.space.c_DN2, (batch, *self.space.c_DN2.shape)), self.config.kind)
 
 
+@final
 class S4DConvolution(WholeSequenceMixer):
     """The convolution form, over a sequence that is there whole; with a second system for what comes after a token."""
 

@@ -1,6 +1,7 @@
 """Causal kernel attention with Shaw's relative positions (Scaleformer); its state has constant size."""
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ class ScaleformerState:
         return ScaleformerState(RelativeState(sz_BHMW, WindowState(far_BHW, near_BHTW, self.attention.window.length)))
 
 
+@final
 class ScaleformerAttention(TokenMixer):
     """Multi-head attention with scores phi(q).phi(k) + phi(q).phi(rp), phi = elu + 1, in O(L).
 

@@ -1,6 +1,7 @@
 """SGConv: one long convolution whose kernel is a row of small pieces, each twice as stretched as the last."""
 
 import math
+from typing import final
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,7 @@ def stretched_kernel(pieces_SDK: torch.Tensor, decay_D: torch.Tensor, interpolat
     return torch.cat(parts, dim=1).T
 
 
+@final
 class StructuredConvolution(WholeSequenceMixer):
     """out(gelu(k * x + d x)): k has O(log L) parameters per feature; causal, or with a second kernel for the future.
 

@@ -1,6 +1,7 @@
 """Exact softmax attention as a token mixer; its state, the key-value cache, grows with every token."""
 
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ class SoftmaxState:
         return SoftmaxState(KeyValueCache(k_BGSK, v_BGSV, self.cache.blocks), tail_BKD)
 
 
+@final
 class SoftmaxAttention(TokenMixer):
     """Multi-head causal softmax attention, the exact baseline of every kernel mixer.
 

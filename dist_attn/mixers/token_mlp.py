@@ -1,6 +1,7 @@
 """MLP-Mixer's token mixing: an MLP over the tokens, the same for each feature."""
 
 import math
+from typing import final
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from dist_attn.ops import SequenceOps
 __all__ = ["TokenMlp"]
 
 
+@final
 class TokenMlp(WholeSequenceMixer):
     """W2 gelu(W1 x + b1) + b2 along the sequence, of one length; each rank uses the weights of its tokens.
 

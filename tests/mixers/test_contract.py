@@ -1,5 +1,7 @@
 """The contract of every token mixer: parallel = streamed = stepwise, causal, batch-independent, sharded = whole."""
 
+import inspect
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -200,6 +202,20 @@ def test_ranks_change_nothing(name, lengths):
     for parameter, gradient in want[3].items():
         total = torch.stack([r[3][parameter] for r in ranks]).sum(0)
         assert_close(total, gradient, kind="gradient", what=parameter)
+
+
+def _kinds(base: type[TokenMixer]) -> Iterator[type[TokenMixer]]:
+    for kind in base.__subclasses__():
+        if kind.__module__.startswith("dist_attn."):
+            yield kind
+            yield from _kinds(kind)
+
+
+def test_a_mixer_is_abstract_or_final():
+    """A class of mixers that can be made is final, and one that is derived from cannot be made."""
+    kinds = set(_kinds(TokenMixer))
+    assert {type(_mixer(name)) for name in CONFIGS} <= kinds
+    assert {kind for kind in kinds if inspect.isabstract(kind) == getattr(kind, "__final__", False)} == set()
 
 
 def test_gates_start_over_a_spread_of_time_scales():
