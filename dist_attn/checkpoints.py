@@ -45,6 +45,7 @@ __all__ = [
 
 Config = TypeVar("Config")
 
+READERS = ("text_encoder", "million")  # what encodes texts beside language models
 OTHER_KINDS = (
     "text_encoder",
     "text_classifier",
@@ -106,7 +107,12 @@ def load_reader_and_tokeniser(
     Raises: ModelFolderError as `load_model_and_tokeniser`.
     """
     folder = resolve_model_folder(path_or_name)
-    if kind_of_model(folder) not in ("text_encoder", "million"):
+    kind = kind_of_model(folder)
+    if kind not in READERS:
+        if kind in OTHER_KINDS:
+            raise ModelFolderError(
+                f"{folder} holds a {kind}; needed to encode is a language model, a text_encoder or a million"
+            )
         return load_model_and_tokeniser(folder)
     tokeniser, model = load_tokeniser(folder), load_any_model(folder)
     assert isinstance(model, TextEncoder | MillionModel)

@@ -10,7 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dist_attn import checkpoints
-from dist_attn.checkpoints import load_model, load_model_and_tokeniser, resolve_model_folder, save_model
+from dist_attn.checkpoints import (
+    load_model,
+    load_model_and_tokeniser,
+    load_reader_and_tokeniser,
+    resolve_model_folder,
+    save_model,
+)
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import ByteTokeniser
 from tests.support.closeness import assert_close
@@ -130,6 +136,16 @@ def test_missing_folders_are_named():
     """A name that is neither a folder nor shipped raises with the name and what is needed."""
     with pytest.raises(ModelFolderError, match=re.escape("no model at 'nowhere/at-all'")):
         resolve_model_folder("nowhere/at-all")
+
+
+def test_a_model_that_makes_no_vectors_of_texts_is_refused_for_them(folder):
+    """To encode, a classifier is refused by what encoding needs, and to generate by what generating needs."""
+    (folder / "config.json").write_text(json.dumps({"kind": "text_classifier"}))
+    words = "holds a text_classifier; needed to encode is a language model, a text_encoder or a million"
+    with pytest.raises(ModelFolderError, match=words):
+        load_reader_and_tokeniser(folder)
+    with pytest.raises(ModelFolderError, match="holds a text_classifier; needed here is a language model, which can"):
+        load_model_and_tokeniser(folder)
 
 
 def test_a_folder_without_a_manifest_is_loaded(folder):
