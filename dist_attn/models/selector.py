@@ -81,7 +81,7 @@ class Selector(nn.Module):
         match self.config.gate:
             case "straight_through":
                 soft_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
-                # Of the rate term a closed gate counts 0: the soft one never gets there, and would close all the others.
+                # In the rate term a closed gate counts 0: the soft one never gets there, and would close all others.
                 kept_L = (p_L >= self.config.threshold).to(soft_L)
                 open_L = kept_L + (soft_L - soft_L.detach())
                 return Gates(p_L, _straight_through(soft_L), open_L, self.config.threshold, most)
