@@ -8,6 +8,7 @@ from benchmarks.papers.million_tokens import MILLION_TOKENS
 from benchmarks.papers.mixers import MIXERS
 from benchmarks.papers.needles import NEEDLES
 from benchmarks.papers.patch_size import PATCH_SIZE
+from benchmarks.papers.quantised_memory import QUANTISED_MEMORY
 from benchmarks.papers.quantised_projection import QUANTISED_PROJECTION
 from benchmarks.papers.rfa_appendix_c import RFA_APPENDIX_C
 from benchmarks.papers.rfa_decoding import RFA_DECODING
@@ -41,5 +42,6 @@ _ALL: tuple[Experiment, ...] = (
     MILLION_TOKENS,
     MIXERS,
     QUANTISED_PROJECTION,
+    QUANTISED_MEMORY,
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in _ALL}
