@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -106,7 +107,8 @@ def _gates(
         elif not training:
             gates.append((score, torch.ones_like(score), score))
         elif s.gate == "straight_through":
-            gates.append((score, 1 + soft - soft.detach(), soft))
+            through = soft - soft.detach()  # 0 with the gradient of the soft gate
+            gates.append((score, 1 + through, float(score.item() >= s.threshold) + through))
         elif s.gate == "soft":
             gates.append((score, soft, soft))
         elif s.gate == "gumbel":
@@ -122,7 +124,7 @@ def _kept(config: MillionConfig, scores: list[float], training: bool) -> list[in
     best_first = sorted(range(len(scores)), key=lambda n: (-scores[n], n))
     most = len(scores) if s.most_tokens is None else s.most_tokens
     if s.gate == "top_k":
-        passing = best_first[: max(1, math.ceil(s.rate * len(scores)))]
+        passing = best_first[: max(1, math.ceil(Fraction(str(s.rate)) * len(scores)))]
     elif training and s.gate == "soft":
         passing = best_first
     elif training and s.gate == "gumbel":
@@ -157,7 +159,7 @@ def _experts(
     r = config.router
     probabilities = [torch.softmax(p["router.weight"] @ _norm(_part(p, "router_norm"), one), dim=0) for one in x]
     chosen = [sorted(range(r.num_experts), key=lambda e: -one[e].item())[: r.choices] for one in probabilities]
-    room = math.ceil(r.capacity_factor * r.choices * len(x) / r.num_experts)
+    room = math.ceil(Fraction(str(r.capacity_factor)) * r.choices * len(x) / r.num_experts)
     room = max(1, room if r.most_tokens is None else min(room, r.most_tokens))
     rows: list[list[int]] = [[] for _ in range(r.num_experts)]
     for choice in range(r.choices):
