@@ -12,16 +12,20 @@ from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.ops import SequenceOps
-from dist_attn.ops.state_space import diagonal_kernel, discretise, initial_eigenvalues
+from dist_attn.ops.state_space import diagonal_kernel, discretise, initial_eigenvalues, initial_inputs
 
 __all__ = ["DiagonalSpace", "S4DConvolution", "S4DScan"]
 
 
 class DiagonalSpace(nn.Module):
-    """The parameters of one diagonal system per feature; B is 1, and real parts stay negative.
+    """The parameters of one diagonal system per feature; real parts stay negative.
+
+    B is fixed, for C learns the product: 1, or for the spectrum `legs` HiPPO's, which a model folder then has as well.
 
     Reference: A Unified View of Long-Sequence Models, Sec. 7; Gu et al. 2022 (S4D).
     """
+
+    b_N: torch.Tensor
 
     def __init__(self, config: S4DConfig) -> None:
         super().__init__()
@@ -33,11 +37,13 @@ class DiagonalSpace(nn.Module):
         self.log_decay_DN = nn.Parameter((-a_N.real).log().float().expand(size, pairs).clone())
         self.frequency_DN = nn.Parameter(a_N.imag.float().expand(size, pairs).clone())
         self.c_DN2 = nn.Parameter(torch.randn(size, pairs, 2) * 0.5**0.5)
+        b_N = initial_inputs(config.spectrum, pairs).float()
+        self.register_buffer("b_N", b_N, persistent=config.spectrum == "legs")
 
     def discrete(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """a, b, c [D, N] of x_t = a x_{t-1} + b u_t, y_t = 2 Re(c x_t)."""
         a_DN = torch.complex(-self.log_decay_DN.exp(), self.frequency_DN)
-        a, b = discretise(a_DN, torch.ones_like(a_DN), self.log_dt_D.exp(), self.config.rule)
+        a, b = discretise(a_DN, self.b_N.to(a_DN.dtype).expand_as(a_DN), self.log_dt_D.exp(), self.config.rule)
         return a, b, torch.view_as_complex(self.c_DN2)
 
 

@@ -16,6 +16,7 @@ from dist_attn.models import LanguageModelConfig
 from dist_attn.models.blocks import Block
 from dist_attn.models.config import BlockConfig, MlpConfig, NormConfig
 from dist_attn.ops import LocalSequenceOps
+from dist_attn.ops.state_space import diagonal_kernel, legs
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.autocast import assert_trains_under_autocast
 from tests.support.closeness import assert_close
@@ -168,6 +169,28 @@ def test_golden_bidirectional_state_space():
     u_LD = g["u"].T
     y = LocalSequenceOps().long_convolve(u_LD[None], g["lin_zoh_K"].T, backward_kernel_LD=g["inv_zoh_K"].T)[0]
     assert_close((y + g["D"] * u_LD).T, g["bidir_y"], kind="golden")
+
+
+@pytest.mark.parametrize("form", ["scan", "convolution"])
+def test_legs_of_s4d_is_the_normal_part_of_hippo(form):
+    """A diagonal space at `legs` answers as x' = (A + P P^T) x + B u does that is read by B, held over each step."""
+    mixer = build_mixer(
+        ADAPTER.validate_python(
+            {"kind": "s4d", "hidden_size": 1, "state_size": 8, "spectrum": "legs", "form": form, "dt_min": 0.05}
+        )
+    ).double()
+    a, b, _ = mixer.space.discrete()
+    a_NN, b_N, p_N = legs(8)
+    normal_NN = a_NN + p_N[:, None] * p_N
+    step_NN = torch.linalg.matrix_exp(mixer.space.log_dt_D.detach().exp() * normal_NN)
+    x_N, want = torch.linalg.solve(normal_NN, (step_NN - torch.eye(8)) @ b_N), []
+    for _ in range(60):
+        want.append(b_N @ x_N)
+        x_N = step_NN @ x_N
+    # In the eigenvectors C = B^T is the conjugate of what B is, which is real here.
+    taps_LD = diagonal_kernel(a, b, mixer.space.b_N.to(a.dtype)[None], 60)
+    assert_close(taps_LD[:, 0].float(), torch.stack(want).float(), kind="golden")
+    assert {"space.b_N"} == mixer.state_dict().keys() - dict(mixer.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("kind", ["s4", "s4d"])

@@ -1,4 +1,4 @@
-"""Where the eigenvalues of a diagonal state space begin, one of each conjugate pair."""
+"""Where a diagonal state space begins: its eigenvalues, one of each conjugate pair, and what inputs weigh in them."""
 
 import math
 from typing import Literal
@@ -7,7 +7,7 @@ import torch
 
 from dist_attn.ops.state_space.hippo import legs_eigenvalues
 
-__all__ = ["Spectrum", "initial_eigenvalues"]
+__all__ = ["Spectrum", "initial_eigenvalues", "initial_inputs"]
 
 Spectrum = Literal["lin", "inv", "real", "legs"]
 
@@ -28,3 +28,15 @@ def initial_eigenvalues(spectrum: Spectrum, pairs: int) -> torch.Tensor:
             return torch.complex(-(n + 1), torch.zeros_like(n))
         case "legs":
             return legs_eigenvalues(size)[0]
+
+
+def initial_inputs(spectrum: Spectrum, pairs: int) -> torch.Tensor:
+    """B_n for n < `pairs`, float64 [N]: 1, or for `legs` |V^* B|, HiPPO's B in the eigenvectors V of A + P P^T.
+
+    An eigenvector may be turned by any phase, which C takes up: of B only the sizes say something.
+
+    Reference: as `initial_eigenvalues`.
+    """
+    if spectrum == "legs":
+        return legs_eigenvalues(2 * pairs)[1].abs()
+    return torch.ones(pairs, dtype=torch.float64)
