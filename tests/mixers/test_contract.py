@@ -173,7 +173,7 @@ def test_a_step_of_training_under_autocast(name):
     assert_trains_under_autocast(_mixer(name), _tokens())
 
 
-@pytest.mark.parametrize("lengths", [(40, 50), (0, 31, 2, 57), (90, 0)])
+@pytest.mark.parametrize("lengths", [(40, 50), (31, 19, 40), (0, 31, 2, 57), (90, 0)])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_ranks_change_nothing(name, lengths):
     """Over several ranks outputs, state, and the gradients of inputs and parameters are those of one rank."""
