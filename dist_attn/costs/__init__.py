@@ -18,7 +18,7 @@ from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
 from dist_attn.costs.legs import LegsMemory
 from dist_attn.costs.mixers import KernelAttention, LayerCosts, MixerCosts, SoftmaxAttention
-from dist_attn.costs.models import LanguageModelCosts, read_model_costs
+from dist_attn.costs.models import LanguageModelCosts, model_kind, read_model_costs
 from dist_attn.costs.operations import (
     diagonal_scan_bytes,
     halo_bytes,
@@ -64,6 +64,7 @@ __all__ = [
     "estimate",
     "halo_bytes",
     "layer_costs",
+    "model_kind",
     "output_bytes",
     "parse_count",
     "read_calibration",

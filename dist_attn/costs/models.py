@@ -1,5 +1,6 @@
 """What a whole model costs, from the few numbers of its folder's config.json; no model is built."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, MixerCosts
 from dist_attn.errors import ConfigError
 
-__all__ = ["LanguageModelCosts", "read_model_costs"]
+__all__ = ["LanguageModelCosts", "model_kind", "read_model_costs"]
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,13 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     positions: str | _LearnedPositions = "none"
     block: _BlockConfig = _BlockConfig()
     readout: Literal["tied", "own"] = "tied"
+
+
+def model_kind(folder: Path) -> str:
+    """What kind of model a folder holds; "" where it does not say so, which `read_model_costs` says more of."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Kind).kind
+    return ""
 
 
 def read_model_costs(folder: Path) -> LanguageModelCosts:

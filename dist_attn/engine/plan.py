@@ -12,10 +12,12 @@ from dist_attn.costs import (
     Rates,
     calibration_file,
     estimate,
+    model_kind,
     parse_count,
     read_calibration,
     read_model_costs,
 )
+from dist_attn.engine.million_plan import plan_million
 from dist_attn.engine.rehearsal import measured_rates
 from dist_attn.engine.tables import Table, byte_size, duration, print_tables
 from dist_attn.errors import InputError
@@ -47,16 +49,23 @@ def plan(
     """
     count = parse_count(tokens)
     folder = resolve_model_folder(model)
-    costs = read_model_costs(folder)
     rates = Rates()
+    if gflops is not None:
+        if not 0 < gflops < float("inf"):
+            raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
+        rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
+    if model_kind(folder) == "million":
+        if measure or exchange != "auto":
+            raise InputError(
+                "--measure or --exchange was given; a million-scale model has no states to exchange, and its costs are "
+                "those expected by formula: leave both out"
+            )
+        return plan_million(folder, count, ranks=ranks, rates=rates, as_json=as_json)
+    costs = read_model_costs(folder)
     if measure:
         if gflops is not None:
             raise InputError("--measure and --gflops were given; needed is one of them, or none")
         rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=backend, exchange=exchange)
-    elif gflops is not None:
-        if not 0 < gflops < float("inf"):
-            raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
-        rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
     chosen = _chosen(costs, ranks, backend) if exchange == "auto" else exchange
     result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=chosen)
     name = folder.resolve().name
