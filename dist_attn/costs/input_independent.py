@@ -109,6 +109,11 @@ class DiagonalStateSpace(EqualState):
         size = self.hidden_size
         return 2 * size + 4 * size * self.modes + 2 * size**2 + 2 * size
 
+    @property
+    def buffers(self) -> int:
+        """The fixed inputs, one for each pair."""
+        return self.modes
+
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """8 B D N."""
         return self.carry_bytes(batch)
