@@ -108,10 +108,12 @@ def _accuracy(model: Path, last: Metrics, watch: Watch) -> Scores:
 def _report(done: Sequence[Done]) -> Report:
     speeds: Speeds = {int(one.settings["length"]): one.scores for one in done if one.arm.startswith(f"{SPEED}-")}
     tables = (_quality(done), _recall(done), _listops(done), _speed(speeds), _memory(speeds))
-    panels: list[tuple[str, Callable[[Axes], None]]] = [
-        ("seconds of a layer, forward and backward", partial(_draw_speed, speeds, "training", 1.0)),
-        ("MiB of a layer, forward and backward", partial(_draw_speed, speeds, "training_bytes", 2**-20)),
-    ]
+    panels: list[tuple[str, Callable[[Axes], None]]] = []
+    if speeds:  # without any there is nothing that a logarithmic axis could show
+        panels += [
+            ("seconds of a layer, forward and backward", partial(_draw_speed, speeds, "training", 1.0)),
+            ("MiB of a layer, forward and backward", partial(_draw_speed, speeds, "training_bytes", 2**-20)),
+        ]
     panels += [(f"{task}: right answers after so much noise", partial(_draw_recall, done, task)) for task in TASKS]
     return Report(tuple(table for table in tables if table.rows), NOTES, tuple(panels))
 

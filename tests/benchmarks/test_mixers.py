@@ -1,6 +1,7 @@
 """The comparison of mixers: equal sizes, tasks that can be solved, every kind in it, and its report."""
 
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import get_args
 
@@ -101,4 +102,9 @@ def test_the_report() -> None:
     assert quality.rows == (("elu", "2.000 (1)", "2.500 (1)", "900,000", "1.0 (1)"),)
     assert recall.rows == (("recall", "elu", *["50 (1)"] * 4),) and listops.rows[0][1] == "25.0 (1)"
     assert speed.rows[0] == ("softmax", "1953.12", "1953.12", "2000000") and memory.rows[0][1] == "0.00"
-    assert len(MIXERS.report(done[1:2]).tables) == 1
+    part = MIXERS.report(done[1:3])
+    assert len(part.tables) == 2
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for _, draw in part.panels:
+        draw(figure.add_subplot())
+    figure.savefig(BytesIO(), format="png")
