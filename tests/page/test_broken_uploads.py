@@ -140,7 +140,8 @@ def test_a_file_that_was_changed_meanwhile(browser: "Browser", service: RunningS
         page.wait_for_selector("#plan-figures:not([aria-busy])")
         file.write_bytes(TEXT[:-100])
         page.click("#start")
-        page.wait_for_selector("#document-notice.error:has-text('notes.txt can no longer be read')")
+        notice = page.wait_for_selector("#document-notice.error:has-text('can no longer be read')")
+        assert notice is not None and "notes.txt" in notice.inner_text()
 
 
 def test_an_upload_that_the_service_has_lost(browser: "Browser", service: RunningService) -> None:
