@@ -60,7 +60,7 @@ def few(tokens, *, gate, scale, state):
     return Inputs({name: t[:1, :2] for name, t in inputs.sequence.items()}, replicated)
 
 
-def compare(inputs, *, dtype=torch.float32, maps=lambda phi: phi, tiles=SMALL, **options):
+def assert_like_the_oracle(inputs, *, dtype=torch.float32, maps=lambda phi: phi, tiles=SMALL, **options):
     """Output, state and gradients of the kernels on q, k and v of `dtype` equal those of the oracle in float64."""
     rounded = {name: t.to(dtype) if name in "qkv" else t for name, t in inputs.sequence.items()}
     found = []
@@ -100,21 +100,21 @@ CASES = [
 @pytest.mark.parametrize(("tokens", "gate", "scale", "state"), CASES)
 def test_kernels_equal_the_oracle(tokens, gate, scale, state):
     """Output, final state and every gradient equal the oracle's for odd lengths, with each option and without."""
-    compare(few(tokens, gate=gate, scale=scale, state=state))
+    assert_like_the_oracle(few(tokens, gate=gate, scale=scale, state=state))
 
 
 @pytest.mark.parametrize(("documents", "gate"), [((0,), True), ((5, 6, 20, 32), True), ((16, 31), False)])
 def test_documents_do_not_see_each_other(documents, gate):
     """Packed documents, also of one token and at the edges of chunks, equal the oracle's, state and gradients too."""
     inputs = few(37, gate=gate, scale=gate, state=True)
-    compare(inputs, documents=documents)
+    assert_like_the_oracle(inputs, documents=documents)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gate", [False, True])
 def test_half_precision(dtype, gate):
     """bf16 and fp16 inputs come within their own precision of the oracle on the same inputs, from a float32 state."""
-    compare(few(35, gate=gate, scale=gate, state=gate), dtype=dtype)
+    assert_like_the_oracle(few(35, gate=gate, scale=gate, state=gate), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_half_precision(dtype, gate):
 )
 def test_other_random_maps(maps):
     """Features of vectors that are not normalised, and arc-cosine ones, equal the oracle's."""
-    compare(few(20, gate=True, scale=True, state=True), maps=maps)
+    assert_like_the_oracle(few(20, gate=True, scale=True, state=True), maps=maps)
 
 
 @pytest.mark.parametrize("kind", ["elu", "none"])
@@ -137,7 +137,7 @@ def test_maps_without_projections(kind):
     inputs = few(20, gate=True, scale=True, state=False)
     if kind == "none":
         inputs.sequence |= {name: inputs.sequence[name].exp() for name in "qk"}
-    compare(inputs, maps=lambda phi: feature_maps.EluPlusOne() if kind == "elu" else None)
+    assert_like_the_oracle(inputs, maps=lambda phi: feature_maps.EluPlusOne() if kind == "elu" else None)
 
 
 def test_sizes_of_several_blocks():
@@ -146,7 +146,7 @@ def test_sizes_of_several_blocks():
     shapes = {"q": (1, 2, 19, 21), "k": (1, 2, 19, 21), "v": (1, 2, 19, 18), "log_gate": (1, 2, 19)}
     sequence = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     sequence["log_gate"] = -sequence["log_gate"].abs()
-    compare(Inputs(sequence, {"w": 0.3 * torch.randn(2, 20, 21, generator=generator)}))
+    assert_like_the_oracle(Inputs(sequence, {"w": 0.3 * torch.randn(2, 20, 21, generator=generator)}))
 
 
 @pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "mass", "one"])
@@ -154,7 +154,7 @@ def test_every_denominator_policy(kind):
     """Each policy that is not the default one is the oracle's, with its gradients."""
     inputs = few(18, gate=True, scale=True, state=False)
     positive = {"maps": lambda phi: feature_maps.EluPlusOne()} if kind == "exact" else {}
-    compare(inputs, denominator=Denominator(kind, 0.3), **positive)
+    assert_like_the_oracle(inputs, denominator=Denominator(kind, 0.3), **positive)
 
 
 def test_a_closed_gate_leaves_nothing():
@@ -174,7 +174,7 @@ def test_a_long_sequence_goes_by_stretches(monkeypatch):
     """Where states of all chunks would take too much memory, stretches pass the state on; results stay the oracle's."""
     monkeypatch.setattr(kernels, "STATE_BYTES", 1)
     inputs = few(37, gate=True, scale=True, state=True)
-    compare(inputs, documents=(3, 20))
+    assert_like_the_oracle(inputs, documents=(3, 20))
 
 
 def test_rows_need_not_lie_together():
