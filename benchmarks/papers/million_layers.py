@@ -52,7 +52,10 @@ ARMS: Mapping[str, Arm] = {
     "static_kernel": Arm({"kind": "static_kernel", **_HEADS}),
     "scaleformer": Arm({"kind": "scaleformer", **_HEADS}),
     "bidirectional-rfa": Arm({"kind": "bidirectional", "attention": "rfa", **_HEADS}, streams=False),
-    "bidirectional-elu": Arm({"kind": "bidirectional", "attention": "elu", **_HEADS}, streams=False),
+    **{
+        f"bidirectional-{attention}": Arm({"kind": "bidirectional", "attention": attention, **_HEADS}, streams=False)
+        for attention in ("elu", "performer", "efficient", "scaleformer")
+    },
     "convolution": Arm({"kind": "convolution"}),
     "convolution-centred": Arm({"kind": "convolution", "centred": True}, streams=False),
     "s4d": Arm({"kind": "s4d"}),

@@ -14,6 +14,7 @@ from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
+from dist_attn.wire.row_choice import MODEL_POOLING
 
 __all__ = ["BlockReader", "SequenceReader", "StreamReader", "WholeReader"]
 
@@ -74,12 +75,14 @@ class SequenceReader:
     """Sequences through a text encoder: each lies on one rank, and ranks exchange nothing.
 
     Raises: InputError where the same bytes are asked for on any number of ranks: how many sequences a rank multiplies
-        at once changes the last bits.
+        at once changes the last bits; or where rows are to be pooled otherwise than the model does.
     """
 
     def __init__(self, comm: Communicator, model: TextEncoder, spec: RowSpec, *, deterministic: bool = False) -> None:
         if deterministic:
             raise InputError("the rows of a text encoder cannot be deterministic over ranks; leave the option out")
+        if spec.granularity != "token" and spec.pooling != MODEL_POOLING:
+            raise InputError(f"this model pools by itself; pooling {spec.pooling!r} must be {MODEL_POOLING!r}")
         self.dim, self.grain = model.config.encoder.hidden_size, sequence_length(spec, model.config.text_tokens)
         self._comm, self._model, self._spec = comm, model, spec
 

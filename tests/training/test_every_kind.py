@@ -1,0 +1,166 @@
+"""Every kind of mixer from a training file to rows and drawn tokens: trained, saved, loaded, encoding, generating."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.checkpoints import load_any_model, load_model, save_model
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.engine.encode_file import encode_file
+from dist_attn.errors import ConfigError, InputError
+from dist_attn.generation import generate
+from dist_attn.mixers import MixerConfig
+from dist_attn.models import LanguageModel, TextEncoder, build_model
+from dist_attn.models.text_encoder_config import TextEncoderConfig
+from dist_attn.text import ByteTokeniser
+from dist_attn.training import TrainingConfig, train
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from tests.support.closeness import assert_close
+from tests.support.models import SIZE, small_config
+from tests.support.tasks import small_task
+from tests.support.tokenisers import PROSE
+from tests.support.training import small_run
+
+PATCHES, WINDOW = 16, 17  # an image has so many patches, with its class token a window's tokens
+HEADS = {"num_heads": 2}
+CAUSAL: Mapping[str, dict[str, Any]] = {
+    "rfa": {**HEADS, "num_random": 8},
+    "rfa_gate": {**HEADS, "num_random": 8},
+    "softmax": HEADS,
+    "scaleformer": {**HEADS, "reach": 3},
+    "elu": HEADS,
+    "efficient": HEADS,
+    "performer": {**HEADS, "num_random": 8},
+    "static_kernel": HEADS,
+    "convolution": {"taps": 5},
+    "s4d": {"state_size": 4},
+    "s4": {"state_size": 4},
+    "lssl": {"state_size": 4},
+    "hippo": {"state_size": 5},
+}
+WHOLE: Mapping[str, dict[str, Any]] = {
+    "fnet": {},
+    "mlp_mixer": {"length": WINDOW, "token_mlp_size": 8},
+    "sgconv": {"length": WINDOW, "piece": 4},
+    **{
+        f"bidirectional-{attention}": {"kind": "bidirectional", "attention": attention, **HEADS}
+        for attention in ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
+    },
+    "convolution-centred": {"kind": "convolution", "taps": 5, "centred": True},
+    "s4d-both-sides": {"kind": "s4d", "state_size": 4, "form": "convolution", "bidirectional": True},
+}
+TEXT = (3 * PROSE.encode())[:1003]
+
+
+def _mixer(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {"kind": name, "hidden_size": SIZE, **options}
+
+
+def _encode(model: LanguageModel | TextEncoder, place: Path, spec: RowSpec, ranks: int, text: bytes) -> torch.Tensor:
+    source, target = place / "text.txt", place / "rows.npy"
+    source.write_bytes(text)
+
+    def body(comm: Communicator) -> None:
+        encode_file(comm, model, ByteTokeniser(), source, target, spec)
+
+    run_simulated(body, ranks)
+    return torch.from_numpy(np.load(target, allow_pickle=False))
+
+
+def _language_run(place: Path, name: str) -> TrainingConfig:
+    place.mkdir()
+    config = small_run(place, steps=4, evaluate_every=4, checkpoint_every=4)
+    return config.model_copy(update={"model": small_config(mixer=_mixer(name, CAUSAL[name]))})
+
+
+def _encoder(name: str) -> dict[str, Any]:
+    sizes = {"hidden_size": SIZE, "num_layers": 1, "mlp_size": 32}
+    return {**sizes, "mixer": _mixer(name, WHOLE[name]), "positions": "learned", "max_length": WINDOW}
+
+
+def _text_encoder(name: str) -> TextEncoder:
+    values = {"vocab_size": ByteTokeniser().vocab_size, "encoder": _encoder(name), "max_tokens": WINDOW}
+    return build_model(TextEncoderConfig.model_validate(values)).eval()
+
+
+def _vision_run(place: Path, name: str) -> TrainingConfig:
+    return small_task("vision", place, model={"encoder": _encoder(name)}, run={"steps": 3, "evaluate_every": 3})
+
+
+def test_no_kind_is_left_out() -> None:
+    """All kinds that a configuration can name are tried here."""
+    configs = get_args(get_args(MixerConfig)[0])
+    kinds = {kind for config in configs for kind in get_args(config.model_fields["kind"].annotation)}
+    assert {*CAUSAL, *WHOLE} >= kinds
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_a_causal_kind_trains_encodes_and_generates(tmp_path: Path, name: str) -> None:
+    """A run with bf16 autocast moves all weights; the model it leaves gives one pass's rows on one and on three ranks,
+    and draws the same tokens from a prompt that is read at once as from one that comes in pieces.
+    """
+    config = _language_run(tmp_path / "run", name)
+    last = train(config)
+    assert 0 < last["bits_per_byte"] < 12
+    model = load_model(config.run.folder / "model")
+    torch.manual_seed(0)
+    before = build_model(config.model).state_dict()
+    moved = [not torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items() if "mixer" in key]
+    assert any(moved)
+    tokens = torch.from_numpy(ByteTokeniser().encode(TEXT).astype(np.int64))
+    with torch.inference_mode():
+        want = torch.stack([part.mean(0) for part in model.encode(tokens[None])[0].double().split(100)]).float()
+    for ranks in (1, 3):
+        assert_close(_encode(model, tmp_path, RowSpec("window", 100), ranks, TEXT), want)
+    greedy = SamplingSpec(max_tokens=6, temperature=0.0)
+    with torch.inference_mode():
+        _, state = model(tokens[None, :40])
+        logits, _ = model(tokens[None, 40:60], None, state)
+        first = int(logits[0, -1].argmax())
+    assert int(generate(model, tokens[:60].tolist(), greedy)[0]) == first
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_kind_that_sees_both_sides_trains_and_encodes(tmp_path: Path, name: str) -> None:
+    """A classifier of images learns with it, and a text encoder gives the same rows on one and on three ranks."""
+    config = _vision_run(tmp_path / "run", name)
+    last = train(config)
+    assert 0 <= last["accuracy"] <= 1
+    trained = load_any_model(config.run.folder / "model")
+    model = _text_encoder(name)
+    taken = {key: tensor for key, tensor in trained.state_dict().items() if key.startswith("encoder.")}
+    missing, unexpected = model.load_state_dict(taken, strict=False)
+    assert not unexpected
+    assert all(not key.startswith("encoder.") for key in missing)
+    save_model(model, tmp_path / "encoder", tokeniser=ByteTokeniser())
+    loaded = load_any_model(tmp_path / "encoder")
+    assert isinstance(loaded, TextEncoder)
+    text = TEXT[: 20 * WINDOW]
+    tokens = torch.from_numpy(ByteTokeniser().encode(text).astype(np.int64)).reshape(-1, WINDOW)
+    with torch.inference_mode():
+        want = loaded.pool(loaded.hidden(tokens))
+    for ranks in (1, 3):
+        assert_close(_encode(loaded, tmp_path, RowSpec("window", WINDOW, "model"), ranks, text), want)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_kind_that_sees_both_sides_does_not_generate(name: str) -> None:
+    """A language model over it is refused before anything is built, and the words name the kind."""
+    with pytest.raises((ConfigError, ValueError), match=WHOLE[name].get("kind", name)):
+        build_model(small_config(mixer=_mixer(name, WHOLE[name])))
+
+
+def test_a_length_that_token_mixing_has_no_weights_for_is_refused(tmp_path: Path) -> None:
+    """A text that does not end with a whole window says how many tokens there are and how many it takes."""
+    with pytest.raises(InputError, match=f"has 5 tokens; token mixing has weights for exactly {WINDOW}: cut or pad"):
+        _encode(_text_encoder("mlp_mixer"), tmp_path, RowSpec("window", WINDOW, "model"), 1, TEXT[: 2 * WINDOW + 5])
+
+
+def test_rows_that_a_text_encoder_would_pool_otherwise_are_refused(tmp_path: Path) -> None:
+    """A mean over a window is not what this model gives, and the words say what it takes."""
+    with pytest.raises(InputError, match="pooling 'mean' must be 'model'"):
+        _encode(_text_encoder("fnet"), tmp_path, RowSpec("window", WINDOW), 1, TEXT)
