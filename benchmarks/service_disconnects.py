@@ -123,24 +123,27 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--times", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     with (
         tempfile.TemporaryDirectory() as folder,
         ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
     ):
         seen = asyncio.run(observe(service.url, given.times, given.seed))
+    found = []
     for phase in PHASES:
         of_phase = [left for left in seen if left.phase == phase]
-        print(
-            json.dumps(
-                {
-                    "phase": phase,
-                    "most_seconds": max(left.seconds for left in of_phase),
-                    "most_steps": max(left.steps for left in of_phase),
-                    "each": [asdict(x) for x in of_phase],
-                }
-            )
+        found.append(
+            {
+                "phase": phase,
+                "most_seconds": max(left.seconds for left in of_phase),
+                "most_steps": max(left.steps for left in of_phase),
+                "each": [asdict(left) for left in of_phase],
+            }
         )
+        print(json.dumps(found[-1]))
+    if given.json is not None:
+        given.json.write_text(json.dumps(found))
     return 0
 
 

@@ -1,0 +1,154 @@
+"""What the service promises, measured one after the other: `python -m benchmarks.service_promises BOOK`.
+
+Each measurement is a module of its own that starts a service in processes of its own; about forty minutes for all on
+two cores. Results are filed as `benchmarks/results/service-NAME-*.json`, and `service-promises.md` beside them holds
+every promise, its number, and what other servers do. `--report` writes that page from what is filed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.filed import RESULTS
+from benchmarks.promised import PROMISES, HeldByTests, Promise, Results
+from benchmarks.setting import Setting, look_around
+from benchmarks.verify import ROOT
+
+__all__ = ["MEASUREMENTS", "Measurement", "as_markdown", "file_measurement", "main", "newest"]
+
+PAGE = "service-promises.md"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A module, and what it is given; `{book}` is the text to read."""
+
+    module: str
+    arguments: tuple[str, ...]
+
+    def command(self, book: Path) -> tuple[str, ...]:
+        """What comes behind the interpreter."""
+        return ("-m", self.module, *(argument.format(book=book) for argument in self.arguments))
+
+
+# SIGSTOP has a measurement of its own, so kills are all SIGKILL.
+MEASUREMENTS: Mapping[str, Measurement] = {
+    "kills": Measurement(
+        "benchmarks.service_kills", ("{book}", "--ranks=4", "--kills=50", "--streams=8", "--stop-every=0")
+    ),
+    "stops": Measurement("benchmarks.service_stops", ("{book}", "--ranks=4", "--stops=10", "--streams=8")),
+    "sessions": Measurement("benchmarks.service_sessions", ("--tokens=1000000", "--kills=20")),
+    "streaming": Measurement("benchmarks.service_streaming", ("--megabytes=1024",)),
+    "fairness": Measurement("benchmarks.service_fairness", ("--ranks", "1", "2")),
+    "disconnects": Measurement("benchmarks.service_disconnects", ("--ranks=1", "--times=5")),
+    "eta": Measurement("benchmarks.service_eta", ("{book}", "--ranks=1", "--tokens", "105000", "200000")),
+}
+
+
+def file_measurement(name: str, book: Path, folder: Path) -> Path:
+    """Carry one out and file what it wrote.
+
+    Raises: RuntimeError where it wrote nothing: it could not be carried out.
+    """
+    measurement, setting = MEASUREMENTS[name], look_around()
+    command, began = measurement.command(book), time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        written = Path(scratch) / "result.json"
+        ended = subprocess.run([sys.executable, *command, f"--json={written}"], cwd=ROOT, check=False).returncode
+        if not written.exists():
+            raise RuntimeError(f"{name} ended with exit code {ended} and no result")
+        result = json.loads(written.read_text())
+    told = {
+        "object": "benchmark",
+        "case": f"service-{name}",
+        "setting": asdict(setting),
+        "command": " ".join(("python", *measurement.command(Path(book.name)))),
+        "seconds": round(time.monotonic() - began, 1),
+        "result": result,
+    }
+    for older in folder.glob(f"service-{name}-*.json"):
+        older.unlink()
+    path = folder / f"service-{name}-{setting.date[:10]}-{setting.commit}.json"
+    path.write_text(json.dumps(told, indent=1) + "\n")
+    return path
+
+
+def newest(folder: Path) -> Results:
+    """Of every measurement that is filed in the folder, the newest file's contents by the measurement's name."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for name in MEASUREMENTS:
+        filed = [json.loads(path.read_text()) for path in folder.glob(f"service-{name}-*.json")]
+        if filed:
+            found[name] = max(filed, key=lambda one: str(one["setting"]["date"]))
+    return found
+
+
+def as_markdown(results: Results) -> str:
+    """The page of promises."""
+    lines = [
+        "# What the service promises, and what was measured",
+        "",
+        "`python -m benchmarks.service_promises BOOK` measures, `--only NAME …` some of it. Numbers are of the machine",
+        "that is named below; ranks, service and clients share its cores.",
+        "",
+        "| | promise | measured | kept | what others do |",
+        "|---|---|---|---|---|",
+    ]
+    for promise in PROMISES:
+        measured, kept = _measured(promise, results)
+        lines.append(f"| {promise.name} | {promise.words} | {measured} | {kept} | {promise.others} |")
+    lines += ["", "| measurement | command | minutes | where and when |", "|---|---|---|---|"]
+    for name, told in results.items():
+        setting = Setting(**{**told["setting"], "pinned": tuple(told["setting"].get("pinned", ()))})
+        lines.append(f"| {name} | `{told['command']}` | {told['seconds'] / 60:.1f} | {setting.sentence()} |")
+    return "\n".join(lines) + "\n"
+
+
+def _measured(promise: Promise | HeldByTests, results: Results) -> tuple[str, str]:
+    if isinstance(promise, HeldByTests):
+        return f"by tests: {', '.join(f'`{test}`' for test in promise.tests)}", "yes"
+    if promise.measurement not in results:
+        return "not measured yet", ""
+    verdict = promise.judge(results[promise.measurement]["result"])
+    return verdict.found, "yes" if verdict.kept else "no"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0 when everything that was to be measured has been, 1 when something could not, 2 for input."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.service_promises",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("book", type=Path, nargs="?", help="a text of a megabyte or more")
+    parser.add_argument("--only", nargs="+", choices=tuple(MEASUREMENTS), default=tuple(MEASUREMENTS), metavar="NAME")
+    parser.add_argument("--report", action="store_true", help="write the page from what is filed, and measure nothing")
+    parser.add_argument("--results", type=Path, default=ROOT / RESULTS, help="the folder of results")
+    given = parser.parse_args(arguments)
+    failed = 0
+    if not given.report:
+        if given.book is None or not given.book.is_file():
+            print(f"service_promises: a book is needed; {given.book} is no file", file=sys.stderr)
+            return 2
+        for name in given.only:
+            print(f"service_promises: {name}", file=sys.stderr, flush=True)
+            try:
+                path = file_measurement(name, given.book.resolve(), given.results)
+            except RuntimeError as error:
+                print(f"service_promises: {error}", file=sys.stderr, flush=True)
+                failed = 1
+            else:
+                print(f"service_promises: filed as {path.name}", file=sys.stderr, flush=True)
+    (given.results / PAGE).write_text(as_markdown(newest(given.results)))
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,150 @@
+"""The page of promises: each is judged by what its measurement wrote, and of what was not measured nothing is said."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.promised import PROMISES, HeldByTests, Promise
+from benchmarks.service_promises import MEASUREMENTS, as_markdown, main, newest
+from benchmarks.setting import look_around
+from benchmarks.verify import ROOT
+
+KILLS = {
+    "kills": 50,
+    "answers_equal": 90,
+    "answers_different": [],
+    "errors": [],
+    "seconds_to_ready_median": 9.0,
+    "seconds_to_ready_max": 14.9,
+    "replayed_tokens_median": 100,
+    "replayed_tokens_max": 2000,
+}
+STOPS = {
+    "stops": 10,
+    "named": 10,
+    "noticed_s_median": 4.0,
+    "noticed_s_max": 4.9,
+    "ready_s_median": 14.0,
+    "answers_equal": 20,
+    "answers_different": [],
+    "errors": [],
+    "false_alarms": 0,
+}
+SESSIONS = {
+    "append": {"tokens": 1_000_000},
+    "fork": {"milliseconds_median": 8.0, "apart": True},
+    "restore": {"recomputed_tokens": 0, "bit_exact": True, "same_text_and_logprobs": True, "same_state": True},
+    "retries": {"kills": 20, "attempts": 20, "equal": 20, "different": 0},
+}
+STREAMING = {
+    "megabytes": 1024,
+    "rows": [{"client": "reads", "seconds": 100.0, "grew_bytes": 9e6, "livez_p99_ms": 9.0, "livez_max_ms": 70.0}],
+}
+FAIRNESS = {
+    "rows": [
+        {
+            "ranks": 1,
+            "idle_p99_ms": 10.0,
+            "beside_p99_ms": 29.0,
+            "first_token_beside_median_s": 0.4,
+            "first_token_beside_max_s": 1.9,
+            "reading_alone": 1000.0,
+            "reading_beside": 510.0,
+        }
+    ]
+}
+DISCONNECTS = [{"phase": "drawing", "most_seconds": 0.4, "most_steps": 2, "each": [{}]}]
+ETA = [{"tokens": 105_000, "beside": 0, "estimated_seconds": 10.0, "seconds": 10.5, "ratio": 10 / 10.5}]
+GOOD: dict[str, Any] = {
+    "kills": KILLS,
+    "stops": STOPS,
+    "sessions": SESSIONS,
+    "streaming": STREAMING,
+    "fairness": FAIRNESS,
+    "disconnects": DISCONNECTS,
+    "eta": ETA,
+}
+MEASURED = [promise for promise in PROMISES if isinstance(promise, Promise)]
+
+
+def _fairness(**changes: float) -> dict[str, Any]:
+    return {"rows": [FAIRNESS["rows"][0] | changes]}
+
+
+def _streaming(**changes: float) -> dict[str, Any]:
+    return STREAMING | {"rows": [STREAMING["rows"][0] | changes]}  # type: ignore[index]
+
+
+BROKEN: list[tuple[str, Any]] = [
+    ("G1", KILLS | {"answers_different": ["text 1"]}),
+    ("G1", KILLS | {"errors": ["text 1: ended"]}),
+    ("G2", KILLS | {"seconds_to_ready_max": 15.1}),
+    ("G3", STOPS | {"named": 9}),
+    ("G3", STOPS | {"noticed_s_max": 5.1}),
+    ("G3", STOPS | {"false_alarms": 1}),
+    ("G4", _streaming(livez_p99_ms=101.0)),
+    ("G5", _streaming(grew_bytes=65e6)),
+    ("G6", _fairness(beside_p99_ms=31.0)),
+    ("G6", _fairness(first_token_beside_max_s=2.1)),
+    ("G6", _fairness(reading_beside=490.0)),
+    ("G7", [DISCONNECTS[0] | {"most_steps": 40}]),
+    ("G8", SESSIONS | {"restore": SESSIONS["restore"] | {"recomputed_tokens": 1}}),  # type: ignore[operator]
+    ("G8", SESSIONS | {"restore": SESSIONS["restore"] | {"same_state": False}}),  # type: ignore[operator]
+    ("G9", SESSIONS | {"fork": {"milliseconds_median": 51.0, "apart": True}}),
+    ("G9", SESSIONS | {"fork": {"milliseconds_median": 1.0, "apart": False}}),
+    ("G13", SESSIONS | {"retries": {"kills": 20, "attempts": 20, "equal": 19, "different": 1}}),
+    ("G15", [ETA[0] | {"ratio": 0.84}]),
+]
+
+
+@pytest.mark.parametrize("promise", MEASURED, ids=lambda promise: promise.name)
+def test_a_promise_is_kept_by_what_is_within_its_bound(promise: Promise) -> None:
+    """A result at the bound counts as kept."""
+    assert promise.judge(GOOD[promise.measurement]).kept
+
+
+@pytest.mark.parametrize(("name", "result"), BROKEN)
+def test_a_promise_is_broken_by_what_is_beyond_its_bound(name: str, result: Any) -> None:
+    """A result beyond any of a promise's bounds counts as broken."""
+    promise = next(promise for promise in MEASURED if promise.name == name)
+    assert not promise.judge(result).kept
+
+
+def test_every_promise_has_a_measurement_or_tests_that_are_there() -> None:
+    """Promises are G1 to G16; each names a measurement, or files of tests of this repository."""
+    assert [promise.name for promise in PROMISES] == [f"G{number}" for number in range(1, 17)]
+    for promise in PROMISES:
+        if isinstance(promise, HeldByTests):
+            assert all((ROOT / test).is_file() for test in promise.tests)
+        else:
+            assert promise.measurement in MEASUREMENTS
+
+
+def test_the_page_has_what_is_filed_and_no_more(tmp_path: Path) -> None:
+    """The newest result of a measurement stands on the page with its command; the others are not measured yet."""
+    for date, median in (("2026-01-02T00:00:00+00:00", 9.0), ("2026-01-01T00:00:00+00:00", 12.0)):
+        told = {
+            "case": "service-kills",
+            "setting": {**asdict(look_around()), "date": date},
+            "command": "python -m benchmarks.service_kills book.txt",
+            "seconds": 90.0,
+            "result": KILLS | {"seconds_to_ready_median": median},
+        }
+        (tmp_path / f"service-kills-{date[:10]}-abc.json").write_text(json.dumps(told))
+    assert main(["--report", "--results", str(tmp_path)]) == 0
+    page = (tmp_path / "service-promises.md").read_text()
+    assert page == as_markdown(newest(tmp_path))
+    assert "median 9.0 s, at most 14.9 s | yes |" in page
+    assert "12.0" not in page
+    assert "| kills | `python -m benchmarks.service_kills book.txt` | 1.5 |" in page
+    assert page.count("not measured yet") == len(MEASURED) - 2
+
+
+def test_a_book_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a text nothing is started, and the words say what is needed."""
+    assert main([str(tmp_path / "none.txt"), "--results", str(tmp_path)]) == 2
+    assert "a book is needed" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
