@@ -16,7 +16,18 @@ from dist_attn.ops import Denominator, FeatureMap, LinearState, linear_attention
 from dist_attn.ops.linear_attention import Implementation
 from dist_attn.ops.linear_attention.triton_tiles import candidates, forget_tiles, keep_tiles, tiles_file, tiles_key
 
-__all__ = ["Shape", "check_correctness", "decode_rows", "length_row", "tune"]
+__all__ = [
+    "ACCEPTED",
+    "DEVICE",
+    "Row",
+    "Shape",
+    "check_correctness",
+    "decode_rows",
+    "largest_errors",
+    "length_row",
+    "seconds",
+    "tune",
+]
 
 Row = dict[str, Any]
 
@@ -93,15 +104,20 @@ def _correct(shape: Shape, kind: str, dtype: torch.dtype, gated: bool, documents
         grads = {f"grad {name}": t.grad for name, t in leaves.items()}
         grads |= {f"grad map {number}": t.grad for number, t in enumerate(tensors)}
         found.append({"out": out, "state": after.s_BHMV, **grads})
-    want, got = found
+    errors = largest_errors(*found)
+    case = f"{kind} {str(dtype).removeprefix('torch.')} {tuple(shape)} gated={gated} documents={len(documents)}"
+    return {"case": case, "errors": errors, "right": all(error < ACCEPTED[dtype] for error in errors.values())}
+
+
+def largest_errors(want: dict[str, torch.Tensor | None], got: dict[str, torch.Tensor | None]) -> dict[str, float]:
+    """The largest difference over the largest number, of each."""
     errors = {}
     for name, exact in want.items():
         ours = got[name]
         assert exact is not None and ours is not None, name
         difference = ours.detach().double() - exact.detach().double()
         errors[name] = float(difference.abs().max() / exact.detach().abs().max())
-    case = f"{kind} {str(dtype).removeprefix('torch.')} {tuple(shape)} gated={gated} documents={len(documents)}"
-    return {"case": case, "errors": errors, "right": all(error < ACCEPTED[dtype] for error in errors.values())}
+    return errors
 
 
 def tune(shape: Shape, length: int, *, few: bool) -> Row:

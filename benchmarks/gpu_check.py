@@ -5,7 +5,8 @@
 
 Parts: correctness (against the streaming form in float64), tiles (measured and kept, with --tune), attention (forward,
 and forward with backward, beside torch's exact attention, the streaming form, and flash-linear-attention where it is
-installed), decode (one step, also as a CUDA graph). A part that fails is filed with its error and the next one begins.
+installed), decode (one step, also as a CUDA graph), relative_correctness and relative (relative attention likewise,
+against torch's windowed form). A part that fails is filed with its error and the next one begins.
 """
 
 import argparse
@@ -21,13 +22,17 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import Shape, check_correctness, decode_rows, length_row, tune
+from benchmarks.gpu_relative import check_relative, relative_rows
 
 __all__ = ["main"]
 
 Result = dict[str, Any]
 
 REFERENCE = Shape(batch=1, heads=16, head_size=128, projections=128, values=128)
+# Scaleformer's own sizes, of features that are given.
+RELATIVE = Shape(batch=1, heads=16, head_size=64, projections=64, values=64)
 TINY = Shape(batch=1, heads=1, head_size=8, projections=8, values=8)
+PARTS = ("correctness", "relative_correctness", "tiles", "attention", "decode", "relative")
 LENGTHS = (2_048, 8_192, 32_768, 131_072)
 
 
@@ -36,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tiny", action="store_true", help="the smallest sizes; says nothing about speed")
     parser.add_argument("--tune", action="store_true", help="measure tiles first and keep the best")
-    parser.add_argument("--only", nargs="*", default=["correctness", "tiles", "attention", "decode"])
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args(arguments)
     if not torch.cuda.is_available() and not given.tiny:
@@ -48,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
         "correctness": lambda: check_correctness(tiny=given.tiny),
         "tiles": lambda: tune(shape, 32 if given.tiny else 32_768, few=given.tiny) if given.tune else "not asked for",
         "attention": lambda: [length_row(shape, length, tiny=given.tiny) for length in lengths],
+        "relative_correctness": lambda: check_relative(tiny=given.tiny),
+        "relative": lambda: relative_rows(shape if given.tiny else RELATIVE, lengths, tiny=given.tiny),
         "decode": lambda: decode_rows(shape, (2,) if given.tiny else (1, 16, 64, 256), tiny=given.tiny),
     }
     result: Result = {"case": "gpu_check", "setting": _setting(), "shape": shape._asdict(), "tiny": given.tiny}
@@ -67,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({name: result[name]}), flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps(result, indent=1))
-    wrong = [row["case"] for row in _rows(result.get("correctness")) if not row["right"]]
+    checked = [row for name in PARTS if name.endswith("correctness") for row in _rows(result.get(name))]
+    wrong = [row["case"] for row in checked if not row["right"]]
     print(f"failed: {', '.join(failed) or 'none'}; wrong: {', '.join(wrong) or 'none'}")
     return 1 if failed or wrong else 0
 

@@ -21,7 +21,7 @@ import torch
 
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, default_tiles
 
-__all__ = ["compiled", "kernels_of"]
+__all__ = ["compiled", "kernels_of", "relative_kernels"]
 
 ARCHITECTURE = 90
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -74,6 +74,41 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tu
             },
             step,
         ),
+    }
+
+
+def relative_kernels(tiles: Tiles, dtype: torch.dtype) -> dict[str, tuple[Any, dict[str, object], Tiles]]:
+    """As `kernels_of`, those of causal relative attention."""
+    from dist_attn.ops.relative_attention import triton_gradients, triton_outputs
+
+    window: dict[str, object] = {
+        "CAUSAL": True,
+        "PRECISION": PRECISIONS[dtype],
+        "T": tiles.chunk,
+        "BLOCK_V": tiles.block_v,
+    }
+    whole = {**window, "BLOCK_D": tiles.block_d}
+    rows = {"PRECISION": PRECISIONS[dtype], "T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_R": 32}
+    return {
+        "relative positions": (triton_outputs.positions_kernel, rows, replace(tiles, warps=4)),
+        "relative sums": (
+            triton_outputs.row_sums_kernel,
+            {"T": tiles.chunk, "BLOCK_V": tiles.block_v},
+            replace(tiles, warps=4),
+        ),
+        "relative outputs": (triton_outputs.relative_outputs_kernel, whole, tiles),
+        "relative gradient of positions": (triton_gradients.positions_gradient_kernel, window, tiles),
+        "relative gradient of queries": (
+            triton_gradients.relative_features_gradient_kernel,
+            {"KEYS": False, "BLOCK_R": 32, **whole},
+            tiles,
+        ),
+        "relative gradient of keys": (
+            triton_gradients.relative_features_gradient_kernel,
+            {"KEYS": True, "BLOCK_R": 32, **whole},
+            tiles,
+        ),
+        "relative gradient of values": (triton_gradients.relative_values_gradient_kernel, whole, tiles),
     }
 
 
@@ -146,10 +181,11 @@ def main(arguments: list[str] | None = None) -> None:
     tiles = Tiles(**{**asdict(default_tiles(*sizes, dtype)), **json.loads(given.tiles)}).fitted(*sizes)
     print(tiles)
     rows = {}
-    for name, (kernel, constants, own) in kernels_of(tiles, dtype, given.head_size).items():
+    kernels = kernels_of(tiles, dtype, given.head_size) | relative_kernels(tiles, dtype)
+    for name, (kernel, constants, own) in kernels.items():
         if any(part in name for part in given.only):
             rows[name] = compiled(kernel, constants, dtype, warps=own.warps, stages=own.stages)
-            print(f"{name:20} {rows[name]}", flush=True)
+            print(f"{name:30} {rows[name]}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps({"tiles": asdict(tiles), "dtype": given.dtype, "kernels": rows}, indent=1))
 

@@ -234,7 +234,7 @@ class LocalSequenceOps:
     """
 
     documents: tuple[int, ...] | None = None
-    implementation: Implementation = "auto"  # of linear attention, see `ops.linear_attention.choose`
+    implementation: Implementation = "auto"  # of linear and relative attention, see `ops.linear_attention.choose`
 
     def __post_init__(self) -> None:
         if self.documents is not None:
@@ -282,9 +282,17 @@ class LocalSequenceOps:
         """See `dist_attn.ops.relative_attention`."""
         if self.documents:
             return packed_relative_attention(
-                phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, documents=self.documents
+                phi_q_BHLK,
+                phi_k_BHSK,
+                v_BHSV,
+                phi_rp_HRK,
+                causal=causal,
+                documents=self.documents,
+                implementation=self.implementation,
             )
-        return relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+        return relative_attention(
+            phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=self.implementation
+        )
 
     def relative_attention_streaming(
         self,
@@ -296,7 +304,9 @@ class LocalSequenceOps:
     ) -> tuple[torch.Tensor, RelativeState]:
         """See `dist_attn.ops.relative_attention_streaming`."""
         self._refuse_documents("relative_attention_streaming")
-        return relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
+        return relative_attention_streaming(
+            phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=self.implementation
+        )
 
     def softmax_attention(
         self,

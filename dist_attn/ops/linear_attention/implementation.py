@@ -1,5 +1,6 @@
 """Which implementation computes a call of linear attention, and why: by its name or by what the tensors are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os import environ
@@ -11,7 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
 from dist_attn.ops.state import LinearState
 
-__all__ = ["Choice", "Implementation", "choose", "choose_step"]
+__all__ = ["Choice", "Implementation", "choose", "choose_step", "no_kernels", "settled"]
 
 Implementation = Literal["auto", "streaming", "triton"]
 # Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
@@ -46,15 +47,26 @@ def choose(
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
     """
+    return settled(
+        implementation,
+        lambda: (
+            no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
+            or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix)
+            or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map)
+        ),
+    )
+
+
+def settled(implementation: Implementation, find_obstacle: Callable[[], str | None]) -> Choice:
+    """The choice for a call against which `find_obstacle` finds something, in words, or nothing.
+
+    Raises: as `choose`.
+    """
     if implementation not in ("auto", "streaming", "triton"):
         raise ConfigError(f"implementation {implementation!r} is unknown; use auto, streaming or triton")
     if implementation == "streaming":
         return Choice("streaming", "asked for by name")
-    obstacle = (
-        _no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
-        or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix)
-        or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map)
-    )
+    obstacle = find_obstacle()
     if obstacle is None and implementation == "auto" and not KERNELS_RAN_ON_A_GPU:
         obstacle = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
     if obstacle is None:
@@ -91,7 +103,8 @@ def choose_step(
     return choose(implementation, q, k, v, feature_map=feature_map, state=state)
 
 
-def _no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
+def no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
+    """Why no kernel at all can take these values, or None; by name also the interpreter will do."""
     interpreted = environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
     if v_BHSV.device.type != "cuda" and not (interpreted_is_fine and interpreted):
         return f"the tensors are on {v_BHSV.device.type}: kernels need a GPU, or TRITON_INTERPRET=1 for tests"

@@ -15,7 +15,21 @@ from dist_attn.ops.linear_attention.triton_outputs import outputs_kernel
 from dist_attn.ops.linear_attention.triton_states import chunk_sums_kernel, gates_kernel, scan_kernel
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
 
-__all__ = ["INTERPRETED", "Gates", "Plan", "Stretch", "States", "chunk_sums", "gates", "outputs", "scan", "states"]
+__all__ = [
+    "INTERPRETED",
+    "Gates",
+    "Plan",
+    "States",
+    "Stretch",
+    "chunk_sums",
+    "gates",
+    "on_device",
+    "outputs",
+    "precision",
+    "scan",
+    "states",
+    "tile_dtype",
+]
 
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)

@@ -22,7 +22,13 @@ from dist_attn.ops.linear_attention.triton_features import (
 )
 from dist_attn.ops.linear_attention.triton_outputs import pair_weights, scores_and_reads
 
-__all__ = ["features_gradient_kernel", "map_gradient_kernel", "row_products_kernel", "values_gradient_kernel"]
+__all__ = [
+    "features_gradient_kernel",
+    "map_gradient_kernel",
+    "row_products_kernel",
+    "through_states",
+    "values_gradient_kernel",
+]
 
 
 @triton.jit
@@ -109,7 +115,7 @@ def _value_products(
 
 
 @triton.jit
-def _through_states(
+def through_states(
     y_ptr, stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V,
     PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
@@ -157,7 +163,7 @@ def _part_gradient(
 
     The products from the chunk are the row sums of E, without scores being made for them.
     """
-    through = _through_states(
+    through = through_states(
         y_ptr, stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V, PRECISION, T, BLOCK_D, BLOCK_V
     )  # fmt: skip
     state_rows = tl.sum(phi * through, axis=1)

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 
 from dist_attn.ops.documents import check_documents, document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.implementation import Implementation
+from dist_attn.ops.relative_attention.implementation import choose_relative
 from dist_attn.ops.relative_attention.windowed import check_relative_shapes, normalised, relative_attention
 
 __all__ = ["packed_relative_attention"]
@@ -26,14 +28,17 @@ def packed_relative_attention(
     *,
     causal: bool,
     documents: tuple[int, ...],
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """`relative_attention` in which every document attends to itself alone.
 
     Shapes: phi_q, phi_k [B, H, L, K], v [B, H, L, V], phi_rp [H, R, K] -> [B, H, L, V].
     Cost: O(128) per token of short documents, in one walk whose memory is flat in L; one call per long document.
-    Raises: ShapeError when shapes do not fit together.
+    Raises: ShapeError when shapes do not fit together; ConfigError for kernels asked for by name, which take one
+        sequence.
     """
     check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
+    choose_relative(implementation, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, packed=True)
     length = phi_q_BHLK.shape[2]
     check_documents(documents, length, phi_k_BHLK.shape[2])
     dtype = torch.promote_types(v_BHLV.dtype, torch.float32)

@@ -16,7 +16,9 @@ import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.implementation import Implementation
 from dist_attn.ops.linear_attention.streaming import block_ranges
+from dist_attn.ops.relative_attention.implementation import choose_relative
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 
@@ -26,6 +28,7 @@ __all__ = [
     "check_relative_state",
     "normalised",
     "numerators",
+    "numerators_of_all",
     "relative_attention",
     "relative_attention_step",
     "relative_attention_streaming",
@@ -47,6 +50,7 @@ def relative_attention(
     *,
     causal: bool,
     form: Form = "windowed",
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Kernel attention with Shaw's relative positions, normalised by its own row sums.
 
@@ -54,13 +58,24 @@ def relative_attention(
     Causal with L != S is aligned at the top left. A query with no weight on any key, as one that sees none, has the
     output 0 and no gradient. `form` "naive" takes the whole score matrix, which is faster for a few dozen tokens.
 
+    `implementation` names what computes the windowed form, see `implementation.choose_relative`: "triton" the kernels
+    for a GPU, which "auto" takes by itself only once they have run on one; until then, and elsewhere, torch's own
+    operations ("streaming").
+
     Shapes: phi_q [B, H, L, K], phi_k [B, H, S, K], v [B, H, S, V], phi_rp [H, R, K] -> [B, H, L, V].
-    Raises: ShapeError when shapes do not fit together; InputError for an unknown form.
+    Raises: ShapeError when shapes do not fit together; InputError for an unknown form; ConfigError for an
+        implementation that cannot take this call.
     """
     check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
     if form not in ("windowed", "naive"):
         raise InputError(f"form {form!r} of relative attention was given; there are 'windowed' and 'naive'")
-    queries, keys = phi_q_BHLK.shape[2], phi_k_BHSK.shape[2]
+    choice = choose_relative(implementation, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, form=form)
+    if choice.implementation == "triton":
+        # Not at the top: a machine without a GPU need not have triton.
+        from dist_attn.ops.relative_attention.triton import triton_relative_attention
+
+        return triton_relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+    queries = phi_q_BHLK.shape[2]
     q, k, v1, rp_HRK = _widened(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
     if form == "naive":
         with torch.autocast(k.device.type, enabled=False):
@@ -71,13 +86,7 @@ def relative_attention(
         k, v1 = _fit(k, queries), _fit(v1, queries)
         num = numerators(q, k, v1, rp_HRK[:, : reach + 1], own=True)
     else:
-        length = max(queries, keys)
-        q, v1 = _fit(q, length), _fit(v1, length)
-        with torch.autocast(k.device.type, enabled=False):
-            all_keys = q @ (k.transpose(-1, -2) @ v1[:, :, :keys])
-        before = numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True)
-        after = numerators(q.flip(2), None, v1.flip(2), rp_HRK[:, reach:].flip(1), own=False).flip(2)
-        num = (all_keys + before + after)[:, :, :queries]
+        num = numerators_of_all(q, k, v1, rp_HRK)
     return normalised(num, v_BHSV.dtype)
 
 
@@ -87,6 +96,8 @@ def relative_attention_streaming(
     v_BHLV: torch.Tensor,
     phi_rp_HRK: torch.Tensor,
     state: RelativeState | None = None,
+    *,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, RelativeState]:
     """Causal `relative_attention` that continues after `state` (of no tokens when None), and the state after it.
 
@@ -95,13 +106,20 @@ def relative_attention_streaming(
 
     Shapes: phi_q, phi_k [B, H, L, K], v [B, H, L, V], phi_rp [H, R, K] -> [B, H, L, V]; sums are float32, or float64
         for float64 values or state.
-    Raises: ShapeError when shapes do not fit together, or the state is of another window.
+    Raises: ShapeError when shapes do not fit together, or the state is of another window; ConfigError for an
+        implementation that cannot take this call.
     """
     check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
     if phi_q_BHLK.shape[2] != phi_k_BHLK.shape[2]:
         raise ShapeError(
             f"{phi_q_BHLK.shape[2]} queries and {phi_k_BHLK.shape[2]} keys; a stream needs one key for each query"
         )
+    choice = choose_relative(implementation, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state)
+    if choice.implementation == "triton":
+        # Not at the top: a machine without a GPU need not have triton.
+        from dist_attn.ops.relative_attention.triton import triton_relative_attention_streaming
+
+        return triton_relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
     q, k, v1, rp_HRK = _widened(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
     reach = rp_HRK.shape[1] // 2
     if state is None:
@@ -213,6 +231,20 @@ def numerators(
             batch, heads, _, columns = v1_BHLW.shape
             carry = (v1_BHLW.new_zeros((batch, heads, k_BHLK.shape[3], columns)), *carry)
     return _walk(q_BHLK, k_BHLK, v1_BHLW, rp_HRK, own, carry)[0]
+
+
+def numerators_of_all(
+    q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v1_BHSW: torch.Tensor, rp_HRK: torch.Tensor
+) -> torch.Tensor:
+    """`numerators` [B, H, L, W] of queries that see every key; rp has all rows, -k .. k."""
+    queries, keys, reach = q_BHLK.shape[2], k_BHSK.shape[2], rp_HRK.shape[1] // 2
+    length = max(queries, keys)
+    q, v1 = _fit(q_BHLK, length), _fit(v1_BHSW, length)
+    with torch.autocast(q.device.type, enabled=False):
+        all_keys = q @ (k_BHSK.transpose(-1, -2) @ v1_BHSW)
+    before = numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True)
+    after = numerators(q.flip(2), None, v1.flip(2), rp_HRK[:, reach:].flip(1), own=False).flip(2)
+    return (all_keys + before + after)[:, :, :queries]
 
 
 def normalised(num_BHLW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
