@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import dist_attn
-from dist_attn.errors import ModelFolderError
+from dist_attn.errors import InputError, ModelFolderError
 from dist_attn.models import (
     LanguageModel,
     LanguageModelConfig,
@@ -22,12 +22,15 @@ from dist_attn.models import (
     ModelConfig,
     TextEncoder,
     build_model,
+    hold_weights_as,
+    weight_precision_of,
 )
 from dist_attn.models.config import NAMES_FOR_OTHERS
 from dist_attn.models.refusal import refusal
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
     "default_model_folder",
@@ -56,8 +59,10 @@ OTHER_KINDS = (
 )
 
 
-def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
+def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32") -> LanguageModel:
     """The model of a folder or of a shipped name, in float32 and in evaluation mode.
+
+    With other `weights` most of them are held in fewer bits, see `hold_weights_as`: such a model cannot be trained.
 
     Raises: ModelFolderError when a file is missing, unreadable, or does not fit the others.
     """
@@ -65,7 +70,8 @@ def load_model(path_or_name: str | Path | None = None) -> LanguageModel:
     model = build_model(read_config(folder))
     load_weights(model, folder / "model.safetensors")
     check_manifest(folder)
-    return model.eval()
+    hold_weights_as(model.eval(), weights)
+    return model
 
 
 def load_any_model(path_or_name: str | Path | None = None) -> Model:
@@ -88,13 +94,15 @@ def load_text_encoder(path_or_name: str | Path | None = None) -> TextEncoder:
     return model
 
 
-def load_model_and_tokeniser(path_or_name: str | Path | None = None) -> tuple[LanguageModel, Tokeniser]:
-    """The model of a folder and the tokeniser beside it.
+def load_model_and_tokeniser(
+    path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32"
+) -> tuple[LanguageModel, Tokeniser]:
+    """The model of a folder, with `weights` as in `load_model`, and the tokeniser beside it.
 
     Raises: ModelFolderError as `load_model`, and when the two do not have the same number of tokens.
     """
     folder = resolve_model_folder(path_or_name)
-    tokeniser, model = load_tokeniser(folder), load_model(folder)
+    tokeniser, model = load_tokeniser(folder), load_model(folder, weights=weights)
     _check_vocabulary(folder, tokeniser, model.config.vocab_size)
     return model, tokeniser
 
@@ -215,7 +223,14 @@ def save_model(
     `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are. `weights`
     stand for the model's own, where those are sharded. A `source_tokeniser`, of sources with a vocabulary of their own,
     goes into the folder `source`.
+
+    Raises: InputError for a model whose weights are held in fewer bits.
     """
+    if (precision := weight_precision_of(model)) != "float32":
+        raise InputError(
+            f"a model whose weights are held as {precision} cannot be saved, as it has rounded them; keep the folder "
+            "that it was loaded from, and say how weights are held when it is loaded"
+        )
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
     retired = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     try:

@@ -15,6 +15,7 @@ import typer
 
 from dist_attn.errors import CommError, DistAttnError, InputError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["app", "main"]
 
@@ -54,6 +55,7 @@ Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 1
 Port = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)]
 DataDir = Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")]
 Url = Annotated[str | None, typer.Option(help="Let this service do it (a key goes into DIST_ATTN_API_KEY).")]
+Weights = Annotated[WeightPrecision, typer.Option(help="How the model's weights lie in memory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
 
@@ -61,7 +63,7 @@ def main() -> None:
     """Run the command line and exit: 0 done, 1 the work failed, 2 the input was not usable."""
     try:
         code = _run()
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         code = 130
     except UsageErrors as error:
         code = _complain(_usage(error), 2)
@@ -72,8 +74,6 @@ def main() -> None:
         code = _complain(str(error), 1, instead_of_first=True)
     except DistAttnError as error:
         code = _complain(str(error), 1)
-    except KeyboardInterrupt:
-        code = 130
     except BrokenPipeError:
         # The reader of our output went away (`| head`): that is its right, and no error of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -188,6 +188,7 @@ def generate(
     beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0,
     length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6,
     model: Model = None,
+    weights: Weights = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
     url: Url = None,
 ) -> None:
@@ -209,19 +210,19 @@ def generate(
             print(text, end="", flush=True)
 
     if url is not None:
-        _leave_to_service(beams=beams > 0)
+        _leave_to_service(beams=beams > 0, weights=weights != "float32")
         from dist_attn.engine.remote import generate_remotely
 
         result = generate_remotely(url, data, spec, model=model, on_text=show)
     elif beams:
         from dist_attn.generation.text import search_text
 
-        result = search_text(model, data, width=beams, max_tokens=max_tokens, penalty=length_penalty)
+        result = search_text(model, data, width=beams, max_tokens=max_tokens, penalty=length_penalty, weights=weights)
         show(result["text"])
     else:
         from dist_attn.generation.text import generate_text
 
-        result = generate_text(model, data, spec, on_text=show)
+        result = generate_text(model, data, spec, on_text=show, weights=weights)
     print(json.dumps(result) if as_json else "")
 
 
@@ -233,6 +234,7 @@ def evaluate(
         typer.Option(help="Read in windows of so many tokens, half overlapping; without it the state is carried on."),
     ] = None,
     model: Model = None,
+    weights: Weights = "float32",
 ) -> None:
     """Bits per byte of a text under a model, read as one stream or in windows.
 
@@ -242,7 +244,7 @@ def evaluate(
         return
     from dist_attn.training.evaluation import evaluate_file
 
-    print(json.dumps(evaluate_file(file, _read(file), model, context)))
+    print(json.dumps(evaluate_file(file, _read(file), model, context, weights=weights)))
 
 
 @app.command()
@@ -319,6 +321,7 @@ def serve(
     backend: Annotated[
         Literal["gloo", "nccl", "mpi"] | None, typer.Option(help="How ranks talk to each other (default: gloo).")
     ] = None,
+    weights: Annotated[WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = None,
     host: Host = None,
     port: Port = None,
     data_dir: DataDir = None,
@@ -332,7 +335,7 @@ def serve(
     """
     from dist_attn.control.serve import serve as run_service
 
-    engine = {"engine.ranks": ranks, "engine.backend": backend}
+    engine = {"engine.ranks": ranks, "engine.backend": backend, "engine.weights": weights}
     own = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "log_level": log_level}
     raise typer.Exit(run_service(config, {**engine, **own}))
 
@@ -382,11 +385,10 @@ def plan(
     ranks: Ranks = 1,
     model: Model = None,
     gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Let that many ranks encode here for some seconds.")
-    ] = False,
+    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False,
     backend: Annotated[Literal["gloo", "mpi"], typer.Option(help="What carries the bytes between ranks.")] = "gloo",
     exchange: StateExchange = "auto",
+    weights: Weights = "float32",
     as_json: AsJson = False,
     url: Url = None,
 ) -> None:
@@ -396,7 +398,7 @@ def plan(
     """
     if url is not None:
         here = {"gflops": gflops is not None, "measure": measure, "backend": backend != "gloo"}
-        _leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", **here)
+        _leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", weights=weights != "float32", **here)
         from dist_attn.engine.remote import plan_remotely
 
         return plan_remotely(url, tokens, model=model, as_json=as_json)
@@ -404,7 +406,7 @@ def plan(
 
     print_plan(
         tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
-        measure=measure, backend=backend, exchange=exchange,
+        measure=measure, backend=backend, exchange=exchange, weights=weights,
     )  # fmt: skip
 
 
@@ -471,9 +473,7 @@ def bench(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward, mixers, million-tokens, …")],
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there too.")] = None,
-    minutes: Annotated[
-        float, typer.Option("--minutes", help="End it then; experiments go on next time.", min=0.1)
-    ] = 30,
+    minutes: Annotated[float, typer.Option(help="End it then; experiments go on next time.", min=0.1)] = 30,
 ) -> None:
     """Run a benchmark or an experiment of the source tree, once its tests are green.
 

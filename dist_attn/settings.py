@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dist_attn.errors import ConfigError
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
     "EngineSettings",
@@ -186,6 +187,9 @@ class EngineSettings(_Section):
     keys_dir: str = Field(default="", description="folder with the keys for tcp:// addresses, see `dist-attn keys`")
     insecure_network: bool = Field(
         default=False, description="listen on and connect to networks without keys: only where nobody else is on them"
+    )
+    weights: WeightPrecision = Field(
+        default="float32", description="how the model's weights lie in memory: bfloat16 and int8 read and write faster"
     )
     check_finite: bool = Field(
         default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"

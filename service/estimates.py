@@ -1,6 +1,6 @@
 """What work would take if it were sent now: tokens, seconds, memory and bytes, and where each figure comes from."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from dist_attn.costs import Estimate as Plan
@@ -57,7 +57,7 @@ class EstimateService:
             notes.append("tokens that are drawn count by the planner's rates, all of max_tokens")
         queue = self.queue_seconds(tokens, seconds)
         rows = 0 if max_tokens is not None else count_rows(spec, count)
-        memory = None if plan is None else MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
+        memory = None if plan is None else _memory(plan)
         if ranks is None:
             notes.append("the engine is not reached, so figures are for one rank")
         dim = self._context.model.hidden_size
@@ -149,7 +149,16 @@ class EstimateService:
         costs = self._costs
         if costs is None:
             return None
+        status = self._context.watch.health().status
+        if status is not None and status.manifest is not None:
+            costs = replace(costs, weights=status.manifest.model.weight_precision)
         return await self._context.beside(lambda: estimate(costs, tokens, ranks=ranks, window=window))
+
+
+def _memory(plan: Plan) -> MemoryEstimate:
+    parts = asdict(plan.memory)
+    del parts["loading"]
+    return MemoryEstimate(**parts, peak=plan.memory.peak)
 
 
 def _exact(count: int, source: str) -> Range:

@@ -169,9 +169,23 @@ def test_generated_text_is_streamed_or_one_object(place, run):
     code, out, err = run("generate", "--prompt-file", "prompt.txt", "--json", *drawing)
     assert (code, err) == (0, "")
     report = json.loads(out)
-    assert list(report) == ["text", "tokens", "finish_reason", "seconds", "tokens_per_second", "model"]
+    told = ["text", "tokens", "finish_reason", "seconds", "tokens_per_second", "model", "weights", "weights_bytes"]
+    assert list(report) == told
     assert streamed == report["text"] + "\n"
     assert report["tokens"] <= 12
+
+
+def test_weights_are_held_as_asked(place, run):
+    """`--weights` of generate and evaluate is heeded and told, and takes fewer bytes; other words are refused."""
+    drawing = ["--model", "tiny", "--max-tokens", "4", "--seed", "7", "--prompt", "It was", "--json"]
+    reports = [json.loads(run("generate", *drawing, "--weights", kind)[1]) for kind in ("float32", "bfloat16", "int8")]
+    assert [report["weights"] for report in reports] == ["float32", "bfloat16", "int8"]
+    assert len({report["weights_bytes"] for report in reports}) == 3
+    scores = [json.loads(run("evaluate", "book.txt", "--model", "tiny", *w)[1]) for w in ((), ("--weights", "int8"))]
+    assert [score["weights"] for score in scores] == ["float32", "int8"]
+    assert scores[0]["bits_per_byte"] == pytest.approx(scores[1]["bits_per_byte"], rel=0.02)
+    code, out, err = run("generate", *drawing, "--weights", "int4")
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
 def test_a_search_and_an_average_report_what_they_found(place, run):

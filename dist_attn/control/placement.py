@@ -63,6 +63,7 @@ class Placement:
             silence_deadline_s=settings.silence_deadline_s,
             exchange_deadline_s=settings.exchange_deadline_s,
             check_finite=settings.check_finite,
+            weights=settings.weights,
             chunk_tokens=settings.chunk_tokens,
         )
         self._roster.tell(self.names[node], start)

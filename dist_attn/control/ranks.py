@@ -49,6 +49,7 @@ def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark
         f"--heartbeat-s={start.heartbeat_s}",
         f"--silence-deadline-s={start.silence_deadline_s}",
         f"--exchange-deadline-s={start.exchange_deadline_s}",
+        *([f"--weights={start.weights}"] if start.weights != "float32" else []),
         *(["--check-finite"] if start.check_finite else []),
     ]
     if start.launcher == "torchrun":

@@ -17,6 +17,7 @@ from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.curve import check_exposure
 from dist_attn.wire.sockets import check_address
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["BACKENDS", "ControlSettings", "Launcher", "engine_fields", "threads_for"]
 
@@ -24,6 +25,7 @@ AGENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 BACKENDS = ("local", "gloo", "nccl", "mpi")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 Launcher = Literal["auto", "direct", "torchrun", "mpiexec"]
+CHOICES = {"launcher": Launcher, "weights": WeightPrecision}
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +54,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     local_agent: bool = True  # start an agent on this machine, and again if it dies
     agent_name: str = ""  # of this host among the agents; empty: the host's own name
     host_address: str = ""  # where other hosts reach this one's ranks; empty: that by which it reaches the controller
+    weights: WeightPrecision = "float32"  # in which precision the model's weights lie in memory
     check_finite: bool = False  # ranks name the first NaN or infinity, and where it is; slower
 
     # how work is cut
@@ -102,6 +105,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"backend {self.backend!r} is not known; choose one of {', '.join(BACKENDS)}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level {self.log_level!r} is not known; choose one of {', '.join(LOG_LEVELS)}")
+        if self.weights not in get_args(WeightPrecision):
+            known = ", ".join(get_args(WeightPrecision))
+            raise ConfigError(f"weights {self.weights!r} are not known; choose one of {known}")
         if self.ranks > 1 and (self.backend == "mpi") != (self.starts_by == "mpiexec"):
             raise ConfigError(f"launcher {self.launcher} does not go with backend {self.backend}: choose auto")
         if self.agents > self.ranks:
@@ -216,7 +222,7 @@ def _parser(cls: type[ControlSettings], program: str) -> argparse.ArgumentParser
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             metavar="VALUE",
-            choices=get_args(Launcher) if name == "launcher" else None,
+            choices=get_args(CHOICES[name]) if name in CHOICES else None,
             help="needed, here or in the settings" if default is msgspec.NODEFAULT else f"default: {default!r}",
         )
     return parser

@@ -8,6 +8,7 @@ from typing import Literal
 
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import EqualState
+from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.mixers import CHUNK_TOKENS, FLOAT_BYTES
 
 __all__ = ["DenseStateSpace"]
@@ -41,6 +42,14 @@ class DenseStateSpace(EqualState):
     def buffers(self) -> int:
         """A and B of LegS where they are fixed."""
         return 0 if self.kind == "s4" or self.learned else self._matrix
+
+    @property
+    def linear(self) -> LinearWeights:
+        """lssl: the output's M D^2; s4: the gated output's 2 D^2."""
+        size = self.hidden_size
+        if self.kind == "s4":
+            return LinearWeights(2 * size**2, 2 * size)
+        return LinearWeights(self.outputs * size**2, size)
 
     @property
     def _matrix(self) -> int:

@@ -11,6 +11,7 @@ from dist_attn.costs.models import LanguageModelCosts
 from dist_attn.costs.output import FORMATS, output_bytes
 from dist_attn.costs.scans import ScanMessage, scan_cost, scan_seconds
 from dist_attn.errors import ConfigError, InputError
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["GRAIN", "Estimate", "MemoryPerRank", "Rates", "busiest_rank_tokens", "estimate"]
 
@@ -44,7 +45,8 @@ class Rates:
 class MemoryPerRank:
     """Where a rank's memory goes.
 
-    Units: bytes. While weights are read they are there twice, which is the peak of a model with few activations.
+    Units: bytes. While weights are read they are there twice, in float32 whatever they become: `loading`, which is the
+    peak of a model with few activations.
     """
 
     process: int
@@ -52,11 +54,12 @@ class MemoryPerRank:
     state: int
     activations: int
     exchange: int
+    loading: int
 
     @property
     def peak(self) -> int:
         """The most that is held at once."""
-        return self.process + self.weights + max(self.weights, self.state + self.activations + self.exchange)
+        return self.process + max(self.loading, self.weights + self.state + self.activations + self.exchange)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class Estimate:
     block_tokens: int
     blocks: int
     parameters: int
+    weights: WeightPrecision
     flops_per_token: float
     memory: MemoryPerRank
     exchange: str
@@ -128,6 +132,7 @@ def estimate(
         block_tokens=block_tokens,
         blocks=blocks,
         parameters=model.parameters,
+        weights=model.weights,
         flops_per_token=flops,
         memory=_memory(model, tokens, ranks, block_tokens, layers),
         exchange=" and ".join(dict.fromkeys(layer.algorithm for layer in layers if layer.algorithm)),
@@ -245,6 +250,7 @@ def _memory(
         state=model.state_bytes_of_rank(tokens, ranks),
         activations=model.activation_bytes(busiest_rank_tokens(min(tokens, ranks * block_tokens), ranks, block_tokens)),
         exchange=max(layer.memory_bytes(min(block_tokens, -(-tokens // ranks))) for layer in layers),
+        loading=2 * model.read_bytes,
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dist_attn.costs.exchanges import all_gather_bytes
 from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.mixers import CHUNK_TOKENS, FLOAT_BYTES
 from dist_attn.costs.scans import ScanMessage
 
@@ -71,6 +72,11 @@ class CausalConvolution(EqualState):
         """Taps K D, the output's D^2 and its bias D."""
         return self.taps * self.hidden_size + self.hidden_size**2 + self.hidden_size
 
+    @property
+    def linear(self) -> LinearWeights:
+        """The output's D^2."""
+        return LinearWeights(self.hidden_size**2, self.hidden_size)
+
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """The last K - 1 tokens."""
         return self.halo_bytes(batch)
@@ -113,6 +119,11 @@ class DiagonalStateSpace(EqualState):
     def buffers(self) -> int:
         """The fixed inputs, one for each pair."""
         return self.modes
+
+    @property
+    def linear(self) -> LinearWeights:
+        """The gated output's 2 D^2."""
+        return LinearWeights(2 * self.hidden_size**2, 2 * self.hidden_size)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """8 B D N."""

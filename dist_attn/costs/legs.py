@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.input_independent import EqualState
+from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.mixers import FLOAT_BYTES
 
 __all__ = ["LegsMemory"]
@@ -28,6 +29,11 @@ class LegsMemory(EqualState):
         """A read-out of N numbers and a skip per channel, the gated output's 2 D^2 and its bias 2 D."""
         size = self.hidden_size
         return size * self.coefficients + size + 2 * size**2 + 2 * size
+
+    @property
+    def linear(self) -> LinearWeights:
+        """The gated output's 2 D^2."""
+        return LinearWeights(2 * self.hidden_size**2, 2 * self.hidden_size)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """8 B D N, and the tokens seen."""

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 from dist_attn.costs.calibration import default_exchange
 from dist_attn.costs.exchanges import all_gather_bytes
 from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.scans import ScanMessage, scan_cost
 
 __all__ = [
@@ -61,6 +62,11 @@ class MixerCosts(LayerCosts, Protocol):
     @property
     def buffers(self) -> int:
         """Fixed numbers that are saved with the parameters."""
+        ...
+
+    @property
+    def linear(self) -> LinearWeights:
+        """Of the parameters, those of linear layers."""
         ...
 
     def kept_tokens(self, position: int, ranks: int) -> int:
@@ -159,6 +165,14 @@ class KernelAttention:
     def buffers(self) -> int:
         """The random vectors, one set per head."""
         return self.num_random * self.hidden_size
+
+    @property
+    def linear(self) -> LinearWeights:
+        """Projections 2 D (D + H V), to 2 D + H V outputs and from H V to D; a static kernel has none."""
+        size, values = self.hidden_size, self.num_heads * self.value_size
+        if self.kind == "static_kernel":
+            return LinearWeights()
+        return LinearWeights(2 * size * (size + values), 3 * size + values)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """S, z, mass and log decay per head, one flag per head, K - 1 tokens of the convolution, a rotary position.
@@ -297,6 +311,12 @@ class SoftmaxAttention:
     def buffers(self) -> int:
         """None."""
         return 0
+
+    @property
+    def linear(self) -> LinearWeights:
+        """Projections 2 D (D + H V), to 2 D + H V outputs and from H V to D."""
+        size, values = self.hidden_size, self.values
+        return LinearWeights(2 * size * (size + values), 3 * size + values)
 
     def state_bytes(self, position: int, batch: int = 1) -> int:
         """A key and a value per token, and the last K - 1 tokens of the convolution."""

@@ -13,8 +13,10 @@ from msgspec import Meta
 
 from dist_attn.costs.build import Count, MixerNumbers, mixer_costs
 from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, MixerCosts
 from dist_attn.errors import ConfigError
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["LanguageModelCosts", "model_kind", "read_model_costs"]
 
@@ -23,7 +25,7 @@ __all__ = ["LanguageModelCosts", "model_kind", "read_model_costs"]
 class LanguageModelCosts:
     """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied or of its own.
 
-    `mixers` are those of the layers, in order.
+    `mixers` are those of the layers, in order; `weights` is how those of linear layers and tables lie in memory.
     """
 
     vocab_size: int
@@ -36,6 +38,7 @@ class LanguageModelCosts:
     learned_positions: int = 0
     concatenated_positions: bool = False
     readout: Literal["tied", "own"] = "tied"
+    weights: WeightPrecision = "float32"
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +73,12 @@ class LanguageModelCosts:
 
     @property
     def weights_bytes(self) -> int:
-        """Parameters and buffers as they lie in memory, in float32."""
+        """Parameters and buffers as they lie in memory."""
+        return self.read_bytes - self._linear.saved_bytes(self.weights)
+
+    @property
+    def read_bytes(self) -> int:
+        """Parameters and buffers in float32, as they are read from the folder."""
         return FLOAT_BYTES * (self.parameters + self.over_layers(lambda mixer: mixer.buffers))
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
@@ -109,6 +117,16 @@ class LanguageModelCosts:
             state=sum(layers * part.state for layers, part in parts),
             mlp=2.0 * self.num_layers * self._mlp_weights,
         )
+
+    @property
+    def _linear(self) -> LinearWeights:
+        """Mixers', the MLPs', the tables of tokens, and the map of concatenated positions."""
+        size = self.hidden_size
+        layer = LinearWeights(self._mlp_weights, self._mlp_inner + size)
+        table = LinearWeights(self.vocab_size * size, self.vocab_size) * (2 if self.readout == "own" else 1)
+        position_map = LinearWeights(2 * size * size, size) * int(self.concatenated_positions)
+        mixers = sum((mixer.linear * layers for mixer, layers in self.kinds.items()), LinearWeights())
+        return layer * self.num_layers + table + position_map + mixers
 
     @property
     def _position_flops(self) -> float:
@@ -164,8 +182,8 @@ def model_kind(folder: Path) -> str:
     return ""
 
 
-def read_model_costs(folder: Path) -> LanguageModelCosts:
-    """The costs of the model in a folder, by the numbers in its config.json.
+def read_model_costs(folder: Path, weights: WeightPrecision = "float32") -> LanguageModelCosts:
+    """The costs of the model in a folder, by the numbers in its config.json, with `weights` held in that precision.
 
     Raises: ConfigError for a file that cannot be read, a number that is missing, or a kind without a formula here.
     """
@@ -191,6 +209,7 @@ def read_model_costs(folder: Path) -> LanguageModelCosts:
         concatenated_positions=config.positions == "concatenated",
         learned_positions=0 if isinstance(config.positions, str) else config.positions.length,
         readout=config.readout,
+        weights=weights,
     )
 
 

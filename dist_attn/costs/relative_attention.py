@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dist_attn.costs.exchanges import all_gather_bytes
 from dist_attn.costs.flops import TokenFlops
+from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.mixers import BLOCK_GROUP_TOKENS, CHUNK_TOKENS, FLOAT_BYTES
 from dist_attn.costs.operations import relative_state_numbers
 from dist_attn.costs.scans import ScanMessage
@@ -49,6 +50,12 @@ class RelativeAttention:
     def buffers(self) -> int:
         """None."""
         return 0
+
+    @property
+    def linear(self) -> LinearWeights:
+        """Projections 2 D (D + H V), to 2 D + H V outputs and from H V to D."""
+        size, values = self.hidden_size, self.values
+        return LinearWeights(2 * size * (size + values), 3 * size + values)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """4 B H (K + max(k, 1)) (V + 1): all of it is also what ranks send each other."""

@@ -24,6 +24,7 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 
@@ -62,7 +63,7 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
         folder = resolve_model_folder(settings.model)
     except ModelFolderError as error:
         problems.append(broken("model", str(error), "name another with --model DIR"))
-    rank_bytes, message_bytes = _needs(folder, ranks)
+    rank_bytes, message_bytes = _needs(folder, ranks, settings.engine.weights)
     at_once = [
         machine.check_python(),
         machine.check_libraries(),
@@ -149,11 +150,11 @@ def _run(commands: list[list[str]], private: Path, deadline_s: float) -> str:
     return f"the process that tried it ended with code {code}" + (f": {said[-1]}" if said else "")
 
 
-def _needs(folder: Path | None, ranks: int) -> tuple[int, int]:
+def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[int, int]:
     """Bytes of memory a rank needs and of the state it sends; usual figures for a model without formulas."""
     if folder is not None:
         with contextlib.suppress(ConfigError):
-            model = read_model_costs(folder)
+            model = read_model_costs(folder, weights)
             at = estimate(model, 1 << 20, ranks=ranks)
             return at.memory.peak, model.carry_bytes or USUAL_MESSAGE_BYTES
     return 0, USUAL_MESSAGE_BYTES

@@ -1,6 +1,7 @@
 """The model on this rank's device: opens, prefills, decodes and closes sessions as the steps say."""
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,10 +20,10 @@ from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.engine.sequence_executor import SequenceExecutor
 from dist_attn.engine.state_bytes import read_state, state_size, write_state
 from dist_attn.engine.stored_states import pack_session, unpack_session
-from dist_attn.errors import EngineError, StateMismatchError, WireError
+from dist_attn.errors import ConfigError, EngineError, StateMismatchError, WireError
 from dist_attn.generation import computation_of, identity_of
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import LanguageModel, ModelState, hold_weights_as
 from dist_attn.models.blocks import Block
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.finite import checked
@@ -75,6 +76,11 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     folder = resolve_model_folder(settings.model)
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     if kind_of_model(folder) == "text_encoder":
+        if settings.weights != "float32":
+            raise ConfigError(
+                f"engine.weights is {settings.weights}, and {folder} holds a text_encoder; only language models hold "
+                "their weights so: set it to float32"
+            )
         encoder = load_text_encoder(folder).to(device)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())
@@ -82,6 +88,9 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     backend = settings.backend if settings.ranks > 1 else "local"
     comm = open_communicator(backend, timeout_s=settings.exchange_deadline_s, device=device)
     model = load_model(folder).to(device)
+    report = hold_weights_as(model, settings.weights)
+    if settings.weights != "float32" and settings.rank == 0:
+        print(f"rank 0: {report.sentence()}", file=sys.stderr, flush=True)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(

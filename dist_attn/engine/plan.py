@@ -22,6 +22,7 @@ from dist_attn.engine.rehearsal import measured_rates
 from dist_attn.engine.tables import Table, byte_size, duration, print_tables
 from dist_attn.errors import InputError
 from dist_attn.shipped import resolve_model_folder
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["BLOCK_TOKENS", "plan"]
 
@@ -38,11 +39,12 @@ def plan(
     measure: bool = False,
     backend: str = "gloo",
     exchange: str = "auto",
+    weights: WeightPrecision = "float32",
 ) -> None:
     """Print what reading `tokens` (like 2M) costs on `ranks` ranks of one machine.
 
     `gflops` is one rank's matmul rate; with `measure`, that many ranks encode for a few seconds to find all rates.
-    `backend` and `exchange` are those of the run that is planned: auto is what such a run would choose here.
+    `backend`, `exchange` and `weights` are those of the run that is planned: auto is what it would choose here.
 
     Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError or
         MissingExtraError when measuring fails.
@@ -55,14 +57,18 @@ def plan(
             raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
         rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
     if model_kind(folder) == "million":
-        if measure or exchange != "auto":
+        if measure or exchange != "auto" or weights != "float32":
             raise InputError(
-                "--measure or --exchange was given; a million-scale model has no states to exchange, and its costs are "
-                "those expected by formula: leave both out"
+                "--measure, --exchange or --weights was given; a million-scale model has no states to exchange, holds "
+                "its weights in float32, and its costs are those expected by formula: leave them out"
             )
         return plan_million(folder, count, ranks=ranks, rates=rates, as_json=as_json)
-    costs = read_model_costs(folder)
+    costs = read_model_costs(folder, weights)
     if measure:
+        if weights != "float32":
+            raise InputError(
+                f"--measure and --weights {weights} were given; ranks are timed with float32 weights: leave one out"
+            )
         if gflops is not None:
             raise InputError("--measure and --gflops were given; needed is one of them, or none")
         rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=backend, exchange=exchange)
@@ -111,7 +117,7 @@ def _memory(result: Estimate) -> Table:
     memory = result.memory
     rows = [
         ("Python and libraries", byte_size(memory.process)),
-        ("weights", byte_size(memory.weights)),
+        ("weights" if result.weights == "float32" else f"weights, {result.weights}", byte_size(memory.weights)),
         ("state of one session", byte_size(memory.state)),
         ("temporary tensors of a block", byte_size(memory.activations)),
         ("other ranks' states", byte_size(memory.exchange)),

@@ -4,10 +4,12 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from dist_attn.control.rows import GRAIN
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import read_launch
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["RankSettings", "rank_from_environment"]
 
@@ -29,6 +31,7 @@ class RankSettings:
     exchange_deadline_s: float = 30.0
     chunk_tokens: int = GRAIN  # per rank: how texts are cut, which stored states tell
     check_finite: bool = False
+    weights: WeightPrecision = "float32"
 
     @classmethod
     def from_flags(cls, arguments: list[str]) -> "RankSettings":
@@ -47,6 +50,7 @@ class RankSettings:
         parser.add_argument("--keys-dir", default=cls.keys_dir, help="folder with this host's keys")
         for name in ("heartbeat_s", "silence_deadline_s", "exchange_deadline_s"):
             parser.add_argument(f"--{name.replace('_', '-')}", type=float, default=getattr(cls, name))
+        parser.add_argument("--weights", choices=get_args(WeightPrecision), default=cls.weights)
         parser.add_argument("--check-finite", action="store_true", help="name the first NaN or infinity; slower")
         given = parser.parse_args(arguments)
         return cls(rank=rank_from_environment(os.environ, given.ranks), **vars(given))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 import dist_attn
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.mixers.softmax import SoftmaxState
-from dist_attn.models import LanguageModel, ModelState
+from dist_attn.models import LanguageModel, ModelState, weight_precision_of
 from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.ops.denormals import flushes_denormals
 from dist_attn.shipped.manifest import sha256
@@ -58,6 +58,7 @@ def identity_of(model: LanguageModel, folder: Path) -> ModelIdentity:
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         mixers=[mixer.kind for mixer in mixers],
+        weight_precision=weight_precision_of(model),
     )
 
 

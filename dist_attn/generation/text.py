@@ -8,18 +8,26 @@ from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import InputError
 from dist_attn.generation.beam_search import BeamSpec, beam_search
 from dist_attn.generation.decode import generate
+from dist_attn.models import LanguageModel, weight_bytes, weight_precision_of
 from dist_attn.text import IncrementalDecoder
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.sampling import check_sampling
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["generate_text", "search_text"]
 
 
 def generate_text(
-    model_name: str | None, data: bytes, spec: SamplingSpec, on_text: Callable[[str], None] = lambda _: None
+    model_name: str | None,
+    data: bytes,
+    spec: SamplingSpec,
+    on_text: Callable[[str], None] = lambda _: None,
+    *,
+    weights: WeightPrecision = "float32",
 ) -> dict[str, Any]:
     """Continue the text in `data` under a model folder or shipped model, with a report in plain values.
 
+    `weights` is how the model's lie in memory; the report tells the bytes of all of them.
     `on_text` gets each piece of text as soon as it is certain: a character split over tokens waits until it is whole.
     `seconds` and the speed are those of prefill and drawing; loading the model is not counted.
 
@@ -29,7 +37,7 @@ def generate_text(
     if not data:
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
-    model, tokeniser = load_model_and_tokeniser(folder)
+    model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     decoder, pieces = IncrementalDecoder(tokeniser), list[str]()
 
     def show(text: str) -> None:
@@ -54,10 +62,19 @@ def generate_text(
         "seconds": round(seconds, 3),
         "tokens_per_second": round(len(drawn) / seconds, 1),
         "model": folder.name,
+        **_told(model),
     }
 
 
-def search_text(model_name: str | None, data: bytes, *, width: int, max_tokens: int, penalty: float) -> dict[str, Any]:
+def search_text(
+    model_name: str | None,
+    data: bytes,
+    *,
+    width: int,
+    max_tokens: int,
+    penalty: float,
+    weights: WeightPrecision = "float32",
+) -> dict[str, Any]:
     """The best continuation that a beam search finds, with a report in plain values.
 
     Raises: as `generate_text`.
@@ -66,7 +83,7 @@ def search_text(model_name: str | None, data: bytes, *, width: int, max_tokens: 
     if not data:
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
-    model, tokeniser = load_model_and_tokeniser(folder)
+    model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     started = time.perf_counter()
     ((best, *_),) = beam_search(model, [tokeniser.encode(data)], spec, end_token=tokeniser.end_token)
     seconds = time.perf_counter() - started
@@ -78,4 +95,9 @@ def search_text(model_name: str | None, data: bytes, *, width: int, max_tokens: 
         "score": round(best.score, 4),
         "seconds": round(seconds, 3),
         "model": folder.name,
+        **_told(model),
     }
+
+
+def _told(model: LanguageModel) -> dict[str, Any]:
+    return {"weights": weight_precision_of(model), "weights_bytes": weight_bytes(model)}

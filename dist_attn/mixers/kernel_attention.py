@@ -11,6 +11,7 @@ from dist_attn.mixers.config import EfficientConfig, EluConfig, PerformerConfig,
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
 from dist_attn.mixers.kernel_state import KernelState, attention_shapes
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
+from dist_attn.mixers.narrow_layers import like_outputs
 from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.rotary import rotate
@@ -125,7 +126,7 @@ class CausalKernelAttention(TokenMixer):
         return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
 
     def initial_state(self, batch: int) -> KernelState:
-        config, weight = self.config, self.qkv.weight
+        config, weight = self.config, like_outputs(self.qkv)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         attention = LinearState.identity(
             batch, config.num_heads, self.num_features, config.value_size, dtype=dtype, device=weight.device

@@ -9,6 +9,7 @@ from torch import nn
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
+from dist_attn.mixers.narrow_layers import like_outputs
 from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.relative import RelativeRows
@@ -93,7 +94,7 @@ class SoftmaxAttention(TokenMixer):
         return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD)
 
     def initial_state(self, batch: int) -> SoftmaxState:
-        config, weight = self.config, self.qkv.weight
+        config, weight = self.config, like_outputs(self.qkv)
         none = (batch, config.num_heads, 0)
         cache = KeyValueCache(
             state_zeros(weight, (*none, config.head_size)),

@@ -21,6 +21,7 @@ from dist_attn.models.mixer_stack import HybridConfig
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
+from dist_attn.models.weight_precision import WeightReport, hold_weights_as, weight_bytes, weight_precision_of
 
 __all__ = [
     "BlockConfig",
@@ -50,5 +51,9 @@ __all__ = [
     "TextEncoderConfig",
     "VisionClassifier",
     "VisionClassifierConfig",
+    "WeightReport",
     "build_model",
+    "hold_weights_as",
+    "weight_bytes",
+    "weight_precision_of",
 ]

@@ -11,6 +11,7 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
+from dist_attn.mixers.narrow_layers import NarrowLayer
 from dist_attn.models.blocks import Block, build_norm
 from dist_attn.models.config import LanguageModelConfig
 from dist_attn.models.mixer_stack import mixers_of_layers
@@ -109,7 +110,8 @@ class LanguageModel(nn.Module):
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
         """Logits of the next token, [..., D] -> [..., vocabulary]."""
-        return F.linear(h, self.embedding.weight if self.unembedding is None else self.unembedding.weight)
+        table: nn.Embedding | nn.Linear | NarrowLayer = self.embedding if self.unembedding is None else self.unembedding
+        return table.project(h) if isinstance(table, NarrowLayer) else F.linear(h, table.weight)
 
     def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, [B, L] -> [B, L, D]."""

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import InputError
-from dist_attn.models import LanguageModel
+from dist_attn.models import LanguageModel, weight_precision_of
 from dist_attn.training.task import Share, Whole
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["Score", "evaluate_file", "score_tokens"]
 
@@ -110,9 +111,16 @@ def _nats(model: LanguageModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> 
 
 
 def evaluate_file(
-    name: Path, data: bytes, model_name: str | None, context: int | None = None
+    name: Path,
+    data: bytes,
+    model_name: str | None,
+    context: int | None = None,
+    *,
+    weights: WeightPrecision = "float32",
 ) -> dict[str, float | int | str | None]:
     """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
+
+    `weights` is how the model's lie in memory.
 
     Raises: InputError for an empty file or a context below 2, ModelFolderError for an unusable model.
     """
@@ -120,7 +128,7 @@ def evaluate_file(
     if not data:
         raise InputError(f"{name} is empty; scoring needs at least one byte")
     folder = resolve_model_folder(model_name)
-    model, tokeniser = load_model_and_tokeniser(folder)
+    model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     score = score_tokens(model, tokeniser.encode(data), len(data), context)
     return {
         "bits_per_byte": round(score.bits_per_byte, 5),
@@ -129,4 +137,5 @@ def evaluate_file(
         "context": context,
         "seconds": round(time.perf_counter() - started, 3),
         "model": folder.name,
+        "weights": weight_precision_of(model),
     }

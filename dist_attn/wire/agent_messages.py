@@ -3,6 +3,7 @@
 import msgspec
 
 from dist_attn.wire.message import Count, Message, Name
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
     "AgentHello",
@@ -43,6 +44,7 @@ class StartGroup(Message, frozen=True):
     silence_deadline_s: float = 10.0
     exchange_deadline_s: float = 30.0
     check_finite: bool = False
+    weights: WeightPrecision = "float32"
     chunk_tokens: Count = 512  # per rank: how the controller cuts texts
 
     @property

@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from dist_attn.errors import StateMismatchError
+from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
     "Computation",
@@ -24,12 +25,14 @@ Version = Annotated[str, Meta(pattern=r"^[0-9A-Za-z.+_-]{1,64}\Z")]
 Size = Annotated[int, Meta(ge=1, le=1 << 40)]
 
 
-class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """All that decides what a state's numbers mean: a state goes on only in a model of which all this is equal.
 
     `weights`, `config`, `tokeniser` and `features` are SHA-256 in hex: of the weights' file, of the configuration as
     canonical JSON, of what decides the tokens, and of the fixed arrays (such as random matrices) as they are loaded.
-    None stands for what a model does not have. `mixers` names the kind of every layer.
+    None stands for what a model does not have. `mixers` names the kind of every layer. `weight_precision` is how the
+    weights were held: rounded ones are another model's. It is left out where they were not rounded, as in states that
+    were stored before there was a choice.
     """
 
     weights: Digest
@@ -40,6 +43,7 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hidden_size: Size
     vocab_size: Size
     mixers: Annotated[list[Kind], Meta(min_length=1, max_length=10_000)]
+    weight_precision: WeightPrecision = "float32"
 
 
 class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

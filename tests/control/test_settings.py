@@ -33,6 +33,7 @@ def test_flags_are_read_back_to_the_same_value():
     [
         ("ranks", 0),
         ("backend", "smoke"),
+        ("weights", "int4"),
         ("block_tokens", 100),
         ("heartbeat_s", 0.0),
         ("heartbeat_s", 100.0),
@@ -139,3 +140,14 @@ def test_the_search_for_nan_reaches_the_ranks(check):
     command = launch_command(settings, start, GroupMark("", 1, "a"))
     own = command[command.index("dist_attn.engine") + 1 :]
     assert RankSettings.from_flags(own).check_finite is check
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8"])
+def test_the_precision_of_weights_reaches_the_ranks(weights):
+    """The environment's word for `engine.weights` becomes a setting of the controller and of every rank."""
+    flags = ["--api-address=ipc:///tmp/a", "--model=m"]
+    settings = ControlSettings.from_flags(flags, "x", {"DIST_ATTN_ENGINE__WEIGHTS": weights})
+    assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").weights == weights
+    start = StartGroup(1, "", [HostShare("", 1)], 0, "local", "direct", weights=settings.weights)
+    command = launch_command(settings, start, GroupMark("", 1, "a"))
+    assert RankSettings.from_flags(command[command.index("dist_attn.engine") + 1 :]).weights == weights

@@ -41,6 +41,22 @@ def test_json_holds_the_estimate(folder: str, capsys: pytest.CaptureFixture[str]
     assert found["prefill_seconds"] == pytest.approx(sum(found[part] for part in parts))
 
 
+def test_weights_of_fewer_bits_are_planned_with(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Held as int8 they take less, whatever is read takes what it did, and loading them is the peak that it was."""
+    plans = {}
+    for weights in ("float32", "int8"):
+        plan("1M", ranks=1, model=folder, gflops=None, as_json=True, weights=weights)  # type: ignore[arg-type]
+        plans[weights] = json.loads(capsys.readouterr().out)
+        assert plans[weights]["weights"] == weights
+    before, after = (plans[weights]["memory_bytes_per_rank"] for weights in ("float32", "int8"))
+    assert 0.2 * before["weights"] < after["weights"] < 0.5 * before["weights"]
+    assert after["loading"] == before["loading"] == 2 * before["weights"]
+    assert after["activations"] == before["activations"]
+    assert plans["int8"]["decode_tokens_per_second"] > plans["float32"]["decode_tokens_per_second"]
+    plan("1M", ranks=1, model=folder, gflops=None, as_json=False, weights="int8")
+    assert "weights, int8" in capsys.readouterr().out
+
+
 def test_the_exchange_is_the_one_that_ranks_would_choose(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +95,7 @@ def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFi
         ({"gflops": 0.0}, InputError, "--gflops 0"),
         ({"gflops": float("nan")}, InputError, "--gflops nan"),
         ({"gflops": 50.0, "measure": True}, InputError, "one of them"),
+        ({"weights": "int8", "measure": True}, InputError, "--weights int8"),
         ({"ranks": 0}, InputError, "ranks is 0"),
         ({"ranks": 3, "exchange": "pair"}, ConfigError, "for 2 ranks"),
         ({"model": "no such model"}, ModelFolderError, "no such model"),

@@ -27,6 +27,7 @@ def manifest(**changes: Any) -> Manifest:
         "hidden_size": 16,
         "vocab_size": VOCABULARY,
         "mixers": ["rfa_gate", "s4d", "softmax"],
+        "weight_precision": "float32",
     }
     computed: dict[str, Any] = {
         "chunk_tokens": 512,

@@ -223,6 +223,7 @@ def test_a_state_of_another_model_is_refused_with_both_values():
     """What differs in the model is named with both values; how the state was computed only changes bits."""
     stored = manifest()
     others = {"weights": "00" * 32, "feature_seed": 8, "mixers": ["rfa", "s4d", "softmax"], "tokeniser": "11" * 32}
+    others["weight_precision"] = "int8"
     for name, value in others.items():
         present = manifest(**{name: value})
         with pytest.raises(StateMismatchError) as refused:

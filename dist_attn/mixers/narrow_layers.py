@@ -1,0 +1,147 @@
+"""Layers whose weights lie in memory as bfloat16 or 8-bit integers; what goes in and out stays what it was.
+
+They are made of trained layers, for reading and writing only: what they have rounded away would stop training.
+"""
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Self, final
+
+import torch
+from torch import nn
+
+from dist_attn.errors import InputError
+from dist_attn.ops.narrow_weights import bfloat16_linear, int8_linear, round_rows, widen_rows
+from dist_attn.wire.weights import WeightPrecision
+
+__all__ = [
+    "Bfloat16Embedding",
+    "Bfloat16Linear",
+    "Int8Embedding",
+    "Int8Linear",
+    "NarrowLayer",
+    "like_outputs",
+]
+
+
+class NarrowLayer(nn.Module, ABC):
+    """Weights of fewer bits than float32, [O, I]: a row for each output or, in an embedding, for each token."""
+
+    precision: ClassVar[WeightPrecision]
+    weight: nn.Parameter
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of a linear layer its outputs, of an embedding the vectors of tokens."""
+
+    @abstractmethod
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """x w^T, [..., I] -> [..., O] in x's dtype, without a bias.
+
+        Raises: InputError where a gradient would have to flow.
+        """
+
+    def train(self, mode: bool = True) -> Self:
+        """Raises: InputError for `mode`, as rounded weights cannot be trained."""
+        if mode:
+            raise InputError(
+                f"training was asked of weights held as {self.precision}, which only read and write; load the model "
+                "with weights float32 to train it"
+            )
+        return super().train(mode)
+
+    def _refuse_gradients(self, x: torch.Tensor) -> None:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError(
+                f"a gradient was asked for through weights held as {self.precision}; load the model with weights "
+                "float32, or work under torch.no_grad()"
+            )
+
+
+class _Int8(NarrowLayer):
+    """8-bit integers with a scale for each row, symmetric."""
+
+    precision = "int8"
+
+    def __init__(self, w_OI: torch.Tensor) -> None:
+        super().__init__()
+        q_OI, scale_O = round_rows(w_OI)
+        # Parameters, not buffers: buffers are what a model has by its seeds.
+        self.weight = nn.Parameter(q_OI, requires_grad=False)
+        self.scale = nn.Parameter(scale_O, requires_grad=False)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        self._refuse_gradients(x)
+        return int8_linear(x, self.weight, self.scale)
+
+
+class _Bfloat16(NarrowLayer):
+    """bfloat16: the upper half of each float32."""
+
+    precision = "bfloat16"
+
+    def __init__(self, w_OI: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(w_OI.detach().bfloat16(), requires_grad=False)
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        self._refuse_gradients(x)
+        return bfloat16_linear(x, self.weight)
+
+
+@final
+class Int8Linear(_Int8):
+    """A linear layer of int8 weights with one scale for each output; the bias stays as it was."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.weight)
+        self.bias = _fixed(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., I] -> [..., O]."""
+        return _with_bias(self.project(x), self.bias)
+
+
+@final
+class Bfloat16Linear(_Bfloat16):
+    """A linear layer of bfloat16 weights; the bias stays as it was."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.weight)
+        self.bias = _fixed(layer.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., I] -> [..., O]."""
+        return _with_bias(self.project(x), self.bias)
+
+
+@final
+class Int8Embedding(_Int8):
+    """A table of int8 rows with a scale for each token; `project` reads out with the same rows."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Vectors of tokens in float32, [...] int64 -> [..., I]."""
+        return widen_rows(self.weight[tokens], self.scale[tokens])
+
+
+@final
+class Bfloat16Embedding(_Bfloat16):
+    """A table of bfloat16 rows; `project` reads out with the same rows."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Vectors of tokens in float32, [...] int64 -> [..., I]."""
+        return self.weight[tokens].float()
+
+
+def like_outputs(layer: nn.Linear | NarrowLayer) -> torch.Tensor:
+    """A tensor of the type and at the place of what a linear layer puts out for float32 inputs or those of its type."""
+    if isinstance(layer, NarrowLayer):
+        return layer.weight.new_empty(0, dtype=torch.float32)
+    return layer.weight
+
+
+def _fixed(bias: nn.Parameter | None) -> nn.Parameter | None:
+    return None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=False)
+
+
+def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return y if bias is None else y + bias.to(y.dtype)
