@@ -35,8 +35,10 @@ GPT2 = "gpt2, float32"
 OURS = {
     EAGER: ("float32", False),
     "ours, bfloat16": ("bfloat16", False),
+    "ours, int8": ("int8", False),
     "ours, float32, compiled": ("float32", True),
     "ours, bfloat16, compiled": ("bfloat16", True),
+    "ours, int8, compiled": ("int8", True),
 }
 
 

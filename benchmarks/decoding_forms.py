@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.papers.decoding_arms import CachedArm, model_settings, state_bytes
 from dist_attn.generation.decode import prefill
-from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
+from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 
 __all__ = ["PRECISIONS", "CachedForm", "Form", "Gpt2Form", "Sizes", "StateForm", "language_model"]
 
@@ -35,10 +35,14 @@ class Sizes:
 
 
 def language_model(sizes: Sizes, precision: str = "float32") -> LanguageModel:
-    """Random features of the paper's number, random weights."""
+    """Random features of the paper's number, random weights; int8 ones as the engine's option holds them."""
     torch.manual_seed(0)
     config = LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES))
-    return LanguageModel(config).to(PRECISIONS[precision]).eval()
+    model = LanguageModel(config).eval()
+    if precision == "int8":
+        hold_weights_as(model, "int8")
+        return model
+    return model.to(PRECISIONS[precision])
 
 
 class Form(ABC):

@@ -16,6 +16,7 @@ from benchmarks import (
     scaling,
     service_fairness,
     two_ranks,
+    weight_precision,
 )
 
 __all__ = ["STUDIES", "Finding", "Study"]
@@ -79,5 +80,6 @@ _ALL = (
         service_fairness.measure,
     ),
     Study(two_ranks.NAME, two_ranks.QUESTION, two_ranks.TESTS, two_ranks.measure),
+    Study(weight_precision.NAME, weight_precision.QUESTION, weight_precision.TESTS, weight_precision.measure),
 )
 STUDIES = {study.name: study for study in _ALL}

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from dist_attn.control.serve import api_stop_deadline_s
-from dist_attn.control.settings import ControlSettings
+from dist_attn.control.settings import ControlSettings, engine_fields
 from dist_attn.errors import ConfigError
 from dist_attn.settings import (
     EngineSettings,
@@ -132,6 +132,21 @@ def test_the_engine_gets_its_part(tmp_path: Path) -> None:
     assert set(control) - set(engine) == NOT_OF_AN_OPERATOR
     assert engine.pop("api_address") == ""
     assert engine == {name: control[name] for name in engine}
+
+
+def test_weights_are_held_in_a_precision_that_there_is(tmp_path: Path) -> None:
+    """A flag of `serve` wins over the file, the controller gets it, and another word is refused with what there is."""
+    settings = read(tmp_path, '[engine]\nweights = "bfloat16"\n', {"engine.weights": "int8"}).settings
+    assert settings.engine.weights == "int8"
+    assert (
+        read(tmp_path, '[engine]\nweights = "bfloat16"\n', {"engine.weights": None}).settings.engine.weights
+        == "bfloat16"
+    )
+    assert engine_fields(settings)["weights"] == "int8"
+    with pytest.raises(
+        ConfigError, match=r"engine.weights .* is 'int4': input should be 'float32', 'bfloat16' or 'int8'"
+    ):
+        read(tmp_path, '[engine]\nweights = "int4"\n')
 
 
 def test_the_store_gets_its_part() -> None:

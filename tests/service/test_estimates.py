@@ -7,12 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from benchmarks.service_eta import compare
 from dist_attn.text import train_bpe
 from service.speed import EngineSpeed, TextRatio
 from service.workload import Workload
 from tests.support.fake_engine import HIDDEN, FakeEngine
+from tests.support.fake_sessions import MANIFEST
 from tests.support.models import write_small_folder
 from tests.support.raw_http import CHUNKED, TEXT, chunk, head
 from tests.support.service_server import RunningService, eventually, model_folder, running_service
@@ -80,6 +82,17 @@ def test_memory_by_formulas_where_there_are_some(service: RunningService, tmp_pa
         assert memory["peak"] >= memory["process"] + memory["weights"]
         assert told["seconds"]["source"] == "planned" and "no document has been read" in told["notes"][0]
         assert ask(other, tokens=100_000, max_tokens=1000)["seconds"]["value"] > told["seconds"]["value"]
+
+
+def test_memory_is_that_of_weights_as_they_are_held(tmp_path: Path) -> None:
+    """An engine that holds its weights in fewer bits needs less for them."""
+    model, held = write_small_folder(tmp_path / "small"), {}
+    for precision in ("float32", "int8"):
+        engine = FakeEngine(keep=False)
+        engine.manifest = replace(MANIFEST, model=replace(MANIFEST.model, weight_precision=precision))
+        with running_service(tmp_path / precision, engine, model=model) as service:
+            held[precision] = ask(service, tokens=1000)["memory_bytes_per_rank"]["weights"]
+    assert held["int8"] < 0.6 * held["float32"]
 
 
 def test_what_is_under_way_is_waited_for(tmp_path: Path) -> None:
