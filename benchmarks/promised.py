@@ -11,6 +11,8 @@ Results = Mapping[str, Mapping[str, Any]]
 
 RECOVERY_S, NOTICED_S, LIVEZ_MS, GREW_BYTES, FORK_MS = 15.0, 5.0, 100.0, 64_000_000, 50.0
 TIMES_IDLE, FIRST_TOKEN_S, READING_KEPT, ETA_OFF = 3.0, 2.0, 0.5, 0.15
+# A step is under way, two have been sent, and one may begin before the next look at the status.
+STEPS_AHEAD, CHUNK_TOKENS = 4, 512
 
 
 @dataclass(frozen=True)
@@ -96,14 +98,16 @@ def _fair(result: Any) -> Verdict:
 
 
 def _left(result: Any) -> Verdict:
-    most = max(result, key=lambda phase: phase["most_steps"])
+    # A step of drawing is a token, of all other phases a chunk.
+    drawn = max((phase["most_steps"] for phase in result if phase["phase"].startswith("drawing")), default=0)
+    chunks = max((phase["most_steps"] for phase in result if not phase["phase"].startswith("drawing")), default=0)
     slowest = max(phase["most_seconds"] for phase in result)
     found = (
-        f"{sum(len(phase['each']) for phase in result)} clients left in {len(result)} phases: at most "
-        f"{most['most_steps']} steps more ({most['phase']}), {slowest:.2f} s"
+        f"{sum(len(phase['each']) for phase in result)} clients left in {len(result)} phases; until the status showed no "
+        f"work, at most {chunks} steps of reading or {drawn} tokens drawn, and {slowest:.2f} s, of which the status' own "
+        "age is a part"
     )
-    # Two steps are sent ahead of the one under way.
-    return Verdict(found, most["most_steps"] <= 3)
+    return Verdict(found, chunks <= STEPS_AHEAD and drawn <= CHUNK_TOKENS)
 
 
 def _restored(result: Any) -> Verdict:
