@@ -103,9 +103,9 @@ def _left(result: Any) -> Verdict:
     chunks = max((phase["most_steps"] for phase in result if not phase["phase"].startswith("drawing")), default=0)
     slowest = max(phase["most_seconds"] for phase in result)
     found = (
-        f"{sum(len(phase['each']) for phase in result)} clients left in {len(result)} phases; until the status showed no "
-        f"work, at most {chunks} steps of reading or {drawn} tokens drawn, and {slowest:.2f} s, of which the status' own "
-        "age is a part"
+        f"{sum(len(phase['each']) for phase in result)} clients left in {len(result)} phases; until the status showed "
+        f"no work, at most {chunks} steps of reading or {drawn} tokens drawn, and {slowest:.2f} s, of which the "
+        "status' own age is a part"
     )
     return Verdict(found, chunks <= STEPS_AHEAD and drawn <= CHUNK_TOKENS)
 
