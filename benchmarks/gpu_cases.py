@@ -12,8 +12,15 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn import feature_maps
-from dist_attn.ops import Denominator, FeatureMap, LinearState, linear_attention, linear_attention_step
-from dist_attn.ops.linear_attention import Implementation
+from dist_attn.ops import (
+    Denominator,
+    FeatureMap,
+    LinearState,
+    absorb_keys,
+    linear_attention,
+    linear_attention_step,
+)
+from dist_attn.ops.linear_attention import Implementation, complete_sums, local_sums
 from dist_attn.ops.linear_attention.triton_tiles import candidates, forget_tiles, keep_tiles, tiles_file, tiles_key
 
 __all__ = [
@@ -81,10 +88,14 @@ def check_correctness(*, tiny: bool) -> list[Row]:
     ]
     if not tiny:
         cases.append((Shape(1, 1, 256, 256, 256), "gaussian", torch.bfloat16, True, ()))
-    return [_correct(*case, length) for case in (cases[:3] if tiny else cases)]
+    full = [(sizes[0], "gaussian", dtype, gated, ()) for dtype in ACCEPTED for gated in (False, True)]
+    rows = [_correct(*case, length, "causal") for case in (cases[:3] if tiny else cases)]
+    return rows + [_correct(*case, length, way) for case in full[: 2 if tiny else None] for way in ("full", "parts")]
 
 
-def _correct(shape: Shape, kind: str, dtype: torch.dtype, gated: bool, documents: tuple[int, ...], length: int) -> Row:
+def _correct(
+    shape: Shape, kind: str, dtype: torch.dtype, gated: bool, documents: tuple[int, ...], length: int, way: str
+) -> Row:
     given = shape.inputs(length, dtype, gated=gated)
     feature_map = shape.map(kind)
     assert feature_map is not None
@@ -96,17 +107,48 @@ def _correct(shape: Shape, kind: str, dtype: torch.dtype, gated: bool, documents
         tensors = [(t.double() if wide else t).detach().clone().requires_grad_() for t in feature_map.tensors()]
         q, k, v = (leaves[name] for name in "qkv")
         gates: dict[str, Any] = {name: t for name, t in leaves.items() if name not in "qkv"}
-        out, after = linear_attention(
-            q, k, v, feature_map=feature_map.with_tensors(*tensors), documents=documents,
-            implementation="streaming" if wide else "triton", **gates,
-        )  # fmt: skip
+        attend = _by_parts if way == "parts" else partial(linear_attention, causal=way == "causal", documents=documents)
+        out, after = attend(
+            q,
+            k,
+            v,
+            feature_map=feature_map.with_tensors(*tensors),
+            implementation="streaming" if wide else "triton",
+            **gates,
+        )
         ((out.double() * weight).sum() + after.s_BHMV.double().square().mean()).backward()
         grads = {f"grad {name}": t.grad for name, t in leaves.items()}
         grads |= {f"grad map {number}": t.grad for number, t in enumerate(tensors)}
         found.append({"out": out, "state": after.s_BHMV, **grads})
     errors = largest_errors(*found)
-    case = f"{kind} {str(dtype).removeprefix('torch.')} {tuple(shape)} gated={gated} documents={len(documents)}"
+    case = f"{way} {kind} {str(dtype).removeprefix('torch.')} {tuple(shape)} gated={gated} documents={len(documents)}"
     return {"case": case, "errors": errors, "right": all(error < ACCEPTED[dtype] for error in errors.values())}
+
+
+def _by_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None,
+    implementation: Implementation,
+    log_gate_BHS: torch.Tensor | None = None,
+    key_scale_BHS: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, LinearState]:
+    """What a rank computes of a causal pass, here after what another one like it left behind."""
+    before = absorb_keys(
+        k, v, feature_map=feature_map, log_gate_BHS=log_gate_BHS, key_scale_BHS=key_scale_BHS,
+        implementation=implementation,
+    )  # fmt: skip
+    sums, after = local_sums(
+        q, k, v, feature_map=feature_map, log_gate_BHL=log_gate_BHS, key_scale_BHL=key_scale_BHS,
+        implementation=implementation,
+    )  # fmt: skip
+    out = complete_sums(
+        sums, q, before, feature_map=feature_map, log_gate_BHL=log_gate_BHS, out_dtype=v.dtype,
+        implementation=implementation,
+    )  # fmt: skip
+    return out, before.combine(after)
 
 
 def largest_errors(want: dict[str, torch.Tensor | None], got: dict[str, torch.Tensor | None]) -> dict[str, float]:
@@ -163,6 +205,10 @@ def length_row(shape: Shape, length: int, *, tiny: bool) -> Row:
     works: dict[str, Callable[[], torch.Tensor]] = {
         "kernels": lambda: linear_attention(q, k, v, feature_map=feature_map, implementation=name)[0],
         "kernels gated": lambda: linear_attention(q, k, v, feature_map=feature_map, implementation=name, **gates)[0],
+        "kernels full": lambda: linear_attention(q, k, v, feature_map=feature_map, causal=False, implementation=name)[
+            0
+        ],
+        "kernels by parts": lambda: _by_parts(q, k, v, feature_map=feature_map, implementation=name)[0],
         "streaming": lambda: linear_attention(q, k, v, feature_map=feature_map, implementation="streaming")[0],
         "sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         **_peer(shape, length),

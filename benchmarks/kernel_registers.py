@@ -33,13 +33,20 @@ STATES = {"state", "before", "projected"}
 
 def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tuple[Any, dict[str, object], Tiles]]:
     """Each kernel with the constants it is compiled for and its tiles: a Gaussian map, gates, no documents."""
-    from dist_attn.ops.linear_attention import triton_decode, triton_gradients, triton_outputs, triton_states
+    from dist_attn.ops.linear_attention import (
+        triton_decode,
+        triton_gradients,
+        triton_outputs,
+        triton_states,
+        triton_sums,
+    )
 
     blocks = {"T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v}
     made: dict[str, object] = {"MAP": "gaussian", "UNIT": True, "PRECISION": PRECISIONS[dtype], **blocks}
     optional = {"HAS_GATE": True, "HAS_SCALE": True, "HAS_DOCUMENTS": False}
     small, step, four = tiles.of_features_gradient(), triton_decode.STEP_TILES, replace(tiles, warps=4)
     features = {
+        "PAIRS": True,
         "WITH_ROWS": True,
         "WITH_PROJECTED": True,
         "BLOCK_X": tiles.fitted_inputs(head_size),
@@ -59,6 +66,18 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tu
             triton_gradients.map_gradient_kernel,
             {name: made[name] for name in ("PRECISION", "T", "BLOCK_D", "BLOCK_K")},
             four,
+        ),
+        "full sums": (triton_sums.sequence_sums_kernel, made, tiles),
+        "full read": (triton_sums.read_kernel, {"KIND": "floor", "HAS_WEIGHT": False, **made}, tiles),
+        "full gradient of queries": (
+            triton_gradients.features_gradient_kernel,
+            {"KEYS": False, **features, "PAIRS": False, "WITH_ROWS": False, "HAS_GATE": False, "HAS_SCALE": False},
+            small,
+        ),
+        "full gradient of keys": (
+            triton_gradients.features_gradient_kernel,
+            {"KEYS": True, **features, "PAIRS": False, "HAS_GATE": False},
+            small,
         ),
         "step": (
             triton_decode.step_kernel,

@@ -22,7 +22,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ShapeError
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import complete_sums, local_sums, state_dtype
+from dist_attn.ops.linear_attention import Implementation, complete_sums, local_sums, state_dtype
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
 
 __all__ = ["LOCAL_PASS", "Walks", "for_two_uses", "sharded_linear_attention"]
@@ -48,19 +48,23 @@ def sharded_linear_attention(
     denominator: Denominator | None = None,
     exchange: Exchange | None = None,
     walks: Walks = "one_walk",
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """`ops.linear_attention` on this rank's slice of queries and keys.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut.
+    on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut,
+    and `implementation` what does it, as for `ops.linear_attention`; an empty slice has no use for kernels.
 
     Shapes: as `ops.linear_attention` with L and S local; either may be 0, causal they are equal.
     Cost: one exchange of 4 B H (M (V + 1) + 2) bytes per rank (8 in place of 4 for float64) as in `exclusive_scan`,
         its transpose backward. One rank alone: nothing.
-    Raises: ShapeError when shapes do not fit together.
+    Raises: ShapeError when shapes do not fit together; ConfigError for an implementation that cannot take this call.
     Reference: Random Feature Attention, Eq. 6 and 7, as a scan over (log a, S, z).
     """
-    segment = _Segment(feature_map, log_gate_BHS, key_scale_BHS, state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state))
+    segment = _Segment(
+        feature_map, log_gate_BHS, key_scale_BHS, state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state), implementation
+    )
     if comm.size == 1:
         return linear_attention(
             q_BHLK,
@@ -72,13 +76,20 @@ def sharded_linear_attention(
             causal=causal,
             state=state,
             denominator=denominator,
+            implementation=implementation,
         )
     if not causal:
         # Every query reads the state after the last key of all ranks; there is nothing left to absorb.
         _, after = exclusive_scan(comm, segment.absorb(k_BHSK, v_BHSV), state, exchange)
         no_keys = k_BHSK[:, :, :0], v_BHSV[:, :, :0]
         out_BHLV, _ = linear_attention(
-            q_BHLK, *no_keys, feature_map=feature_map, causal=False, state=after, denominator=denominator
+            q_BHLK,
+            *no_keys,
+            feature_map=feature_map,
+            causal=False,
+            state=after,
+            denominator=denominator,
+            implementation=segment.by(q_BHLK),
         )
         return out_BHLV, after
     if q_BHLK.shape[2] != k_BHSK.shape[2]:
@@ -108,6 +119,11 @@ class _Segment:
     log_gate_BHS: torch.Tensor | None
     key_scale_BHS: torch.Tensor | None
     dtype: torch.dtype
+    implementation: Implementation
+
+    def by(self, x_BHLK: torch.Tensor) -> Implementation:
+        """What computes over these tokens: kernels take no empty slice, which must not be refused for that."""
+        return self.implementation if x_BHLK.shape[2] else "streaming"
 
     def absorb(
         self, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, start: int = 0, state: LinearState | None = None
@@ -121,6 +137,7 @@ class _Segment:
             key_scale_BHS=_cut(self.key_scale_BHS, start),
             state=state,
             dtype=self.dtype,
+            implementation=self.by(k_BHSK[:, :, start:]),
         )
 
     def attend_in_two_walks(
@@ -151,6 +168,7 @@ class _Segment:
             key_scale_BHS=_cut(self.key_scale_BHS, first),
             state=before.combine(first_state),
             denominator=denominator,
+            implementation=self.implementation,
         )
         return torch.cat([out_BHLV, rest_BHLV], dim=2), after
 
@@ -193,6 +211,7 @@ class _Segment:
             log_gate_BHL=_cut(self.log_gate_BHS, 0, q_BHLK.shape[2]),
             denominator=denominator,
             out_dtype=out_dtype,
+            implementation=self.by(q_BHLK),
         )
 
     def _sums(
@@ -213,6 +232,7 @@ class _Segment:
             key_scale_BHL=_cut(self.key_scale_BHS, start, stop),
             state=state,
             dtype=self.dtype,
+            implementation=self.by(q_BHLK[:, :, start:stop]),
         )
 
 

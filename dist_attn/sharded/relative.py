@@ -13,7 +13,9 @@ import torch.nn.functional as F
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
+from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops.linear_attention import Implementation
 from dist_attn.ops.relative_attention import (
     RelativeState,
     WindowState,
@@ -41,8 +43,11 @@ def sharded_relative_attention(
     *,
     causal: bool,
     memory_layout: SequenceLayout | None = None,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """`ops.relative_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
+
+    Over several ranks only the stream below has kernels; by name they are refused here.
 
     Shapes: as `ops.relative_attention`, L and S local; either may be 0.
     Cost: one all-gather per rank of (M + r) (V + 1) elements per batch element and head when causal, r = max(k, 1),
@@ -52,7 +57,11 @@ def sharded_relative_attention(
     Reference: Scaleformer, Eq. 9 to 11.
     """
     if comm.size == 1:
-        return relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
+        return relative_attention(
+            phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=implementation
+        )
+    if implementation == "triton":
+        raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
     check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
     memory = layout if memory_layout is None else memory_layout
     dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
@@ -80,16 +89,19 @@ def sharded_relative_attention_streaming(
     v_BHLV: torch.Tensor,
     phi_rp_HRK: torch.Tensor,
     state: RelativeState | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, RelativeState]:
     """`ops.relative_attention_streaming` on this rank's slice.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share.
+    on every rank. Gradients of replicated inputs are this rank's share. `implementation` is what computes locally.
 
     Cost: as causal `sharded_relative_attention` on one layout. One rank alone exchanges nothing.
     """
     if comm.size == 1:
-        return relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
+        return relative_attention_streaming(
+            phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=implementation
+        )
     check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
     dtype = torch.promote_types(v_BHLV.dtype, torch.float32 if state is None else state.sz_BHMW.dtype)
     reach = phi_rp_HRK.shape[1] // 2
@@ -97,7 +109,9 @@ def sharded_relative_attention_streaming(
     if state is not None:
         check_relative_state(state, k, v1, reach)
     before, after = _scan_states(comm, layout, RelativeState.of(k, v1, max(reach - 1, 0)), state)
-    out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before)
+    # An empty slice has no use for kernels, and must not be refused for that.
+    by = implementation if v_BHLV.shape[2] else "streaming"
+    out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before, implementation=by)
     return out, after
 
 

@@ -7,12 +7,13 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
-from dist_attn.errors import InputError, ShapeError
+from dist_attn.errors import ConfigError, InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, RelativePositions
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
+from dist_attn.ops.linear_attention import Implementation
 from dist_attn.ops.linear_attention.prefix import Attend, check_prefix, prefix_then_causal
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
@@ -30,10 +31,7 @@ from dist_attn.sharded.packed_diagonal import sharded_packed_diagonal_scan
 from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
 from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
-from dist_attn.sharded.packed_whole import (
-    sharded_packed_fourier_mix,
-    sharded_packed_long_convolve,
-)
+from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_long_convolve
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
 from dist_attn.sharded.running_maximum import sharded_running_maximum
@@ -58,9 +56,11 @@ class ShardedSequenceOps:
     `exchange` is how carries travel, by name or with its details; all ways give the same result to rounding.
     `cache` says what a key-value cache holds after a block: each rank the keys of its own slices ("spread"), which is
     the one state that is not equal on all ranks, or every rank all of them ("whole"), so that each can decode alone.
-
     `deterministic` makes linear attention and short convolutions give the same bits for any number of ranks; every cut
     must lie at a multiple of 64 tokens or at the end, and other mixing operations are refused.
+
+    `implementation` is what computes linear attention and the stream of relative attention on this rank, as for
+    `LocalSequenceOps`. Kernels by name are refused where there are none.
 
     Making one is a call that every rank makes: layouts and exchanges are compared, in one small exchange unless they
     are those of the one made before; the first time ranks also learn of each other's hosts and of measured times.
@@ -80,6 +80,7 @@ class ShardedSequenceOps:
         exchange: Exchange | Algorithm = "auto",
         cache: CacheKept = "spread",
         deterministic: bool = False,
+        implementation: Implementation = "auto",
     ) -> None:
         for given in (layout, memory_layout):
             if given is not None and given.size != comm.size:
@@ -87,7 +88,9 @@ class ShardedSequenceOps:
         self._comm, self._layout = comm, layout
         self._softmax, self._cache = softmax, cache
         self._memory = layout if memory_layout is None else memory_layout
-        self._deterministic = deterministic
+        self._deterministic, self._implementation = deterministic, implementation
+        if implementation == "triton" and (deterministic or self._packed):
+            raise ConfigError("there are no kernels ('triton') for packed documents and for deterministic; use 'auto'")
         if deterministic:
             check_grid(layout)
             check_grid(self._memory)
@@ -166,7 +169,9 @@ class ShardedSequenceOps:
             return partial(sharded_packed_linear_attention, self._comm, self._layout)
         if self._deterministic:
             return partial(attention_in_order, self._comm)
-        return partial(sharded_linear_attention, self._comm, exchange=self._exchange)
+        return partial(
+            sharded_linear_attention, self._comm, exchange=self._exchange, implementation=self._implementation
+        )
 
     def relative_attention(
         self,
@@ -202,6 +207,7 @@ class ShardedSequenceOps:
             phi_rp_HRK,
             causal=causal,
             memory_layout=self._memory,
+            implementation=self._implementation,
         )
 
     def relative_attention_streaming(
@@ -225,7 +231,7 @@ class ShardedSequenceOps:
             state=state is not None,
         )
         return sharded_relative_attention_streaming(
-            self._comm, self._layout, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state
+            self._comm, self._layout, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, self._implementation
         )
 
     def softmax_attention(

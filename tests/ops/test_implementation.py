@@ -23,8 +23,9 @@ def test_tensors_of_the_cpu_take_the_streaming_form():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"causal": False}, "not causal"),
+        ({"causal": False, "documents": True}, "not causal and there are several documents"),
         ({"prefix": 2}, "prefix"),
+        ({"sums": torch.float64}, "sums in torch.float64"),
         ({"q_BHLK": X[:, :, :2]}, "2 queries and 3 keys"),
         ({"q_BHLK": X.double()}, "torch.float64"),
         ({"state": LinearState.identity(1, 2, 4, 4, dtype=torch.float64)}, "sums are float32"),

@@ -39,10 +39,13 @@ def choose(
     causal: bool = True,
     state: LinearState | None = None,
     prefix: int = 0,
+    documents: bool = False,
+    sums: torch.dtype = torch.float32,
 ) -> Choice:
     """Triton's kernels where they are asked for by name, the streaming form otherwise.
 
-    "auto" shall take the kernels for tensors of a GPU, once they have run on one (`KERNELS_RAN_ON_A_GPU`).
+    `sums` is the precision that is asked for at least. "auto" shall take the kernels for tensors of a GPU, once they
+    have run on one (`KERNELS_RAN_ON_A_GPU`).
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
@@ -51,7 +54,8 @@ def choose(
         implementation,
         lambda: (
             no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
-            or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix)
+            or (None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32")
+            or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents)
             or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map)
         ),
     )
@@ -116,13 +120,22 @@ def no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None
 
 
 def _not_this_call(
-    q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, *, causal: bool, state: LinearState | None, prefix: int
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    *,
+    causal: bool,
+    state: LinearState | None,
+    prefix: int,
+    documents: bool,
 ) -> str | None:
-    if not causal or prefix:
-        return "attention is not causal, or has a prefix that is not: the kernels are causal"
-    if q_BHLK.shape[2] != k_BHSK.shape[2]:
-        return f"there are {q_BHLK.shape[2]} queries and {k_BHSK.shape[2]} keys: the kernels take as many of both"
-    if not q_BHLK.numel():
+    queries, keys = q_BHLK.shape[2], k_BHSK.shape[2]
+    if prefix:
+        return "there is a prefix that attends to itself in full: the kernels take all of a call in one way"
+    if documents and not causal:
+        return "attention is not causal and there are several documents: the kernels take one sequence then"
+    if causal and queries != keys:
+        return f"there are {queries} queries and {keys} keys: the causal kernels take as many of both"
+    if not q_BHLK.numel() or not (keys or state is not None):
         return "there are no tokens"
     if state is not None and state.s_BHMV.dtype != torch.float32:
         return f"the state is {state.s_BHMV.dtype}: the kernels' sums are float32"

@@ -15,6 +15,7 @@ from dist_attn.ops.documents import check_documents, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, bounded
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.implementation import Implementation, choose
 from dist_attn.ops.linear_attention.streaming import block_ranges, check_shapes, prepare, state_dtype, to_state
 from dist_attn.ops.state import LinearState
 
@@ -35,16 +36,36 @@ def local_sums(
     state: LinearState | None = None,
     dtype: torch.dtype = torch.float32,
     documents: tuple[int, ...] | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """Numerators, denominators and masses of causal attention, not divided yet, and the state after the last key.
 
     They count `state`, which is that of the tokens at hand that come first, and nothing before it; with `documents`,
-    the positions at which documents start, what is of a token's own document.
+    the positions at which documents start, what is of a token's own document. `implementation` is as there.
 
     Shapes: as `linear_attention` with as many queries as keys -> [B, H, L, V + 2] of at least the precision `dtype`.
+    Raises: ConfigError for an implementation that cannot take this call.
     """
     check_shapes(q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL)
     dtype = state_dtype(q_BHLK, k_BHLK, v_BHLV, state=state, at_least=dtype)
+    choice = choose(implementation, q_BHLK, k_BHLK, v_BHLV, feature_map=feature_map, state=state, sums=dtype)
+    if choice.implementation == "triton":
+        # Not at the top: a machine without a GPU need not have triton.
+        from dist_attn.ops.linear_attention.triton import triton_linear_attention
+
+        return triton_linear_attention(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            log_gate_BHL,
+            key_scale_BHL,
+            feature_map=feature_map,
+            state=state,
+            denominator=Denominator("one"),
+            documents=documents or (),
+            differentiable=_sums_by_streaming,
+            undivided=True,
+        )
     starts_11L = None
     if documents:
         check_documents(documents, q_BHLK.shape[2], k_BHLK.shape[2])
@@ -71,15 +92,22 @@ def complete_sums(
     log_gate_BHL: torch.Tensor | None = None,
     denominator: Denominator | None = None,
     out_dtype: torch.dtype = torch.float32,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Attention over everything: `local_sums` and, decayed by the gates since, the state `before` their first token.
 
-    Gated, it ends where nothing of that state is left.
+    Gated, it ends where nothing of that state is left. `implementation` is as for `linear_attention`.
 
     Shapes: sums [B, H, L, V + 2], q [B, H, L, K], log_gate [B, H, L] -> [B, H, L, V].
+    Raises: ConfigError for an implementation that cannot take this call.
     """
     policy = Denominator() if denominator is None else denominator
     dtype = sums_BHLX.dtype
+    # As many values as the state has, of the queries' type: what the kernels are chosen by.
+    like_v = q_BHLK[..., :1].expand(*q_BHLK.shape[:3], before.s_BHMV.shape[3])
+    choice = choose(implementation, q_BHLK, q_BHLK, like_v, feature_map=feature_map, state=before, sums=dtype)
+    if choice.implementation == "triton":
+        return _complete_by_kernels(sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy).to(out_dtype)
     block = AttentionBlock(feature_map, policy, 1, dtype)
     parameters = () if feature_map is None else feature_map.tensors()
     sz_BHMW = torch.cat([before.s_BHMV, before.z_BHM[..., None]], dim=-1).to(dtype)
@@ -94,6 +122,51 @@ def complete_sums(
         output_dtype=out_dtype,
     )
     return out_BHLV
+
+
+def _sums_by_streaming(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    /,
+    *,
+    feature_map: FeatureMap | None,
+    log_gate_BHS: torch.Tensor | None,
+    key_scale_BHS: torch.Tensor | None,
+    state: LinearState | None,
+    denominator: Denominator | None,
+    documents: tuple[int, ...] | None,
+) -> tuple[torch.Tensor, LinearState]:
+    """`local_sums` in the streaming form: what kernels go through where gradients are differentiated again."""
+    return local_sums(
+        q,
+        k,
+        v,
+        feature_map=feature_map,
+        log_gate_BHL=log_gate_BHS,
+        key_scale_BHL=key_scale_BHS,
+        state=state,
+        documents=documents,
+        implementation="streaming",
+    )
+
+
+def _complete_by_kernels(
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    before: LinearState,
+    feature_map: FeatureMap | None,
+    log_gate_BHL: torch.Tensor | None,
+    policy: Denominator,
+) -> torch.Tensor:
+    from dist_attn.ops.linear_attention.triton_full import triton_read_undivided
+
+    num, den = triton_read_undivided(q, before, feature_map=feature_map)
+    mass = before.mass_BH[..., None].expand_as(den)
+    if log_gate_BHL is not None:
+        kept = bounded(log_gate_BHL, sums.dtype).cumsum(-1).exp()
+        num, den, mass = num * kept[..., None], den * kept, mass * kept
+    return policy.divide(num + sums[..., :-2], den + sums[..., -2], mass + sums[..., -1])
 
 
 @dataclass(frozen=True)

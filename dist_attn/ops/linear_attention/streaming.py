@@ -71,7 +71,15 @@ def linear_attention(
     check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     check_prefix(prefix, causal=causal, documents=bool(documents))
     choice = choose(
-        implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=feature_map, causal=causal, state=state, prefix=prefix
+        implementation,
+        q_BHLK,
+        k_BHSK,
+        v_BHSV,
+        feature_map=feature_map,
+        causal=causal,
+        state=state,
+        prefix=prefix,
+        documents=bool(documents),
     )
     if prefix:
         return prefix_then_causal(
@@ -92,6 +100,10 @@ def linear_attention(
     if choice.implementation == "streaming":
         return _stream(sequence, feature_map, causal, state, policy, documents or ())
     # Not at the top: a machine without a GPU need not have triton.
+    if not causal:
+        from dist_attn.ops.linear_attention.triton_full import triton_full_attention
+
+        return triton_full_attention(*sequence, feature_map=feature_map, state=state, denominator=policy)
     from dist_attn.ops.linear_attention.triton import triton_linear_attention
 
     return triton_linear_attention(
@@ -147,12 +159,15 @@ def absorb_keys(
     state: LinearState | None = None,
     dtype: torch.dtype = torch.float32,
     documents: tuple[int, ...] | None = None,
+    implementation: Implementation = "auto",
 ) -> LinearState:
     """The state that these keys leave behind, without any output: what a rank sends to the ranks after it.
 
-    The state has at least the precision `dtype`. With `documents` it is that of the last one.
+    The state has at least the precision `dtype`. With `documents` it is that of the last one. `implementation` is as
+    for `linear_attention`.
 
     Shapes: as `linear_attention`.
+    Raises: ConfigError for an implementation that cannot take this call.
     """
     check_shapes(k_BHSK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     dtype = state_dtype(k_BHSK, v_BHSV, state=state, at_least=dtype)
@@ -161,6 +176,13 @@ def absorb_keys(
         k_BHSK, v_BHSV = k_BHSK[:, :, documents[-1] :], v_BHSV[:, :, documents[-1] :]
         log_gate_BHS, key_scale_BHS = (_tail(t, documents[-1]) for t in (log_gate_BHS, key_scale_BHS))
         state = None
+    choice = choose(implementation, k_BHSK, k_BHSK, v_BHSV, feature_map=feature_map, state=state, sums=dtype)
+    if choice.implementation == "triton":
+        # Not at the top: a machine without a GPU need not have triton.
+        from dist_attn.ops.linear_attention.triton_full import triton_absorb_keys
+
+        after = triton_absorb_keys(k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, feature_map=feature_map, state=state)
+        return replace(after, reset_BH=torch.ones_like(after.reset_BH)) if documents else after
     carry, block, reset_BH = prepare(k_BHSK, v_BHSV, feature_map, state, Denominator(), dtype)
     # No keys, no blocks, but the same graph: an empty rank must take part in the backward exchange too.
     _, carry = _run(_Absorb(block), (k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, None), carry, block, v_BHSV.dtype)

@@ -16,7 +16,7 @@ from dist_attn.ops.documents import document_numbers
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.plain_scan import plain_gradients
-from dist_attn.ops.linear_attention.triton_backward import stretch_gradients
+from dist_attn.ops.linear_attention.triton_backward import given_rows, policy_rows, stretch_gradients
 from dist_attn.ops.linear_attention.triton_forward import Plan, Stretch, gates, make_plan, on_device, outputs, states
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
@@ -54,6 +54,7 @@ class _Call(NamedTuple):
     feature_map: FeatureMap | None
     documents: tuple[int, ...]
     differentiable: Attention
+    undivided: bool = False  # what comes out is [numerators, denominators, masses], float32
 
 
 def triton_linear_attention(
@@ -68,19 +69,21 @@ def triton_linear_attention(
     denominator: Denominator,
     documents: tuple[int, ...],
     differentiable: Attention,
+    undivided: bool = False,
     tiles: Tiles | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
-    """`linear_attention` of as many queries as keys, causal.
+    """`linear_attention` of as many queries as keys, causal; `undivided`, as `local_sums`.
 
     `differentiable` is the same function in another implementation: what a backward pass that is to be differentiated
     again goes through.
 
-    Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, the float32 state after.
+    Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, or float32
+        [B, H, L, V + 2] of numerators, denominators and masses; the float32 state after.
     """
     batch, heads, _, size = q_BHLK.shape
     values = v_BHLV.shape[3]
     plan = make_plan(size, values, feature_map, denominator, tiles or tiles_for(q_BHLK, v_BHLV, feature_map))
-    call = _Call(plan, feature_map, documents, differentiable)
+    call = _Call(plan, feature_map, documents, differentiable, undivided)
     if state is None:
         state = LinearState.identity(batch, heads, plan.features, values, device=v_BHLV.device)
     state.check(batch, heads, plan.features, values)
@@ -103,7 +106,10 @@ class _Kernels(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: torch.Tensor | None) -> Any:
         v, s, zm = tensors[2], tensors[5], tensors[6]
         assert v is not None and s is not None and zm is not None
-        out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        if call.undivided:
+            result = torch.empty((*v.shape[:3], v.shape[3] + 2), device=v.device)
+        out = result[..., : v.shape[3]]
         state, zm_state = s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous()
         starts, dens, masses = [], [], []
         with on_device(v.device):
@@ -119,10 +125,12 @@ class _Kernels(torch.autograd.Function):
         watch = current_watch()
         if watch is not None and call.plan.policy.kind not in ("mass", "one"):
             watch.count(den, call.plan.policy.guard(den, mass))
+        if call.undivided:
+            result[..., -2], result[..., -1] = den, mass
         ctx.call, ctx.num_inputs = call, len(tensors)
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*tensors, out, den, mass, *starts)
-        return out, state.view_as(s), zm_state.view_as(zm)
+            ctx.save_for_backward(*tensors, *(() if call.undivided else (result, den, mass)), *starts)
+        return result, state.view_as(s), zm_state.view_as(zm)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -142,8 +150,9 @@ def _gradients(
     """The gradients of all inputs, stretch by stretch from the last to the first."""
     s, zm, *parameters = tensors[5:]
     assert s is not None and zm is not None
-    out, den, mass, *starts = kept
-    grad_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+    results, starts = ((), kept) if call.undivided else (kept[:3], kept[3:])
+    grad_result = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
+    grad_out = grad_result[..., :-2] if call.undivided else grad_result
     grad_s, grad_zm = (g.flatten(0, 1).contiguous() for g in grads[1:])
     totals = [
         torch.empty_like(t) if need and t is not None else None for t, need in zip(tensors[:5], needs[:5], strict=True)
@@ -153,9 +162,13 @@ def _gradients(
     for number, ((first, last), stretch) in reversed(list(enumerate(_stretches(call, tensors)))):
         gate = gates(call.plan, stretch)
         found = states(call.plan, stretch, gate, starts[2 * number], starts[2 * number + 1])
-        results = (out[:, :, first:last], den[:, :, first:last], mass[:, :, first:last])
+        if call.undivided:
+            rows = given_rows(call.plan, stretch, *grad_result[:, :, first:last, -2:].unbind(-1))
+        else:
+            out, den, mass = (t[:, :, first:last] for t in results)
+            rows = policy_rows(call.plan, stretch, (out, den, mass), grad_out[:, :, first:last])
         ends = (grad_out[:, :, first:last], grad_s, grad_zm)
-        part = stretch_gradients(call.plan, stretch, gate, found, results, ends, with_map=with_map)
+        part = stretch_gradients(call.plan, stretch, gate, found, rows, ends, with_map=with_map)
         grad_s, grad_zm = part.s, part.zm
         for total, grad in zip(totals, (part.q, part.k, part.v, part.log_gate, part.key_scale), strict=True):
             if total is not None and grad is not None:

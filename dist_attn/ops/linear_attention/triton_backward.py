@@ -27,7 +27,15 @@ from dist_attn.ops.linear_attention.triton_gradients import (
 )
 from dist_attn.ops.linear_attention.triton_states import gate_gradients_kernel
 
-__all__ = ["Gradients", "stretch_gradients"]
+__all__ = [
+    "Gradients",
+    "Rows",
+    "Side",
+    "features_gradient",
+    "given_rows",
+    "policy_rows",
+    "stretch_gradients",
+]
 
 MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of dw
 
@@ -45,7 +53,7 @@ class Gradients(NamedTuple):
     zm: torch.Tensor
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Of every query, [G, N T]: one over its divisor, and the gradients of its denominator and mass."""
 
     inverse: torch.Tensor
@@ -53,7 +61,7 @@ class _Rows(NamedTuple):
     grad_mass: torch.Tensor
 
 
-class _Side(NamedTuple):
+class Side(NamedTuple):
     """What the gradient of queries' or keys' features is made of; see `features_gradient_kernel`."""
 
     own: torch.Tensor
@@ -71,17 +79,13 @@ def stretch_gradients(
     stretch: Stretch,
     gate: Gates,
     state: States,
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: Rows,
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     with_map: bool,
 ) -> Gradients:
-    """The gradients of a stretch from those of its outputs, grads = dO [B, H, L, V], dS [G, M, V] and dzm [G, M + 1].
-
-    `results` are the outputs [B, H, L, V], denominators and masses [B, H, L].
-    """
+    """The gradients of a stretch from `grads`: dO [B, H, L, V], dS [G, M, V] and dzm [G, M + 1]."""
     grad_out, grad_s, grad_zm = grads
-    rows = _rows(plan, stretch, results, grad_out)
     of_queries = tuple(gate.read * row for row in rows)
     sums, zm_sums = chunk_sums(plan, stretch, stretch.q, grad_out, (of_queries[0], of_queries[1], of_queries[2]))
     gated = stretch.log_gate is not None
@@ -93,12 +97,12 @@ def stretch_gradients(
     )
     q, k, v = stretch.q, stretch.k, stretch.v
     of_keys = (gate.left, gate.left, gate.left)
-    queries = _Side(
+    queries = Side(
         q, k, grad_out, v, (of_queries[0], of_queries[1], of_queries[2]), state.before, state.zm_before, False
     )
-    keys = _Side(k, q, v, grad_out, of_keys, after, zm_after, True)
-    grad_q, w_of_q, query_rows, _ = _features_gradient(plan, stretch, gate, rows, queries, with_map)
-    grad_k, w_of_k, key_rows, state_rows = _features_gradient(plan, stretch, gate, rows, keys, with_map)
+    keys = Side(k, q, v, grad_out, of_keys, after, zm_after, True)
+    grad_q, w_of_q, query_rows, _ = features_gradient(plan, stretch, gate, rows, queries, with_map)
+    grad_k, w_of_k, key_rows, state_rows = features_gradient(plan, stretch, gate, rows, keys, with_map)
     grad_gate = grad_scale = None
     if s_dots is not None and zm_dots is not None:
         ends = gate.gain * (s_dots + zm_dots)
@@ -117,9 +121,17 @@ def stretch_gradients(
     )
 
 
-def _rows(
+def given_rows(plan: Plan, stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> Rows:
+    """Rows of outputs that were not divided, from the gradients of their denominators and masses [B, H, L]."""
+    filled = stretch.chunks(plan) * plan.tiles.chunk - stretch.v.shape[2]
+    ones = torch.ones_like(grad_den)
+    return Rows(*(F.pad(row.flatten(0, 1).float(), (0, filled)) for row in (ones, grad_den, grad_mass)))
+
+
+def policy_rows(
     plan: Plan, stretch: Stretch, results: tuple[torch.Tensor, torch.Tensor, torch.Tensor], grad_out: torch.Tensor
-) -> _Rows:
+) -> Rows:
+    """Rows of outputs [B, H, L, V] that were divided, from denominators and masses [B, H, L] and dO [B, H, L, V]."""
     out, den, mass = results
     heads, tokens, values = out.shape[1:]
     products = torch.empty_like(den, memory_format=torch.contiguous_format)
@@ -140,13 +152,16 @@ def _rows(
     grads = (inverse if row is None else row for row in (inverse, grad_den, grad_mass))
     found = [F.pad(row.flatten(0, 1), (0, filled)) for row in grads]
     nothing = torch.zeros_like(found[0])
-    return _Rows(found[0], nothing if grad_den is None else found[1], nothing if grad_mass is None else found[2])
+    return Rows(found[0], nothing if grad_den is None else found[1], nothing if grad_mass is None else found[2])
 
 
-def _features_gradient(
-    plan: Plan, stretch: Stretch, gate: Gates, rows: _Rows, side: _Side, with_map: bool
+def features_gradient(
+    plan: Plan, stretch: Stretch, gate: Gates, rows: Rows, side: Side, with_map: bool, *, pairs: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """dx, dw [H, D, K], sums of E [G, N T] and their part that went through states."""
+    """dx, dw [H, D, K], sums of E [G, N T] and their part that went through states.
+
+    Without `pairs` all that a token sees went through one state.
+    """
     heads, tokens, size = side.own.shape[1:]
     values, chunks = side.own_y.shape[3], stretch.chunks(plan)
     grad = torch.empty(side.own.shape, dtype=side.own.dtype, device=side.own.device)
@@ -159,7 +174,7 @@ def _features_gradient(
         either(stretch.documents, sums), *rows, *side.weights, side.state, side.zm, grad, projected, sums, state_sums,
         *side.own.stride()[:3], *side.other.stride()[:3], *side.own_y.stride()[:3], *side.other_y.stride()[:3],
         *grad.stride()[:3], tokens, chunks, heads, size, plan.projections, plan.features, values, plan.scale,
-        KEYS=side.keys, WITH_ROWS=stretch.log_gate is not None or stretch.key_scale is not None,
+        KEYS=side.keys, PAIRS=pairs, WITH_ROWS=stretch.log_gate is not None or stretch.key_scale is not None,
         WITH_PROJECTED=with_map, BLOCK_X=plan.tiles.fitted_inputs(size),
         **options(stretch), **replace(plan, tiles=plan.tiles.of_features_gradient()).constants(side.own.dtype),
     )  # fmt: skip
@@ -188,7 +203,7 @@ def _values_gradient(
     plan: Plan,
     stretch: Stretch,
     gate: Gates,
-    rows: _Rows,
+    rows: Rows,
     grad_out: torch.Tensor,
     after: torch.Tensor,
     zm_after: torch.Tensor,

@@ -13,6 +13,7 @@ from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 from dist_attn.ops.linear_attention.block import CLOSED
 from dist_attn.ops.linear_attention.triton_outputs import outputs_kernel
 from dist_attn.ops.linear_attention.triton_states import chunk_sums_kernel, gates_kernel, scan_kernel
+from dist_attn.ops.linear_attention.triton_sums import sequence_sums_kernel
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
 
 __all__ = [
@@ -22,11 +23,15 @@ __all__ = [
     "States",
     "Stretch",
     "chunk_sums",
+    "either",
     "gates",
+    "make_plan",
     "on_device",
+    "options",
     "outputs",
     "precision",
     "scan",
+    "sequence_sums",
     "states",
     "tile_dtype",
 ]
@@ -34,6 +39,7 @@ __all__ = [
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)
 SCAN_BLOCK = 1024
+SUM_PROGRAMS = 2048  # several for each of the 132 units of an H200
 CLOSED_GATE = CLOSED[torch.float32]
 
 
@@ -181,6 +187,30 @@ def chunk_sums(
         **plan.constants(x.dtype),
     )  # fmt: skip
     return sums, zm
+
+
+def sequence_sums(
+    plan: Plan,
+    stretch: Stretch,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chunk_sums` of all chunks together, [G, M, V] and [G, M + 1]."""
+    heads, size, values = x.shape[1], x.shape[3], y.shape[3]
+    chunks = stretch.chunks(plan)
+    groups = x.shape[0] * heads
+    blocks = plan.blocks(values, plan.tiles.block_v), plan.blocks(plan.projections, plan.tiles.block_d)
+    # Enough programs to fill a GPU, and no more: each leaves sums of its own behind.
+    length = max(1, chunks * groups * blocks[0] * blocks[1] // SUM_PROGRAMS)
+    splits = plan.blocks(chunks, length)
+    sums, zm = stretch.empty(splits, plan.features, values), stretch.empty(splits, plan.features + 1)
+    sequence_sums_kernel[(groups * splits, *blocks)](
+        x, y, stretch.w, *weights, sums, zm, *x.stride()[:3], *y.stride()[:3],
+        x.shape[2], chunks, heads, size, plan.projections, plan.features, values, plan.scale, splits, length,
+        **plan.constants(x.dtype),
+    )  # fmt: skip
+    return sums.sum(1), zm.sum(1)
 
 
 def scan(

@@ -157,17 +157,19 @@ def _towards(
 @triton.jit
 def _part_gradient(
     phi, other_phi, entering, y_ptr, stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V,
-    PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAIRS: tl.constexpr, PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one part of phi, and its products with phi: of what came through the state, and from the chunk.
+    """The gradient of one part of phi, and its products with phi: of what came through the state, and of all.
 
-    The products from the chunk are the row sums of E, without scores being made for them.
+    The products are the row sums of E, without scores being made for them.
     """
     through = through_states(
         y_ptr, stride, rows, valid, weight, z_weight, state_ptr, z_ptr, outputs, D, V, PRECISION, T, BLOCK_D, BLOCK_V
     )  # fmt: skip
     state_rows = tl.sum(phi * through, axis=1)
-    total = product(entering, operand(other_phi, PRECISION), through, PRECISION)
+    total = through
+    if PAIRS:
+        total = product(entering, operand(other_phi, PRECISION), through, PRECISION)
     return total, state_rows, tl.sum(phi * total, axis=1)
 
 
@@ -175,27 +177,30 @@ def _part_gradient(
 def _projections_gradient(
     own_ptr, own_stride, other_ptr, other_stride, y_ptr, y_stride, w_ptr, state_ptr, z_ptr,
     entering, weight, z_weight, rows, valid, outputs, K, D, V, scale,
-    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    PAIRS: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The gradient of w x / |x| and 1 / |x|; both sums of `_part_gradient`."""
-    other, other_second = feature_tile(
-        other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D, scale,
-        MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
-    )  # fmt: skip
+    other = entering
+    other_second = entering
+    if PAIRS:
+        other, other_second = feature_tile(
+            other_ptr, other_stride, rows, valid, w_ptr, outputs, K, D, scale,
+            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
     projected, lengths = project(
         own_ptr, own_stride, rows, valid, w_ptr, outputs, K, D, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K
     )  # fmt: skip
     first, second = features(projected, outputs, D, scale, MAP)
     grad_first, through, products = _part_gradient(
         first, other, entering, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr, z_ptr,
-        outputs, D, V, PRECISION, T, BLOCK_D, BLOCK_V,
+        outputs, D, V, PAIRS, PRECISION, T, BLOCK_D, BLOCK_V,
     )  # fmt: skip
     grad_second = grad_first
     if MAP == "gaussian":
         grad_second, through_second, products_second = _part_gradient(
             second, other_second, entering, y_ptr, y_stride, rows, valid, weight, z_weight, state_ptr + D * V,
-            z_ptr + D, outputs, D, V, PRECISION, T, BLOCK_D, BLOCK_V,
+            z_ptr + D, outputs, D, V, PAIRS, PRECISION, T, BLOCK_D, BLOCK_V,
         )  # fmt: skip
         through += through_second
         products += products_second
@@ -207,7 +212,7 @@ def _projections_gradient(
 def _walk_projections(
     own_ptr, own_stride, other_ptr, other_stride, y_ptr, y_stride, w_ptr, state_ptr, z_ptr, grad_ptr, grad_stride,
     projected_ptr, entering, own_scale, weight, z_weight, rows, valid, K, D, V, scale,
-    WITH_PROJECTED: tl.constexpr, BLOCK_X: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, WITH_PROJECTED: tl.constexpr, BLOCK_X: tl.constexpr, MAP: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of own and, where asked for, those of its projections over |x|; sums of `_part_gradient`."""
@@ -220,7 +225,7 @@ def _walk_projections(
         grad_projected, lengths, through, products = _projections_gradient(
             own_ptr, own_stride, other_ptr, other_stride, y_ptr, y_stride, w_ptr, state_ptr, z_ptr,
             entering, weight, z_weight, rows, valid, outputs, K, D, V, scale,
-            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+            PAIRS, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
         )  # fmt: skip
         state_rows += through
         chunk_rows += products
@@ -248,12 +253,15 @@ def features_gradient_kernel(
     own_stride_b, own_stride_h, own_stride_l, other_stride_b, other_stride_h, other_stride_l,
     own_y_stride_b, own_y_stride_h, own_y_stride_l, other_y_stride_b, other_y_stride_h, other_y_stride_l,
     grad_stride_b, grad_stride_h, grad_stride_l, L, N, H, K, D, M, V, scale,
-    KEYS: tl.constexpr, WITH_ROWS: tl.constexpr, WITH_PROJECTED: tl.constexpr, BLOCK_X: tl.constexpr,
+    KEYS: tl.constexpr, PAIRS: tl.constexpr, WITH_ROWS: tl.constexpr, WITH_PROJECTED: tl.constexpr,
+    BLOCK_X: tl.constexpr,
     HAS_GATE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """dq of one chunk, or dk for `KEYS`, where own and other change places; sums of E over the other; see above.
+
+    Without `PAIRS` all that a token sees went through one state, [G, M, V] and [G, M + 1], and `other` is not read.
 
     Own y is dO for queries and v for keys. Rows of keys are those before their scale. Where they are asked for, the
     gradients of the projections, divided by |x|, are kept for that of w. Grid: G N chunks.
@@ -267,26 +275,32 @@ def features_gradient_kernel(
     own_y_ptr += batch * own_y_stride_b + head * own_y_stride_h + start * own_y_stride_l
     other_y_ptr += batch * other_y_stride_b + head * other_y_stride_h + start * other_y_stride_l
     grad_ptr += batch * grad_stride_b + head * grad_stride_h + start * grad_stride_l
-    zm_ptr += (group * N + chunk) * (M + 1)
+    state = group
+    if PAIRS:
+        state = group * N + chunk
+    zm_ptr += state * (M + 1)
     rows = tl.arange(0, T)
     tokens = chunk * T + rows
     valid = tokens < L
     of_group = group * N * T
     at = of_group + tokens
-    entering, masses = _towards(
-        own_y_ptr, own_y_stride_l, other_y_ptr, other_y_stride_l, decay_ptr + of_group, key_scale_ptr + of_group,
-        inverse_ptr + of_group, grad_den_ptr + of_group, grad_mass_ptr + of_group, documents_ptr,
-        rows, tokens, valid, L, V, KEYS, HAS_GATE, HAS_SCALE, HAS_DOCUMENTS, PRECISION, T, BLOCK_V,
-    )  # fmt: skip
+    entering = tl.zeros((T, T), tl.float32)
+    masses = tl.zeros((T,), tl.float32)
+    if PAIRS:
+        entering, masses = _towards(
+            own_y_ptr, own_y_stride_l, other_y_ptr, other_y_stride_l, decay_ptr + of_group, key_scale_ptr + of_group,
+            inverse_ptr + of_group, grad_den_ptr + of_group, grad_mass_ptr + of_group, documents_ptr,
+            rows, tokens, valid, L, V, KEYS, HAS_GATE, HAS_SCALE, HAS_DOCUMENTS, PRECISION, T, BLOCK_V,
+        )  # fmt: skip
     own_scale = tl.full((T,), 1.0, tl.float32)
     if HAS_SCALE and KEYS:
         own_scale = tl.load(key_scale_ptr + at)
     state_rows, chunk_rows = _walk_projections(
         own_ptr, own_stride_l, other_ptr, other_stride_l, own_y_ptr, own_y_stride_l, w_ptr + head * D * K,
-        state_ptr + (group * N + chunk) * M * V, zm_ptr, grad_ptr, grad_stride_l,
+        state_ptr + state * M * V, zm_ptr, grad_ptr, grad_stride_l,
         projected_ptr + (group * L + start) * D, operand(entering, PRECISION), own_scale,
         tl.load(weight_ptr + at), tl.load(z_weight_ptr + at), rows, valid, K, D, V, scale,
-        WITH_PROJECTED, BLOCK_X, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
+        PAIRS, WITH_PROJECTED, BLOCK_X, MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K, BLOCK_V,
     )  # fmt: skip
     if WITH_ROWS:
         mass_rows = tl.load(mass_weight_ptr + at) * tl.load(zm_ptr + M)

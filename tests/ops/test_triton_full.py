@@ -1,0 +1,166 @@
+"""GPU kernels of attention that is not causal and of the parts of a sharded pass, against torch's own forms."""
+
+from functools import partial
+from threading import Lock
+
+import pytest
+import torch
+
+from dist_attn import feature_maps
+from dist_attn.comm import run_simulated
+from dist_attn.errors import ConfigError
+from dist_attn.layout import SequenceLayout
+from dist_attn.ops import Denominator, LinearState, absorb_keys, linear_attention
+from dist_attn.ops.linear_attention import complete_sums, local_sums
+from dist_attn.sharded import ShardedSequenceOps
+from tests.ops.test_triton import DEVICE, SMALL, few, moved
+from tests.support.attention import Inputs, weighted_sum
+from tests.support.closeness import assert_close
+
+pytest.importorskip("triton", reason="needs triton: pip install 'dist-attn[gpu]'")
+
+from triton.runtime.interpreter import GridExecutor
+
+from dist_attn.ops.linear_attention import triton_forward, triton_full
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch):
+    """Small tiles and few programs: a few tokens are several chunks and several splits of them."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton_forward, "SUM_PROGRAMS", 4)
+    monkeypatch.setattr(triton_full, "tiles_for", lambda *_: SMALL)
+
+
+def assert_like_torch(inputs, attention, *, dtype=torch.float32, maps=lambda phi: phi):
+    """What `attention` gives by kernels equals what it gives by torch in float64, gradients too."""
+    rounded = {name: t.to(dtype) if name in "qkv" else t for name, t in inputs.sequence.items()}
+    found = []
+    for implementation, cast in (("streaming", torch.Tensor.double), ("triton", moved)):
+        sequence, replicated = (
+            {name: cast(t).detach().clone().requires_grad_() for name, t in part.items()}
+            for part in (rounded, inputs.replicated)
+        )
+        leaves = Inputs(sequence, replicated)
+        args, kwargs = leaves.arguments()
+        kwargs["feature_map"] = maps(kwargs["feature_map"])
+        tensors = attention(*args, implementation=implementation, **kwargs)
+        weighted_sum(*(t.cpu() for t in tensors)).backward()
+        found.append(([t.cpu().to(dtype) for t in tensors], leaves.gradients()))
+    (want, want_grads), (got, got_grads) = found
+    for ours, exact in zip(got, want, strict=True):
+        assert_close(ours, exact, kind="state" if dtype == torch.float32 else "output")
+    for name, gradient in want_grads.items():
+        assert_close(got_grads[name].cpu().to(dtype), gradient.to(dtype), kind="gradient", what=name)
+
+
+def full(q, k, v, *, implementation, **options):
+    """Outputs and final state of attention that is not causal, the first through the kernels' launcher or torch."""
+    out, after = linear_attention(q, k, v, causal=False, implementation=implementation, **options)
+    return out, *after.tensors()[:4]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "gate", "scale", "state"), [(37, True, True, True), (16, False, False, False), (20, True, False, True)]
+)
+def test_full_attention_equals_torch(tokens, gate, scale, state):
+    """Queries read the state after the last key: outputs, that state and every gradient are the streaming form's."""
+    assert_like_torch(few(tokens, gate=gate, scale=scale, state=state), full)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_full_attention_in_half_precision(dtype):
+    """bf16 and fp16 inputs come within their own precision of the streaming form in float64."""
+    assert_like_torch(few(35, gate=False, scale=False, state=False), full, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["clamp", "mass"])
+def test_other_maps_and_policies(kind):
+    """elu + 1 under other denominator policies is the streaming form's, queries and keys of different lengths."""
+    inputs = few(20, gate=False, scale=True, state=False)
+    inputs.sequence["q"] = inputs.sequence["q"][:, :, :7]
+    attention = partial(full, denominator=Denominator(kind, 0.3))
+    assert_like_torch(inputs, attention, maps=lambda phi: feature_maps.EluPlusOne())
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_parts_of_a_sharded_pass(gate):
+    """Sums from nothing, completed with a state before them, and the state after them: as in torch, with gradients."""
+
+    def parts(q, k, v, *, implementation, state, feature_map, **gates):
+        by = {"feature_map": feature_map, "implementation": implementation}
+        sums, after = local_sums(q, k, v, log_gate_BHL=gates.get("log_gate_BHS"), **by)
+        absorbed = absorb_keys(k, v, state=state, **by, **gates)
+        out = complete_sums(sums, q, state, log_gate_BHL=gates.get("log_gate_BHS"), **by)
+        return sums, out, *after.tensors()[:4], *absorbed.tensors()[:4]
+
+    assert_like_torch(few(20, gate=gate, scale=False, state=True), parts)
+
+
+def test_a_closed_gate_leaves_nothing():
+    """Log gates of -inf cut off all that is older, without a NaN, in the state that keys leave behind."""
+    inputs = few(20, gate=True, scale=False, state=True)
+    inputs.sequence["log_gate"][:, :, 11] = float("-inf")
+    (_, k, v), kwargs = inputs.arguments()
+    want = absorb_keys(k, v, implementation="streaming", **kwargs)
+    got = absorb_keys(moved(k), moved(v), implementation="triton", **{n: moved(x) for n, x in kwargs.items()})
+    assert_close(got.s_BHMV.cpu(), want.s_BHMV, kind="state")
+    assert_close(got.mass_BH.cpu(), want.mass_BH, kind="state")
+
+
+def test_second_derivatives():
+    """A backward pass that is differentiated again gives the streaming form's second derivatives, of both passes."""
+    (q, k, v), kwargs = few(5, gate=False, scale=False, state=True).arguments()
+    found = []
+    for implementation, cast in (("streaming", lambda x: x), ("triton", moved)):
+        leaves = [cast(x).clone().requires_grad_() for x in (q, k)]
+        options = {"feature_map": cast(kwargs["feature_map"]), "implementation": implementation}
+        out, _ = linear_attention(*leaves, cast(v), causal=False, **options)
+        sums, _ = local_sums(*leaves, cast(v), **options)
+        more = complete_sums(sums, leaves[0], cast(kwargs["state"]), **options)
+        firsts = torch.autograd.grad(out.square().sum() + more.square().sum(), leaves, create_graph=True)
+        seconds = torch.autograd.grad(sum(first.square().sum() for first in firsts), leaves)
+        found.append([t.cpu() for t in seconds])
+    for got, want in zip(found[1], found[0], strict=True):
+        assert_close(got, want, kind="gradient")
+
+
+def one_at_a_time(monkeypatch):
+    """Simulated ranks are threads, and the interpreter knows one kernel at a time."""
+    lock, launch = Lock(), GridExecutor.__call__
+
+    def alone(self, *args, **kwargs):
+        with lock:
+            return launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", alone)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="simulated ranks are of the CPU")
+@pytest.mark.parametrize("causal", [True, False])
+def test_ranks_with_kernels_equal_one_without(causal, monkeypatch):
+    """Three ranks that compute by kernels, one without tokens, give the outputs and state of one that does not."""
+    one_at_a_time(monkeypatch)
+    (q, k, v), kwargs = few(12, gate=True, scale=True, state=False).arguments()
+    want, want_after = linear_attention(q, k, v, causal=causal, **kwargs)
+    layout = SequenceLayout.from_lengths([7, 0, 5])
+
+    def on_rank(comm):
+        start, stop = layout.range(comm.rank)
+        ops = ShardedSequenceOps(comm, layout, implementation="triton")
+        cut = {name: t[:, :, start:stop] if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
+        with torch.no_grad():
+            return ops.linear_attention(*(t[:, :, start:stop] for t in (q, k, v)), causal=causal, **cut)
+
+    found = run_simulated(on_rank, 3)
+    assert_close(torch.cat([out for out, _ in found], 2), want)
+    assert all(isinstance(after, LinearState) for _, after in found)
+    for _, after in found:
+        assert_close(after.s_BHMV, want_after.s_BHMV, kind="state")
+
+
+def test_ranks_refuse_kernels_where_there_are_none():
+    """By name, kernels are refused in words for packed documents over ranks."""
+    layout = SequenceLayout.from_lengths([4], documents=(0, 2))
+    with pytest.raises(ConfigError, match="no kernels"):
+        run_simulated(lambda comm: ShardedSequenceOps(comm, layout, implementation="triton"), 1)
