@@ -21,6 +21,9 @@ from dist_attn.wire.weights import WeightPrecision
 __all__ = ["LanguageModelCosts", "model_kind", "read_model_costs"]
 
 
+_HALF_BYTES = 2
+
+
 @dataclass(frozen=True)
 class LanguageModelCosts:
     """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied or of its own.
@@ -102,10 +105,15 @@ class LanguageModelCosts:
         """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
 
         The larger of the MLP's (four tensors of the model's width, two of its own, three if gated) and the mixer's;
-        plus the tokens' positions, and the state after the block, which is made beside the one before it.
+        plus the tokens' positions, and the state after the block, which is made beside the one before it. Products with
+        weights of fewer bits have a bfloat16 result first, and int8 weights are widened to bfloat16, the MLP's at most.
         """
         mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
         layer = max(mlp, *(mixer.activation_bytes(tokens, batch) for mixer in self.kinds))
+        if self.weights != "float32":
+            layer += _HALF_BYTES * batch * tokens * self.hidden_size
+        if self.weights == "int8":
+            layer += _HALF_BYTES * self.hidden_size * self._mlp_inner
         return layer + 2 * POSITION_BYTES * batch * tokens + self.state_bytes(tokens, batch)
 
     def _all_layers(self, count: Callable[[MixerCosts], TokenFlops]) -> TokenFlops:

@@ -87,9 +87,12 @@ def require_same_model(stored: ModelIdentity, present: ModelIdentity) -> None:
     for name in structs.asdict(stored):
         ours, theirs = getattr(present, name), getattr(stored, name)
         if ours != theirs:
+            remedy = "restore it with the model it was made with"
+            if name == "weight_precision":
+                remedy = f"hold the weights as {theirs} (engine.weights), or read the text again"
             raise StateMismatchError(
                 f"the state belongs to another model: its {name} is {_short(theirs)}, that of the model here is "
-                f"{_short(ours)}; restore it with the model it was made with"
+                f"{_short(ours)}; {remedy}"
             )
 
 

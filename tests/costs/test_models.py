@@ -13,12 +13,13 @@ from dist_attn.costs import legs as legs_costs
 from dist_attn.costs import mixers as formulas
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import MixerConfig
-from dist_attn.models import LanguageModel
+from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops.diagonal import chunked
 from dist_attn.ops.legs import chunked as legs_chunked
 from dist_attn.ops.linear_attention import streaming
 from dist_attn.ops.relative_attention import windowed
 from dist_attn.ops.softmax_attention import tiled
+from dist_attn.wire.weights import WeightPrecision
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
 DENSE_CASES = [name for name in MODEL_CASES if kinds_of(name) & {"hippo", "lssl", "s4"}]
@@ -97,10 +98,13 @@ def test_softmax_operations(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", MODEL_CASES)
-@pytest.mark.parametrize("tokens", [512, 4096])
-def test_peak_of_activations(case: str, tokens: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "weights"), [(512, "float32"), (4096, "float32"), (512, "int8"), (2048, "bfloat16")]
+)
+def test_peak_of_activations(case: str, tokens: int, weights: WeightPrecision, tmp_path: Path) -> None:
     """A block's temporary tensors stay below the formula and come to more than half of it."""
-    costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
+    costs, model = read_model_costs(write_config(case, tmp_path), weights), small_model(case)
+    hold_weights_as(model, weights)
     formula = costs.activation_bytes(tokens) + costs.state_bytes(0)  # encoding begins by making an empty state
     peak = _peak_bytes(model, tokens)
     assert peak <= formula <= 2 * peak

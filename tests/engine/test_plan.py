@@ -51,7 +51,7 @@ def test_weights_of_fewer_bits_are_planned_with(folder: str, capsys: pytest.Capt
     before, after = (plans[weights]["memory_bytes_per_rank"] for weights in ("float32", "int8"))
     assert 0.2 * before["weights"] < after["weights"] < 0.5 * before["weights"]
     assert after["loading"] == before["loading"] == 2 * before["weights"]
-    assert after["activations"] == before["activations"]
+    assert before["activations"] < after["activations"] < 1.2 * before["activations"]
     assert plans["int8"]["decode_tokens_per_second"] > plans["float32"]["decode_tokens_per_second"]
     plan("1M", ranks=1, model=folder, gflops=None, as_json=False, weights="int8")
     assert "weights, int8" in capsys.readouterr().out

@@ -10,8 +10,10 @@ from torch import Tensor
 from dist_attn.comm import Communicator, differentiable, run_simulated
 from dist_attn.feature_maps import elu_plus_one
 from dist_attn.layout import SequenceLayout
+from dist_attn.models import hold_weights_as
 from dist_attn.ops import Watch, relative_attention, watching
 from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.wire.weights import WeightPrecision
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 
@@ -41,6 +43,19 @@ def test_a_local_model_is_one_graph(kind: str, backend: str) -> None:
         assert_close(a, b, kind="gradient")
     with torch.inference_mode():
         assert_close(compiled(tokens), model.logits(tokens))
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "int8"])
+def test_a_model_of_rounded_weights_is_one_graph(precision: WeightPrecision) -> None:
+    """With weights in fewer bits a block and a step compile with `fullgraph` and are those of the model as it is."""
+    model = small_model(small_config(num_layers=1))
+    hold_weights_as(model, precision)
+    tokens = torch.arange(30)[None] % 7
+    with torch.inference_mode():
+        read = torch.compile(model.logits, fullgraph=True, backend="eager")
+        assert_close(read(tokens), model.logits(tokens), kind="exact")
+        step, state = torch.compile(model.step, fullgraph=True, backend="eager"), model.initial_state(1)
+        assert_close(step(tokens[:, 0], state)[0], model.step(tokens[:, 0], state)[0], kind="exact")
 
 
 @pytest.mark.parametrize("exchange", ["auto", "exscan", "log_step"])

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from dist_attn.checkpoints import load_model, save_model
+from dist_attn.comm import run_simulated
 from dist_attn.costs import read_model_costs
 from dist_attn.errors import ConfigError, InputError
+from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.narrow_layers import Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
 from dist_attn.models import hold_weights_as, weight_bytes, weight_precision_of
 from dist_attn.ops.narrow_weights import int8_product, widen_rows
+from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
 from tests.support.models import small_model as another_model
@@ -129,3 +132,24 @@ def test_a_folder_is_loaded_in_any_precision(tmp_path):
         assert not model.training
     sizes = [weight_bytes(load_model(folder, weights=precision)) for precision in ("int8", "bfloat16", "float32")]
     assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("precision", NARROW)
+def test_ranks_read_as_one_does(precision):
+    """Over ranks with few and many tokens each, hidden states and the state are those of one rank."""
+    _, narrow, _ = held("gated", precision)
+    layout = SequenceLayout.from_lengths([30, 0, 10])
+
+    @torch.inference_mode()
+    def body(comm):
+        start, stop = layout.range(comm.rank)
+        h_BLD, state = narrow.hidden(TOKENS[:, start:stop], ShardedSequenceOps(comm, layout))
+        return h_BLD, [t for layer in state.layers for t in layer.tensors()]
+
+    parts = run_simulated(body, 3)
+    with torch.inference_mode():
+        want_BLD, want = narrow.hidden(TOKENS)
+    assert_close(torch.cat([part for part, _ in parts], dim=1).bfloat16(), want_BLD.bfloat16())
+    for _, tensors in parts:
+        for a, b in zip(tensors, (t for layer in want.layers for t in layer.tensors()), strict=True):
+            assert_close(a.bfloat16() if a.is_floating_point() else a, b.bfloat16() if b.is_floating_point() else b)
