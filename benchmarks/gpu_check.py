@@ -6,7 +6,8 @@
 Parts: correctness (against the streaming form in float64), tiles (measured and kept, with --tune), attention (forward,
 and forward with backward, beside torch's exact attention, the streaming form, and flash-linear-attention where it is
 installed), decode (one step, also as a CUDA graph), relative_correctness and relative (relative attention likewise,
-against torch's windowed form). A part that fails is filed with its error and the next one begins.
+against torch's windowed form), graph_correctness and graph (a model's decode step, captured, against plain ones). A
+part that fails is filed with its error and the next one begins.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_cases import Shape, check_correctness, decode_rows, length_row, tune
+from benchmarks.gpu_graph import check_graph, graph_rows
 from benchmarks.gpu_relative import check_relative, relative_rows
 
 __all__ = ["main"]
@@ -32,7 +34,16 @@ REFERENCE = Shape(batch=1, heads=16, head_size=128, projections=128, values=128)
 # Scaleformer's own sizes, of features that are given.
 RELATIVE = Shape(batch=1, heads=16, head_size=64, projections=64, values=64)
 TINY = Shape(batch=1, heads=1, head_size=8, projections=8, values=8)
-PARTS = ("correctness", "relative_correctness", "tiles", "attention", "decode", "relative")
+PARTS = (
+    "correctness",
+    "relative_correctness",
+    "graph_correctness",
+    "tiles",
+    "attention",
+    "decode",
+    "relative",
+    "graph",
+)
 LENGTHS = (2_048, 8_192, 32_768, 131_072)
 
 
@@ -54,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
         "tiles": lambda: tune(shape, 32 if given.tiny else 32_768, few=given.tiny) if given.tune else "not asked for",
         "attention": lambda: [length_row(shape, length, tiny=given.tiny) for length in lengths],
         "relative_correctness": lambda: check_relative(tiny=given.tiny),
+        "graph_correctness": lambda: check_graph(tiny=given.tiny),
+        "graph": lambda: graph_rows(tiny=given.tiny),
         "relative": lambda: relative_rows(shape if given.tiny else RELATIVE, lengths, tiny=given.tiny),
         "decode": lambda: decode_rows(shape, (2,) if given.tiny else (1, 16, 64, 256), tiny=given.tiny),
     }

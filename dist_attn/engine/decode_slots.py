@@ -11,7 +11,14 @@ from typing import final
 import torch
 
 from dist_attn.errors import EngineError
-from dist_attn.generation import generator_for, sample, token_logprobs
+from dist_attn.generation import (
+    CapturedStep,
+    StepMode,
+    generator_for,
+    sample,
+    takes_captured_steps,
+    token_logprobs,
+)
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import current_watch
 from dist_attn.wire.messages import SamplingSpec
@@ -21,6 +28,9 @@ __all__ = ["SLOTS", "DecodeSlots"]
 
 SLOTS = 8
 """Sequences per batch, empty slots included: matmuls over fewer rows give other bits."""
+
+KEPT_STEPS = 4
+"""Captured steps that are kept for batches to come: to capture one takes longer than many tokens."""
 
 
 @dataclass
@@ -39,19 +49,32 @@ class _Seat:
 @dataclass
 class _Batch:
     sessions: tuple[int, ...]
-    state: ModelState  # of SLOTS sequences
+    state: ModelState  # of SLOTS sequences; with a captured step, in its buffers
+    captured: CapturedStep | None = None
 
 
 @final
 class DecodeSlots:
-    """The sessions that this rank draws tokens for."""
+    """The sessions that this rank draws tokens for.
 
-    def __init__(self, model: LanguageModel, end_token: int | None = None) -> None:
+    `steps` says whether batches are decoded over buffers that stay, see `generation.takes_captured_steps`.
+    """
+
+    def __init__(self, model: LanguageModel, end_token: int | None = None, *, steps: StepMode = "auto") -> None:
         self._model = model
         self._end_token = end_token
         self._seats: dict[int, _Seat] = {}
         self._apart: dict[int, ModelState] = {}  # states that are in no batch
         self._batches: list[_Batch] = []
+        self._captures = takes_captured_steps(steps, model.embedding.weight.device)
+        self._free: list[CapturedStep] = []  # those of batches that are no more
+
+    @property
+    def how(self) -> frozenset[str]:
+        """In words, how the steps of the batches at hand are taken, and why."""
+        if not self._captures:
+            return frozenset({"operation by operation: captured steps were not asked for"})
+        return frozenset(batch.captured.how for batch in self._batches if batch.captured is not None)
 
     def __contains__(self, session: int) -> bool:
         return session in self._seats
@@ -141,7 +164,11 @@ class DecodeSlots:
             watch.rows = len(seats)
             if watch.finite is not None:
                 watch.finite.first_tokens = tuple(batch.state.position_B.tolist())
-        logits_BV, batch.state = self._model.step(token_B, batch.state)
+        if batch.captured is not None:
+            logits_BV = batch.captured.step(token_B)
+            batch.state = batch.captured.state
+        else:
+            logits_BV, batch.state = self._model.step(token_B, batch.state)
         if watch is not None:
             watch.rows = None
         logits_BV = logits_BV[: len(seats)].float().cpu()
@@ -177,13 +204,24 @@ class DecodeSlots:
 
     def _stack(self, sessions: tuple[int, ...]) -> _Batch:
         states = [self._apart.pop(session) for session in sessions]
-        return _Batch(sessions, ModelState.stack(states + states[:1] * (SLOTS - len(states))))
+        state = ModelState.stack(states + states[:1] * (SLOTS - len(states)))
+        if not self._captures:
+            return _Batch(sessions, state)
+        captured = next((step for step in self._free if step.fits(state, len(sessions))), None)
+        if captured is None:
+            captured = CapturedStep(self._model, state, rows=len(sessions))
+        else:
+            self._free.remove(captured)
+            captured.load(state)
+        return _Batch(sessions, captured.state, captured)
 
     def _dissolve(self, batch: _Batch) -> None:
         self._batches.remove(batch)
         for slot, session in enumerate(batch.sessions):
             if session in self._seats:
                 self._apart[session] = batch.state.select(slot)
+        if batch.captured is not None and not batch.captured.grows:
+            self._free = [batch.captured, *self._free[: KEPT_STEPS - 1]]
 
 
 def _draw(session: int, seat: _Seat, logits_V: torch.Tensor) -> Drawn | SessionFault:

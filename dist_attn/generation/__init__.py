@@ -1,6 +1,7 @@
 """Text from a model: draws, beam search, and decoding step by step from the recurrent state."""
 
 from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, length_penalty
+from dist_attn.generation.captured_step import CapturedStep, StepMode, takes_captured_steps
 from dist_attn.generation.decode import generate
 from dist_attn.generation.logprobs import token_logprobs
 from dist_attn.generation.sampling import generator_for, sample
@@ -8,8 +9,10 @@ from dist_attn.generation.state_snapshot import Restored, computation_of, identi
 
 __all__ = [
     "BeamSpec",
+    "CapturedStep",
     "Hypothesis",
     "Restored",
+    "StepMode",
     "beam_search",
     "computation_of",
     "generate",
@@ -19,5 +22,6 @@ __all__ = [
     "pack_state",
     "restore_state",
     "sample",
+    "takes_captured_steps",
     "token_logprobs",
 ]

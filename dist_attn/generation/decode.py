@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from dist_attn.errors import InputError
+from dist_attn.generation.captured_step import CapturedStep, StepMode, takes_captured_steps
 from dist_attn.generation.sampling import generator_for, sample
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import LocalSequenceOps
@@ -27,10 +28,12 @@ def generate(
     *,
     end_token: int | None = None,
     on_token: Callable[[int], None] | None = None,
+    steps: StepMode = "auto",
 ) -> list[int]:
     """The tokens drawn after a prompt: `max_tokens` of them, or fewer where `end_token` is drawn, which is left out.
 
-    `on_token` is called with each token as soon as it is drawn. The result of a seed depends on nothing else.
+    `on_token` is called with each token as soon as it is drawn. The result of a seed depends on nothing else. `steps`
+    says whether they are taken over buffers that stay, see `takes_captured_steps`.
 
     Raises: InputError for an unusable specification or an empty prompt; TokenError for ids the model does not know;
     EngineError when the model gives logits that allow no draw.
@@ -46,8 +49,13 @@ def generate(
     with torch.inference_mode():
         state = prefill(model, prompt_L[:-1].to(device))
         token = int(prompt_L[-1])
+        captured = CapturedStep(model, state) if takes_captured_steps(steps, device) else None
         while len(drawn) < spec.max_tokens:
-            logits_BV, state = model.step(torch.tensor([token], device=device), state)
+            token_B = torch.tensor([token], device=device)
+            if captured is not None:
+                logits_BV = captured.step(token_B)
+            else:
+                logits_BV, state = model.step(token_B, state)
             (token,) = sample(logits_BV, [spec], [generator], [counts])
             if token == end_token:
                 break

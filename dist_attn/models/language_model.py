@@ -146,13 +146,26 @@ class LanguageModel(nn.Module):
         Shapes: token [B] int64 -> logits [B, vocabulary].
         Raises: as `hidden`.
         """
+        logits_BV, layers = self.step_layers(self.embed_step(token_B, state), state.layers)
+        return logits_BV, ModelState(layers, state.position_B + 1)
+
+    def embed_step(self, token_B: torch.Tensor, state: ModelState) -> torch.Tensor:
+        """The first part of `step`, which looks at the tokens: their vectors [B, D] after `state`.
+
+        Raises: as `hidden`.
+        """
         self._check(token_B, ("batch",), state)
-        x_BD = self._embed(token_B, state.position_B, state.position_B + 1)
-        layers = []
-        for block, before in zip(self._blocks_told(), state.layers, strict=True):
+        return self._embed(token_B, state.position_B, state.position_B + 1)
+
+    def step_layers(
+        self, x_BD: torch.Tensor, layers: tuple[MixerState, ...]
+    ) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
+        """The other part, the same operations whatever the numbers are: logits [B, vocabulary], the layers' states."""
+        states = []
+        for block, before in zip(self._blocks_told(), layers, strict=True):
             x_BD, after = block.step(x_BD, before)
-            layers.append(_settled(after))
-        return self.readout(self.norm(x_BD)), ModelState(tuple(layers), state.position_B + 1)
+            states.append(_settled(after))
+        return self.readout(self.norm(x_BD)), tuple(states)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
         """Tokens and their positions as vectors; `end_B` is where all ranks' tokens end."""

@@ -60,6 +60,13 @@ class Watch:
         before = self._guarded.get(self.layer)
         self._guarded[self.layer] = guarded_H if before is None else before + guarded_H
 
+    def add(self, other: "Watch") -> None:
+        """Count what another one has counted; what it holds may be written over afterwards."""
+        self.denominators += other.denominators
+        for layer, guarded_H in other._guarded.items():
+            before = self._guarded.get(layer)
+            self._guarded[layer] = guarded_H.clone() if before is None else before + guarded_H
+
     @property
     def guarded(self) -> tuple[tuple[int, ...], ...]:
         """Guarded denominators per layer and head; a layer without denominators has no heads."""

@@ -26,7 +26,10 @@ def test_the_check_runs_in_the_interpreter(tmp_path: Path) -> None:
     done = run("benchmarks.gpu_check", "--tiny", "--tune", "--json", str(file), interpreted=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
-    assert all(row["right"] for row in found["correctness"])
+    parts = ("correctness", "relative_correctness", "graph_correctness")
+    assert all(row["right"] for part in parts for row in found[part])
+    assert found["relative"][0]["kernels causal with backward"] > 0
+    assert found["graph"][0]["captured"] > 0
     assert {"kernels", "kernels with backward", "sdpa"} <= set(found["attention"][0])
     assert found["decode"][0]["kernel"] > 0
     assert found["tiles"]["best"]["seconds"] > 0

@@ -1,0 +1,147 @@
+"""A step over buffers that stay gives what a plain step gives; what is captured on a GPU is checked there."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dist_attn.engine.decode_slots import DecodeSlots
+from dist_attn.errors import ConfigError, ShapeError
+from dist_attn.generation import CapturedStep, generate, takes_captured_steps
+from dist_attn.generation.decode import prefill
+from dist_attn.mixers.config import MixerConfig, RandomFeatureConfig, ScaleformerConfig, SoftmaxConfig
+from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
+from dist_attn.ops import Watch, watching
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.rank_messages import DecodeEntry, Drawn
+
+VOCAB = 30
+MIXERS: dict[str, MixerConfig] = {
+    "rfa_gate": RandomFeatureConfig(kind="rfa_gate", hidden_size=8, num_heads=2, num_random=4),
+    "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=8, num_heads=2, reach=3),
+    "softmax": SoftmaxConfig(kind="softmax", hidden_size=8, num_heads=2),
+}
+
+
+def model_of(kind: str) -> LanguageModel:
+    """Two small layers with random weights, on the GPU where there is one."""
+    config = LanguageModelConfig(vocab_size=VOCAB, hidden_size=8, num_layers=2, mlp_size=16, mixer=MIXERS[kind])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = build_model(config).eval()
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def tensors_of(state: ModelState) -> list[torch.Tensor]:
+    """All tensors of a state."""
+    return [state.position_B, *(t for layer in state.layers for t in layer.tensors())]
+
+
+def tokens_of(model: LanguageModel, count: int) -> Iterator[torch.Tensor]:
+    """Tokens for two sequences, one step at a time."""
+    for t in range(count):
+        yield torch.tensor([t % VOCAB, (3 * t + 1) % VOCAB], device=model.embedding.weight.device)
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_steps_over_buffers_equal_plain_steps(kind: str) -> None:
+    """Logits and states are those of plain steps, and a state of constant size stays where it lies in memory."""
+    model = model_of(kind)
+    state = model.initial_state(2)
+    captured = CapturedStep(model, state)
+    places = [t.data_ptr() for t in tensors_of(captured.state)]
+    with torch.inference_mode():
+        for token_B in tokens_of(model, 5):
+            want_BV, state = model.step(token_B, state)
+            torch.testing.assert_close(captured.step(token_B), want_BV)
+    for got, want in zip(tensors_of(captured.state), tensors_of(state), strict=True):
+        torch.testing.assert_close(got, want)
+    assert captured.grows == (kind == "softmax")
+    if kind != "softmax":
+        assert [t.data_ptr() for t in tensors_of(captured.state)] == places
+
+
+def test_how_steps_are_taken_is_said() -> None:
+    """Without a GPU, and for a state that grows, the reason why there is no graph is said in words."""
+    growing = CapturedStep(model_of("softmax"), model_of("softmax").initial_state(2))
+    constant = CapturedStep(model_of("rfa_gate"), model_of("rfa_gate").initial_state(2))
+    for step in (growing, constant):
+        for token_B in tokens_of(model_of("softmax"), 2):
+            step.step(token_B)
+    assert "grows" in growing.how
+    assert constant.how == "a CUDA graph" if torch.cuda.is_available() else "on cpu" in constant.how
+
+
+def test_another_state_is_loaded_into_the_same_buffers() -> None:
+    """After `load`, steps go on from that state; one of other shapes is refused, and the one given is left alone."""
+    model = model_of("rfa_gate")
+    device = model.embedding.weight.device
+    captured = CapturedStep(model, model.initial_state(2))
+    with torch.inference_mode():
+        for token_B in tokens_of(model, 3):
+            captured.step(token_B)
+        other = ModelState.stack([prefill(model, torch.arange(7, device=device))] * 2)
+        kept = [t.clone() for t in tensors_of(other)]
+        captured.load(other)
+        for token_B in tokens_of(model, 2):
+            want_BV, other = model.step(token_B, other)
+            torch.testing.assert_close(captured.step(token_B), want_BV)
+        assert not all(torch.equal(a, b) for a, b in zip(kept, tensors_of(other), strict=True))
+        with pytest.raises(ShapeError, match="make another"):
+            captured.load(model.initial_state(3))
+
+
+def test_a_watch_counts_the_same() -> None:
+    """Guarded denominators are counted as in plain steps, of the rows that count."""
+    model = model_of("rfa_gate")
+    state, counted = model.initial_state(2), []
+    captured = CapturedStep(model, state, rows=1)
+    for plain in (True, False):
+        watch = Watch()
+        watch.rows = 1
+        with torch.inference_mode(), watching(watch):
+            for token_B in tokens_of(model, 4):
+                if plain:
+                    _, state = model.step(token_B, state)
+                else:
+                    captured.step(token_B)
+        counted.append((watch.denominators, watch.guarded))
+    assert counted[0] == counted[1]
+    both = Watch()
+    both.add(watch)
+    both.add(watch)
+    assert both.denominators == 2 * watch.denominators
+
+
+@pytest.mark.parametrize("kind", list(MIXERS))
+def test_slots_draw_the_same_tokens(kind: str) -> None:
+    """Sessions that come and go draw over captured steps what they draw over plain ones, batch after batch."""
+    model = model_of(kind)
+    spec = SamplingSpec(max_tokens=20, temperature=1.0, seed=3)
+    found = []
+    for steps in ("eager", "captured"):
+        slots = DecodeSlots(model, steps="captured" if steps == "captured" else "eager")
+        drawn: list[tuple[int, int]] = []
+        with torch.inference_mode():
+            for turn in range(9):
+                if turn % 3 == 0:
+                    slots.take_in(turn, model.initial_state(1), spec)
+                present = [s for s in (0, 3, 6) if s in slots]
+                entries = [DecodeEntry(s, token=s + 1 if turn == s else None) for s in present]
+                drawn += [(d.session, d.token) for d in slots.draw(entries) if isinstance(d, Drawn)]
+                if turn == 4:
+                    slots.forget(0)
+            positions = [int(slots.state_of(s)[0].position_B) for s in (3, 6)]
+        found.append((drawn, positions))
+        assert all(words for words in slots.how)
+    assert found[0] == found[1]
+
+
+def test_generation_over_captured_steps() -> None:
+    """`generate` draws the same tokens either way; a mode that does not exist is refused."""
+    model = model_of("rfa_gate")
+    spec = SamplingSpec(max_tokens=6, temperature=0.0)
+    assert generate(model, [1, 2, 3], spec, steps="captured") == generate(model, [1, 2, 3], spec, steps="eager")
+    assert not takes_captured_steps("auto", torch.device("cpu"))
+    with pytest.raises(ConfigError, match="use auto, eager or captured"):
+        generate(model, [1], spec, steps="graph")  # type: ignore[arg-type]
