@@ -10,7 +10,7 @@ from dist_attn import feature_maps
 from dist_attn.comm import run_simulated
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, LinearState, absorb_keys, linear_attention
+from dist_attn.ops import Denominator, LocalSequenceOps, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import complete_sums, local_sums
 from dist_attn.sharded import ShardedSequenceOps
 from tests.ops.test_triton import DEVICE, SMALL, few, moved
@@ -137,26 +137,30 @@ def one_at_a_time(monkeypatch):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="simulated ranks are of the CPU")
-@pytest.mark.parametrize("causal", [True, False])
-def test_ranks_with_kernels_equal_one_without(causal, monkeypatch):
-    """Three ranks that compute by kernels, one without tokens, give the outputs and state of one that does not."""
+@pytest.mark.parametrize("kind", ["causal", "full", "relative"])
+def test_ranks_with_kernels_equal_one_without(kind, monkeypatch):
+    """Three ranks that compute by kernels, one without tokens, give the outputs and gradients of one that does not."""
     one_at_a_time(monkeypatch)
     (q, k, v), kwargs = few(12, gate=True, scale=True, state=False).arguments()
-    want, want_after = linear_attention(q, k, v, causal=causal, **kwargs)
+    weight = torch.randn(v.shape, generator=torch.Generator().manual_seed(1))
+    rp = torch.rand(2, 7, 5, generator=torch.Generator().manual_seed(2))
+
+    def attend(ops, start, stop):
+        leaves = [t[:, :, start:stop].clone().requires_grad_() for t in (q, k, v)]
+        if kind == "relative":
+            out, _ = ops.relative_attention_streaming(leaves[0].exp(), leaves[1].exp(), leaves[2], rp)
+        else:
+            cut = {name: t[:, :, start:stop] if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
+            out, _ = ops.linear_attention(*leaves, causal=kind == "causal", **cut)
+        (out * weight[:, :, start:stop]).sum().backward()
+        return out, *(leaf.grad for leaf in leaves)
+
     layout = SequenceLayout.from_lengths([7, 0, 5])
-
-    def on_rank(comm):
-        start, stop = layout.range(comm.rank)
-        ops = ShardedSequenceOps(comm, layout, implementation="triton")
-        cut = {name: t[:, :, start:stop] if isinstance(t, torch.Tensor) else t for name, t in kwargs.items()}
-        with torch.no_grad():
-            return ops.linear_attention(*(t[:, :, start:stop] for t in (q, k, v)), causal=causal, **cut)
-
-    found = run_simulated(on_rank, 3)
-    assert_close(torch.cat([out for out, _ in found], 2), want)
-    assert all(isinstance(after, LinearState) for _, after in found)
-    for _, after in found:
-        assert_close(after.s_BHMV, want_after.s_BHMV, kind="state")
+    found = run_simulated(
+        lambda comm: attend(ShardedSequenceOps(comm, layout, implementation="triton"), *layout.range(comm.rank)), 3
+    )
+    for parts, whole in zip(zip(*found, strict=True), attend(LocalSequenceOps(), 0, 12), strict=True):
+        assert_close(torch.cat(parts, 2), whole, kind="gradient")
 
 
 def test_ranks_refuse_kernels_where_there_are_none():
