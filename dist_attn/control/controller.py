@@ -157,6 +157,8 @@ class Controller:
             session = self._desk.sessions.get(fault.session)
             if session is not None:
                 self._desk.fail(session, fault.code, fault.error)
+        if self._desk.came_further():
+            self._group.was_of_use()
 
     # ---- time ----------------------------------------------------------------------------------
 

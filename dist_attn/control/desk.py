@@ -67,6 +67,7 @@ class Desk:
         self.closing: list[int] = []
         """Ended sessions whose state the ranks still hold."""
         self._stopping = ""
+        self._furthered = False
 
     # ---- from the API --------------------------------------------------------------------------
 
@@ -179,7 +180,7 @@ class Desk:
         if session is None or session.sampling is None or self.model is None:
             return
         session.draws_back += 1
-        session.progress(session.received, session.draws_back)
+        self._furthered |= session.progress(session.received, session.draws_back)
         if session.draws_back <= session.draws:
             self._compare(session, token)
         elif session.draws < session.most_draws:
@@ -234,10 +235,15 @@ class Desk:
         session = self.sessions.get(number)
         if session is not None:
             session.read = max(session.read, position)
-            session.progress(position, 0)
+            self._furthered |= session.progress(position, 0)
             self.standing.commit(session)
             if session.terms.progress:
                 self.post(session.peer, Progress(session.request_id, position))
+
+    def came_further(self) -> bool:
+        """Whether any request has come further than ever since this was asked last."""
+        further, self._furthered = self._furthered, False
+        return further
 
     def settle(self, session: Session) -> None:
         """End an encoding whose every row has been sent, or a session that stands at its end already."""

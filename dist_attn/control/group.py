@@ -68,7 +68,8 @@ class RankGroup:
         self._deadline = 0.0
         self._ready_at = 0.0
         self._suspected_at: float | None = None
-        self._crashes: deque[float] = deque(maxlen=settings.crashes_to_open)
+        self._crashes: deque[float] = deque(maxlen=settings.crashes_to_open)  # of groups that were of no use
+        self._of_use = False
         self._backoff_s = 0.0
         self._stopping = False
         self.phase = Phase.IDLE
@@ -237,6 +238,7 @@ class RankGroup:
         self.phase = Phase.STARTING
         self.ranks = {}
         self._suspected_at = None
+        self._of_use = False
         self._deadline = now + settings.start_deadline_s
         hosts = [agent.hello.name for agent in agents]
         log.info("epoch starts", epoch=self.epoch, ranks=settings.ranks, agents=hosts)
@@ -263,9 +265,7 @@ class RankGroup:
                 self._lose(self._placement.name_gone() or culprit or "the connection to a rank broke", now)
             return
         if now - self._ready_at >= settings.stable_s:
-            self._crashes.clear()
-            self._backoff_s = 0.0
-            self.circuit_open = False
+            self._forgive()
         for rank, vitals in self.ranks.items():
             silent = now - vitals.heard_at
             if silent > settings.heartbeat_deadline_s:
@@ -280,6 +280,18 @@ class RankGroup:
             text = f"has made no progress for {now - stuck.progress_at:.1f} s in phase {stuck.phase!r} of step {step}"
             self._lose(f"rank {stuck.hello.rank} {text}", now)
 
+    def was_of_use(self) -> None:
+        """A request came further than ever: should this group be lost too, the next one may start at once.
+
+        Who waits between crashes spares a machine on which nothing gets done; here something does.
+        """
+        self._of_use = True
+
+    def _forgive(self) -> None:
+        self._crashes.clear()
+        self._backoff_s = 0.0
+        self.circuit_open = False
+
     def _suspect(self, now: float) -> None:
         if self.phase is Phase.RUNNING and self._suspected_at is None and not self._stopping:
             self._suspected_at = now
@@ -292,7 +304,10 @@ class RankGroup:
         self.phase = Phase.CLEARING
         self.last_failure = f"{reason} (epoch {self.epoch})"
         self._deadline = now + CLEAR_DEADLINE_S
-        self._crashes.append(now)
+        if self._of_use:
+            self._forgive()
+        else:
+            self._crashes.append(now)
         many = len(self._crashes) == settings.crashes_to_open and now - self._crashes[0] <= settings.stable_s
         self.circuit_open = many
         self._start_at = now + (settings.cool_down_s if many else self._backoff_s)

@@ -202,10 +202,12 @@ class Session:
         limit = self.terms.deadline_s
         return limit is not None and now - self.created_at >= limit
 
-    def progress(self, tokens: int, draws: int) -> None:
-        """The ranks have come so far; further than ever before means that this request is not what kills them."""
-        if (tokens, draws) > self.best:
+    def progress(self, tokens: int, draws: int) -> bool:
+        """The ranks have come so far; whether further than ever: then this request is not what kills them."""
+        further = (tokens, draws) > self.best
+        if further:
             self.best, self.losses = (tokens, draws), 0
+        return further
 
     def view(
         self,

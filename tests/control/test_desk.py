@@ -305,3 +305,16 @@ def test_how_far_the_input_is_read_is_told_where_it_was_asked_for(counter):
     counter.tell(OpenCompletion("b", SamplingSpec(5)))
     counter.desk.progress(counter.session.number, 512)
     assert counter.last(Progress).request_id == "a"
+
+
+def test_a_request_comes_further_only_where_it_has_not_been(counter):
+    """What is read for the first time counts once; read again after a loss it does not, and what comes then does."""
+    counter.tell(OpenCompletion("a", SamplingSpec(5)))
+    counter.desk.progress(counter.session.number, 512)
+    assert [counter.desk.came_further(), counter.desk.came_further()] == [True, False]
+    counter.session.exposed = True
+    counter.desk.rewind("rank 0 is gone")
+    counter.desk.progress(counter.session.number, 512)
+    assert not counter.desk.came_further()
+    counter.desk.progress(counter.session.number, 1024)
+    assert counter.desk.came_further()

@@ -233,6 +233,22 @@ def test_crashes_in_a_row_open_the_circuit_and_a_stable_group_closes_it():
     assert not scene.group.circuit_open
 
 
+def test_a_group_that_was_of_use_is_followed_at_once_and_opens_no_circuit():
+    """Where requests came further before each crash, however many, the next group starts without waiting."""
+    scene = Scene().run()
+    for _ in range(8):
+        scene.group.was_of_use()
+        scene.crash()
+        crashed_at = scene.now
+        scene.run()
+        assert scene.now - crashed_at <= 0.5
+        assert not scene.group.circuit_open
+    scene.crash()
+    scene.run().crash()
+    scene.run().crash()
+    assert scene.group.circuit_open
+
+
 def test_messages_of_an_old_epoch_change_nothing():
     """What is said about epoch 1 does not touch epoch 2."""
     scene = Scene().run()
