@@ -19,49 +19,82 @@ from typing import Any
 from benchmarks.filed import RESULTS
 from benchmarks.promised import PROMISES, HeldByTests, Promise, Results
 from benchmarks.setting import Setting, look_around
-from benchmarks.verify import ROOT
+from benchmarks.verify import ROOT, why_red
 
 __all__ = ["MEASUREMENTS", "Measurement", "as_markdown", "file_measurement", "main", "newest"]
 
 PAGE = "service-promises.md"
+MOST_S = 3600.0
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A module, and what it is given; `{book}` is the text to read."""
+    """A module, what it is given, and the tests that must be green before; `{book}` is the text to read."""
 
     module: str
     arguments: tuple[str, ...]
+    tests: tuple[str, ...] = ()
 
     def command(self, book: Path) -> tuple[str, ...]:
         """What comes behind the interpreter."""
         return ("-m", self.module, *(argument.format(book=book) for argument in self.arguments))
 
 
+_HOLDING = tuple(dict.fromkeys(t for promise in PROMISES if isinstance(promise, HeldByTests) for t in promise.tests))
 # SIGSTOP has a measurement of its own, so kills are all SIGKILL.
 MEASUREMENTS: Mapping[str, Measurement] = {
     "kills": Measurement(
-        "benchmarks.service_kills", ("{book}", "--ranks=4", "--kills=50", "--streams=8", "--stop-every=0")
+        "benchmarks.service_kills",
+        ("{book}", "--ranks=4", "--kills=50", "--streams=8", "--stop-every=0"),
+        ("tests/control/test_group.py", "tests/control/test_replay.py"),
     ),
-    "stops": Measurement("benchmarks.service_stops", ("{book}", "--ranks=4", "--stops=10", "--streams=8")),
-    "sessions": Measurement("benchmarks.service_sessions", ("--tokens=1000000", "--kills=20")),
-    "streaming": Measurement("benchmarks.service_streaming", ("--megabytes=1024",)),
-    "fairness": Measurement("benchmarks.service_fairness", ("--ranks", "1", "2")),
-    "disconnects": Measurement("benchmarks.service_disconnects", ("--ranks=1", "--times=5")),
-    "eta": Measurement("benchmarks.service_eta", ("{book}", "--ranks=1", "--tokens", "105000", "200000")),
+    "stops": Measurement(
+        "benchmarks.service_stops",
+        ("{book}", "--ranks=4", "--stops=10", "--streams=8"),
+        ("tests/control/test_group.py", "tests/benchmarks/test_service_stops.py"),
+    ),
+    "sessions": Measurement(
+        "benchmarks.service_sessions",
+        ("--tokens=1000000", "--bytes-per-token=5", "--kills=20"),
+        ("tests/engine/test_stored_sessions.py",),
+    ),
+    "streaming": Measurement(
+        "benchmarks.service_streaming", ("--megabytes=1024",), ("tests/benchmarks/test_service_streaming.py",)
+    ),
+    "fairness": Measurement(
+        "benchmarks.service_fairness",
+        ("--ranks", "1", "2"),
+        ("tests/control/test_scheduler.py", "tests/engine/test_interleaving.py"),
+    ),
+    "disconnects": Measurement(
+        "benchmarks.service_disconnects", ("--ranks=1", "--times=5"), ("tests/service/test_disconnect.py",)
+    ),
+    "eta": Measurement(
+        "benchmarks.service_eta",
+        ("{book}", "--ranks=1", "--tokens", "105000", "200000"),
+        ("tests/service/test_estimates.py",),
+    ),
+    "tests": Measurement("benchmarks.service_tests", _HOLDING),
 }
 
 
 def file_measurement(name: str, book: Path, folder: Path) -> Path:
-    """Carry one out and file what it wrote.
+    """Carry one out and file what it wrote, in place of what was filed of it before.
 
-    Raises: RuntimeError where it wrote nothing: it could not be carried out.
+    Raises: RuntimeError where its tests are red, or it wrote nothing within `MOST_S`.
     """
     measurement, setting = MEASUREMENTS[name], look_around()
+    problem = why_red(measurement.tests) if measurement.tests else ""
+    if problem:
+        raise RuntimeError(f"{name} was not measured: no number without green tests; {problem}")
     command, began = measurement.command(book), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         written = Path(scratch) / "result.json"
-        ended = subprocess.run([sys.executable, *command, f"--json={written}"], cwd=ROOT, check=False).returncode
+        program = [sys.executable, *command, f"--json={written}"]
+        try:
+            ended = subprocess.run(program, cwd=ROOT, check=False, timeout=MOST_S).returncode
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{name} did not end within {MOST_S:g} s") from None
         if not written.exists():
             raise RuntimeError(f"{name} ended with exit code {ended} and no result")
         result = json.loads(written.read_text())
@@ -71,12 +104,14 @@ def file_measurement(name: str, book: Path, folder: Path) -> Path:
         "setting": asdict(setting),
         "command": " ".join(("python", *measurement.command(Path(book.name)))),
         "seconds": round(time.monotonic() - began, 1),
+        "exit_code": ended,
         "result": result,
     }
-    for older in folder.glob(f"service-{name}-*.json"):
-        older.unlink()
+    older = set(folder.glob(f"service-{name}-*.json"))
     path = folder / f"service-{name}-{setting.date[:10]}-{setting.commit}.json"
     path.write_text(json.dumps(told, indent=1) + "\n")
+    for before in older - {path}:
+        before.unlink()
     return path
 
 
@@ -112,8 +147,6 @@ def as_markdown(results: Results) -> str:
 
 
 def _measured(promise: Promise | HeldByTests, results: Results) -> tuple[str, str]:
-    if isinstance(promise, HeldByTests):
-        return f"by tests: {', '.join(f'`{test}`' for test in promise.tests)}", "yes"
     if promise.measurement not in results:
         return "not measured yet", ""
     verdict = promise.judge(results[promise.measurement]["result"])
@@ -135,7 +168,8 @@ def main(arguments: Sequence[str]) -> int:
     failed = 0
     if not given.report:
         if given.book is None or not given.book.is_file():
-            print(f"service_promises: a book is needed; {given.book} is no file", file=sys.stderr)
+            said = "no book was given" if given.book is None else f"there is no file {given.book}"
+            print(f"service_promises: {said}; name a text of a megabyte or more", file=sys.stderr)
             return 2
         for name in given.only:
             print(f"service_promises: {name}", file=sys.stderr, flush=True)

@@ -73,7 +73,7 @@ def _encode(model: LanguageModel | TextEncoder, place: Path, spec: RowSpec, rank
 
 def _language_run(place: Path, name: str) -> TrainingConfig:
     place.mkdir()
-    config = small_run(place, steps=4, evaluate_every=4, checkpoint_every=4)
+    config = small_run(place, steps=12, log_every=1, evaluate_every=12, checkpoint_every=12)
     return config.model_copy(update={"model": small_config(mixer=_mixer(name, CAUSAL[name]))})
 
 
@@ -88,7 +88,17 @@ def _text_encoder(name: str) -> TextEncoder:
 
 
 def _vision_run(place: Path, name: str) -> TrainingConfig:
-    return small_task("vision", place, model={"encoder": _encoder(name)}, run={"steps": 3, "evaluate_every": 3})
+    run = {"steps": 30, "log_every": 1, "evaluate_every": 30, "checkpoint_every": 30}
+    return small_task("vision", place, model={"encoder": _encoder(name)}, data={"batch": 20}, run=run)
+
+
+def _assert_learns(config: TrainingConfig) -> None:
+    """The last third of the steps has a lower mean loss than the first third."""
+    losses: list[float] = []
+    train(config, report=lambda line: losses.append(line["loss"]) if "loss" in line else None)
+    third = len(losses) // 3
+    assert third >= 3
+    assert sum(losses[-third:]) < sum(losses[:third])
 
 
 def test_no_kind_is_left_out() -> None:
@@ -100,36 +110,28 @@ def test_no_kind_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_causal_kind_trains_encodes_and_generates(tmp_path: Path, name: str) -> None:
-    """A run with bf16 autocast moves all weights; the model it leaves gives one pass's rows on one and on three ranks,
-    and draws the same tokens from a prompt that is read at once as from one that comes in pieces.
+    """The loss of a run with bf16 autocast falls; the model it leaves gives one pass's rows on one and on three ranks,
+    and draws the tokens that have the largest logits in one pass over prompt and tokens.
     """
     config = _language_run(tmp_path / "run", name)
-    last = train(config)
-    assert 0 < last["bits_per_byte"] < 12
+    _assert_learns(config)
     model = load_model(config.run.folder / "model")
-    torch.manual_seed(0)
-    before = build_model(config.model).state_dict()
-    moved = [not torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items() if "mixer" in key]
-    assert any(moved)
     tokens = torch.from_numpy(ByteTokeniser().encode(TEXT).astype(np.int64))
     with torch.inference_mode():
         want = torch.stack([part.mean(0) for part in model.encode(tokens[None])[0].double().split(100)]).float()
     for ranks in (1, 3):
         assert_close(_encode(model, tmp_path, RowSpec("window", 100), ranks, TEXT), want)
-    greedy = SamplingSpec(max_tokens=6, temperature=0.0)
+    drawn = generate(model, tokens[:60].tolist(), SamplingSpec(max_tokens=6, temperature=0.0))
     with torch.inference_mode():
-        _, state = model(tokens[None, :40])
-        logits, _ = model(tokens[None, 40:60], None, state)
-        first = int(logits[0, -1].argmax())
-    assert int(generate(model, tokens[:60].tolist(), greedy)[0]) == first
+        logits, _ = model(torch.cat([tokens[:60], torch.tensor(drawn)])[None])
+    assert drawn == logits[0, 59:65].argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_kind_that_sees_both_sides_trains_and_encodes(tmp_path: Path, name: str) -> None:
     """A classifier of images learns with it, and a text encoder gives the same rows on one and on three ranks."""
     config = _vision_run(tmp_path / "run", name)
-    last = train(config)
-    assert 0 <= last["accuracy"] <= 1
+    _assert_learns(config)
     trained = load_any_model(config.run.folder / "model")
     model = _text_encoder(name)
     taken = {key: tensor for key, tensor in trained.state_dict().items() if key.startswith("encoder.")}
