@@ -13,6 +13,7 @@ import torch
 from dist_attn.errors import EngineError
 from dist_attn.generation import (
     CapturedStep,
+    StepGraphs,
     StepMode,
     generator_for,
     sample,
@@ -57,16 +58,27 @@ class _Batch:
 class DecodeSlots:
     """The sessions that this rank draws tokens for.
 
-    `steps` says whether batches are decoded over buffers that stay, see `generation.takes_captured_steps`.
+    `steps` says whether batches are decoded over buffers that stay, see `generation.takes_captured_steps`. `graphs` is
+    where their graphs come from; a step that was captured serves any number of sessions up to SLOTS, and what is kept
+    for batches to come is given up with the last session.
     """
 
-    def __init__(self, model: LanguageModel, end_token: int | None = None, *, steps: StepMode = "auto") -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        end_token: int | None = None,
+        *,
+        steps: StepMode = "auto",
+        graphs: StepGraphs | None = None,
+    ) -> None:
         self._model = model
         self._end_token = end_token
         self._seats: dict[int, _Seat] = {}
         self._apart: dict[int, ModelState] = {}  # states that are in no batch
         self._batches: list[_Batch] = []
-        self._captures = takes_captured_steps(steps, model.embedding.weight.device)
+        device = model.embedding.weight.device
+        self._captures = takes_captured_steps(steps, device)
+        self._graphs = StepGraphs(device) if graphs is None else graphs
         self._free: list[CapturedStep] = []  # those of batches that are no more
 
     @property
@@ -117,7 +129,9 @@ class DecodeSlots:
         for batch in self._batches:
             if session in batch.sessions:
                 self._dissolve(batch)
-                return
+                break
+        if not self._seats:
+            self._free.clear()  # states and graphs take memory that nobody has planned for
 
     def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | SessionFault]:
         """Feed each session its token and draw the next one; those that draw from kept logits feed what they draw."""
@@ -207,12 +221,12 @@ class DecodeSlots:
         state = ModelState.stack(states + states[:1] * (SLOTS - len(states)))
         if not self._captures:
             return _Batch(sessions, state)
-        captured = next((step for step in self._free if step.fits(state, len(sessions))), None)
+        captured = next((step for step in self._free if step.fits(state)), None)
         if captured is None:
-            captured = CapturedStep(self._model, state, rows=len(sessions))
+            captured = CapturedStep(self._model, state, rows=len(sessions), graphs=self._graphs)
         else:
             self._free.remove(captured)
-            captured.load(state)
+            captured.load(state, rows=len(sessions))
         return _Batch(sessions, captured.state, captured)
 
     def _dissolve(self, batch: _Batch) -> None:

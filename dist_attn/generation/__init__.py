@@ -6,12 +6,14 @@ from dist_attn.generation.decode import generate
 from dist_attn.generation.logprobs import token_logprobs
 from dist_attn.generation.sampling import generator_for, sample
 from dist_attn.generation.state_snapshot import Restored, computation_of, identity_of, pack_state, restore_state
+from dist_attn.generation.step_graphs import StepGraphs
 
 __all__ = [
     "BeamSpec",
     "CapturedStep",
     "Hypothesis",
     "Restored",
+    "StepGraphs",
     "StepMode",
     "beam_search",
     "computation_of",

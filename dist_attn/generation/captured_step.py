@@ -10,6 +10,7 @@ from typing import Literal, final
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
+from dist_attn.generation.step_graphs import Replayed, StepGraphs
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import Watch, current_watch, watching
 
@@ -37,27 +38,43 @@ class CapturedStep:
     """`model.step` for one batch, which keeps the state itself.
 
     The first step runs operation by operation, the second is captured where that can be; `how` says which it is, and
-    why. `rows` are the batch elements that count for a watch of guarded denominators, all of them by default. While
-    somebody looks for numbers that are not finite, steps run operation by operation.
+    why. `rows` are the batch elements that count for a watch of guarded denominators, whatever the watch itself says:
+    the first so many, or all of them (None). While somebody looks for numbers that are not finite, steps run operation
+    by operation. Steps that share `graphs` share what is known of captures that failed.
     """
 
-    def __init__(self, model: LanguageModel, state: ModelState, *, rows: int | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, state: ModelState, *, rows: int | None = None, graphs: StepGraphs | None = None
+    ) -> None:
         self._model = model
-        self.rows = rows
         self._state = state.select(slice(None))
         self._x_BD: torch.Tensor | None = None
         self._logits_BV: torch.Tensor | None = None
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._counts = Watch()  # of the step last replayed
+        device = model.embedding.weight.device
+        self._graphs = StepGraphs(device) if graphs is None else graphs
+        self._graph: Replayed | None = None
+        self._counts = Watch()  # of the step last replayed; it lives as long as the graph that writes it
+        self._counts.counting_B = torch.ones_like(self._state.position_B, dtype=torch.bool)
         self._grows = False
-        device = model.embedding.weight.device.type
-        self._may_capture = device == "cuda"
-        why = "no step has been taken yet" if self._may_capture else f"the model is on {device}, and graphs are of CUDA"
-        self.how = f"operation by operation: {why}"
+        self._rows: int | None = None
+        self._count(rows)
+
+    @property
+    def how(self) -> str:
+        """In words, how steps are taken: "a CUDA graph", or why operation by operation."""
+        if self._graph is not None:
+            return "a CUDA graph"
+        why = self._graphs.refusal or "no step has been captured yet"
+        if self._grows:
+            why = "the state grows with every token, and a graph has one size"
+        return f"operation by operation: {why}"
 
     @property
     def grows(self) -> bool:
-        """Whether the state has no fixed size, so that nothing stays and there is nothing to load another one into."""
+        """Whether a step has made the state larger, so that nothing stays and there is nothing to load another into.
+
+        It remains so: a state that has grown once has no size to come back to.
+        """
         return self._grows
 
     @property
@@ -65,21 +82,23 @@ class CapturedStep:
         """The state after the last step, in the buffers that the next step writes; take a copy of what is to stay."""
         return self._state
 
-    def fits(self, state: ModelState, rows: int | None) -> bool:
-        """Whether `load` can take this state, for as many rows that count."""
-        return self.rows == rows and _shapes(self._state) == _shapes(state)
+    def fits(self, state: ModelState) -> bool:
+        """Whether `load` can take this state."""
+        return not self._grows and _shapes(self._state) == _shapes(state)
 
-    def load(self, state: ModelState) -> None:
-        """Go on from another state.
+    def load(self, state: ModelState, *, rows: int | None = None) -> None:
+        """Go on from another state, of which so many rows count, with the graph that is there.
 
         Raises: ShapeError for a state of other shapes: those that were captured stay.
         """
-        if not self.fits(state, self.rows):
+        if not self.fits(state):
             raise ShapeError(
-                f"a state of tensors {_shapes(state)} was given; this step keeps {_shapes(self._state)}: make another"
+                f"a state of tensors {_shapes(state)} was given; this step keeps {_shapes(self._state)}"
+                f"{', which grow' if self._grows else ''}: make another"
             )
         with torch.inference_mode():
             self._keep(state)
+        self._count(rows)
 
     @torch.inference_mode()
     def step(self, token_B: torch.Tensor) -> torch.Tensor:
@@ -90,31 +109,62 @@ class CapturedStep:
         x_BD = self._model.embed_step(token_B, self._state)
         watch = current_watch()
         looked_at = watch is not None and watch.finite is not None
+        first = self._x_BD is None
         if self._x_BD is None:
             self._x_BD = x_BD.clone()
-            self._run()
         else:
             self._x_BD.copy_(x_BD)
-            if self._may_capture and self._graph is None and not looked_at:
-                self._capture()
-            if self._graph is None or looked_at:
-                self._run()
-            else:
-                self._graph.replay()
-                if watch is not None:
-                    watch.add(self._counts)
+        if not (first or self._grows or looked_at) and self._graph is None:
+            self._graph = self._graphs.graph_of(self._run_counted, self._warm_up)
+        if self._graph is None or looked_at:
+            self._run_watched(watch)
+        else:
+            self._graph.replay()
+            if watch is not None:
+                # The graph counts the denominators of all rows: how many there are is a number of the host.
+                batch = len(token_B)
+                counting = batch if self._rows is None else min(self._rows, batch)
+                watch.add(self._counts, denominators=self._counts.denominators // batch * counting)
         self._state.position_B.add_(1)
         assert self._logits_BV is not None
         return self._logits_BV
 
+    @torch.inference_mode()
+    def _count(self, rows: int | None) -> None:
+        """Let so many rows count from now on, in a graph that is there already too."""
+        self._rows = rows
+        assert self._counts.counting_B is not None
+        self._counts.counting_B.zero_()[:rows] = True
+
+    def _run_watched(self, watch: Watch | None) -> None:
+        if watch is None:
+            self._run()
+            return
+        before, watch.rows = watch.rows, self._rows
+        try:
+            self._run()
+        finally:
+            watch.rows = before
+
+    def _run_counted(self) -> None:
+        """What a graph is captured of: one step that counts into memory of its own."""
+        self._counts.clear()
+        with watching(self._counts):
+            self._run()
+
+    def _warm_up(self) -> None:
+        """One step that changes no buffer."""
+        assert self._x_BD is not None
+        with watching(None):
+            self._model.step_layers(self._x_BD, self._state.layers)
+
     def _run(self) -> None:
-        """One step over the buffers; what a graph is captured of."""
+        """One step over the buffers."""
         assert self._x_BD is not None
         logits_BV, layers = self._model.step_layers(self._x_BD, self._state.layers)
         after = ModelState(layers, self._state.position_B)
         if _shapes(after) != _shapes(self._state):
-            self._may_capture, self._grows = False, True
-            self.how = "operation by operation: the state grows with every token, and a graph has one size"
+            self._grows = True
             self._state, self._logits_BV = after, logits_BV
             return
         self._keep(after)
@@ -122,30 +172,6 @@ class CapturedStep:
             self._logits_BV = logits_BV.clone()
         else:
             self._logits_BV.copy_(logits_BV)
-
-    def _capture(self) -> None:
-        assert self._x_BD is not None
-        device = self._x_BD.device
-        try:
-            with torch.cuda.device(device):
-                # Off the main stream, as a capture is: libraries make their workspaces now. No buffer changes.
-                side = torch.cuda.Stream()
-                side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(side), watching(None):
-                    self._model.step_layers(self._x_BD, self._state.layers)
-                torch.cuda.current_stream().wait_stream(side)
-                graph = torch.cuda.CUDAGraph()
-                self._counts = Watch()
-                self._counts.rows = self.rows
-                with torch.cuda.graph(graph), watching(self._counts):
-                    self._run()
-        except RuntimeError as error:
-            # Some operation waits for the GPU or copies from the host; which one, torch's words say.
-            self._may_capture = False
-            self.how = f"operation by operation: the step could not be captured ({str(error).splitlines()[0]})"
-            return
-        self._graph = graph
-        self.how = "a CUDA graph"
 
     def _keep(self, after: ModelState) -> None:
         """Write a state into the buffers."""

@@ -11,7 +11,7 @@ from dist_attn.mixers.config import EfficientConfig, EluConfig, PerformerConfig,
 from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
 from dist_attn.mixers.kernel_state import KernelState, attention_shapes
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
-from dist_attn.mixers.narrow_layers import like_outputs
+from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.rotary import rotate
@@ -126,19 +126,19 @@ class CausalKernelAttention(TokenMixer):
         return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
 
     def initial_state(self, batch: int) -> KernelState:
-        config, weight = self.config, like_outputs(self.qkv)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        config, like = self.config, empty_output(self.qkv)
+        dtype = torch.promote_types(like.dtype, torch.float32)
         attention = LinearState.identity(
-            batch, config.num_heads, self.num_features, config.value_size, dtype=dtype, device=weight.device
+            batch, config.num_heads, self.num_features, config.value_size, dtype=dtype, device=like.device
         )
         position_B = unit_BH = None
         if config.rotary is not None:
-            position_B = torch.zeros(batch, dtype=torch.int64, device=weight.device)
+            position_B = torch.zeros(batch, dtype=torch.int64, device=like.device)
         unit = self.first_unit()
         if unit is not None:
-            unit_BH = torch.full((batch, config.num_heads), unit, dtype=torch.float64, device=weight.device)
+            unit_BH = torch.full((batch, config.num_heads), unit, dtype=torch.float64, device=like.device)
         if self.convolution is None:
-            tail_BKD = state_zeros(weight, (batch, 0, config.hidden_size))
+            tail_BKD = state_zeros(like, (batch, 0, config.hidden_size))
         else:
             tail_BKD = self.convolution.initial_tail(batch)
         return KernelState(attention, tail_BKD, config.kind, position_B, unit_BH)

@@ -19,7 +19,7 @@ __all__ = [
     "Int8Embedding",
     "Int8Linear",
     "NarrowLayer",
-    "like_outputs",
+    "empty_output",
 ]
 
 
@@ -132,11 +132,10 @@ class Bfloat16Embedding(_Bfloat16):
         return self.weight[tokens].float()
 
 
-def like_outputs(layer: nn.Linear | NarrowLayer) -> torch.Tensor:
-    """A tensor of the type and at the place of what a linear layer puts out for float32 inputs or those of its type."""
-    if isinstance(layer, NarrowLayer):
-        return layer.weight.new_empty(0, dtype=torch.float32)
-    return layer.weight
+def empty_output(layer: nn.Linear | NarrowLayer) -> torch.Tensor:
+    """Nothing, of the type and at the place of what a linear layer puts out for float32 inputs or those of its type."""
+    dtype = torch.float32 if isinstance(layer, NarrowLayer) else layer.weight.dtype
+    return torch.empty(0, dtype=dtype, device=layer.weight.device)  # not of the weight: that one may be sharded
 
 
 def _fixed(bias: nn.Parameter | None) -> nn.Parameter | None:

@@ -10,7 +10,7 @@ from dist_attn.feature_maps import elu_plus_one
 from dist_attn.mixers.base import MixerState, TokenMixer
 from dist_attn.mixers.config import ScaleformerConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
-from dist_attn.mixers.narrow_layers import like_outputs
+from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
@@ -71,11 +71,11 @@ class ScaleformerAttention(TokenMixer):
         return self.out(out_BHV.flatten(1)), ScaleformerState(after)
 
     def initial_state(self, batch: int) -> ScaleformerState:
-        config, weight = self.config, like_outputs(self.qkv)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        config, like = self.config, empty_output(self.qkv)
+        dtype = torch.promote_types(like.dtype, torch.float32)
         sizes = (batch, config.num_heads, config.head_size, config.value_size, config.reach)
         empty = ScaleformerState(RelativeState.identity(*sizes, dtype=dtype))
-        return empty.replace(tuple(t.to(weight.device) for t in empty.tensors()))
+        return empty.replace(tuple(t.to(like.device) for t in empty.tensors()))
 
     def _rows(self) -> torch.Tensor:
         """phi of the positions, [H, 2 reach + 1, K]: zeros for keys that a mask hides."""

@@ -9,7 +9,7 @@ from torch import nn
 from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
 from dist_attn.mixers.config import SoftmaxConfig
 from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
-from dist_attn.mixers.narrow_layers import like_outputs
+from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.mixers.own_state import require_own
 from dist_attn.mixers.paradigm import Paradigm
 from dist_attn.mixers.relative import RelativeRows
@@ -94,14 +94,14 @@ class SoftmaxAttention(TokenMixer):
         return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD)
 
     def initial_state(self, batch: int) -> SoftmaxState:
-        config, weight = self.config, like_outputs(self.qkv)
+        config, like = self.config, empty_output(self.qkv)
         none = (batch, config.num_heads, 0)
         cache = KeyValueCache(
-            state_zeros(weight, (*none, config.head_size)),
-            state_zeros(weight, (*none, config.value_size)),
+            state_zeros(like, (*none, config.head_size)),
+            state_zeros(like, (*none, config.value_size)),
         )
         if self.convolution is None:
-            return SoftmaxState(cache, state_zeros(weight, (batch, 0, config.hidden_size)))
+            return SoftmaxState(cache, state_zeros(like, (batch, 0, config.hidden_size)))
         return SoftmaxState(cache, self.convolution.initial_tail(batch))
 
     def _rows(self) -> RelativePositions | None:

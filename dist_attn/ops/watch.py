@@ -38,13 +38,15 @@ class Watch:
     """Counts by layer and head, and where asked for, a look at every number.
 
     `layer` is the layer that runs, set by the model (0 for a bare operation); `rows`, where set, is how many batch
-    elements count: padded ones behind them do not.
+    elements count: padded ones behind them do not. `counting_B`, where set, says of guarded ones which elements count,
+    bool [B]: it may change between replays of a graph, which `rows` cannot. `denominators` are those of all meanwhile.
     """
 
     def __init__(self, finite: FiniteCheck | None = None) -> None:
         self.finite = finite
         self.layer = 0
         self.rows: int | None = None
+        self.counting_B: torch.Tensor | None = None
         self.denominators = 0
         self._guarded: dict[int, torch.Tensor] = {}
 
@@ -55,14 +57,20 @@ class Watch:
         """
         den, divisor = den.detach()[: self.rows], divisor.detach()[: self.rows]
         # A denominator that is NaN is no guarded one: NaN - NaN > 0 is false.
-        guarded_H = ((divisor - den).abs() > 0).transpose(0, 1).flatten(1).sum(1)
+        guarded = (divisor - den).abs() > 0
+        if self.counting_B is not None:
+            guarded = guarded & self.counting_B.view(-1, *[1] * (den.dim() - 1))
+        guarded_H = guarded.transpose(0, 1).flatten(1).sum(1)
         self.denominators += den.numel()
         before = self._guarded.get(self.layer)
         self._guarded[self.layer] = guarded_H if before is None else before + guarded_H
 
-    def add(self, other: "Watch") -> None:
-        """Count what another one has counted; what it holds may be written over afterwards."""
-        self.denominators += other.denominators
+    def add(self, other: "Watch", *, denominators: int | None = None) -> None:
+        """Count what another one has counted, of so many denominators where that is known better than by it.
+
+        What it holds may be written over afterwards.
+        """
+        self.denominators += other.denominators if denominators is None else denominators
         for layer, guarded_H in other._guarded.items():
             before = self._guarded.get(layer)
             self._guarded[layer] = guarded_H.clone() if before is None else before + guarded_H

@@ -1,14 +1,16 @@
 """A step over buffers that stay gives what a plain step gives; what is captured on a GPU is checked there."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from dist_attn.engine.decode_slots import DecodeSlots
 from dist_attn.errors import ConfigError, ShapeError
-from dist_attn.generation import CapturedStep, generate, takes_captured_steps
+from dist_attn.generation import CapturedStep, StepGraphs, generate, takes_captured_steps
 from dist_attn.generation.decode import prefill
+from dist_attn.generation.step_graphs import Replayed
 from dist_attn.mixers.config import MixerConfig, RandomFeatureConfig, ScaleformerConfig, SoftmaxConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import Watch, watching
@@ -21,6 +23,9 @@ MIXERS: dict[str, MixerConfig] = {
     "scaleformer": ScaleformerConfig(kind="scaleformer", hidden_size=8, num_heads=2, reach=3),
     "softmax": SoftmaxConfig(kind="softmax", hidden_size=8, num_heads=2),
 }
+
+HOW = {"rfa_gate": "a CUDA graph" if torch.cuda.is_available() else "on cpu"}
+HOW |= {"scaleformer": HOW["rfa_gate"], "softmax": "the state grows"}
 
 
 def model_of(kind: str) -> LanguageModel:
@@ -35,6 +40,30 @@ def model_of(kind: str) -> LanguageModel:
 def tensors_of(state: ModelState) -> list[torch.Tensor]:
     """All tensors of a state."""
     return [state.position_B, *(t for layer in state.layers for t in layer.tensors())]
+
+
+class Recaptured:
+    """Stands in for CUDA: its graphs do the step again, operation by operation; `count` is how many there were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, run: Callable[[], None], warm_up: Callable[[], object], device: torch.device) -> Replayed:
+        """What replays `run`, which like a capture changes nothing now."""
+        self.count += 1
+        warm_up()
+        return Rerun(run)
+
+
+@dataclass
+class Rerun:
+    """One graph of `Recaptured`."""
+
+    run: Callable[[], None]
+
+    def replay(self) -> None:
+        """Do it again."""
+        self.run()
 
 
 def tokens_of(model: LanguageModel, count: int) -> Iterator[torch.Tensor]:
@@ -83,34 +112,52 @@ def test_another_state_is_loaded_into_the_same_buffers() -> None:
         other = ModelState.stack([prefill(model, torch.arange(7, device=device))] * 2)
         kept = [t.clone() for t in tensors_of(other)]
         captured.load(other)
+        loaded = other
         for token_B in tokens_of(model, 2):
             want_BV, other = model.step(token_B, other)
             torch.testing.assert_close(captured.step(token_B), want_BV)
-        assert not all(torch.equal(a, b) for a, b in zip(kept, tensors_of(other), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(kept, tensors_of(loaded), strict=True))
         with pytest.raises(ShapeError, match="make another"):
             captured.load(model.initial_state(3))
 
 
-def test_a_watch_counts_the_same() -> None:
-    """Guarded denominators are counted as in plain steps, of the rows that count."""
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_watch_counts_the_same(graph: bool) -> None:
+    """Guarded denominators are those of the rows that count, whatever the watch says, before and after a graph."""
     model = model_of("rfa_gate")
-    state, counted = model.initial_state(2), []
-    captured = CapturedStep(model, state, rows=1)
-    for plain in (True, False):
-        watch = Watch()
-        watch.rows = 1
-        with torch.inference_mode(), watching(watch):
-            for token_B in tokens_of(model, 4):
-                if plain:
-                    _, state = model.step(token_B, state)
-                else:
-                    captured.step(token_B)
-        counted.append((watch.denominators, watch.guarded))
-    assert counted[0] == counted[1]
-    both = Watch()
-    both.add(watch)
-    both.add(watch)
-    assert both.denominators == 2 * watch.denominators
+    capture = Recaptured()
+    captured = CapturedStep(
+        model, model.initial_state(2), rows=1, graphs=StepGraphs(torch.device("cpu"), capture) if graph else None
+    )
+    for rows in (1, None, 2):
+        state = model.initial_state(2)
+        captured.load(state, rows=rows)
+        counted = []
+        for plain in (True, False):
+            watch = Watch()
+            watch.rows = rows if plain else None
+            with torch.inference_mode(), watching(watch):
+                for token_B in tokens_of(model, 4):
+                    if plain:
+                        _, state = model.step(token_B, state)
+                    else:
+                        captured.step(token_B)
+            counted.append((watch.denominators, watch.guarded))
+            assert watch.rows == (rows if plain else None)
+        assert counted[0] == counted[1]
+        assert sum(map(sum, counted[0][1]))
+    assert capture.count == graph
+
+
+def test_counts_are_added() -> None:
+    """What one watch has counted is added to another, as often as asked, and stays its own."""
+    model, one, both = model_of("rfa_gate"), Watch(), Watch()
+    with torch.inference_mode(), watching(one):
+        model.step(next(tokens_of(model, 1)), model.initial_state(2))
+    both.add(one)
+    both.add(one, denominators=3)
+    assert both.denominators == one.denominators + 3
+    assert both.guarded == tuple(tuple(2 * n for n in layer) for layer in one.guarded)
 
 
 @pytest.mark.parametrize("kind", list(MIXERS))
@@ -133,8 +180,60 @@ def test_slots_draw_the_same_tokens(kind: str) -> None:
                     slots.forget(0)
             positions = [int(slots.state_of(s)[0].position_B) for s in (3, 6)]
         found.append((drawn, positions))
-        assert all(words for words in slots.how)
+        assert slots.how
+        words = "not asked for" if steps == "eager" else HOW[kind]
+        assert all(words in how for how in slots.how), slots.how
     assert found[0] == found[1]
+
+
+def test_one_graph_serves_any_number_of_sessions() -> None:
+    """Sessions that come and go are decoded by one graph, with plain steps' tokens; the last one takes it with it."""
+    model, capture = model_of("rfa_gate"), Recaptured()
+    spec = SamplingSpec(max_tokens=40, temperature=1.0, seed=3)
+    device = model.embedding.weight.device
+    captured = DecodeSlots(model, steps="captured", graphs=StepGraphs(device, capture))
+    found = []
+    for slots in (DecodeSlots(model, steps="eager"), captured):
+        drawn: list[tuple[int, int]] = []
+        with torch.inference_mode():
+            for turn in range(12):
+                if turn < 5:
+                    slots.take_in(turn, model.initial_state(1), spec)
+                if turn > 7:
+                    slots.forget(turn - 8)
+                present = [s for s in range(5) if s in slots]
+                entries = [DecodeEntry(s, token=s + 1 if turn == s else None) for s in present]
+                drawn += [(d.session, d.token) for d in slots.draw(entries) if isinstance(d, Drawn)]
+        found.append(drawn)
+    assert found[0] == found[1]
+    assert captured.how == {"a CUDA graph"}
+    assert capture.count == 1
+    captured.forget(4)
+    captured.take_in(9, model.initial_state(1), spec)
+    with torch.inference_mode():
+        for token in (1, None):
+            captured.draw([DecodeEntry(9, token=token)])
+    assert capture.count == 2
+
+
+def test_a_capture_that_failed_is_not_tried_again() -> None:
+    """Batches of a model whose step cannot be captured go on operation by operation, and torch's words are said."""
+    model, tried = model_of("rfa_gate"), []
+
+    def capture(run: Callable[[], None], warm_up: Callable[[], object], device: torch.device) -> Replayed:
+        tried.append(device)
+        raise RuntimeError("an operation waits\nand so on")
+
+    slots = DecodeSlots(model, steps="captured", graphs=StepGraphs(torch.device("cpu"), capture))
+    spec = SamplingSpec(max_tokens=40, temperature=1.0, seed=3)
+    with torch.inference_mode():
+        for session in range(2):
+            slots.take_in(session, model.initial_state(1), spec)
+            for token in (1, None, None):
+                slots.draw([DecodeEntry(session, token=token)])
+            assert slots.how == {"operation by operation: the step could not be captured (an operation waits)"}
+            slots.forget(session)
+    assert len(tried) == 1
 
 
 def test_generation_over_captured_steps() -> None:

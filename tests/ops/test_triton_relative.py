@@ -30,9 +30,9 @@ def inputs(queries, keys, reach, size=5, values=4):
     return [q, k, torch.randn(1, 2, keys, values, generator=generator), rp]
 
 
-def assert_like_the_oracle(given, *, causal, dtype=torch.float32):
-    """Output and gradients of the kernels on inputs of `dtype` equal those of the oracle in float64."""
-    given = [x.to(dtype) for x in given]
+def assert_like_the_oracle(given, *, causal, dtypes=(torch.float32,) * 4):
+    """Output and gradients of the kernels on inputs of these types equal those of the oracle in float64."""
+    given = [x.to(dtype) for x, dtype in zip(given, dtypes, strict=True)]
     found = []
     by_kernels = partial(kernels.triton_relative_attention, tiles=SMALL)
     for attention, cast in ((relative_attention_naive, torch.Tensor.double), (by_kernels, lambda x: x.to(DEVICE))):
@@ -42,9 +42,9 @@ def assert_like_the_oracle(given, *, causal, dtype=torch.float32):
         (out.double().cpu() * weight).sum().backward()
         found.append((out, [leaf.grad for leaf in leaves]))
     (want, want_grads), (got, got_grads) = found
-    assert got.dtype == dtype
-    assert_close(got.cpu(), want.to(dtype))
-    for name, ours, exact in zip(("q", "k", "v", "rp"), got_grads, want_grads, strict=True):
+    assert got.dtype == dtypes[2]
+    assert_close(got.cpu(), want.to(dtypes[2]))
+    for name, dtype, ours, exact in zip(("q", "k", "v", "rp"), dtypes, got_grads, want_grads, strict=True):
         assert ours.dtype == dtype
         assert_close(ours.cpu(), exact.to(dtype), kind="gradient", what=name)
 
@@ -67,7 +67,14 @@ def test_sizes_of_several_blocks(causal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     """bf16 and fp16 inputs come within their own precision of the oracle on the same inputs."""
-    assert_like_the_oracle(inputs(35, 35, 5), causal=True, dtype=dtype)
+    assert_like_the_oracle(inputs(35, 35, 5), causal=True, dtypes=(dtype,) * 4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_sums_have_the_precision_of_values(causal):
+    """Values of float32 are summed as such where queries and keys are bf16: output and gradients have its precision."""
+    bf16, f32 = torch.bfloat16, torch.float32
+    assert_like_the_oracle(inputs(35, 35, 5), causal=causal, dtypes=(bf16, bf16, f32, f32))
 
 
 def test_no_weight_on_any_key_gives_zeros():

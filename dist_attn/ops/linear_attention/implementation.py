@@ -12,7 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
 from dist_attn.ops.state import LinearState
 
-__all__ = ["Choice", "Implementation", "choose", "choose_step", "no_kernels", "settled"]
+__all__ = ["Choice", "Implementation", "choose", "choose_step", "settled", "why_no_kernels"]
 
 Implementation = Literal["auto", "streaming", "triton"]
 # Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
@@ -53,7 +53,7 @@ def choose(
     return settled(
         implementation,
         lambda: (
-            no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
+            why_no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
             or (None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32")
             or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents)
             or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map)
@@ -107,7 +107,7 @@ def choose_step(
     return choose(implementation, q, k, v, feature_map=feature_map, state=state)
 
 
-def no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
+def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
     """Why no kernel at all can take these values, or None; by name also the interpreter will do."""
     interpreted = environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on")
     if v_BHSV.device.type != "cuda" and not (interpreted_is_fine and interpreted):

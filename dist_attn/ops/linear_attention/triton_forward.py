@@ -171,7 +171,10 @@ def chunk_sums(
     y: torch.Tensor,
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[G, N, M, V] and [G, N, M + 1]; weights [G, N T] are those of y, of features and of masses."""
+    """[G, N, M, V] and [G, N, M + 1]; weights [G, N T] are those of y, of features and of masses.
+
+    Where types differ, as relative attention lets them, the precision is that of y, as everywhere in its kernels.
+    """
     heads, size, values = x.shape[1], x.shape[3], y.shape[3]
     chunks = stretch.chunks(plan)
     sums = stretch.empty(chunks, plan.features, values)
@@ -184,7 +187,7 @@ def chunk_sums(
     chunk_sums_kernel[grid](
         x, y, stretch.w, *weights, sums, zm, *x.stride()[:3], *y.stride()[:3],
         x.shape[2], chunks, heads, size, plan.projections, plan.features, values, plan.scale,
-        **plan.constants(x.dtype),
+        **plan.constants(y.dtype),
     )  # fmt: skip
     return sums, zm
 

@@ -6,8 +6,8 @@ from dist_attn.ops.linear_attention.implementation import (
     DTYPES,
     Choice,
     Implementation,
-    no_kernels,
     settled,
+    why_no_kernels,
 )
 from dist_attn.ops.relative_attention.state import RelativeState
 
@@ -35,7 +35,7 @@ def choose_relative(
     return settled(
         implementation,
         lambda: (
-            no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
+            why_no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
             or _not_this_call(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, form, state, packed)
         ),
     )
