@@ -8,6 +8,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory, legs_step, reconstruct
 from dist_attn.ops.linear_attention import absorb_keys, linear_attention, linear_attention_read, linear_attention_step
+from dist_attn.ops.local_sequence_ops import LocalSequenceOps
 from dist_attn.ops.long_convolution import long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,
@@ -15,7 +16,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_step,
     relative_attention_streaming,
 )
-from dist_attn.ops.sequence_ops import LocalSequenceOps, SequenceOps
+from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.softmax_attention import (
     KeyValueCache,
     RelativePositions,

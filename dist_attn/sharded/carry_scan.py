@@ -22,7 +22,14 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ShapeError
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import Implementation, complete_sums, local_sums, state_dtype
+from dist_attn.ops.linear_attention import (
+    Implementation,
+    check_choice,
+    check_shapes,
+    complete_sums,
+    local_sums,
+    state_dtype,
+)
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
 
 __all__ = ["LOCAL_PASS", "Walks", "for_two_uses", "sharded_linear_attention"]
@@ -59,9 +66,11 @@ def sharded_linear_attention(
     Shapes: as `ops.linear_attention` with L and S local; either may be 0, causal they are equal.
     Cost: one exchange of 4 B H (M (V + 1) + 2) bytes per rank (8 in place of 4 for float64) as in `exclusive_scan`,
         its transpose backward. One rank alone: nothing.
-    Raises: ShapeError when shapes do not fit together; ConfigError for an implementation that cannot take this call.
+    Raises: ShapeError when shapes do not fit together; ConfigError, on ranks without tokens too, for an implementation
+        that cannot take this call.
     Reference: Random Feature Attention, Eq. 6 and 7, as a scan over (log a, S, z).
     """
+    check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     segment = _Segment(
         feature_map, log_gate_BHS, key_scale_BHS, state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state), implementation
     )
@@ -79,6 +88,7 @@ def sharded_linear_attention(
             implementation=implementation,
         )
     if not causal:
+        segment.check_choice(q_BHLK, k_BHSK, v_BHSV, state)
         # Every query reads the state after the last key of all ranks; there is nothing left to absorb.
         _, after = exclusive_scan(comm, segment.absorb(k_BHSK, v_BHSV), state, exchange)
         no_keys = k_BHSK[:, :, :0], v_BHSV[:, :, :0]
@@ -99,6 +109,7 @@ def sharded_linear_attention(
         )
     attend = segment.attend_in_one_walk if walks == "one_walk" else segment.attend_in_two_walks
     q_BHLK, k_BHSK, values_BHSV = (for_two_uses(x, segment.dtype) for x in (q_BHLK, k_BHSK, v_BHSV))
+    segment.check_choice(q_BHLK, k_BHSK, values_BHSV, state)
     out_BHLV, after = attend(comm, q_BHLK, k_BHSK, values_BHSV, state, denominator, exchange)
     return out_BHLV.to(v_BHSV.dtype), after
 
@@ -121,8 +132,16 @@ class _Segment:
     dtype: torch.dtype
     implementation: Implementation
 
+    def check_choice(
+        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, state: LinearState | None
+    ) -> None:
+        """Raises ConfigError where the implementation cannot take this call, on ranks without tokens too."""
+        check_choice(
+            self.implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=self.feature_map, state=state, sums=self.dtype
+        )
+
     def by(self, x_BHLK: torch.Tensor) -> Implementation:
-        """What computes over these tokens: kernels take no empty slice, which must not be refused for that."""
+        """What computes over these tokens, once checked: kernels take no empty slice, which must not be refused so."""
         return self.implementation if x_BHLK.shape[2] else "streaming"
 
     def absorb(

@@ -19,6 +19,7 @@ from dist_attn.ops.linear_attention import Implementation
 from dist_attn.ops.relative_attention import (
     RelativeState,
     WindowState,
+    check_relative_choice,
     relative_attention,
     relative_attention_streaming,
 )
@@ -97,6 +98,8 @@ def sharded_relative_attention_streaming(
     on every rank. Gradients of replicated inputs are this rank's share. `implementation` is what computes locally.
 
     Cost: as causal `sharded_relative_attention` on one layout. One rank alone exchanges nothing.
+    Raises: ShapeError when shapes do not fit together; ConfigError, on ranks without tokens too, for an implementation
+        that cannot take this call.
     """
     if comm.size == 1:
         return relative_attention_streaming(
@@ -108,8 +111,9 @@ def sharded_relative_attention_streaming(
     k, v1 = phi_k_BHLK.to(dtype), F.pad(v_BHLV.to(dtype), (0, 1), value=1.0)
     if state is not None:
         check_relative_state(state, k, v1, reach)
+    check_relative_choice(implementation, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state)
     before, after = _scan_states(comm, layout, RelativeState.of(k, v1, max(reach - 1, 0)), state)
-    # An empty slice has no use for kernels, and must not be refused for that.
+    # Kernels take no empty slice, which must not be refused for that; everything else was checked on every rank.
     by = implementation if v_BHLV.shape[2] else "streaming"
     out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before, implementation=by)
     return out, after

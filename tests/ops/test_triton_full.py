@@ -8,7 +8,6 @@ import torch
 
 from dist_attn import feature_maps
 from dist_attn.comm import run_simulated
-from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, LocalSequenceOps, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import complete_sums, local_sums
@@ -161,10 +160,3 @@ def test_ranks_with_kernels_equal_one_without(kind, monkeypatch):
     )
     for parts, whole in zip(zip(*found, strict=True), attend(LocalSequenceOps(), 0, 12), strict=True):
         assert_close(torch.cat(parts, 2), whole, kind="gradient")
-
-
-def test_ranks_refuse_kernels_where_there_are_none():
-    """By name, kernels are refused in words for packed documents over ranks."""
-    layout = SequenceLayout.from_lengths([4], documents=(0, 2))
-    with pytest.raises(ConfigError, match="no kernels"):
-        run_simulated(lambda comm: ShardedSequenceOps(comm, layout, implementation="triton"), 1)

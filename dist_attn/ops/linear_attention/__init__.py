@@ -1,15 +1,25 @@
 """Linear (kernel) attention: the oracle, the streaming form with flat memory, and the decode step."""
 
-from dist_attn.ops.linear_attention.implementation import Choice, Implementation, choose, choose_step
+from dist_attn.ops.linear_attention.implementation import (
+    Choice,
+    Implementation,
+    check_choice,
+    check_implementation,
+    choose,
+    choose_step,
+)
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums
 from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
-from dist_attn.ops.linear_attention.streaming import absorb_keys, linear_attention, state_dtype
+from dist_attn.ops.linear_attention.streaming import absorb_keys, check_shapes, linear_attention, state_dtype
 
 __all__ = [
     "Choice",
     "Implementation",
     "absorb_keys",
+    "check_choice",
+    "check_implementation",
+    "check_shapes",
     "choose",
     "choose_step",
     "complete_sums",

@@ -12,7 +12,17 @@ from dist_attn.errors import ConfigError
 from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
 from dist_attn.ops.state import LinearState
 
-__all__ = ["Choice", "Implementation", "choose", "choose_step", "settled", "why_no_kernels"]
+__all__ = [
+    "Choice",
+    "Implementation",
+    "check_choice",
+    "check_implementation",
+    "choose",
+    "choose_step",
+    "of_one_token",
+    "settled",
+    "why_no_kernels",
+]
 
 Implementation = Literal["auto", "streaming", "triton"]
 # Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
@@ -61,13 +71,44 @@ def choose(
     )
 
 
+def check_choice(
+    implementation: Implementation,
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None = None,
+    state: LinearState | None = None,
+    sums: torch.dtype = torch.float32,
+) -> None:
+    """Refuse a slice of a sequence where `choose` would refuse one with tokens, however many this one has.
+
+    Ranks that have no tokens raise so with those that have some, which would leave them alone in an exchange.
+
+    Raises: as `choose`.
+    """
+    if implementation not in ("auto", "streaming"):
+        q, k, v = (of_one_token(x) for x in (q_BHLK, k_BHSK, v_BHSV))
+        choose(implementation, q, k, v, feature_map=feature_map, state=state, sums=sums)
+
+
+def of_one_token(x_BHLK: torch.Tensor) -> torch.Tensor:
+    """What a choice is made by for a slice of any length: one token of its type, sizes and place, without values."""
+    return x_BHLK.new_empty(1).expand(*x_BHLK.shape[:2], 1, x_BHLK.shape[3])
+
+
+def check_implementation(implementation: Implementation) -> None:
+    """Raises ConfigError for an implementation that does not exist."""
+    if implementation not in ("auto", "streaming", "triton"):
+        raise ConfigError(f"implementation {implementation!r} is unknown; use auto, streaming or triton")
+
+
 def settled(implementation: Implementation, find_obstacle: Callable[[], str | None]) -> Choice:
     """The choice for a call against which `find_obstacle` finds something, in words, or nothing.
 
     Raises: as `choose`.
     """
-    if implementation not in ("auto", "streaming", "triton"):
-        raise ConfigError(f"implementation {implementation!r} is unknown; use auto, streaming or triton")
+    check_implementation(implementation)
     if implementation == "streaming":
         return Choice("streaming", "asked for by name")
     obstacle = find_obstacle()

@@ -1,6 +1,6 @@
 """Relative attention (Scaleformer): the oracle, the windowed form in O(L), and the decode step."""
 
-from dist_attn.ops.relative_attention.implementation import choose_relative
+from dist_attn.ops.relative_attention.implementation import check_relative_choice, choose_relative
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.packed import packed_relative_attention
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
@@ -13,6 +13,7 @@ from dist_attn.ops.relative_attention.windowed import (
 __all__ = [
     "RelativeState",
     "WindowState",
+    "check_relative_choice",
     "choose_relative",
     "packed_relative_attention",
     "relative_attention",

@@ -6,12 +6,13 @@ from dist_attn.ops.linear_attention.implementation import (
     DTYPES,
     Choice,
     Implementation,
+    of_one_token,
     settled,
     why_no_kernels,
 )
 from dist_attn.ops.relative_attention.state import RelativeState
 
-__all__ = ["choose_relative"]
+__all__ = ["check_relative_choice", "choose_relative"]
 
 
 def choose_relative(
@@ -39,6 +40,24 @@ def choose_relative(
             or _not_this_call(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, form, state, packed)
         ),
     )
+
+
+def check_relative_choice(
+    implementation: Implementation,
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    *,
+    state: RelativeState | None = None,
+) -> None:
+    """Refuse a slice of a sequence where `choose_relative` would refuse one with tokens, however many this one has.
+
+    Raises: as `choose_relative`.
+    """
+    if implementation not in ("auto", "streaming"):
+        q, k, v = (of_one_token(x) for x in (phi_q_BHLK, phi_k_BHSK, v_BHSV))
+        choose_relative(implementation, q, k, v, phi_rp_HRK, state=state)
 
 
 def _not_this_call(

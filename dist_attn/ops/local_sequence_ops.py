@@ -1,0 +1,328 @@
+"""`SequenceOps` over a sequence that lies whole in this process, in packed documents or not."""
+
+from dataclasses import dataclass
+
+import torch
+
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.convolution import convolve, convolve_streaming, packed_convolve, packed_convolve_streaming
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.dense_space import dense_scan
+from dist_attn.ops.diagonal import diagonal_scan, packed_diagonal_scan
+from dist_attn.ops.documents import (
+    DocumentPlaces,
+    check_documents,
+    document_places,
+    document_ranges,
+    document_starts,
+    sums_of_documents,
+)
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
+from dist_attn.ops.legs import LegsState, legs_memory
+from dist_attn.ops.linear_attention import Implementation, check_implementation, linear_attention
+from dist_attn.ops.linear_attention.prefix import check_prefix
+from dist_attn.ops.long_convolution import long_convolve, packed_long_convolve
+from dist_attn.ops.relative_attention import (
+    RelativeState,
+    packed_relative_attention,
+    relative_attention,
+    relative_attention_streaming,
+)
+from dist_attn.ops.running_maximum import Maxima, running_maximum
+from dist_attn.ops.sequence_ops import RoutedTokens, SelectedTokens, SequenceOps
+from dist_attn.ops.softmax_attention import (
+    KeyValueCache,
+    RelativePositions,
+    packed_softmax_attention,
+    softmax_attention,
+    softmax_attention_streaming,
+)
+from dist_attn.ops.state import LinearState
+from dist_attn.ops.token_mixing import Activation, mix_tokens
+from dist_attn.ops.token_routing import route_tokens
+from dist_attn.ops.token_selection import select_tokens
+from dist_attn.ops.upsampling import Interpolation, upsample
+
+__all__ = ["LocalSequenceOps"]
+
+
+@dataclass(frozen=True)
+class LocalSequenceOps:
+    """All operations on a sequence that lies whole in this process.
+
+    `documents` are the positions at which packed documents start; None: one unbroken sequence. Documents never see each
+    other. Tokens before the first start continue the document that a state or a tail given is of; states and tails that
+    come out are those of the last document. Sums over the sequence and positions are those of the whole sequence.
+
+    Raises: InputError for documents that are not rising whole numbers, and from operations that do not take them;
+        ShapeError from operations for a document that starts behind the sequence, or for keys of another sequence;
+        ConfigError for an implementation that does not exist, and from operations whose call it cannot take.
+    """
+
+    documents: tuple[int, ...] | None = None
+    implementation: Implementation = "auto"  # of linear and relative attention, see `ops.linear_attention.choose`
+
+    def __post_init__(self) -> None:
+        check_implementation(self.implementation)
+        if self.documents is not None:
+            object.__setattr__(self, "documents", document_starts(self.documents))
+
+    def linear_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        *,
+        feature_map: FeatureMap | None = None,
+        log_gate_BHS: torch.Tensor | None = None,
+        key_scale_BHS: torch.Tensor | None = None,
+        causal: bool = True,
+        state: LinearState | None = None,
+        denominator: Denominator | None = None,
+        prefix: int = 0,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """See `dist_attn.ops.linear_attention`."""
+        return linear_attention(
+            q_BHLK,
+            k_BHSK,
+            v_BHSV,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate_BHS,
+            key_scale_BHS=key_scale_BHS,
+            causal=causal,
+            state=state,
+            denominator=denominator,
+            documents=self.documents,
+            prefix=prefix,
+            implementation=self.implementation,
+        )
+
+    def relative_attention(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        *,
+        causal: bool,
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.relative_attention`."""
+        if self.documents:
+            return packed_relative_attention(
+                phi_q_BHLK,
+                phi_k_BHSK,
+                v_BHSV,
+                phi_rp_HRK,
+                causal=causal,
+                documents=self.documents,
+                implementation=self.implementation,
+            )
+        return relative_attention(
+            phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=self.implementation
+        )
+
+    def relative_attention_streaming(
+        self,
+        phi_q_BHLK: torch.Tensor,
+        phi_k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        phi_rp_HRK: torch.Tensor,
+        state: RelativeState | None = None,
+    ) -> tuple[torch.Tensor, RelativeState]:
+        """See `dist_attn.ops.relative_attention_streaming`."""
+        self._refuse_documents("relative_attention_streaming")
+        return relative_attention_streaming(
+            phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=self.implementation
+        )
+
+    def softmax_attention(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSV: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None = None,
+        prefix: int = 0,
+        relative: RelativePositions | None = None,
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.softmax_attention`."""
+        if self.documents:
+            check_prefix(prefix, causal=causal, documents=True)
+            return packed_softmax_attention(
+                q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, documents=self.documents, relative=relative
+            )
+        return softmax_attention(q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative)
+
+    def softmax_attention_streaming(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BGLK: torch.Tensor,
+        v_BGLV: torch.Tensor,
+        cache: KeyValueCache,
+        *,
+        relative: RelativePositions | None = None,
+    ) -> tuple[torch.Tensor, KeyValueCache]:
+        """See `dist_attn.ops.softmax_attention_streaming`."""
+        return softmax_attention_streaming(
+            q_BHLK, k_BGLK, v_BGLV, cache, documents=self.documents or (), relative=relative
+        )
+
+    def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+        """See `dist_attn.ops.convolve`."""
+        if self.documents:
+            return packed_convolve(x_BLD, w_KD, centred=centred, documents=self.documents)
+        return convolve(x_BLD, w_KD, centred=centred)
+
+    def convolve_streaming(
+        self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.convolve_streaming`."""
+        if self.documents:
+            return packed_convolve_streaming(x_BLD, w_KD, tail_BKD, documents=self.documents)
+        return convolve_streaming(x_BLD, w_KD, tail_BKD)
+
+    def long_convolve(
+        self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.long_convolve`."""
+        if self.documents:
+            return packed_long_convolve(
+                x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD, documents=self.documents
+            )
+        return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+
+    def diagonal_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.diagonal_scan`."""
+        if self.documents:
+            return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state, documents=self.documents)
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+
+    def dense_scan(
+        self,
+        u_BLD: torch.Tensor,
+        a_DNN: torch.Tensor,
+        b_DN: torch.Tensor,
+        c_DMN: torch.Tensor,
+        *,
+        state: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `dist_attn.ops.dense_scan`; one unbroken sequence only."""
+        self._refuse_documents("dense_scan")
+        return dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=state)
+
+    def legs_memory(
+        self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+    ) -> tuple[torch.Tensor, LegsState]:
+        """See `dist_attn.ops.legs_memory`; one unbroken sequence only."""
+        self._refuse_documents("legs_memory")
+        return legs_memory(f_BLD, read_DN, state=state)
+
+    def mix_tokens(
+        self,
+        x_BLD: torch.Tensor,
+        w_in_LS: torch.Tensor,
+        w_out_SL: torch.Tensor,
+        *,
+        bias_in_S: torch.Tensor | None = None,
+        bias_out_L: torch.Tensor | None = None,
+        activation: Activation = "gelu_tanh",
+    ) -> torch.Tensor:
+        """See `dist_attn.ops.mix_tokens`; one unbroken sequence only."""
+        self._refuse_documents("mix_tokens")
+        return mix_tokens(x_BLD, w_in_LS, w_out_SL, bias_in_S=bias_in_S, bias_out_L=bias_out_L, activation=activation)
+
+    def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
+        """See `dist_attn.ops.fourier_mix`."""
+        if self.documents:
+            return packed_fourier_mix(x_BLD, norm=norm, documents=self.documents)
+        return fourier_mix(x_BLD, norm=norm)
+
+    def select_tokens(
+        self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
+    ) -> SelectedTokens:
+        """See `dist_attn.ops.token_selection.select_tokens`; one unbroken sequence only."""
+        self._refuse_documents("select_tokens")
+        kept = select_tokens(x_LC, score_L, threshold=threshold, at_most=at_most)
+        return _LocallySelected(*kept, length=len(x_LC), ops=self)
+
+    def route_tokens(
+        self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
+    ) -> RoutedTokens:
+        """See `dist_attn.ops.token_routing.route_tokens`; one unbroken sequence only."""
+        self._refuse_documents("route_tokens")
+        return route_tokens(x_LC, expert_LK, num_experts=num_experts, capacity=capacity)
+
+    def running_maximum(
+        self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
+    ) -> Maxima:
+        """See `dist_attn.ops.running_maximum`."""
+        return running_maximum(x_BHS, before_BH, log_gate_BHS=log_gate_BHS, documents=self.documents or ())
+
+    def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sum over all tokens, [B, L, D] -> [B, D]."""
+        return x_BLD.sum(dim=1)
+
+    def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """The sums over the tokens of each document, [B, L, D] -> [B, N, D]."""
+        return sums_of_documents(x_BLD, self.document_places(x_BLD.shape[1]))
+
+    def document_places(self, length: int) -> DocumentPlaces:
+        """Where the `length` tokens held here stand in their documents; an unbroken sequence is one.
+
+        Raises: ShapeError for a document that starts behind the sequence.
+        """
+        check_documents(self.documents or (), length)
+        return document_places(document_ranges(self.documents or (), length), 0, length)
+
+    def positions(self, length: int | None = None) -> torch.Tensor:
+        """Global index of each of the `length` tokens held here, [L], counted from the start of this call's sequence.
+
+        Raises: ShapeError without a length: only a layout would know it.
+        """
+        if length is None:
+            raise ShapeError("positions() of a local sequence needs its length: positions(length)")
+        return torch.arange(length)
+
+    def total_length(self, length: int) -> int:
+        """Tokens of the whole sequence when `length` of them are held here."""
+        return length
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens are held here, whatever the layout; the same answer on every rank."""
+        return True
+
+    def _refuse_documents(self, operation: str) -> None:
+        if self.documents:
+            raise InputError(
+                f"{operation} was given {len(self.documents)} packed documents; it takes one unbroken sequence. Call "
+                "it once per document"
+            )
+
+
+@dataclass(frozen=True)
+class _LocallySelected:
+    """What is kept of a sequence that lies whole in this process."""
+
+    x_NC: torch.Tensor
+    position_N: torch.Tensor
+    length: int
+    ops: SequenceOps
+
+    @property
+    def total(self) -> int:
+        return len(self.position_N)
+
+    def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
+        """See `dist_attn.ops.upsampling.upsample`."""
+        return upsample(z_ND, self.position_N, torch.arange(self.length, device=z_ND.device), how)
