@@ -199,6 +199,7 @@ class EngineSettings(_Section):
     chunk_tokens: Number = 512
     save_tokens: Number = 8192
     save_draws: Number = 256
+    save_s: Seconds = 1.0
     steps_in_flight: Number = 2
     blocks_of_credit: Number = 4
     step_s: Seconds = 0.25

@@ -40,6 +40,7 @@ __all__ = ["Desk"]
 
 ROWS_MESSAGE_BYTES = 256 << 10
 PROBE_S = 2.0
+SAVED_BYTES_PER_S = 16 << 20  # of all requests together, where time alone asks for it
 SUSPECT = 2  # losses after which it is worked on without others that are suspect too
 
 log = structlog.get_logger("dist_attn.control")
@@ -220,7 +221,7 @@ class Desk:
         self.closing.clear()
         again = 0
         for session in [s for s in self.sessions.values() if s.exposed]:
-            session.losses += 1
+            session.count_loss()
             if session.losses >= self._settings.losses_to_fail:
                 text = f"the ranks were lost {session.losses} times while they worked on this request ({reason})"
                 self.fail(session, "engine_failed", text)
@@ -239,6 +240,12 @@ class Desk:
             self.standing.commit(session)
             if session.terms.progress:
                 self.post(session.peer, Progress(session.request_id, position))
+
+    @property
+    def save_every_s(self) -> float:
+        """How long a request goes on until its state is saved: longer where all open ones' states are many bytes."""
+        state_bytes = 0 if self.model is None else self.model.state_bytes or 0
+        return max(self._settings.save_s, len(self.sessions) * state_bytes / SAVED_BYTES_PER_S)
 
     def came_further(self) -> bool:
         """Whether any request has come further than ever since this was asked last."""

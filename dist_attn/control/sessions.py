@@ -69,6 +69,8 @@ class Session:
     opened_at: int = 0  # tokens that it had read when it got its place
     leaving: bool = False  # its state is on its way here, and it rests until that has come
     losses: int = 0  # groups lost in a row while they worked on it and it came no further
+    lost_at: tuple[int, int] = (0, 0)  # of the saved state at the last loss: tokens and draws
+    save_asked_s: float = 0.0  # when its state was asked for, or it was opened
     best: tuple[int, int] = (0, 0)  # tokens and draws that have come back from the ranks
     read: int = 0  # every rank has answered for the text up to here
 
@@ -196,6 +198,12 @@ class Session:
         if self.assembler is not None:
             self.assembler.rewind()
         return again
+
+    def count_loss(self) -> None:
+        """A group was lost while it worked on this; where a further state was saved since the last loss, the first."""
+        saved = (self.journal.position, self.journal.draws)
+        self.losses = 1 if saved > self.lost_at else self.losses + 1
+        self.lost_at = saved
 
     def deadline_passed(self, now: float) -> bool:
         """Whether its result is of no use any more."""

@@ -63,6 +63,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chunk_tokens: int = GRAIN  # every text is cut into blocks of so many, always the same
     save_tokens: int = 16 * GRAIN  # states are saved so often; after a loss so much is read again at most
     save_draws: int = 256  # the same for drawn tokens
+    save_s: float = 1.0  # or after so long, where the states of all requests are few enough bytes for that
     steps_in_flight: int = 2
     blocks_of_credit: int = 4
     step_s: float = 0.25  # how long a step reads at most, as far as a chunk allows: what comes meanwhile waits for it

@@ -80,7 +80,7 @@ class StepBook:
             _put_aside(desk.sessions[number], ops, now)
         restores: list[tuple[int, int]] = []
         for number in plan.opens:
-            restores += self._open(desk.sessions[number], plan, ops)
+            restores += self._open(desk.sessions[number], plan, ops, now)
         for rank, numbers in enumerate(plan.decodes):
             if numbers:
                 ops[rank].append(DecodeOp([_entry(desk, number, rank) for number in numbers]))
@@ -89,18 +89,18 @@ class StepBook:
                     for other in range(self.ranks):
                         if other != rank:
                             ops[other].append(CloseOp(number))
-                self._save(desk, desk.sessions[number], ops, rank)
+                self._save(desk, desk.sessions[number], ops, rank, now)
         for block in plan.blocks:
             _prefill(desk, block, ops, now)
-            self._save_asked(desk, desk.sessions[block.session], ops)
+            self._save_asked(desk, desk.sessions[block.session], ops, now)
         for number in dict.fromkeys(block.session for block in plan.blocks):
-            self._save(desk, desk.sessions[number], ops, number % self.ranks)
+            self._save(desk, desk.sessions[number], ops, number % self.ranks, now)
             _close_read(desk.sessions[number], ops)
         rounds = [
             [_round(desk, numbers, rank) for _ in range(plan.rounds)] for rank, numbers in enumerate(plan.decodes)
         ]
         for session in desk.sessions.values():
-            self._save_asked(desk, session, ops)
+            self._save_asked(desk, session, ops, now)
         self.last_k += 1
         reached = [(block.session, block.start + block.tokens) for block in plan.blocks]
         tokens, drawing = sum(block.tokens for block in plan.blocks), 1 + plan.rounds if any(plan.decodes) else 0
@@ -129,10 +129,10 @@ class StepBook:
             if (session := desk.sessions.get(number)) is not None:
                 desk.grant(session)
 
-    def _open(self, session: Session, plan: Plan, ops: list[list[Op]]) -> list[tuple[int, int]]:
+    def _open(self, session: Session, plan: Plan, ops: list[list[Op]], now: float) -> list[tuple[int, int]]:
         """Let the ranks begin with the session, or the one that draws for it; which of them need its saved state."""
         session.opened = session.exposed = True
-        session.opened_at = session.dispatched
+        session.opened_at, session.save_asked_s = session.dispatched, now
         journal, number = session.journal, session.number
         owners = [rank for rank, numbers in enumerate(plan.decodes) if number in numbers]
         ranks = owners if journal.draws else list(range(self.ranks))
@@ -142,18 +142,18 @@ class StepBook:
             ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved, counts, kept))
         return [(rank, number) for rank in ranks if session.saved is not None]
 
-    def _save(self, desk: Desk, session: Session, ops: list[list[Op]], rank: int) -> None:
+    def _save(self, desk: Desk, session: Session, ops: list[list[Op]], rank: int, now: float) -> None:
         """Ask for the session's state where it has gone far since the last one that was asked for."""
-        if session.work is None and not session.is_read and _has_gone_far(desk, session):
-            session.saved_at = (session.dispatched, session.draws_asked)
+        if session.work is None and not session.is_read and _has_gone_far(desk, session, now):
+            session.saved_at, session.save_asked_s = (session.dispatched, session.draws_asked), now
             ops[rank].append(SaveOp(session.number, session.saves.ask()))
 
-    def _save_asked(self, desk: Desk, session: Session, ops: list[list[Op]]) -> None:
+    def _save_asked(self, desk: Desk, session: Session, ops: list[list[Op]], now: float) -> None:
         """Ask for the state of a stored session, for a loss or to hand it out: of the rank that has its logits."""
         kept = session.work is not None and session.opened and not session.draining
-        if session.awaits_save or (kept and _has_gone_far(desk, session)):
+        if session.awaits_save or (kept and _has_gone_far(desk, session, now)):
             rank = session.owner if session.owner is not None else session.holder
-            session.saved_at = (session.dispatched, session.draws_asked)
+            session.saved_at, session.save_asked_s = (session.dispatched, session.draws_asked), now
             session.end_asked = session.prefilled and not session.may_draw
             ops[rank or 0].append(SaveOp(session.number, session.saves.ask(), True))
 
@@ -188,11 +188,14 @@ class StepBook:
             self._rate.popleft()
 
 
-def _has_gone_far(desk: Desk, session: Session) -> bool:
+def _has_gone_far(desk: Desk, session: Session, now: float) -> bool:
+    """In tokens, in draws, or in time: ranks that are lost every few seconds get on by what was saved in between."""
     if desk.model is None or desk.model.state_bytes is None:
         return False
     tokens, draws = session.saved_at
-    return session.dispatched - tokens >= desk.save_tokens or session.draws_asked - draws >= desk.save_draws
+    far = session.dispatched - tokens >= desk.save_tokens or session.draws_asked - draws >= desk.save_draws
+    further = session.saved_at != (session.dispatched, session.draws_asked)
+    return far or (further and now - session.save_asked_s >= desk.save_every_s)
 
 
 def _entry(desk: Desk, number: int, rank: int) -> DecodeEntry:

@@ -1,5 +1,8 @@
 """The controller's decisions without processes: what goes to which rank, and what is dropped."""
 
+from itertools import pairwise
+
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +38,7 @@ from dist_attn.wire.rank_messages import (
     RankFailed,
     RankHello,
     RowPieces,
+    SaveOp,
     SessionFault,
     Shutdown,
     Step,
@@ -122,6 +126,28 @@ def test_every_rank_gets_every_step_and_the_same_collective_operations(table):
     assert sent.tolist() == list(range(1500))
     assert all(isinstance(table.ops(rank)[0], OpenOp) for rank in (0, 1))
     assert all(table.ops(rank)[-1] == CloseOp(1) for rank in (0, 1))
+
+
+@pytest.mark.parametrize(("open_requests", "seconds"), [(1, 1.0), (4, 2.0)])
+def test_a_state_is_saved_as_time_goes_by(table, open_requests, seconds):
+    """A text that is read slowly is saved every second, less often where the states of all requests are many bytes."""
+    hello = table.controller._desk.model
+    table.controller._desk.model = msgspec.structs.replace(hello, state_bytes=8 << 20)
+    for number in range(open_requests):
+        table.api(OpenEncoding(str(number), RowSpec()))
+    asked, k, fed = [], 0, 0
+    while table.now < 10.0:
+        table.api(Tokens("0", fed, bytes(4 * 512), False))
+        fed += 512
+        table.turn(0.25)
+        while k < table.steps[0][-1].k:
+            k += 1
+            for rank in (0, 1):
+                table.done(rank, k)
+        asked += [table.now] * sum(isinstance(op, SaveOp) for rank in (0, 1) for op in table.steps[rank][-1].ops)
+    gaps = [after - before for before, after in pairwise(dict.fromkeys(asked))]
+    assert len(gaps) >= 2
+    assert all(seconds <= gap <= seconds + 0.5 for gap in gaps)
 
 
 def test_an_api_process_that_dies_while_a_step_is_made_ends_its_requests_alone(table):
