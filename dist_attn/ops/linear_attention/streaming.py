@@ -69,7 +69,7 @@ def linear_attention(
     Reference: Random Feature Attention, Eq. 5 to 7, Algorithms 1 and 2.
     """
     check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
-    check_prefix(prefix, causal=causal, documents=bool(documents))
+    _check_parts(q_BHLK.shape[2], k_BHSK.shape[2], prefix, causal, documents or ())
     choice = choose(
         implementation,
         q_BHLK,
@@ -93,8 +93,6 @@ def linear_attention(
             queries=prefix,
             keys=prefix,
         )
-    if documents:
-        check_documents(documents, q_BHLK.shape[2], k_BHSK.shape[2])
     policy = Denominator() if denominator is None else denominator
     sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     if choice.implementation == "streaming":
@@ -114,6 +112,12 @@ def linear_attention(
         documents=documents or (),
         differentiable=partial(linear_attention, implementation="streaming"),
     )
+
+
+def _check_parts(queries: int, keys: int, prefix: int, causal: bool, documents: tuple[int, ...]) -> None:
+    check_prefix(prefix, causal=causal, documents=bool(documents))
+    if documents:
+        check_documents(documents, queries, keys)
 
 
 def _stream(

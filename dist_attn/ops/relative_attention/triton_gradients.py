@@ -134,9 +134,7 @@ def relative_features_gradient_kernel(
     rows = tl.arange(0, T)
     tokens = chunk * T + rows
     valid = tokens < L
-    state = group
-    if CAUSAL:
-        state = group * N + chunk
+    state = group * N + chunk if CAUSAL else group
     state_ptr += state * K * V
     zm_ptr += state * (K + 1)
     weight = valid.to(tl.float32)
