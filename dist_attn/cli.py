@@ -1,6 +1,7 @@
 """The command line: argument parsing and one call per command.
 
-Commands import what they need when they run, so `dist-attn --help` and `serve` never load torch.
+Those that only look and tell are in `commands/looking.py`. Commands import what they need when they run, so
+`dist-attn --help` and `serve` never load torch.
 Bad input ends with exit code 2 and one line on stderr; an engine failure with exit code 1 and one line.
 """
 
@@ -13,6 +14,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from dist_attn.commands import looking
+from dist_attn.commands.options import Config, DataDir, Host, Model, Port, StateExchange, Url, Weights, leave_to_service
 from dist_attn.errors import CommError, DistAttnError, InputError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
 from dist_attn.wire.weights import WeightPrecision
@@ -43,20 +46,6 @@ app = typer.Typer(
 
 configuration = typer.Typer(name="config", help="The settings of `serve`.", no_args_is_help=True)
 app.add_typer(configuration)
-
-Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
-Model = Annotated[str | None, typer.Option(help="A model folder or the name of a shipped model.")]
-Ranks = Annotated[int, typer.Option(help="Processes that share each document.", min=1, max=1024)]
-StateExchange = Annotated[
-    Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"],
-    typer.Option(help="How states travel between ranks."),
-]
-Host = Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")]
-Port = Annotated[int | None, typer.Option(help="Port to listen on (default: 8000).", min=1, max=65535)]
-DataDir = Annotated[Path | None, typer.Option(help="Where uploads and states are kept (default: data).")]
-Url = Annotated[str | None, typer.Option(help="Let this service do it (a key goes into DIST_ATTN_API_KEY).")]
-Weights = Annotated[WeightPrecision, typer.Option(help="How the model's weights lie in memory.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
 
 def main() -> None:
@@ -168,7 +157,7 @@ def encode(
 
             report = encode_here(file, out, rows, deterministic=deterministic, exchange=exchange)
         else:
-            _leave_to_service(deterministic=deterministic, exchange=exchange != "auto")
+            leave_to_service(deterministic=deterministic, exchange=exchange != "auto")
             from dist_attn.engine.remote import encode_remotely
 
             report = encode_remotely(url, file, out, rows) if is_first_rank(os.environ) else None
@@ -210,7 +199,7 @@ def generate(
             print(text, end="", flush=True)
 
     if url is not None:
-        _leave_to_service(beams=beams > 0, weights=weights != "float32")
+        leave_to_service(beams=beams > 0, weights=weights != "float32")
         from dist_attn.engine.remote import generate_remotely
 
         result = generate_remotely(url, data, spec, model=model, on_text=show)
@@ -340,17 +329,6 @@ def serve(
     raise typer.Exit(run_service(config, {**engine, **own}))
 
 
-@configuration.command("show")
-def config_show(config: Config = None, as_json: AsJson = False) -> None:
-    """Print every setting of `serve`, its value, and where that comes from.
-
-    Example: dist-attn config show --config serve.toml
-    """
-    from dist_attn.engine.show_settings import show_settings
-
-    show_settings(config, as_json=as_json)
-
-
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(help="Where the keys go; those that are there stay.")],
@@ -365,131 +343,10 @@ def keys(
     print(f"{len(written)} files written to {folder}" if written else f"{folder} has all keys already")
 
 
-@app.command()
-def state(
-    file: Annotated[Path, typer.Argument(help="A snapshot of a session's state.")],
-    as_json: AsJson = False,
-) -> None:
-    """Check the file of a state, and print whose it is, where it stands and what it holds.
-
-    Example: dist-attn state session.state
-    """
-    from dist_attn.engine.show_state import show_state
-
-    show_state(file, as_json=as_json)
-
-
-@app.command()
-def plan(
-    tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")],
-    ranks: Ranks = 1,
-    model: Model = None,
-    gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False,
-    backend: Annotated[Literal["gloo", "mpi"], typer.Option(help="What carries the bytes between ranks.")] = "gloo",
-    exchange: StateExchange = "auto",
-    weights: Weights = "float32",
-    as_json: AsJson = False,
-    url: Url = None,
-) -> None:
-    """What a document will cost: memory, bytes between ranks, time, output; here, or of a running service now.
-
-    Example: dist-attn plan --tokens 2M --ranks 4 --measure
-    """
-    if url is not None:
-        here = {"gflops": gflops is not None, "measure": measure, "backend": backend != "gloo"}
-        _leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", weights=weights != "float32", **here)
-        from dist_attn.engine.remote import plan_remotely
-
-        return plan_remotely(url, tokens, model=model, as_json=as_json)
-    from dist_attn.engine.plan import plan as print_plan
-
-    print_plan(
-        tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
-        measure=measure, backend=backend, exchange=exchange, weights=weights,
-    )  # fmt: skip
-
-
-@app.command()
-def top(
-    url: Annotated[str, typer.Option(help="The service.")] = "http://127.0.0.1:8000",
-    once: Annotated[bool, typer.Option("--once", help="Look once, in place of every second.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Ranks, queue, sessions and speed of a running service, live; names and values with tabs where no terminal is.
-
-    Example: dist-attn top --url http://127.0.0.1:8000
-
-    Example: dist-attn top --once | grep tokens_per_second
-    """
-    from dist_attn.engine.top import top as show
-
-    show(url, once=once, as_json=as_json)
-
-
-@app.command()
-def mixers(
-    hidden_size: Annotated[int, typer.Option(help="Width of the layer.", min=1, max=1 << 20)] = 512,
-    num_heads: Annotated[int, typer.Option(help="Heads of mixers that have them.", min=1, max=1 << 12)] = 8,
-    tokens: Annotated[str, typer.Option(help="How long the sequence is: 64k, 1M, 1_000_000.")] = "64k",
-    ranks: Ranks = 4,
-    as_json: AsJson = False,
-) -> None:
-    """Every kind of token mixer: its paradigm, what it can do, and what one layer costs.
-
-    Example: dist-attn mixers --hidden-size 256 --tokens 1M --ranks 8
-    """
-    from dist_attn.engine.mixer_table import print_mixers
-
-    print_mixers(tokens, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks, as_json=as_json)
-
-
-@app.command()
-def doctor(
-    config: Config = None,
-    model: Model = None,
-    host: Host = None,
-    port: Port = None,
-    data_dir: DataDir = None,
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Time the exchanges between ranks too, and keep which is fastest.")
-    ] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Try out whether `serve` would work here, with the same settings; what is missing or broken, and what to do.
-
-    Code 1 when it would not.
-
-    Example: dist-attn doctor --port 8000
-    """
-    from dist_attn.engine.doctor import doctor as examine
-
-    flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir}
-    raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def bench(
-    context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward, mixers, million-tokens, …")],
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there too.")] = None,
-    minutes: Annotated[float, typer.Option(help="End it then; experiments go on next time.", min=0.1)] = 30,
-) -> None:
-    """Run a benchmark or an experiment of the source tree, once its tests are green.
-
-    What it does not know itself goes to the benchmark: `--smoke` asks only whether it runs.
-
-    Example: dist-attn bench forward --json forward.json
-    """
-    from dist_attn.engine.bench import bench as run_benchmark
-
-    raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
-
-
-def _leave_to_service(**given: bool) -> None:
-    """Raises: InputError for flags that say how it is done here."""
-    for name in (name for name, is_given in given.items() if is_given):
-        raise InputError(f"--{name} and --url were given; how a service does its work is its own choice: leave one out")
+configuration.command("show")(looking.config_show)
+for look in (looking.state, looking.plan, looking.top, looking.mixers, looking.doctor):
+    app.command()(look)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(looking.bench)
 
 
 def _read(file: Path) -> bytes:

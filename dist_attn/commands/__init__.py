@@ -1,0 +1,1 @@
+"""Commands that the command line registers: what they share, and a group of them."""

@@ -1,0 +1,150 @@
+"""Commands that look and tell: settings, states, plans, a running service, mixers, this machine, benchmarks.
+
+Like all commands they import what they need when they run.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dist_attn.commands.options import (
+    AsJson,
+    Config,
+    DataDir,
+    Host,
+    Model,
+    Port,
+    Ranks,
+    StateExchange,
+    Url,
+    Weights,
+    leave_to_service,
+)
+
+__all__ = ["bench", "config_show", "doctor", "mixers", "plan", "state", "top"]
+
+
+def config_show(config: Config = None, as_json: AsJson = False) -> None:
+    """Print every setting of `serve`, its value, and where that comes from.
+
+    Example: dist-attn config show --config serve.toml
+    """
+    from dist_attn.engine.show_settings import show_settings
+
+    show_settings(config, as_json=as_json)
+
+
+def state(
+    file: Annotated[Path, typer.Argument(help="A snapshot of a session's state.")],
+    as_json: AsJson = False,
+) -> None:
+    """Check the file of a state, and print whose it is, where it stands and what it holds.
+
+    Example: dist-attn state session.state
+    """
+    from dist_attn.engine.show_state import show_state
+
+    show_state(file, as_json=as_json)
+
+
+def plan(
+    tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")],
+    ranks: Ranks = 1,
+    model: Model = None,
+    gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False,
+    backend: Annotated[Literal["gloo", "mpi"], typer.Option(help="What carries the bytes between ranks.")] = "gloo",
+    exchange: StateExchange = "auto",
+    weights: Weights = "float32",
+    as_json: AsJson = False,
+    url: Url = None,
+) -> None:
+    """What a document will cost: memory, bytes between ranks, time, output; here, or of a running service now.
+
+    Example: dist-attn plan --tokens 2M --ranks 4 --measure
+    """
+    if url is not None:
+        here = {"gflops": gflops is not None, "measure": measure, "backend": backend != "gloo"}
+        leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", weights=weights != "float32", **here)
+        from dist_attn.engine.remote import plan_remotely
+
+        return plan_remotely(url, tokens, model=model, as_json=as_json)
+    from dist_attn.engine.plan import plan as print_plan
+
+    print_plan(
+        tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
+        measure=measure, backend=backend, exchange=exchange, weights=weights,
+    )  # fmt: skip
+
+
+def top(
+    url: Annotated[str, typer.Option(help="The service.")] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Look once, in place of every second.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ranks, queue, sessions and speed of a running service, live; names and values with tabs where no terminal is.
+
+    Example: dist-attn top --url http://127.0.0.1:8000
+
+    Example: dist-attn top --once | grep tokens_per_second
+    """
+    from dist_attn.engine.top import top as show
+
+    show(url, once=once, as_json=as_json)
+
+
+def mixers(
+    hidden_size: Annotated[int, typer.Option(help="Width of the layer.", min=1, max=1 << 20)] = 512,
+    num_heads: Annotated[int, typer.Option(help="Heads of mixers that have them.", min=1, max=1 << 12)] = 8,
+    tokens: Annotated[str, typer.Option(help="How long the sequence is: 64k, 1M, 1_000_000.")] = "64k",
+    ranks: Ranks = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Every kind of token mixer: its paradigm, what it can do, and what one layer costs.
+
+    Example: dist-attn mixers --hidden-size 256 --tokens 1M --ranks 8
+    """
+    from dist_attn.engine.mixer_table import print_mixers
+
+    print_mixers(tokens, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks, as_json=as_json)
+
+
+def doctor(
+    config: Config = None,
+    model: Model = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDir = None,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Time the exchanges between ranks too, and keep which is fastest.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Try out whether `serve` would work here, with the same settings; what is missing or broken, and what to do.
+
+    Code 1 when it would not.
+
+    Example: dist-attn doctor --port 8000
+    """
+    from dist_attn.engine.doctor import doctor as examine
+
+    flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir}
+    raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward, mixers, million-tokens, …")],
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there too.")] = None,
+    minutes: Annotated[float, typer.Option(help="End it then; experiments go on next time.", min=0.1)] = 30,
+) -> None:
+    """Run a benchmark or an experiment of the source tree, once its tests are green.
+
+    What it does not know itself goes to the benchmark: `--smoke` asks only whether it runs.
+
+    Example: dist-attn bench forward --json forward.json
+    """
+    from dist_attn.engine.bench import bench as run_benchmark
+
+    raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
