@@ -22,6 +22,7 @@ from dist_attn.models import (
     ModelConfig,
     TextEncoder,
     build_model,
+    check_precision,
     hold_weights_as,
     weight_precision_of,
 )
@@ -64,8 +65,10 @@ def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecisi
 
     With other `weights` most of them are held in fewer bits, see `hold_weights_as`: such a model cannot be trained.
 
-    Raises: ModelFolderError when a file is missing, unreadable, or does not fit the others.
+    Raises: ModelFolderError when a file is missing, unreadable, or does not fit the others; ConfigError for `weights`
+        that there are not; InputError naming a tensor that is not finite, which cannot be held in fewer bits.
     """
+    check_precision(weights)
     folder = resolve_model_folder(path_or_name)
     model = build_model(read_config(folder))
     load_weights(model, folder / "model.safetensors")
@@ -99,8 +102,9 @@ def load_model_and_tokeniser(
 ) -> tuple[LanguageModel, Tokeniser]:
     """The model of a folder, with `weights` as in `load_model`, and the tokeniser beside it.
 
-    Raises: ModelFolderError as `load_model`, and when the two do not have the same number of tokens.
+    Raises: as `load_model`, and ModelFolderError when the two do not have the same number of tokens.
     """
+    check_precision(weights)
     folder = resolve_model_folder(path_or_name)
     tokeniser, model = load_tokeniser(folder), load_model(folder, weights=weights)
     _check_vocabulary(folder, tokeniser, model.config.vocab_size)

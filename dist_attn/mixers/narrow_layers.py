@@ -1,6 +1,7 @@
 """Layers whose weights lie in memory as bfloat16 or 8-bit integers; what goes in and out stays what it was.
 
-They are made of trained layers, for reading and writing only: what they have rounded away would stop training.
+They are made of trained layers, for reading and writing only: what they have rounded away would stop training. They
+tell the two apart by shape: [B, I] is one token of each sequence, a step, and [B, L, I] are slices that are read.
 """
 
 from abc import ABC, abstractmethod
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.ops.narrow_weights import bfloat16_linear, int8_linear, round_rows, widen_rows
+from dist_attn.ops.narrow_weights import bfloat16_linear, int8_linear, int8_step_linear, round_rows, widen_rows
 from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Int8Linear",
     "NarrowLayer",
     "empty_output",
+    "refuse_training",
 ]
 
 
@@ -31,11 +33,11 @@ class NarrowLayer(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a linear layer its outputs, of an embedding the vectors of tokens."""
+        """Of a linear layer its outputs, in memory of their own; of an embedding the vectors of tokens."""
 
     @abstractmethod
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """x w^T, [..., I] -> [..., O] in x's dtype, without a bias.
+        """x w^T, [..., I] -> [..., O] in x's dtype, without a bias and in memory of its own; [B, I] is a decode step.
 
         Raises: InputError where a gradient would have to flow.
         """
@@ -43,10 +45,7 @@ class NarrowLayer(nn.Module, ABC):
     def train(self, mode: bool = True) -> Self:
         """Raises: InputError for `mode`, as rounded weights cannot be trained."""
         if mode:
-            raise InputError(
-                f"training was asked of weights held as {self.precision}, which only read and write; load the model "
-                "with weights float32 to train it"
-            )
+            refuse_training(self)
         return super().train(mode)
 
     def _refuse_gradients(self, x: torch.Tensor) -> None:
@@ -71,7 +70,8 @@ class _Int8(NarrowLayer):
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         self._refuse_gradients(x)
-        return int8_linear(x, self.weight, self.scale)
+        linear = int8_step_linear if x.dim() == 2 else int8_linear
+        return linear(x, self.weight, self.scale)
 
 
 class _Bfloat16(NarrowLayer):
@@ -132,6 +132,19 @@ class Bfloat16Embedding(_Bfloat16):
         return self.weight[tokens].float()
 
 
+def refuse_training(module: nn.Module) -> None:
+    """What a model's `train` asks first, so that nothing is in training mode when it is refused.
+
+    Raises: InputError where any weights below `module` are narrow.
+    """
+    for layer in module.modules():
+        if isinstance(layer, NarrowLayer):
+            raise InputError(
+                f"training was asked of weights held as {layer.precision}, which only read and write; load the model "
+                "with weights float32 to train it"
+            )
+
+
 def empty_output(layer: nn.Linear | NarrowLayer) -> torch.Tensor:
     """Nothing, of the type and at the place of what a linear layer puts out for float32 inputs or those of its type."""
     dtype = torch.float32 if isinstance(layer, NarrowLayer) else layer.weight.dtype
@@ -143,4 +156,5 @@ def _fixed(bias: nn.Parameter | None) -> nn.Parameter | None:
 
 
 def _with_bias(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return y if bias is None else y + bias.to(y.dtype)
+    """y + bias, written over y, which nobody else has and no gradient is of."""
+    return y if bias is None else y.add_(bias)

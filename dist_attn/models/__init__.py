@@ -21,7 +21,13 @@ from dist_attn.models.mixer_stack import HybridConfig
 from dist_attn.models.text_encoder import TextEncoder
 from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
-from dist_attn.models.weight_precision import WeightReport, hold_weights_as, weight_bytes, weight_precision_of
+from dist_attn.models.weight_precision import (
+    WeightReport,
+    check_precision,
+    hold_weights_as,
+    weight_bytes,
+    weight_precision_of,
+)
 
 __all__ = [
     "BlockConfig",
@@ -53,6 +59,7 @@ __all__ = [
     "VisionClassifierConfig",
     "WeightReport",
     "build_model",
+    "check_precision",
     "hold_weights_as",
     "weight_bytes",
     "weight_precision_of",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
-from dist_attn.mixers.narrow_layers import NarrowLayer
+from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
 from dist_attn.models.blocks import Block, build_norm
 from dist_attn.models.config import LanguageModelConfig
 from dist_attn.models.mixer_stack import mixers_of_layers
@@ -109,9 +109,15 @@ class LanguageModel(nn.Module):
         return self.norm(x_BLD), ModelState(tuple(layers), position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
-        """Logits of the next token, [..., D] -> [..., vocabulary]."""
+        """Logits of the next token, [..., D] -> [..., vocabulary]; [B, D] are those of a decode step."""
         table: nn.Embedding | nn.Linear | NarrowLayer = self.embedding if self.unembedding is None else self.unembedding
         return table.project(h) if isinstance(table, NarrowLayer) else F.linear(h, table.weight)
+
+    def train(self, mode: bool = True) -> Self:
+        """Raises: InputError for `mode` where weights are held in fewer bits; the model is then what it was."""
+        if mode:
+            refuse_training(self)
+        return super().train(mode)
 
     def encode(self, tokens_BL: torch.Tensor) -> torch.Tensor:
         """Hidden states after the final norm, [B, L] -> [B, L, D]."""

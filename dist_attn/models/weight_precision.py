@@ -12,16 +12,17 @@
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
 from torch import nn
 
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, InputError
 from dist_attn.mixers.narrow_layers import Bfloat16Embedding, Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
 from dist_attn.models.language_model import LanguageModel
 from dist_attn.ops.narrow_weights import bfloat16_product, int8_product
 from dist_attn.wire.weights import WeightPrecision
 
-__all__ = ["WeightReport", "hold_weights_as", "weight_bytes", "weight_precision_of"]
+__all__ = ["WeightReport", "check_precision", "hold_weights_as", "weight_bytes", "weight_precision_of"]
 
 KEPT = ("gate",)  # names of linear layers that stay in float32
 
@@ -31,7 +32,7 @@ class WeightReport:
     """In which precision a model's weights lie, and what that comes to.
 
     Units: bytes of all parameters and buffers. `layers` are rounded ones; `products` says how many of them are
-    multiplied how, for as few rows as decoding has: int8 weights "packed", as they are, or "widened" to bfloat16
+    multiplied how in a decode step: int8 weights "packed", as they are, or "widened" to bfloat16
     first; bfloat16 ones in "bfloat16" or "float32", as the machine can.
     """
 
@@ -50,19 +51,25 @@ class WeightReport:
         )
 
 
+def check_precision(precision: str) -> None:
+    """Raises: ConfigError for a precision that there is not."""
+    if precision not in (known := get_args(WeightPrecision)):
+        raise ConfigError(f"weights {precision!r} were asked for; choose {', '.join(known[:-1])} or {known[-1]}")
+
+
 def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightReport:
     """Replace the linear layers of a language model, and its tables, by rounded ones, where they lie.
 
-    The model then reads and writes only: `train()`, gradients and saving it are refused. float32 leaves it as it is.
+    The model then reads and writes only: `train()`, gradients and saving it are refused. float32 leaves it as it is,
+    and so does everything that is raised.
 
     Raises: ConfigError for another kind of model, one that is rounded already, or a precision that there is not;
         InputError for weights that are not finite.
     """
+    check_precision(precision)
     before = weight_bytes(model)
     if precision == "float32":
         return WeightReport("float32", 0, before, before)
-    if precision not in _LAYERS:
-        raise ConfigError(f"weights {precision!r} were asked for; choose float32, {' or '.join(_LAYERS)}")
     if not isinstance(model, LanguageModel):
         kind = type(model).__name__
         raise ConfigError(
@@ -72,6 +79,8 @@ def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightRepor
         raise ConfigError(f"the weights are held as {present} already; load the model anew to hold them as {precision}")
     linear, table = _LAYERS[precision]
     layers = [(name, module) for name, module in model.named_modules() if _is_rounded(name, module)]
+    for name, module in layers:
+        _check_finite(name, module, precision)
     for name, module in layers:
         parent, _, own = name.rpartition(".")
         made = linear(module) if isinstance(module, nn.Linear) else table(module.weight)
@@ -101,6 +110,14 @@ def _is_rounded(name: str, module: nn.Module) -> bool:
     if isinstance(module, nn.Linear):
         return name.rpartition(".")[2] not in KEPT
     return name == "embedding"
+
+
+def _check_finite(name: str, module: nn.Module, precision: WeightPrecision) -> None:
+    if not bool(module.get_parameter("weight").isfinite().all()):
+        raise InputError(
+            f"{name}.weight holds NaN or infinite numbers, which have no form as {precision}; train the model again, "
+            "or take a checkpoint from before"
+        )
 
 
 def _products(model: nn.Module) -> dict[str, int]:

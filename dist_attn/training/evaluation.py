@@ -107,7 +107,9 @@ def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int, sha
 def _nats(model: LanguageModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
     targets_L = targets_L.to(h_LD.device)
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
-    return sum(float(F.cross_entropy(model.readout(h).float(), t, reduction="sum")) for h, t in pieces)
+    # As slices of one sequence: [B, D] would be a step of as many sequences.
+    logits = ((model.readout(h_LD[None])[0], targets_L) for h_LD, targets_L in pieces)
+    return sum(float(F.cross_entropy(l_LV.float(), t_L, reduction="sum")) for l_LV, t_L in logits)
 
 
 def evaluate_file(

@@ -5,14 +5,15 @@ import copy
 import pytest
 import torch
 
-from dist_attn.checkpoints import load_model, save_model
+from dist_attn.checkpoints import load_model, load_model_and_tokeniser, save_model
 from dist_attn.comm import run_simulated
 from dist_attn.costs import read_model_costs
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers.narrow_layers import Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
-from dist_attn.models import hold_weights_as, weight_bytes, weight_precision_of
+from dist_attn.models import ModelState, hold_weights_as, weight_bytes, weight_precision_of
 from dist_attn.ops.narrow_weights import int8_product, widen_rows
+from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.model_cases import MODEL_CASES, small_model, write_config
@@ -42,26 +43,80 @@ def held(case, precision):
     return model, narrow, hold_weights_as(narrow, precision)
 
 
+def in_float64(model):
+    """Everything around the rounded layers in float64, in which their products round nothing."""
+    for layer in model.modules():
+        if not isinstance(layer, NarrowLayer):
+            for tensors in (layer._parameters, layer._buffers):
+                tensors.update({name: as_float64(tensor) for name, tensor in tensors.items() if tensor is not None})
+    model.embedding.register_forward_hook(lambda _, __, x: x.double())
+    return model
+
+
+def as_float64(tensor):
+    """The same numbers, whole ones as they are."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    made = tensor.double() if tensor.is_floating_point() else tensor
+    return torch.nn.Parameter(made, requires_grad=False) if isinstance(tensor, torch.nn.Parameter) else made
+
+
+def beginning(model, batch):
+    """The state before any token, in float64."""
+    state = model.initial_state(batch)
+    layers = tuple(s.replace(tuple(as_float64(t) for t in s.tensors())) for s in state.layers)
+    return ModelState(layers, state.position_B)
+
+
+def assert_states_close(got, want, kind="state"):
+    """Every tensor of every layer."""
+    for a, b in zip(got.layers, want.layers, strict=True):
+        for one, other in zip(a.tensors(), b.tensors(), strict=True):
+            assert_close(one, other, kind=kind)
+
+
 @pytest.mark.parametrize("precision", NARROW)
 @pytest.mark.parametrize("case", MODEL_CASES)
 @torch.inference_mode()
 def test_every_model_reads_and_writes_as_its_rounded_weights_say(case, precision):
-    """Logits of a block and of steps are those of the widened weights, but for bfloat16 inputs and sums; states too."""
+    """In float64, where products round nothing, blocks, steps and states are those of the widened weights alone."""
+    model, narrow, _ = held(case, precision)
+    wide = in_float64(widened(model, narrow))
+    model, narrow = in_float64(model), in_float64(narrow)
+    want_BLV, want = wide(TOKENS, state=beginning(wide, 2))
+    got_BLV, state = narrow(TOKENS, state=beginning(narrow, 2))
+    assert_close(got_BLV, want_BLV)
+    assert_states_close(state, want)
+    # The weights that were not rounded would be far outside of that.
+    unrounded_BLV, _ = model(TOKENS, state=beginning(model, 2))
+    assert (unrounded_BLV - want_BLV).abs().max() > 1e-4
+    stepped, wanted = beginning(narrow, 2), beginning(wide, 2)
+    for t in range(4):
+        got_BV, stepped = narrow.step(TOKENS[:, t], stepped)
+        want_BV, wanted = wide.step(TOKENS[:, t], wanted)
+        assert_close(got_BV, want_BV)
+        assert_states_close(stepped, wanted)
+
+
+@pytest.mark.parametrize("precision", NARROW)
+@pytest.mark.parametrize("case", MODEL_CASES)
+@torch.inference_mode()
+def test_fast_products_change_a_model_by_their_rounding_alone(case, precision):
+    """In float32 logits and states are the widened weights' but for bfloat16 inputs and results; types too."""
     model, narrow, _ = held(case, precision)
     wide = widened(model, narrow)
-    want_BLV, want_state = wide(TOKENS)
-    got_BLV, state = narrow(TOKENS)
+    (want_BLV, want), (got_BLV, state) = wide(TOKENS), narrow(TOKENS)
     assert_close(got_BLV.bfloat16(), want_BLV.bfloat16())
-    for got, want in zip(state.layers, want_state.layers, strict=True):
-        for a, b in zip(got.tensors(), want.tensors(), strict=True):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape)
-    empty = narrow.initial_state(2)
-    assert [t.dtype for s in empty.layers for t in s.tensors()] == [
-        t.dtype for s in wide.initial_state(2).layers for t in s.tensors()
-    ]
+    for made, wanted in ((state, want), (narrow.initial_state(2), wide.initial_state(2))):
+        for a, b in zip(made.layers, wanted.layers, strict=True):
+            for one, other in zip(a.tensors(), b.tensors(), strict=True):
+                assert (one.dtype, one.shape) == (other.dtype, other.shape)
+                if one.is_floating_point():
+                    assert (one - other).norm() <= 2**-5 * other.norm().clamp_min(2**-5)
+    after = narrow.initial_state(2)
     for t in range(4):
-        step_BV, empty = narrow.step(TOKENS[:, t], empty)
-        assert_close(step_BV.bfloat16(), want_BLV[:, t].bfloat16())
+        got_BV, after = narrow.step(TOKENS[:, t], after)
+        assert_close(got_BV.bfloat16(), want_BLV[:, t].bfloat16())
 
 
 @pytest.mark.parametrize("precision", ("float32", *NARROW))
@@ -102,7 +157,7 @@ def test_rounded_weights_are_not_trained_and_not_saved(precision, tmp_path):
     _, narrow, _ = held("gated", precision)
     with pytest.raises(InputError, match=f"weights held as {precision}, .*load the model with weights float32"):
         narrow.train()
-    assert not any(module.training for module in narrow.modules() if isinstance(module, NarrowLayer))
+    assert not any(module.training for module in narrow.modules())
     with pytest.raises(InputError, match=f"gradient was asked for through weights held as {precision}"):
         narrow.blocks[0].mlp_in(torch.zeros(1, 64, requires_grad=True))
     assert not any(parameter.requires_grad for parameter in narrow.parameters())
@@ -121,6 +176,24 @@ def test_what_cannot_be_rounded_is_refused():
         hold_weights_as(torch.nn.Linear(2, 2), "int8")
     with pytest.raises(ConfigError, match="'int4' were asked for; choose float32, bfloat16 or int8"):
         hold_weights_as(another_model(), "int4")
+
+
+@pytest.mark.parametrize("precision", NARROW)
+def test_weights_that_are_not_finite_are_named(precision):
+    """The tensor is named, and the model stays what it was."""
+    model = another_model()
+    with torch.no_grad():
+        model.blocks[1].mlp_out.weight[2, 3] = float("nan")
+    with pytest.raises(InputError, match=rf"^blocks\.1\.mlp_out\.weight holds NaN .* no form as {precision}"):
+        hold_weights_as(model, precision)
+    assert weight_precision_of(model) == "float32"
+
+
+def test_a_precision_that_there_is_not_is_refused_before_anything_is_read(tmp_path):
+    """Even where the folder is not there."""
+    for load in (load_model, load_model_and_tokeniser):
+        with pytest.raises(ConfigError, match="'int4' were asked for; choose float32, bfloat16 or int8"):
+            load(tmp_path / "nowhere", weights="int4")
 
 
 def test_a_folder_is_loaded_in_any_precision(tmp_path):
@@ -153,3 +226,28 @@ def test_ranks_read_as_one_does(precision):
     for _, tensors in parts:
         for a, b in zip(tensors, (t for layer in want.layers for t in layer.tensors()), strict=True):
             assert_close(a.bfloat16() if a.is_floating_point() else a, b.bfloat16() if b.is_floating_point() else b)
+
+
+@torch.inference_mode()
+def test_an_int8_model_reads_the_same_bits_over_ranks_where_that_is_asked():
+    """With `deterministic`, as `encode` is run, slices of 64 and 10 tokens have the bits of one slice of all."""
+    _, narrow, _ = held("gated", "int8")
+    tokens_BL = torch.randint(0, 96, (1, 74), generator=torch.Generator().manual_seed(0))
+
+    def over(lengths):
+        layout = SequenceLayout.from_lengths(lengths)
+
+        @torch.inference_mode()
+        def body(comm):
+            ops = ShardedSequenceOps(comm, layout, deterministic=True)
+            with RowBlocks():
+                h_BLD, state = narrow.hidden(tokens_BL[:, slice(*layout.range(comm.rank))], ops)
+                return narrow.readout(h_BLD), state
+
+        return run_simulated(body, len(lengths))
+
+    ((want_BLV, want),) = over([74])
+    parts = over([64, 10])
+    assert_close(torch.cat([part for part, _ in parts], dim=1), want_BLV, kind="exact")
+    for _, state in parts:
+        assert_states_close(state, want, kind="exact")

@@ -12,6 +12,7 @@ from dist_attn.ops.narrow_weights import (
     int8_linear,
     int8_linear_naive,
     int8_product,
+    int8_step_linear,
     products,
     round_rows,
     widen_rows,
@@ -56,25 +57,56 @@ def test_rows_of_zeros_and_of_no_inputs_have_a_form():
 
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("rows", [(), (0,), (1,), (2, 3), (16,), (17,), (40,)])
-def test_fast_products_are_the_oracle_with_rounded_inputs_and_sums(inputs, rows):
-    """However many rows there are and whichever product they take, only x and the sum are rounded to bfloat16."""
+def test_fast_products_are_the_oracle_with_rounded_inputs_and_results(inputs, rows):
+    """However many rows there are, x and the result are rounded to bfloat16, and the sum of a widened product too."""
     w_OI = weights(7, inputs)
     q_OI, scale_O = round_rows(w_OI)
     x = torch.randn(*rows, inputs, generator=torch.Generator().manual_seed(1))
     size = x.double().abs() @ w_OI.double().abs().T
-    for got, want in (
-        (int8_linear(x, q_OI, scale_O), int8_linear_naive(x.double(), q_OI, scale_O)),
-        (bfloat16_linear(x, w_OI.bfloat16()), bfloat16_linear_naive(x.double(), w_OI.bfloat16())),
-    ):
+    want = int8_linear_naive(x.double(), q_OI, scale_O)
+    cases = [
+        (int8_linear(x, q_OI, scale_O), want, 3),
+        (bfloat16_linear(x, w_OI.bfloat16()), bfloat16_linear_naive(x.double(), w_OI.bfloat16()), 2),
+    ]
+    if x.dim() == 2:
+        widened = int8_product(x.device, inputs, len(x)) == "widened"
+        cases.append((int8_step_linear(x, q_OI, scale_O), want, 3 if widened else 2))
+    for got, want, roundings in cases:
         assert got.shape == (*rows, 7) and got.dtype == torch.float32
-        assert ((got.double() - want).abs() <= 2**-7 * size + 1e-30).all()
+        assert ((got.double() - want).abs() <= roundings * 2**-8 * size * (1 + 2**-6) + 1e-30).all()
+        assert_close(got.bfloat16().float(), got, kind="exact")
+
+
+@pytest.mark.parametrize("capable", [True, False])
+def test_both_int8_products_round_the_result_after_the_scale(monkeypatch, capable):
+    """With exact inputs and sums of few digits, packed and widened products have the bits of the oracle, rounded."""
+    monkeypatch.setattr(products, "_CPU_HAS_BFLOAT16", capable and products._CPU_HAS_BFLOAT16)
+    generator = torch.Generator().manual_seed(1)
+    q_OI = torch.randint(-3, 4, (40, 16), generator=generator, dtype=torch.int8)
+    scale_O = torch.rand(40, generator=generator).bfloat16()
+    x_BI = torch.randint(-3, 4, (5, 16), generator=generator).float()  # sums are below 256, which bfloat16 holds
+    want_BO = int8_linear_naive(x_BI.double(), q_OI, scale_O).bfloat16().float()
+    for product in (int8_linear, int8_step_linear):
+        assert_close(product(x_BI, q_OI, scale_O), want_BO, kind="exact")
+
+
+@pytest.mark.parametrize("stop", [3, 10, 16, 17, 33])
+def test_what_is_read_has_the_same_bits_however_it_is_cut(stop):
+    """Of a slice's first rows, or last ones, the results are those of the whole slice."""
+    w_OI = weights(40, 64)
+    q_OI, scale_O = round_rows(w_OI)
+    x_BLI = torch.randn(2, 74, 64, generator=torch.Generator().manual_seed(1))
+    want_BLO = int8_linear(x_BLI, q_OI, scale_O)
+    for cut in (slice(None, stop), slice(-stop, None)):
+        assert_close(int8_linear(x_BLI[:, cut], q_OI, scale_O), want_BLO[:, cut], kind="exact")
 
 
 def test_in_float64_nothing_is_rounded_but_the_weights():
     """Products in float64 are the oracle's to the bit."""
     w_OI = weights(7, 32)
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    assert_close(int8_linear(x, *round_rows(w_OI)), int8_linear_naive(x, *round_rows(w_OI)), kind="exact")
+    for product in (int8_linear, int8_step_linear):
+        assert_close(product(x, *round_rows(w_OI)), int8_linear_naive(x, *round_rows(w_OI)), kind="exact")
     assert_close(bfloat16_linear(x, w_OI.bfloat16()), bfloat16_linear_naive(x, w_OI.bfloat16()), kind="exact")
 
 
@@ -84,31 +116,32 @@ def test_a_row_has_the_same_bits_whoever_stands_beside_it(monkeypatch, packed):
     monkeypatch.setattr(products, "PACKED_ROWS", 16 if packed else 0)
     q_OI, scale_O = round_rows(weights(40, 64))
     x_BI = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
-    want_BO = int8_linear(x_BI, q_OI, scale_O)
+    want_BO = int8_step_linear(x_BI, q_OI, scale_O)
     for shift in range(8):
-        assert_close(int8_linear(x_BI.roll(shift, 0), q_OI, scale_O), want_BO.roll(shift, 0), kind="exact")
+        assert_close(int8_step_linear(x_BI.roll(shift, 0), q_OI, scale_O), want_BO.roll(shift, 0), kind="exact")
     others_BI = torch.full_like(x_BI, 100.0)
     others_BI[3] = x_BI[3]
-    assert_close(int8_linear(others_BI, q_OI, scale_O)[3], want_BO[3], kind="exact")
+    assert_close(int8_step_linear(others_BI, q_OI, scale_O)[3], want_BO[3], kind="exact")
 
 
 def test_a_machine_without_fast_products_multiplies_the_same_weights(monkeypatch):
     """Without the packed kernel and without bfloat16 instructions results differ by the rounding of sums alone."""
     q_OI, scale_O = round_rows(weights(40, 64))
     x_BI = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
-    want_BO = int8_linear(x_BI, q_OI, scale_O)
+    want_BO = int8_step_linear(x_BI, q_OI, scale_O)
     monkeypatch.setattr(products, "_CAPABILITY", "DEFAULT")
     monkeypatch.setattr(products, "_CPU_HAS_BFLOAT16", False)
     assert int8_product(torch.device("cpu"), 64) == "widened"
     assert products.bfloat16_product(torch.device("cpu")) == "float32"
-    assert_close(int8_linear(x_BI, q_OI, scale_O).bfloat16(), want_BO.bfloat16())
+    assert_close(int8_step_linear(x_BI, q_OI, scale_O).bfloat16(), want_BO.bfloat16())
 
 
 def test_the_packed_kernel_gets_no_row_that_it_would_read_past():
-    """Inputs that are no multiple of 16 are widened, as are those on other devices."""
+    """Inputs that are no multiple of 16 are widened, as are those on other devices, and steps of many sequences."""
     cpu = torch.device("cpu")
     assert {int8_product(cpu, inputs) for inputs in (0, 1, 8, 24, 40)} == {"widened"}
     assert int8_product(torch.device("cuda"), 64) == "widened"
+    assert int8_product(cpu, 64, products.PACKED_ROWS + 1) == "widened"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from dist_attn.ops.narrow_weights.products import (
     bfloat16_product,
     int8_linear,
     int8_product,
+    int8_step_linear,
 )
 from dist_attn.ops.narrow_weights.rounding import round_rows, widen_rows
 
@@ -20,6 +21,7 @@ __all__ = [
     "int8_linear",
     "int8_linear_naive",
     "int8_product",
+    "int8_step_linear",
     "round_rows",
     "widen_rows",
 ]

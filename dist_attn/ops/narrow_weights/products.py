@@ -1,15 +1,17 @@
-"""Products with narrow weights as they are fast: inputs and outputs rounded to bfloat16, sums in float32.
+"""Products with narrow weights as they are fast: inputs and results rounded to bfloat16, sums in float32.
 
 Of int8 weights there are two. "packed" reads them as they are (torch's kernel for CPUs with AVX2 or AVX-512), which is
 fastest while memory is what a product waits for; "widened" makes bfloat16 numbers of them first, exactly, and takes
-the machine's bfloat16 product, which is fastest for many rows and runs everywhere. Which one a product takes depends on
-the machine and on how many rows there are, and on nothing else.
+the machine's bfloat16 product, which is fastest for many rows and runs everywhere. What is read is always widened, so
+that nothing depends on how it was cut; a step of decoding is packed where the machine has the kernel, the rows have a
+number of inputs that it takes, and there are few sequences (`int8_product`).
+
+Both round after the scale. A bfloat16 product has rounded its sum before it as well, as that is what it puts out.
 
 torch's dynamic int8 products, which round inputs to 8 bits too, are faster still and not taken: they find one scale
 for all rows of a batch, so that a session's numbers would depend on who decodes beside it.
 """
 
-import math
 from typing import Literal
 
 import torch
@@ -25,13 +27,14 @@ __all__ = [
     "bfloat16_product",
     "int8_linear",
     "int8_product",
+    "int8_step_linear",
 ]
 
 Int8Product = Literal["packed", "widened"]
 Bfloat16Product = Literal["bfloat16", "float32"]
 
 PACKED_ROWS = 16
-"""With more rows widening costs less than it saves: on an EPYC with AVX-512 both took as long for 12 to 16 rows."""
+"""Steps of more sequences are widened: on an EPYC with AVX-512 both took as long for 12 to 16 of them."""
 
 # The kernel reads that many inputs at a time, and past the end of a row that is no multiple of it.
 _PACKED_INPUTS = 16
@@ -39,10 +42,10 @@ _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 _CPU_HAS_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def int8_product(device: torch.device, inputs: int) -> Int8Product:
-    """How few rows are multiplied with int8 weights of so many inputs on this machine."""
+def int8_product(device: torch.device, inputs: int, sequences: int = 1) -> Int8Product:
+    """How a decode step of so many sequences is multiplied with int8 weights of so many inputs on this machine."""
     packed = device.type == "cpu" and _CAPABILITY in ("AVX2", "AVX512") and inputs % _PACKED_INPUTS == 0
-    return "packed" if packed and inputs else "widened"
+    return "packed" if packed and inputs and sequences <= PACKED_ROWS else "widened"
 
 
 def bfloat16_product(device: torch.device) -> Bfloat16Product:
@@ -51,20 +54,26 @@ def bfloat16_product(device: torch.device) -> Bfloat16Product:
 
 
 def int8_linear(x: torch.Tensor, q_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
-    """x w^T, where w is what `round_rows` has rounded.
+    """x w^T, where w is what `round_rows` has rounded, widened for any number of rows.
 
     Shapes: x [..., I], q [O, I] int8, scale [O] bfloat16 -> [..., O] in x's dtype. x is rounded to bfloat16, and so is
-    the sum; in float64 nothing is.
-    Cost: O I bytes are read for up to PACKED_ROWS rows where the product is packed; else 5 O I are moved.
+    the result; in float64 nothing is.
+    Cost: O I bytes are read, and 2 O I written and read again; 4 O I where a CPU multiplies in float32.
     """
     if x.dtype == torch.float64:
         return int8_linear_naive(x, q_OI, scale_O)
-    x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    if len(x_NI) <= PACKED_ROWS and int8_product(x.device, q_OI.shape[1]) == "packed":
-        y_NO = torch._weight_int8pack_mm(x_NI.bfloat16().contiguous(), q_OI, scale_O).to(x.dtype)
-    else:
-        y_NO = (bfloat16_linear(x_NI, q_OI.bfloat16()) * scale_O).to(x.dtype)
-    return y_NO.view(*x.shape[:-1], len(q_OI))
+    return _rounded_into(_sums(x, q_OI).mul_(scale_O), x.dtype)
+
+
+def int8_step_linear(x_BI: torch.Tensor, q_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
+    """`int8_linear` for one token of each sequence, by the product that `int8_product` names.
+
+    Shapes: x [B, I], q [O, I] int8, scale [O] bfloat16 -> [B, O] in x's dtype.
+    Cost: O I bytes are read where it is packed.
+    """
+    if x_BI.dtype == torch.float64 or int8_product(x_BI.device, q_OI.shape[1], len(x_BI)) == "widened":
+        return int8_linear(x_BI, q_OI, scale_O)
+    return torch._weight_int8pack_mm(x_BI.bfloat16().contiguous(), q_OI, scale_O).to(x_BI.dtype)
 
 
 def bfloat16_linear(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
@@ -75,7 +84,16 @@ def bfloat16_linear(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
     """
     if x.dtype == torch.float64:
         return bfloat16_linear_naive(x, w_OI)
-    rounded = x.bfloat16()
+    return _rounded_into(_sums(x, w_OI), x.dtype)
+
+
+def _sums(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
+    """Of x rounded to bfloat16: as bfloat16, or as float32 where these are what the machine multiplies."""
     if bfloat16_product(x.device) == "float32":
-        return F.linear(rounded.float(), w_OI.float()).bfloat16().to(x.dtype)
-    return F.linear(rounded, w_OI).to(x.dtype)
+        return F.linear(x.bfloat16().float(), w_OI.float())
+    return F.linear(x.bfloat16(), w_OI.bfloat16())
+
+
+def _rounded_into(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """y rounded to bfloat16, as `dtype`; a float32 y is written over, as another one of it would be large."""
+    return y.copy_(y.bfloat16()) if y.dtype == dtype == torch.float32 else y.bfloat16().to(dtype)
