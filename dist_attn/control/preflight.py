@@ -4,18 +4,30 @@ import socket
 import tempfile
 from pathlib import Path
 
+from dist_attn.costs import model_kind
 from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError
 from dist_attn.launchers import lacks_for_mpi
 from dist_attn.shipped.manifest import check_manifest
 from dist_attn.text import load_tokeniser
+from dist_attn.wire.weights import WeightPrecision
 
-__all__ = ["check_before_start"]
+__all__ = ["check_before_start", "check_weights_fit"]
 
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def check_before_start(*, folder: Path, host: str, port: int, data_dir: Path, backend: str = "gloo") -> None:
+def check_before_start(
+    *,
+    folder: Path,
+    host: str,
+    port: int,
+    data_dir: Path,
+    backend: str = "gloo",
+    weights: WeightPrecision = "float32",
+) -> None:
     """Look at the model folder, the address, the data folder, which is made if needed, and what the back end needs.
+
+    `weights` is how those of the model are to be held.
 
     Raises: ModelFolderError for a folder that lacks a file or holds a damaged one, MissingExtraError for a back end
         that is not installed, ConfigError for the others.
@@ -29,6 +41,16 @@ def check_before_start(*, folder: Path, host: str, port: int, data_dir: Path, ba
             raise ModelFolderError(f"{folder} has no {name}; needed is a model folder of this project")
     load_tokeniser(folder)
     check_manifest(folder)
+    check_weights_fit(folder, weights)
+
+
+def check_weights_fit(folder: Path, weights: WeightPrecision) -> None:
+    """Raises: ConfigError where the model of `folder` is of a kind that holds its weights in float32 only."""
+    if weights != "float32" and (kind := model_kind(folder)) not in ("", "language_model"):
+        raise ConfigError(
+            f"engine.weights is {weights}, and {folder} holds a {kind}; only language models hold their weights so: "
+            "set it to float32"
+        )
 
 
 def _check_address(host: str, port: int) -> None:

@@ -41,6 +41,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         port=settings.http.port,
         data_dir=settings.data_dir,
         backend=settings.engine.backend,
+        weights=settings.engine.weights,
     )
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

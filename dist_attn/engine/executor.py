@@ -14,13 +14,14 @@ from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, open_communicator
 from dist_attn.control.guard_tally import GuardTally
 from dist_attn.control.heartbeat import Pulse
+from dist_attn.control.preflight import check_weights_fit
 from dist_attn.engine.decode_slots import SLOTS, DecodeSlots
 from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.engine.row_pieces import reduce_to_pieces
 from dist_attn.engine.sequence_executor import SequenceExecutor
 from dist_attn.engine.state_bytes import read_state, state_size, write_state
 from dist_attn.engine.stored_states import pack_session, unpack_session
-from dist_attn.errors import ConfigError, EngineError, StateMismatchError, WireError
+from dist_attn.errors import EngineError, StateMismatchError, WireError
 from dist_attn.generation import computation_of, identity_of
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState, hold_weights_as
@@ -65,8 +66,9 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
 
     Ranks that read sequences for themselves have nothing to exchange and do not join.
 
-    Raises: ModelFolderError for a folder that is not a model, or not one that can be served; CommError if the ranks do
-        not come together.
+    Raises: ModelFolderError for a folder that is not a model, or not one that can be served; ConfigError for weights
+        that its kind of model cannot hold so, InputError for those that are not finite; CommError if the ranks do not
+        come together.
     """
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
@@ -75,12 +77,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     folder = resolve_model_folder(settings.model)
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
+    check_weights_fit(folder, settings.weights)
     if kind_of_model(folder) == "text_encoder":
-        if settings.weights != "float32":
-            raise ConfigError(
-                f"engine.weights is {settings.weights}, and {folder} holds a text_encoder; only language models hold "
-                "their weights so: set it to float32"
-            )
         encoder = load_text_encoder(folder).to(device)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())

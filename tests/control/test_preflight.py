@@ -77,3 +77,19 @@ def test_a_model_folder_that_is_damaged(fields, spoil, words):
     spoil(fields["folder"])
     with pytest.raises(ModelFolderError, match=words):
         check_before_start(**fields)
+
+
+@pytest.mark.parametrize("kind", ["text_encoder", "million"])
+def test_weights_in_a_precision_that_the_kind_of_model_does_not_have(fields, kind):
+    """The setting, the folder and its kind are named before anything is started; float32 is no obstacle."""
+    config = json.loads((fields["folder"] / "config.json").read_bytes())
+    (fields["folder"] / "config.json").write_text(json.dumps({**config, "kind": kind}))
+    (fields["folder"] / "manifest.json").unlink()
+    check_before_start(**fields, weights="float32")
+    with pytest.raises(ConfigError, match=f"engine.weights is int8, and .* holds a {kind}; .* set it to float32"):
+        check_before_start(**fields, weights="int8")
+
+
+def test_a_language_model_may_hold_its_weights_in_fewer_bits(fields):
+    """Nothing is raised."""
+    check_before_start(**fields, weights="int8")
