@@ -156,9 +156,7 @@ class EstimateService:
 
 
 def _memory(plan: Plan) -> MemoryEstimate:
-    parts = asdict(plan.memory)
-    del parts["loading"]
-    return MemoryEstimate(**parts, peak=plan.memory.peak)
+    return MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
 
 
 def _exact(count: int, source: str) -> Range:

@@ -54,13 +54,18 @@ class Range(Output):
 
 
 class MemoryEstimate(Output):
-    """Where a rank's memory goes, by the formulas of `dist-attn plan`. Units: bytes."""
+    """Where a rank's memory goes, by the formulas of `dist-attn plan`. Units: bytes.
+
+    `loading` is what is held while weights are read, before there is a state: `peak` is `process` and the larger of it
+    and the other parts together.
+    """
 
     process: int
     weights: int
     state: int
     activations: int
     exchange: int
+    loading: int
     peak: int
 
 

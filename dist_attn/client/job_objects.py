@@ -77,14 +77,19 @@ class Figure(Value, frozen=True):
     source: str
 
 
-class MemoryEstimate(Value, frozen=True):
-    """Where a rank's memory goes. Units: bytes."""
+class MemoryEstimate(Value, frozen=True, kw_only=True):
+    """Where a rank's memory goes. Units: bytes.
+
+    `loading` is what is held while weights are read, before there is a state; `peak` is `process` and the larger of it
+    and the other parts together.
+    """
 
     process: int
     weights: int
     state: int
     activations: int
     exchange: int
+    loading: int = 0  # of a service that does not say
     peak: int
 
 

@@ -45,8 +45,8 @@ class Rates:
 class MemoryPerRank:
     """Where a rank's memory goes.
 
-    Units: bytes. While weights are read they are there twice, in float32 whatever they become: `loading`, which is the
-    peak of a model with few activations.
+    Units: bytes. While weights are read they are there twice, in float32 whatever they become: `loading`, which is
+    held before there is a state, and is the peak of a model with few activations.
     """
 
     process: int

@@ -105,15 +105,18 @@ class LanguageModelCosts:
         """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
 
         The larger of the MLP's (four tensors of the model's width, two of its own, three if gated) and the mixer's;
-        plus the tokens' positions, and the state after the block, which is made beside the one before it. Products with
-        weights of fewer bits have a bfloat16 result first, and int8 weights are widened to bfloat16, the MLP's at most.
+        plus the tokens' positions, and the state after the block, which is made beside the one before it.
+
+        A product with weights of fewer bits has its inputs and its result as bfloat16 beside those in float32, at most
+        those of the MLP, and a copy of its weights: widened from int8 and then packed, which is 2 bytes twice, packed
+        alone, or float32. Steps make a copy of the read-out so, at another time.
         """
         mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
         layer = max(mlp, *(mixer.activation_bytes(tokens, batch) for mixer in self.kinds))
         if self.weights != "float32":
-            layer += _HALF_BYTES * batch * tokens * self.hidden_size
-        if self.weights == "int8":
-            layer += _HALF_BYTES * self.hidden_size * self._mlp_inner
+            layer += _HALF_BYTES * batch * tokens * (self.hidden_size + self._mlp_inner)
+            largest = max(self.hidden_size * self._mlp_inner, *(mixer.linear.numbers for mixer in self.kinds))
+            layer = max(layer + FLOAT_BYTES * largest, FLOAT_BYTES * self.hidden_size * self.vocab_size)
         return layer + 2 * POSITION_BYTES * batch * tokens + self.state_bytes(tokens, batch)
 
     def _all_layers(self, count: Callable[[MixerCosts], TokenFlops]) -> TokenFlops:

@@ -121,6 +121,7 @@ def _memory(result: Estimate) -> Table:
         ("state of one session", byte_size(memory.state)),
         ("temporary tensors of a block", byte_size(memory.activations)),
         ("other ranks' states", byte_size(memory.exchange)),
+        ("while weights are read", byte_size(memory.loading)),
         ("peak", byte_size(memory.peak)),
     ]
     return Table("Memory per rank", rows)

@@ -99,15 +99,16 @@ def test_softmax_operations(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", MODEL_CASES)
 @pytest.mark.parametrize(
-    ("tokens", "weights"), [(512, "float32"), (4096, "float32"), (512, "int8"), (2048, "bfloat16")]
+    ("tokens", "weights"),
+    [(512, "float32"), (4096, "float32"), (64, "int8"), (512, "int8"), (64, "bfloat16"), (2048, "bfloat16")],
 )
 def test_peak_of_activations(case: str, tokens: int, weights: WeightPrecision, tmp_path: Path) -> None:
-    """A block's temporary tensors stay below the formula and come to more than half of it."""
+    """A block's temporary tensors stay below the formula and come to half of it; few tokens' to a third."""
     costs, model = read_model_costs(write_config(case, tmp_path), weights), small_model(case)
     hold_weights_as(model, weights)
     formula = costs.activation_bytes(tokens) + costs.state_bytes(0)  # encoding begins by making an empty state
     peak = _peak_bytes(model, tokens)
-    assert peak <= formula <= 2 * peak
+    assert peak <= formula <= (2 if tokens >= 512 else 3) * peak
 
 
 def test_constants_are_those_of_the_kernel() -> None:
