@@ -189,7 +189,9 @@ class EngineSettings(_Section):
         default=False, description="listen on and connect to networks without keys: only where nobody else is on them"
     )
     weights: WeightPrecision = Field(
-        default="float32", description="how the model's weights lie in memory: bfloat16 and int8 read and write faster"
+        default="float32",
+        description="how the model's weights lie in memory: bfloat16 and int8 take less of it; drawing for few "
+        "sessions may be faster",
     )
     check_finite: bool = Field(
         default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"
