@@ -10,7 +10,7 @@ from dist_attn.control.heartbeat import Pulse
 from dist_attn.engine.decode_slots import SLOTS, DecodeSlots
 from dist_attn.engine.executor import open_executor
 from dist_attn.engine.rank_settings import RankSettings
-from dist_attn.errors import StateMismatchError
+from dist_attn.errors import ConfigError, StateMismatchError
 from dist_attn.generation import generator_for, identity_of, pack_state, restore_state, sample
 from dist_attn.generation.decode import prefill
 from dist_attn.models import ModelState
@@ -85,6 +85,13 @@ def test_a_rank_holds_its_weights_as_it_was_told(folder, capsys):
         said = capsys.readouterr().err
         assert (f"held as {precision}" in said) == (precision != "float32")
         made.shut_down()
+
+
+def test_a_rank_refuses_them_of_another_kind_of_model(tmp_path):
+    """A rank that was started without `serve` says what `serve` says, before it loads anything."""
+    (tmp_path / "config.json").write_text('{"kind": "text_encoder"}')
+    with pytest.raises(ConfigError, match=r"engine\.weights is int8, and .* holds a text_encoder"):
+        opened(tmp_path, "int8")
 
 
 def test_states_go_to_no_other_precision(folder):
