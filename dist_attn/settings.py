@@ -201,7 +201,7 @@ class EngineSettings(_Section):
     chunk_tokens: Number = 512
     save_tokens: Number = 8192
     save_draws: Number = 256
-    save_s: Seconds = 1.0
+    save_s: Seconds = 0.5
     steps_in_flight: Number = 2
     blocks_of_credit: Number = 4
     step_s: Seconds = 0.25
@@ -227,7 +227,7 @@ class EngineSettings(_Section):
     stable_s: Seconds = 60.0
     crashes_to_open: Number = 5
     cool_down_s: Seconds = 30.0
-    losses_to_fail: Number = 4
+    losses_to_fail: Number = 8
 
 
 class StoreSettings(_Section):

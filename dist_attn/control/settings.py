@@ -63,7 +63,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     chunk_tokens: int = GRAIN  # every text is cut into blocks of so many, always the same
     save_tokens: int = 16 * GRAIN  # states are saved so often; after a loss so much is read again at most
     save_draws: int = 256  # the same for drawn tokens
-    save_s: float = 1.0  # or after so long, where the states of all requests are few enough bytes for that
+    save_s: float = 0.5  # or after so long, where the states of all requests are few enough bytes for that
     steps_in_flight: int = 2
     blocks_of_credit: int = 4
     step_s: float = 0.25  # how long a step reads at most, as far as a chunk allows: what comes meanwhile waits for it
@@ -93,9 +93,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stable_s: float = 60.0  # a group that ran this long has recovered
     crashes_to_open: int = 5  # within stable_s: open the circuit
     cool_down_s: float = 30.0
-    losses_to_fail: int = (
-        4  # in a row: then a request that the ranks worked on each time, without coming further, fails
-    )
+    # In a row: then a request that the ranks worked on each time, and that came no further, fails. Eight, as where ranks
+    # are killed every other second one life in three is too short to get further in.
+    losses_to_fail: int = 8
 
     def __post_init__(self) -> None:
         for address in (self.api_address, self.rank_address):

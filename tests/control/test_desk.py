@@ -321,14 +321,15 @@ def test_a_request_comes_further_only_where_it_has_not_been(counter):
 
 
 def test_a_request_whose_state_gets_further_is_not_what_kills_the_ranks(counter):
-    """Losses count in a row only while no further state was saved between them; the fourth of those ends it."""
+    """Losses count in a row only while no further state was saved between them; the last that is allowed ends it."""
     counter.tell(OpenCompletion("a", SamplingSpec(5)))
     session = counter.session
-    for loss in range(12):
+    allowed = SETTINGS.losses_to_fail - 1
+    for loss in range(2 * allowed + 3):
         session.exposed = True
         counter.desk.rewind("rank 0 is gone")
-        session.journal.position += 512 * (loss < 9)
-    assert session.losses == 3
+        session.journal.position += 512 * (loss < allowed + 3)
+    assert session.losses == allowed
     session.exposed = True
     counter.desk.rewind("rank 0 is gone")
     assert counter.last(Failed).code == "engine_failed"

@@ -326,7 +326,7 @@ def test_a_request_that_kills_the_ranks_fails_alone():
     engine.to_the_end(["bad", *good, *prompts])
     (failed,) = [m for m in engine.received if isinstance(m, Failed)]
     assert (failed.request_id, failed.code) == ("bad", "engine_failed")
-    assert "4 times" in failed.message
+    assert f"{SETTINGS.losses_to_fail} times" in failed.message
     check(engine, good, prompts)
 
 
