@@ -130,7 +130,7 @@ def test_every_rank_gets_every_step_and_the_same_collective_operations(table):
 
 @pytest.mark.parametrize(("open_requests", "seconds"), [(1, 0.5), (4, 2.0)])
 def test_a_state_is_saved_as_time_goes_by(table, open_requests, seconds):
-    """A text that is read slowly is saved every half second, less often where the states of all requests are many bytes."""
+    """A text that is read slowly is saved twice a second, less often where all requests' states are many bytes."""
     hello = table.controller._desk.model
     table.controller._desk.model = msgspec.structs.replace(hello, state_bytes=8 << 20)
     for number in range(open_requests):
