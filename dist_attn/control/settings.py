@@ -93,8 +93,8 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     stable_s: float = 60.0  # a group that ran this long has recovered
     crashes_to_open: int = 5  # within stable_s: open the circuit
     cool_down_s: float = 30.0
-    # In a row: then a request that the ranks worked on each time, and that came no further, fails. Eight, as one life in
-    # three is too short to get further in where ranks are killed every other second.
+    # In a row: then a request that the ranks worked on each time, and that came no further, fails. Eight, as one life
+    # in three is too short to get further in where ranks are killed every other second.
     losses_to_fail: int = 8
 
     def __post_init__(self) -> None:
