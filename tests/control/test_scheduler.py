@@ -67,8 +67,8 @@ def test_prefill_is_small_while_anything_decodes():
 def test_rounds_of_decoding_leave_half_of_the_time_to_reading():
     """As many rounds go into a step as take no longer than its blocks; one where blocks are quicker, as many blocks."""
     quick = replace(LIMITS, token_s=1e-4, round_s=0.02, pauses=12)
-    assert planned(long_document(1), decoder(2), limits=quick).rounds == 3
-    assert planned(long_document(1), decoder(2), limits=replace(quick, pauses=2)).rounds == 2
+    assert planned(long_document(1), decoder(2), limits=quick).rounds == 2
+    assert planned(long_document(1), decoder(2), limits=replace(quick, pauses=1)).rounds == 1
     slow = planned(long_document(1), decoder(2), limits=replace(quick, round_s=0.25))
     assert slow.rounds == 0
     assert sum(tokens_of(slow).values()) == 2048, "one more chunk would take longer than the round"
