@@ -21,7 +21,7 @@ __all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "plan", "sp
 WEIGHTS = (1, 4, 16)
 """What a token counts for in each class, the most urgent first."""
 DECODE_SHARE = 0.38
-"""Of a step's time. Under one half: half of the machine is promised to reading, and handing tokens on takes some too."""
+"""Of a step's time. Under one half: half of the machine is promised to reading, and handing tokens on takes some."""
 
 
 def plan(view: View) -> Plan:
