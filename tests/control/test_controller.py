@@ -237,7 +237,7 @@ def test_further_rounds_ask_for_no_more_tokens_than_wanted(table):
         table.api(Tokens("long", 1024 * (k + 1), b"\0" * 4096, False))
         table.turn()
         for rank in (0, 1):
-            seconds = {"seconds": 1.0, "decode_seconds": 0.2}
+            seconds = {"seconds": 1.0, "decode_seconds": 0.15}
             table.engine(rank_identity(1, rank), StepDone(1, k, rank, pieces=[], drawn=[], **seconds))
     table.turn()
     assert [len(step.rounds) for step in table.steps[0]] == [len(step.rounds) for step in table.steps[1]]
