@@ -11,9 +11,11 @@ from tests.support.engines import running_engine
 from tests.support.service_server import model_folder
 
 
-def test_a_stopped_rank_is_noticed_and_named_while_streams_go_on(tmp_path):
+def test_a_stopped_rank_is_noticed_and_named_while_streams_go_on(tmp_path, monkeypatch):
     """/readyz names the rank, and the streams go on when it is replaced and have the bits of a run in peace."""
     # With deadlines shorter than those of `serve`, whose promise `python -m benchmarks.service_stops` measures.
+    # Real ranks take seconds to load; fake ones could be back between two looks at them.
+    monkeypatch.setenv("FAKE_RANK_STARTS_S", "2")
     model = model_folder(tmp_path)
     sizes = {"vocab_size": fake_rank.VOCAB, "hidden_size": fake_rank.DIM, "kind": "tiny"}
     (model / "config.json").write_text(json.dumps(sizes))
