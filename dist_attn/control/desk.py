@@ -219,6 +219,7 @@ class Desk:
         A request that was there at every one of some losses in a row, and came no further, fails: it may be the cause.
         """
         self.closing.clear()
+        self._furthered = False  # what the lost ranks did says nothing of the next ones
         again = 0
         for session in [s for s in self.sessions.values() if s.exposed]:
             session.count_loss()
