@@ -43,7 +43,7 @@ export class AtlasDesk {
       find: async (words) => {
         if (!this.desk.at.rows) return [];
         const answer = await api.json("/v1/embeddings", { method: "POST", json: { input: words } });
-        recipes.add("search", { input: words });
+        recipes.add("search", { input: words, job: this.desk.job });
         return this.hits(await atlas.ask("nearest", { vector: answer.data[0].embedding, most: HITS }));
       },
     });

@@ -14,49 +14,52 @@ const python = (value) => {
   return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${python(one)}`).join(", ")}}`;
 };
 
+/** Python that fetches a job's vectors. @param {string} job */
+const rowsOf = (job) => `rows = np.load(io.BytesIO(client.get("/v1/jobs/${job}/result", params={"format": "npy"}).content))`;
+
 /**
- * Each gives a title, the rest of a curl command after `curl`, and lines of Python that use `client`.
- * @type {Record<string, (url: string, about: any) => {title: string, curl: string, python: string}>}
+ * Each gives a title, the parts of a curl command after `curl`, a line each, and lines of Python that use `client`.
+ * @type {Record<string, (url: string, about: any) => {title: string, curl: string[], python: string}>}
  */
 const RECIPES = {
   estimate: (url, { bytes, window }) => ({
     title: "What it would take",
-    curl: `${shell(`${url}/v1/estimate`)} --json ${shell(JSON.stringify({ bytes, window }))}`,
+    curl: [shell(`${url}/v1/estimate`), `--json ${shell(JSON.stringify({ bytes, window }))}`],
     python: `plan = client.post("/v1/estimate", json=${python({ bytes, window })}).json()\nprint(plan["tokens"]["value"], plan["total_seconds"]["value"])`,
   }),
   encode: (url, { file, window }) => ({
     title: "Encode the document",
-    curl: `-N ${shell(`${url}/v1/encodings?window=${window}`)} -H 'content-type: text/plain' --data-binary ${shell(`@${file}`)}`,
-    python: `with open(${python(file)}, "rb") as text, client.stream(\n    "POST", "/v1/encodings", params={"window": ${window}}, content=text, headers={"content-type": "text/plain"}, timeout=None\n) as rows:\n    for line in rows.iter_lines():\n        row = json.loads(line)`,
+    curl: [`-N ${shell(`${url}/v1/encodings?window=${window}`)}`, "-H 'content-type: text/plain'", `--data-binary ${shell(`@${file}`)}`],
+    python: `with open(${python(file)}, "rb") as text, client.stream(\n    "POST", "/v1/encodings", params={"window": ${window}}, content=text, headers={"content-type": "text/plain"}, timeout=None\n) as rows:\n    for line in rows.iter_lines():\n        row = json.loads(line)\n        print(row.get("index", row))`,
   }),
   rows: (url, { job }) => ({
     title: "Save the vectors",
-    curl: `${shell(`${url}/v1/jobs/${job}/result?format=npy`)} -o rows.npy`,
-    python: `rows = np.load(io.BytesIO(client.get("/v1/jobs/${job}/result", params={"format": "npy"}).content))`,
+    curl: [shell(`${url}/v1/jobs/${job}/result?format=npy`), "-o rows.npy"],
+    python: `${rowsOf(job)}\nnp.save("rows.npy", rows)\nprint(rows.shape)`,
   }),
-  search: (url, { input }) => ({
-    title: "Embed what is looked for",
-    curl: `${shell(`${url}/v1/embeddings`)} --json ${shell(JSON.stringify({ input }))}`,
-    python: `query = np.array(client.post("/v1/embeddings", json=${python({ input })}).json()["data"][0]["embedding"])\nmean = rows.mean(0)\ncosines = (rows - mean) @ (query - mean) / np.linalg.norm(rows - mean, axis=1) / np.linalg.norm(query - mean)`,
+  search: (url, { input, job }) => ({
+    title: "Find passages",
+    curl: [shell(`${url}/v1/embeddings`), `--json ${shell(JSON.stringify({ input }))}`],
+    python: `${rowsOf(job)}\nquery = np.array(client.post("/v1/embeddings", json=${python({ input })}).json()["data"][0]["embedding"])\nmean = rows.mean(0)\ncosines = (rows - mean) @ (query - mean) / np.linalg.norm(rows - mean, axis=1) / np.linalg.norm(query - mean)\nfor row in cosines.argsort()[::-1][:6]:\n    print(f"{cosines[row]:.2f}  passage {row + 1}")`,
   }),
   append: (url, { session, file }) => ({
     title: "Read a text into a session",
-    curl: `-T ${shell(file)} -X POST ${shell(`${url}/v1/sessions/${session}/append`)} -H 'content-type: text/plain' -H 'idempotency-key: once'`,
+    curl: [`-X POST ${shell(`${url}/v1/sessions/${session}/append`)}`, "-H 'content-type: text/plain' -H 'idempotency-key: once'", `-T ${shell(file)}`],
     python: `with open(${python(file)}, "rb") as text:\n    client.post("/v1/sessions/${session}/append", content=text, headers={"content-type": "text/plain"}, timeout=None)`,
   }),
   generate: (url, { session, options }) => ({
     title: "Continue",
-    curl: `-N ${shell(`${url}/v1/sessions/${session}/generate`)} --json ${shell(JSON.stringify({ ...options, stream: true }))}`,
+    curl: [`-N ${shell(`${url}/v1/sessions/${session}/generate`)}`, `--json ${shell(JSON.stringify({ ...options, stream: true }))}`],
     python: `drawn = client.post("/v1/sessions/${session}/generate", json=${python(options)}, timeout=None).json()\nprint(drawn["choices"][0]["text"])`,
   }),
   fork: (url, { session, position }) => ({
     title: "Fork a session",
-    curl: `${shell(`${url}/v1/sessions/${session}/fork`)} --json ${shell(JSON.stringify({ position }))}`,
+    curl: [shell(`${url}/v1/sessions/${session}/fork`), `--json ${shell(JSON.stringify({ position }))}`],
     python: `fork = client.post("/v1/sessions/${session}/fork", json=${python({ position })}).json()["id"]`,
   }),
   state: (url, { session, position }) => ({
     title: "Save a state",
-    curl: `${shell(`${url}/v1/sessions/${session}/state?position=${position}`)} -o text.state`,
+    curl: [shell(`${url}/v1/sessions/${session}/state?position=${position}`), "-o text.state"],
     python: `state = client.get("/v1/sessions/${session}/state", params={"position": ${position}}).content`,
   }),
 };
@@ -91,15 +94,21 @@ export class Recipes {
     byId("recipes").replaceChildren(...done.map(({ kind, about }) => this.block(RECIPES[kind](this.url, about))));
   }
 
-  /** @param {{title: string, curl: string, python: string}} recipe */
+  /** @param {{title: string, curl: string[], python: string}} recipe */
   block(recipe) {
-    const text = this.language === "curl" ? `curl ${this.keyed ? `-H "authorization: Bearer $DIST_ATTN_KEY" ` : ""}${recipe.curl}` : this.program(recipe.python);
+    const text = this.language === "curl" ? this.command(recipe.curl) : this.program(recipe.python);
     const copy = h("button", { type: "button" }, "Copy");
     copy.addEventListener("click", async () => {
       await navigator.clipboard?.writeText(text).then(() => (copy.textContent = "Copied"), () => (copy.textContent = "Select and copy"));
       setTimeout(() => (copy.textContent = "Copy"), 1600);
     });
     return h("section", { class: "recipe" }, h("header", {}, h("h2", {}, recipe.title), copy), h("pre", { tabindex: 0 }, h("code", {}, text)));
+  }
+
+  /** @param {string[]} parts */
+  command(parts) {
+    const key = this.keyed ? ['-H "authorization: Bearer $DIST_ATTN_KEY"'] : [];
+    return `curl ${[...parts, ...key].join(" \\\n  ")}`;
   }
 
   /** @param {string} body */

@@ -117,6 +117,20 @@ def test_a_document_is_continued(browser: "Browser", service: RunningService) ->
         assert position(service, "lines.txt") == len(text) + 5
 
 
+def test_what_is_drawn_stays_in_sight(browser: "Browser", service: RunningService) -> None:
+    """The paper follows the last token, also past its lower edge; somebody who went back to read is left there."""
+    left = "(paper) => paper.scrollHeight - paper.scrollTop - paper.clientHeight"
+    with opened_page(browser, service.url, viewport={"width": 1200, "height": 700}) as page:
+        write(page, "A long beginning. " * 300, 200)
+        paper = page.locator("#paper")
+        box = paper.bounding_box()
+        assert box is not None and box["y"] + box["height"] <= 700
+        assert paper.evaluate("(paper) => paper.scrollTop") > 0 and paper.evaluate(left) < 2
+        paper.evaluate("(paper) => { paper.scrollTop = 0; }")
+        write(page, "", 60)
+        assert paper.evaluate("(paper) => paper.scrollTop") == 0
+
+
 def test_the_page_is_worked_by_keys_alone(browser: "Browser", service: RunningService) -> None:
     """Arrows turn the tabs, walk the map and say where they are; Enter opens a passage, Escape goes back."""
     with opened_page(browser, service.url) as page:

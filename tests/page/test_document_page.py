@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
 import pytest
 
 from tests.service.test_keys import USER, digest
@@ -65,8 +66,14 @@ def ids(page: "Page") -> dict[str, Any]:
     return found
 
 
-def test_the_whole_story(browser: "Browser", service: RunningService) -> None:
-    """Estimate, encode, point at the map, open a passage, search, save the vectors: each shows what the API gives."""
+def test_the_whole_story(
+    browser: "Browser",
+    service: RunningService,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From the estimate to the saved vectors each step shows what the API gives, and its Python on the page runs."""
     with opened_page(browser, service.url) as page:
         choose(page)
         assert "23.4 k" in page.locator("#plan-figures dd").first.inner_text()
@@ -93,9 +100,29 @@ def test_the_whole_story(browser: "Browser", service: RunningService) -> None:
         code = page.inner_text("#recipes")
         assert f"{service.url}/v1/encodings?window={WINDOW}" in code and "@sea.txt" in code and "v1/embeddings" in code
         page.click("#code-python")
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "sea.txt").write_bytes(TEXT)
         for block in page.locator("#recipes code").all_inner_texts():
-            compile(block, "recipe", "exec")
+            names: dict[str, Any] = {}
+            exec(compile(block, "recipe", "exec"), names)
+            names["client"].close()
+        assert np.load("rows.npy").shape[0] == ROWS and " passage " in capsys.readouterr().out
         assert 'json={"input": "true ships"}' in page.inner_text("#recipes")
+
+
+def test_words_that_a_passage_cuts_are_shown_whole(browser: "Browser", service: RunningService) -> None:
+    """What is read of a document ends at words; where no space is near, at the characters that are whole."""
+    words = " ".join(f"sun{i:04}grün" for i in range(100))
+    read = """async ([text, begin, end]) => {
+      const { DocumentText } = await import("/page/api/documents.js");
+      return new DocumentText(null, "", new Blob([text])).read(begin, end);
+    }"""
+    with opened_page(browser, service.url) as page:
+        for begin in range(0, 1300, 61):
+            part = page.evaluate(read, [words, begin, begin + 128])
+            known = set(words.split())
+            assert known.issuperset(part.split()) and words.encode()[begin : begin + 128] in part.encode()
+        assert page.evaluate(read, ["猫" * 100, 100, 200]) == "猫" * 32
 
 
 def test_another_document_is_begun_with_a_clean_page(browser: "Browser", service: RunningService) -> None:

@@ -4,6 +4,8 @@ import { again, ApiError, pause, sentence } from "./http.js";
 import { serverEvents } from "./streams.js";
 
 const SAMPLE_BYTES = 192 << 10;
+const LONGEST_WORD = 48; // bytes of a word that are looked for beyond an edge
+const SPACES = new Set([...new TextEncoder().encode(" \n\r\t")]);
 
 /**
  * What it would take. @param {import("./http.js").Api} api @param {File} file @param {number} window
@@ -65,7 +67,7 @@ export class DocumentText {
     this.known = new Map();
   }
 
-  /** The text of bytes [begin, end). @param {number} begin @param {number} end @returns {Promise<string>} */
+  /** The text of bytes [begin, end), and the words that these cut, whole. @param {number} begin @param {number} end @returns {Promise<string>} */
   read(begin, end) {
     const name = `${begin}-${end}`;
     const known = this.known.get(name) ?? this.fetched(begin, end);
@@ -79,9 +81,11 @@ export class DocumentText {
   /** @param {number} begin @param {number} end */
   async fetched(begin, end) {
     if (end <= begin) return "";
-    const blob = await this.blob(begin, end);
-    // A window may begin or end inside a character.
-    return new TextDecoder().decode(await blob.arrayBuffer()).replace(/^\uFFFD+|\uFFFD+$/g, "");
+    const from = Math.max(0, begin - LONGEST_WORD);
+    const blob = await this.blob(from, end + LONGEST_WORD);
+    const words = wholeWords(new Uint8Array(await blob.arrayBuffer()), begin - from, end - from);
+    // Where a script has no spaces a passage may still begin or end inside a character.
+    return new TextDecoder().decode(words).replace(/^\uFFFD+|\uFFFD+$/g, "");
   }
 
   /** Bytes [begin, end). A file that was moved or changed since is left for what the service has. @param {number} begin @param {number} end */
@@ -97,4 +101,16 @@ export class DocumentText {
     const range = { range: `bytes=${begin}-${end - 1}` };
     return (await this.api.send(`/v1/files/${this.id}/content`, { headers: range })).blob();
   }
+}
+
+/**
+ * Bytes [begin, end), longer by what is missing of a word at either edge; as they are where no space is near.
+ * @param {Uint8Array} bytes @param {number} begin @param {number} end
+ */
+function wholeWords(bytes, begin, end) {
+  const inside = (/** @type {number} */ at) => at >= 0 && at < bytes.length && !SPACES.has(bytes[at]);
+  let [first, last] = [begin, Math.min(end, bytes.length)];
+  if (inside(first)) while (inside(first - 1)) first -= 1;
+  if (inside(last - 1)) while (inside(last)) last += 1;
+  return bytes.subarray(begin - first < LONGEST_WORD ? first : begin, last - end < LONGEST_WORD ? last : end);
 }

@@ -5,6 +5,7 @@ import { bytes, count } from "../view/figures.js";
 
 const KEYS_AND_VALUES = 2;
 const FLOAT_BYTES = 4;
+const SEEN = 0.006; // of a bar, however small its value
 
 /**
  * Keys and values of every token in every layer, in float32 as this service computes.
@@ -28,6 +29,6 @@ export function showGauge(model, tokens, state) {
 /** @param {string} name @param {number} value @param {number} most @param {string} kind */
 function bar(name, value, most, kind) {
   const fill = h("b", { class: kind });
-  fill.style.transform = `scaleX(${value / most})`;
+  fill.style.transform = `scaleX(${Math.max(SEEN, value / most)})`;
   return h("div", { class: "gauge-bar" }, h("span", {}, name), h("strong", {}, bytes(value)), h("i", { "aria-hidden": "true" }, fill));
 }

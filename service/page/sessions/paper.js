@@ -5,6 +5,7 @@ import { count } from "../view/figures.js";
 import { Sheet } from "./sheet.js";
 
 const MOST_SHEETS = 40; // of sessions that were open once
+const NEAR_THE_END = 60; // pixels: somebody who reads here wants to see what comes
 
 /** Texts of sessions, of each its end. */
 export class Paper {
@@ -14,6 +15,8 @@ export class Paper {
     this.sheets = new Map();
     /** @type {Text | null} */
     this.end = null;
+    /** @type {Sheet | null} the one that is shown */
+    this.sheet = null;
     this.waiting = "";
     this.shown = "";
     this.soon = framed(() => this.settle());
@@ -32,7 +35,7 @@ export class Paper {
 
   /** @param {string} words */
   hint(words) {
-    this.end = null;
+    this.end = this.sheet = null;
     this.waiting = "";
     this.host.replaceChildren(h("span", { class: "hint" }, words));
   }
@@ -43,7 +46,7 @@ export class Paper {
     this.end = spans.at(-1).firstChild;
     this.waiting = "";
     const before = sheet.cut && h("span", { class: "hint" }, "What came before is not shown any more; the session has read all of it. ");
-    this.host.replaceChildren(...(before ? [before] : []), ...spans);
+    this.following(() => this.host.replaceChildren(...(before ? [before] : []), ...spans), sheet);
   }
 
   /** @param {string} id @param {string} kind read or drawn @param {string} text */
@@ -63,8 +66,18 @@ export class Paper {
 
   /** Show what has come. */
   settle() {
-    if (this.waiting) this.end?.appendData(this.waiting);
+    const { waiting } = this;
     this.waiting = "";
+    if (waiting) this.following(() => this.end?.appendData(waiting));
+  }
+
+  /** Keep the end in sight over a change, unless somebody went back to read; another sheet is shown from its end. @param {() => void} change @param {Sheet} [sheet] */
+  following(change, sheet = this.sheet) {
+    const { host } = this;
+    const isThere = sheet !== this.sheet || host.scrollHeight - host.scrollTop - host.clientHeight < NEAR_THE_END;
+    this.sheet = sheet;
+    change();
+    if (isThere) host.scrollTop = host.scrollHeight;
   }
 
   /** What a fork begins with. @param {string} from @param {string} to */

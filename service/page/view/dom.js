@@ -23,6 +23,9 @@ function filled(element, attributes, children) {
  */
 export const h = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
 
+/** A sentence of the service, in which `this` is code. @param {string} words @returns {Child[]} */
+export const prose = (words) => words.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+
 /** An SVG element. @param {string} tag @param {Record<string, any>} [attributes] @param {...Child} children @returns {any} */
 export const s = (tag, attributes = {}, ...children) =>
   filled(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);

@@ -1,6 +1,6 @@
 /** Words about what went wrong or is being waited for, where it happens. */
 
-import { h, show } from "./dom.js";
+import { h, prose, show } from "./dom.js";
 
 /** A strip that is either away or says something. */
 export class Notice {
@@ -19,7 +19,7 @@ export class Notice {
   say(kind, words, actions = []) {
     this.element.className = `notice ${kind}`;
     this.element.replaceChildren(
-      h("span", {}, words),
+      h("span", {}, ...prose(words)),
       ...actions.map(({ label, act }) => h("button", { type: "button", class: "quiet", onclick: act }, label)),
     );
     show(this.element, true);

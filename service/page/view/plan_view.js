@@ -2,7 +2,7 @@
 
 import { sentence } from "../api/http.js";
 import { about, bytes, count, duration } from "./figures.js";
-import { byId, h, show } from "./dom.js";
+import { byId, h, prose, show } from "./dom.js";
 
 const WINDOWS = [128, 256, 512, 1024, 2048];
 /** More passages than this are drawn no finer, and take memory of the page: longer windows are proposed. */
@@ -25,7 +25,7 @@ const between = (value, range, /** @type {(x: number) => string} */ say) =>
   say(range.low) === say(range.high) ? say(value) : `${say(range.low)} to ${say(range.high)}`;
 
 const SOURCES = /** @type {Record<string, string>} */ ({
-  given: "as given", counted: "counted", sample: "by its beginning", measured: "by the texts before", planned: "by rule of thumb",
+  given: "as given", counted: "counted", sample: "judged by its beginning", measured: "judged by earlier texts", planned: "by rule of thumb",
 });
 
 /** Shows the plan of one document and asks how to go on. */
@@ -65,7 +65,7 @@ export class PlanView {
   show(plan) {
     const { tokens, total_seconds: time, memory_bytes_per_rank: memory } = plan;
     const wait = plan.queue_seconds > 1 ? `, ${duration(plan.queue_seconds)} of it waiting` : "";
-    const ranks = plan.ranks === null ? "" : `${plan.ranks} ${plan.ranks === 1 ? "rank" : "ranks"}`;
+    const ranks = plan.ranks === null ? "" : plan.ranks === 1 ? "1 rank" : `${plan.ranks} ranks share the text`;
     const figures = [
       ["Tokens", about(tokens.value), SOURCES[tokens.source]],
       ["Time", duration(time.value), between(time.value, time, duration) + wait],
@@ -76,7 +76,7 @@ export class PlanView {
       ...figures.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))),
     );
     byId("plan-figures").removeAttribute("aria-busy");
-    byId("plan-notes").replaceChildren(...plan.notes.map((/** @type {string} */ note) => h("span", {}, sentence(note))));
+    byId("plan-notes").replaceChildren(...plan.notes.map((/** @type {string} */ note) => h("span", {}, ...prose(sentence(note)))));
   }
 
   close() {

@@ -23,7 +23,8 @@ export class RanksView {
     if (!ranks.length) return;
     for (const rank of ranks) this.remember(rank, status.epoch);
     const most = Math.max(0.5, ...[...this.past.values()].flatMap(({ steps }) => smoothed(steps)));
-    this.host.replaceChildren(...ranks.map((/** @type {any} */ rank) => this.drawn(rank, most)));
+    const words = h("p", { class: "fine" }, "Each rank is a process with a part of the text; its bars are the steps it made lately.");
+    this.host.replaceChildren(...ranks.map((/** @type {any} */ rank) => this.drawn(rank, most)), words);
   }
 
   /** @param {any} rank @param {number} epoch */
