@@ -42,13 +42,17 @@ class Camera:
     folder: Path
     sizes: dict[str, int] = field(default_factory=dict)
 
-    def take(self, name: str, *, dark: bool = False, whole: bool = False) -> None:
+    def take(self, name: str, *, dark: bool = False, narrow: bool = False, whole: bool = False) -> None:
         """One picture, in light or dark colours."""
         self.page.emulate_media(color_scheme="dark" if dark else "light")
+        if narrow:
+            self.page.set_viewport_size(NARROW)
         self.page.wait_for_timeout(400)
         picture = Image.open(io.BytesIO(self.page.screenshot(full_page=whole)))
         path = self.folder / f"page-{name}.png"
-        picture.convert("RGB").quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+        picture.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT, kmeans=1).save(path, optimize=True)
+        if narrow:
+            self.page.set_viewport_size(WIDE)
         self.sizes[path.name] = path.stat().st_size
 
 
@@ -71,10 +75,12 @@ def _watch(camera: Camera, query: str) -> dict[str, Any]:
     began = time.monotonic()
     page.click("#start")
     page.wait_for_selector("#bar[data-phase=reading]", state="attached", timeout=LONGEST_MS)
-    while int(page.get_attribute("#bar", "aria-valuenow") or 0) < 45:
+    while int(page.get_attribute("#bar", "aria-valuenow") or 0) < 40:
         page.wait_for_timeout(100)
     page.wait_for_timeout(1000)
     camera.take("during")
+    camera.take("during-dark", dark=True)
+    camera.take("during-narrow", narrow=True, whole=True)
     page.wait_for_selector("#bar[data-phase=done]", state="attached", timeout=LONGEST_MS)
     seconds = time.monotonic() - began
     page.wait_for_timeout(1500)

@@ -38,6 +38,7 @@ class Sent:
 
     setting: Setting
     megabytes: int
+    model: str
     ranks: int
     tokens: int
     rows: int
@@ -49,7 +50,7 @@ class Sent:
 
     def as_markdown(self) -> str:
         """The result for people."""
-        engine = f"{self.ranks} ranks" if self.ranks else "an engine that answers at once"
+        engine = f"{self.ranks} ranks of {self.model}" if self.ranks else "an engine that answers at once"
         return "\n".join(
             [
                 "# page-upload",
@@ -126,7 +127,7 @@ def measure(megabytes: float, model: str = "books-6m", ranks: int = 0) -> Sent:
             values = [text.split("\n")[0] for text in page.locator("#run-figures dd").all_inner_texts()]
             figures = dict(zip(names, values, strict=True))
     tokens, rows = (int(figures[name].replace(",", "")) for name in ("Tokens", "Passages"))
-    return Sent(setting, round(megabytes), ranks, tokens, rows, report)
+    return Sent(setting, round(megabytes), Path(model).name, ranks, tokens, rows, report)
 
 
 def main(arguments: Sequence[str]) -> int:
