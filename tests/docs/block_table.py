@@ -55,7 +55,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
             "shell",
             leave={
                 ".venv/bin/torchrun": TORCHRUN,
-                ".venv/bin/dist-attn train": "it takes hours; docs/how-to/own-model.md has the same with 200 steps",
+                ".venv/bin/python examples": "it takes minutes; tests/examples/test_examples.py trains less",
             },
             instead={"--max-tokens 100": "--max-tokens 5"},
             slow=True,

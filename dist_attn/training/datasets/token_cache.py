@@ -67,7 +67,10 @@ def digest_of(paths: Sequence[Path], *settings: str) -> str:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         except OSError as error:
-            raise ConfigError(f"training text {path} cannot be read: {error.strerror}") from None
+            raise ConfigError(
+                f"training text {path} cannot be read: {error.strerror}; [data] says where it is, seen from the folder "
+                "that the command is started in, and `--set data.KEY=VALUE` names another place"
+            ) from None
     return digest.hexdigest()[:16]
 
 

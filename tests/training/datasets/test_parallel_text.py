@@ -102,7 +102,7 @@ def test_files_that_are_not_parallel_are_named(tmp_path):
     target.write_text("one\n")
     with pytest.raises(ConfigError, match=r"s has 50 lines and .*t has 1; line n of one must be line n"):
         read_parallel_texts((source, target), (BYTES, BYTES), tmp_path, max_length=9, progress=nothing_shown)
-    with pytest.raises(ConfigError, match=r"nowhere cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere cannot be read: No such file.*--set data"):
         read_parallel_texts(
             (source, tmp_path / "nowhere"), (BYTES, BYTES), tmp_path, max_length=9, progress=nothing_shown
         )
