@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from dist_attn.commands import looking
+from dist_attn.commands.help_search import help_search
 from dist_attn.commands.options import Config, DataDir, Host, Model, Port, StateExchange, Url, Weights, leave_to_service
 from dist_attn.errors import CommError, DistAttnError, InputError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
@@ -37,7 +38,7 @@ _OUT_OF_MEMORY = (
 app = typer.Typer(
     name="dist-attn",
     help="Long sequences through attention with a constant-size state: encode, generate, train, serve.",
-    epilog="Try: dist-attn serve, then dist-attn COMMAND --help; each command has an example.",
+    epilog="Try: dist-attn serve; dist-attn COMMAND --help; each has an example. dist-attn help WORD searches them.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_enable=False,
@@ -346,6 +347,7 @@ def keys(
 configuration.command("show")(looking.config_show)
 for look in (looking.state, looking.plan, looking.top, looking.mixers, looking.doctor):
     app.command()(look)
+app.command("help")(help_search)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(looking.bench)
 
 

@@ -43,6 +43,7 @@ __all__ = [
     "WorkSettings",
     "read_settings",
     "settings_keys",
+    "settings_words",
 ]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -334,6 +335,16 @@ _SECTIONS: dict[str, type[_Section]] = {
     for name, field in Settings.model_fields.items()
     if isinstance(kind := field.annotation, type) and issubclass(kind, _Section)
 }
+
+
+def settings_words() -> dict[str, str]:
+    """What each key of the tree is, in the order of the tree."""
+    found: dict[str, str] = {}
+    for name, field in Settings.model_fields.items():
+        inner = _SECTIONS[name].model_fields if name in _SECTIONS else None
+        about = {f"{name}.{key}": one for key, one in inner.items()} if inner else {name: field}
+        found |= {key: one.description or "" for key, one in about.items()}
+    return found
 
 
 @cache

@@ -351,6 +351,19 @@ def test_help_names_every_command(run):
         assert f"dist-attn {command}" in own
 
 
+def test_the_help_is_searched(run):
+    """`help` finds commands, options and settings by words, a line each with tabs, and says so when nothing fits."""
+    assert run("help", "no-such-word")[:2] == (2, "")
+    _, out, _ = run("help", "Window", "tokens")
+    assert "\ndist-attn encode --window\t" in f"\n{out}"
+    code, out, _ = run("help", "checkpoint")
+    names = [line.split("\t")[0] for line in out.splitlines()]
+    assert code == 0 and names.index("dist-attn average") < names.index("dist-attn train --resume")
+    assert names[-1].startswith("setting ")
+    _, out, _ = run("help", "config", "show")
+    assert "\tdist-attn config show --config serve.toml\n" in out
+
+
 MPIEXEC = (("PMI_SIZE", "2"), ("PMI_RANK", "1"))
 TORCHRUN = (("WORLD_SIZE", "2"), ("RANK", "1"))
 
