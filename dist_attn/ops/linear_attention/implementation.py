@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 
 from dist_attn.errors import ConfigError
+from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
+from dist_attn.ops.linear_attention.native_call import kernels
 from dist_attn.ops.state import LinearState
 
 __all__ = [
@@ -24,18 +26,22 @@ __all__ = [
     "why_no_kernels",
 ]
 
-Implementation = Literal["auto", "streaming", "triton"]
+Implementation = Literal["auto", "streaming", "native", "triton"]
+IMPLEMENTATIONS = ("auto", "streaming", "native", "triton")
 # Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
 KERNELS_RAN_ON_A_GPU = False
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+NATIVE_LARGEST = 1024  # a core's working space stays within some megabytes
+ELSEWHERE = "the tensors are on"
 
 
 @dataclass(frozen=True)
 class Choice:
     """What computes a call, and in words why."""
 
-    implementation: Literal["streaming", "triton"]
+    implementation: Literal["streaming", "native", "triton"]
     reason: str
 
 
@@ -52,10 +58,10 @@ def choose(
     documents: bool = False,
     sums: torch.dtype = torch.float32,
 ) -> Choice:
-    """Triton's kernels where they are asked for by name, the streaming form otherwise.
+    """What is asked for by name; "auto" takes the C kernels for tensors of a CPU, the streaming form where they cannot.
 
-    `sums` is the precision that is asked for at least. "auto" shall take the kernels for tensors of a GPU, once they
-    have run on one (`KERNELS_RAN_ON_A_GPU`).
+    `sums` is the precision that is asked for at least. "auto" shall take Triton's kernels for tensors of a GPU, once
+    they have run on one (`KERNELS_RAN_ON_A_GPU`).
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
@@ -66,7 +72,14 @@ def choose(
             why_no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
             or (None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32")
             or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents)
-            or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map)
+            or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map, DTYPES, LARGEST)
+        ),
+        lambda: (
+            _no_such_tensors(q_BHLK, k_BHSK, v_BHSV, feature_map, state)
+            or (None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32")
+            or _not_natively(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents)
+            or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map, NATIVE_DTYPES, NATIVE_LARGEST)
+            or why_no_library()
         ),
     )
 
@@ -99,26 +112,40 @@ def of_one_token(x_BHLK: torch.Tensor) -> torch.Tensor:
 
 def check_implementation(implementation: Implementation) -> None:
     """Raises ConfigError for an implementation that does not exist."""
-    if implementation not in ("auto", "streaming", "triton"):
-        raise ConfigError(f"implementation {implementation!r} is unknown; use auto, streaming or triton")
+    if implementation not in IMPLEMENTATIONS:
+        raise ConfigError(f"implementation {implementation!r} is unknown; use {', '.join(IMPLEMENTATIONS)}")
 
 
-def settled(implementation: Implementation, find_obstacle: Callable[[], str | None]) -> Choice:
-    """The choice for a call against which `find_obstacle` finds something, in words, or nothing.
+def settled(
+    implementation: Implementation,
+    against_triton: Callable[[], str | None],
+    against_native: Callable[[], str | None] | None = None,
+) -> Choice:
+    """The choice for a call against whose kernels these find something, in words, or nothing.
 
     Raises: as `choose`.
     """
     check_implementation(implementation)
     if implementation == "streaming":
         return Choice("streaming", "asked for by name")
-    obstacle = find_obstacle()
-    if obstacle is None and implementation == "auto" and not KERNELS_RAN_ON_A_GPU:
-        obstacle = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
-    if obstacle is None:
-        return Choice("triton", "asked for by name" if implementation == "triton" else "the tensors are on a GPU")
+    if implementation == "native":
+        obstacle = "there are no C kernels of this operation" if against_native is None else against_native()
+        if obstacle is not None:
+            raise ConfigError(f"implementation='native' was asked for, but {obstacle}; use 'auto' or 'streaming'")
+        return Choice("native", "asked for by name")
     if implementation == "triton":
-        raise ConfigError(f"implementation='triton' was asked for, but {obstacle}; use 'auto' or 'streaming'")
-    return Choice("streaming", obstacle)
+        if (obstacle := against_triton()) is not None:
+            raise ConfigError(f"implementation='triton' was asked for, but {obstacle}; use 'auto' or 'streaming'")
+        return Choice("triton", "asked for by name")
+    if against_native is not None:
+        if (obstacle := against_native()) is None:
+            return Choice("native", "the tensors are on a CPU")
+        if not obstacle.startswith(ELSEWHERE):
+            return Choice("streaming", obstacle)
+    obstacle = against_triton()
+    if obstacle is None and not KERNELS_RAN_ON_A_GPU:
+        obstacle = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
+    return Choice("triton", "the tensors are on a GPU") if obstacle is None else Choice("streaming", obstacle)
 
 
 def choose_step(
@@ -134,8 +161,9 @@ def choose_step(
 
     Raises: as `choose`.
     """
-    if implementation == "auto" and v_BHV.device.type != "cuda":
-        return Choice("streaming", f"the tensors are on {v_BHV.device.type}")  # what every step on a CPU pays for this
+    if implementation in ("auto", "native") and v_BHV.device.type != "cuda":
+        # One token leaves nothing to win by C kernels, and every step on a CPU pays for what is asked here.
+        return Choice("streaming", f"the tensors are on {v_BHV.device.type}")
     q, k, v = (t[:, :, None] for t in (q_BHK, k_BHK, v_BHV))
     tensors = () if feature_map is None else feature_map.tensors()
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *tensors, *state.tensors())):
@@ -183,20 +211,73 @@ def _not_this_call(
     return None
 
 
-def _not_these_sizes(
-    q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, feature_map: FeatureMap | None
+def why_no_library() -> str | None:
+    """Why the C kernels are not to be had on this machine, or None; the first call compiles them."""
+    try:
+        kernels()
+    except NoLibraryError as error:
+        return str(error)
+    return None
+
+
+def _no_such_tensors(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
 ) -> str | None:
-    if not q_BHLK.dtype == k_BHSK.dtype == v_BHSV.dtype or v_BHSV.dtype not in DTYPES:
+    tensors = (*(() if feature_map is None else feature_map.tensors()), *(() if state is None else state.tensors()))
+    for tensor in (v_BHSV, k_BHSK, q_BHLK, *tensors):
+        if tensor.device.type != "cpu":
+            return f"{ELSEWHERE} {tensor.device.type}"
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"there is a {type(tensor).__name__}: C kernels take plain tensors"
+    if torch.compiler.is_compiling():
+        return "the call is being compiled, and a compiled graph takes the streaming form"
+    return None
+
+
+def _not_natively(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    *,
+    causal: bool,
+    state: LinearState | None,
+    prefix: int,
+    documents: bool,
+) -> str | None:
+    if prefix:
+        return "there is a prefix that attends to itself in full: the kernels take all of a call in one way"
+    if documents and not causal:
+        return "attention is not causal and there are several documents: the kernels take one sequence then"
+    if not q_BHLK.numel() or not (k_BHSK.numel() or state is not None):
+        return "there are no tokens"
+    if state is not None and state.s_BHMV.dtype != torch.float32:
+        return f"the state is {state.s_BHMV.dtype}: the kernels' sums are float32"
+    return None
+
+
+def _not_these_sizes(
+    q_BHLK: torch.Tensor,
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    feature_map: FeatureMap | None,
+    dtypes: tuple[torch.dtype, ...],
+    largest: int,
+) -> str | None:
+    if not q_BHLK.dtype == k_BHSK.dtype == v_BHSV.dtype or v_BHSV.dtype not in dtypes:
+        words = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return (
-            f"q, k and v are {q_BHLK.dtype}, {k_BHSK.dtype} and {v_BHSV.dtype}: the kernels take one of float32, "
-            "bfloat16 and float16 for all three"
+            f"q, k and v are {q_BHLK.dtype}, {k_BHSK.dtype} and {v_BHSV.dtype}: the kernels take one of {words} "
+            "for all three"
         )
     if feature_map is not None and not isinstance(feature_map, HasFusedForm):
         return f"the kernels do not know the feature map {type(feature_map).__name__}"
     tensors = () if feature_map is None else feature_map.tensors()
     sizes = (q_BHLK.shape[3], v_BHSV.shape[3], *(t.shape[1] for t in tensors))
-    if not 0 < max(sizes) <= LARGEST or not min(sizes):
-        return f"head size, values and projections are {sizes}: the kernels take 1 to {LARGEST} of each"
+    if not 0 < max(sizes) <= largest or not min(sizes):
+        return f"head size, values and projections are {sizes}: the kernels take 1 to {largest} of each"
     if any(t.device != v_BHSV.device for t in (q_BHLK, k_BHSK, *tensors)):
         return "the tensors are on different devices"
     return None

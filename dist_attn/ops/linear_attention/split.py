@@ -7,6 +7,7 @@ the global denominator is known. So the keys are walked once, and the state may 
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,7 +16,10 @@ from dist_attn.ops.documents import check_documents, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, bounded
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.linear_attention.differentiable import attention_again
 from dist_attn.ops.linear_attention.implementation import Implementation, choose
+from dist_attn.ops.linear_attention.native import native_attention
+from dist_attn.ops.linear_attention.native_forms import natively_completed
 from dist_attn.ops.linear_attention.streaming import block_ranges, check_shapes, prepare, state_dtype, to_state
 from dist_attn.ops.state import LinearState
 
@@ -66,9 +70,24 @@ def local_sums(
             differentiable=_sums_by_streaming,
             undivided=True,
         )
-    starts_11L = None
     if documents:
         check_documents(documents, q_BHLK.shape[2], k_BHLK.shape[2])
+    if choice.implementation == "native":
+        return native_attention(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            log_gate_BHL,
+            key_scale_BHL,
+            feature_map=feature_map,
+            state=state,
+            denominator=Denominator("one"),
+            documents=documents or (),
+            replay=attention_again(_sums_by_streaming, feature_map, Denominator("one"), documents or ()),
+            undivided=True,
+        )
+    starts_11L = None
+    if documents:
         starts_11L = start_flags(documents, k_BHLK.shape[2], k_BHLK.device)[None, None]
     carry, block, reset_BH = prepare(k_BHLK, v_BHLV, feature_map, state, Denominator(), dtype)
     sums_BHLX, after = scan(
@@ -108,6 +127,11 @@ def complete_sums(
     choice = choose(implementation, q_BHLK, q_BHLK, like_v, feature_map=feature_map, state=before, sums=dtype)
     if choice.implementation == "triton":
         return _complete_by_kernels(sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy).to(out_dtype)
+    if choice.implementation == "native":
+        streaming = partial(complete_sums, implementation="streaming")
+        return natively_completed(
+            sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy, out_dtype, complete=streaming
+        )
     block = AttentionBlock(feature_map, policy, 1, dtype)
     parameters = () if feature_map is None else feature_map.tensors()
     sz_BHMW = torch.cat([before.s_BHMV, before.z_BHM[..., None]], dim=-1).to(dtype)

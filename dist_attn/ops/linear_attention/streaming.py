@@ -14,6 +14,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.implementation import Implementation, choose
+from dist_attn.ops.linear_attention.native_forms import natively, natively_absorbed
 from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.linear_attention.together import attend_together
 from dist_attn.ops.state import LinearState
@@ -59,8 +60,9 @@ def linear_attention(
 
     With a `prefix` the first so many tokens see each other fully, as if not causal, and the rest is causal (prefix-LM).
 
-    `implementation` names what computes it, see `implementation.choose`: "triton" the kernels for a GPU, which "auto"
-    takes by itself only once they have run on one; until then, and elsewhere, this streaming form.
+    `implementation` names what computes it, see `implementation.choose`: "native" C kernels for a CPU, which "auto"
+    takes where there is a compiler; "triton" those for a GPU, which "auto" takes only once they have run on one; this
+    streaming form elsewhere.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
@@ -97,6 +99,19 @@ def linear_attention(
     sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     if choice.implementation == "streaming":
         return _stream(sequence, feature_map, causal, state, policy, documents or ())
+    streaming = partial(linear_attention, implementation="streaming")
+    if choice.implementation == "native":
+        return natively(
+            sequence,
+            feature_map,
+            causal,
+            state,
+            policy,
+            documents or (),
+            attend=streaming,
+            read=partial(streaming, causal=False),
+            absorb=partial(absorb_keys, implementation="streaming"),
+        )
     # Not at the top: a machine without a GPU need not have triton.
     if not causal:
         from dist_attn.ops.linear_attention.triton_full import triton_full_attention
@@ -110,7 +125,7 @@ def linear_attention(
         state=state,
         denominator=policy,
         documents=documents or (),
-        differentiable=partial(linear_attention, implementation="streaming"),
+        differentiable=streaming,
     )
 
 
@@ -186,6 +201,10 @@ def absorb_keys(
         from dist_attn.ops.linear_attention.triton_full import triton_absorb_keys
 
         after = triton_absorb_keys(k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, feature_map=feature_map, state=state)
+        return replace(after, reset_BH=torch.ones_like(after.reset_BH)) if documents else after
+    if choice.implementation == "native":
+        absorb = partial(absorb_keys, implementation="streaming")
+        after = natively_absorbed(k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS, feature_map, state, absorb=absorb)
         return replace(after, reset_BH=torch.ones_like(after.reset_BH)) if documents else after
     carry, block, reset_BH = prepare(k_BHSK, v_BHSV, feature_map, state, Denominator(), dtype)
     # No keys, no blocks, but the same graph: an empty rank must take part in the backward exchange too.

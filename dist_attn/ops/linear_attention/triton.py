@@ -7,20 +7,19 @@ outputs is bounded for any length. The backward pass makes the states again.
 Importing this module needs triton; `implementation.choose` says whether a call can come here.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import document_numbers
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.block import bounded
-from dist_attn.ops.linear_attention.plain_scan import plain_gradients
+from dist_attn.ops.linear_attention.differentiable import Attention, again, attention_again, state_after, sums_of
 from dist_attn.ops.linear_attention.triton_backward import given_rows, policy_rows, stretch_gradients
 from dist_attn.ops.linear_attention.triton_forward import Plan, Stretch, gates, make_plan, on_device, outputs, states
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.watch import current_watch, watching
+from dist_attn.ops.watch import current_watch
 
 __all__ = ["triton_linear_attention"]
 
@@ -28,25 +27,6 @@ STATE_BYTES = 2**30
 
 _Tensors = tuple[torch.Tensor, ...]
 _Optional = tuple[torch.Tensor | None, ...]
-
-
-class Attention(Protocol):
-    """`linear_attention` with everything but the tensors and their documents settled."""
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        /,
-        *,
-        feature_map: FeatureMap | None,
-        log_gate_BHS: torch.Tensor | None,
-        key_scale_BHS: torch.Tensor | None,
-        state: LinearState | None,
-        denominator: Denominator | None,
-        documents: tuple[int, ...] | None,
-    ) -> tuple[torch.Tensor, LinearState]: ...
 
 
 class _Call(NamedTuple):
@@ -87,18 +67,12 @@ def triton_linear_attention(
     if state is None:
         state = LinearState.identity(batch, heads, plan.features, values, device=v_BHLV.device)
     state.check(batch, heads, plan.features, values)
-    zm_BHE = torch.cat([state.z_BHM, state.mass_BH[..., None]], dim=-1)
+    _, zm_BHE = sums_of(state)
     parameters = () if feature_map is None else feature_map.tensors()
     out, s_BHMV, zm_BHE = _Kernels.apply(  # type: ignore[no-untyped-call]
         call, q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, state.s_BHMV, zm_BHE, *parameters
     )
-    log_decay_BH, reset_BH = state.log_decay_BH, state.reset_BH
-    if documents:
-        log_decay_BH, reset_BH = torch.zeros_like(log_decay_BH), torch.ones_like(reset_BH)
-    if log_gate_BHL is not None:
-        last = documents[-1] if documents else 0
-        log_decay_BH = log_decay_BH + bounded(log_gate_BHL[:, :, last:], torch.float32).sum(-1)
-    return out, LinearState(s_BHMV, zm_BHE[..., :-1], zm_BHE[..., -1], log_decay_BH, reset_BH)
+    return out, state_after(state, s_BHMV, zm_BHE, log_gate_BHL, documents)
 
 
 class _Kernels(torch.autograd.Function):
@@ -139,7 +113,8 @@ class _Kernels(torch.autograd.Function):
         tensors, needs = saved[: ctx.num_inputs], ctx.needs_input_grad[1:]
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
-            return (None, *_composite(call, tensors, needs, grads))
+            replay = attention_again(call.differentiable, call.feature_map, call.plan.policy, call.documents)
+            return (None, *again(replay, tensors, needs, grads))
         with on_device(grads[0].device):
             return (None, *_gradients(call, tensors, saved[ctx.num_inputs :], needs, grads))
 
@@ -201,30 +176,3 @@ def _stretches(call: _Call, tensors: _Optional) -> list[tuple[tuple[int, int], S
         part_q, part_k, part_v = (t[:, :, first:last] for t in (q, k, v))
         found.append(((first, last), Stretch(part_q, part_k, part_v, weights, gate, scale, of_documents)))
     return found
-
-
-def _composite(call: _Call, tensors: _Optional, needs: tuple[bool, ...], grads: _Tensors) -> list[torch.Tensor | None]:
-    """The gradients of all inputs as differentiable functions of the inputs and of `grads`, by the streaming form."""
-    # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
-    inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
-    q, k, v, log_gate, key_scale, s, zm, *parameters = inputs
-    assert q is not None and k is not None and v is not None and s is not None and zm is not None
-    nothing = zm.new_zeros(zm.shape[:2])
-    state = LinearState(s, zm[..., :-1], zm[..., -1], nothing, nothing.bool())
-    feature_map = call.feature_map
-    if feature_map is not None:
-        feature_map = feature_map.with_tensors(*(p for p in parameters if p is not None))
-    with watching(None):
-        out, after = call.differentiable(
-            q,
-            k,
-            v,
-            feature_map=feature_map,
-            log_gate_BHS=log_gate,
-            key_scale_BHS=key_scale,
-            state=state,
-            denominator=call.plan.policy,
-            documents=call.documents,
-        )
-    zm_after = torch.cat([after.z_BHM, after.mass_BH[..., None]], dim=-1)
-    return plain_gradients((out, after.s_BHMV, zm_after), grads, inputs, needs)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from dist_attn.ops.cache_folder import cache_folder
 from dist_attn.ops.feature_map import FeatureMap
 
 __all__ = [
@@ -121,12 +121,8 @@ def candidates(head_size: int, projections: int, values: int, dtype: torch.dtype
 
 
 def tiles_file(environ: Mapping[str, str]) -> Path:
-    """In $XDG_CACHE_HOME, else in ~/.cache; for a user without a home, among temporary files."""
-    cache = environ.get("XDG_CACHE_HOME")
-    home = Path(environ.get("HOME") or os.path.expanduser("~"))
-    if not cache and not home.is_absolute():
-        return Path(tempfile.gettempdir()) / f"dist-attn-{os.getuid()}" / "tiles.json"
-    return (Path(cache) if cache else home / ".cache") / "dist-attn" / "tiles.json"
+    """Beside whatever else is kept of this machine."""
+    return cache_folder(environ) / "tiles.json"
 
 
 def kept_tiles(file: Path, key: str) -> Tiles | None:

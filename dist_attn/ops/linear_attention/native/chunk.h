@@ -1,0 +1,193 @@
+/* What forward and backward share of one chunk: gates, weights of pairs, the divisor, the state's step. */
+#pragma once
+#include "features.h"
+
+typedef struct {
+    int64_t begin, length, lanes;
+    int fresh;
+    float weight[CHUNK] __attribute__((aligned(64)));  /* of each key; 0 behind the last token */
+    float present[CHUNK] __attribute__((aligned(64))); /* 1, and 0 behind the last token */
+    float decay[CHUNK] __attribute__((aligned(64)));   /* cumulative log gate */
+    float into[CHUNK] __attribute__((aligned(64)));    /* what is left of the state before, at each query */
+    float left[CHUNK] __attribute__((aligned(64)));    /* what is left of each key behind the chunk */
+    float gate[CHUNK] __attribute__((aligned(64)));    /* log gate */
+    float gain; /* what is left of the state before, behind the chunk */
+} chunk;
+
+INLINE float number_at(view x, int64_t group, int64_t heads, int64_t token) {
+    const char *at = row_of(x, group, heads, token);
+    return x.type == BFLOAT16 ? read_row(at, BFLOAT16, 0, 1)[0] : *(const float *)at;
+}
+
+#define CLOSED -104.0f /* exp gives 0 from here on */
+
+static void look_at(const call *c, int64_t group, int64_t number, chunk *at) {
+    at->begin = c->chunks[number], at->length = c->chunks[number + 1] - at->begin;
+    at->lanes = round_up(at->length, LANES), at->fresh = c->fresh[number];
+    at->gain = 1.0f;
+    float sum = 0.0f;
+    for (int64_t t = 0; t < CHUNK; t++) {
+        int there = t < at->length;
+        at->present[t] = there;
+        at->weight[t] = there && c->key_scale.at ? number_at(c->key_scale, group, c->heads, at->begin + t) : there;
+        if (c->log_gate.at) {
+            float gate = there ? number_at(c->log_gate, group, c->heads, at->begin + t) : 0.0f;
+            sum += gate < CLOSED ? CLOSED : gate;
+            at->gate[t] = gate < CLOSED ? CLOSED : gate;
+            at->decay[t] = sum;
+        }
+    }
+    if (!c->log_gate.at) return;
+    for (int64_t t = 0; t < at->lanes; t += LANES) {
+        store(at->into + t, exponential(load(at->decay + t)));
+        store(at->left + t, exponential(sum - load(at->decay + t)));
+    }
+    at->gain = exponential(all(sum))[0];
+}
+
+/* The masses at the tokens of a chunk, m_t = g_t m_{t-1} + key_scale_t; the last one is that of the state after it. */
+static float add_masses(const call *c, const chunk *at, float before, float *masses) {
+    float m = at->fresh ? 0.0f : before;
+    float gates[CHUNK] __attribute__((aligned(64)));
+    if (c->log_gate.at)
+        for (int64_t t = 0; t < at->lanes; t += LANES) store(gates + t, exponential(load(at->gate + t)));
+    for (int64_t t = 0; t < at->length; t++) {
+        m = (c->log_gate.at ? gates[t] * m : m) + at->weight[t];
+        masses[t] = m;
+    }
+    return m;
+}
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+#define STRIPE 16 /* rows whose pairs are reckoned with together: a multiple of LANES */
+
+/* Masks pairs [lanes, CHUNK] of keys after the query and weighs the others with what is left of them. */
+static void weigh_pairs(const chunk *at, float *pairs, const float *weights) {
+    for (int64_t i = 0; i < at->lanes; i++) {
+        int64_t end = smaller(at->lanes, round_up(i + 1, STRIPE));
+        float *row = pairs + i * CHUNK;
+        if (weights)
+            for (int64_t j = 0; j < end; j += LANES) store(row + j, load(row + j) * load(weights + i * CHUNK + j));
+        else
+            for (int64_t j = i + 1; j < end; j++) row[j] = 0.0f;
+    }
+}
+
+/* Rows [length, columns] times one number each. */
+INLINE void weigh_rows(float *rows, int64_t columns, int64_t length, const float *weight) {
+    for (int64_t t = 0; t < length; t++)
+        for (int64_t j = 0; j < columns; j += LANES)
+            store(rows + t * columns + j, load(rows + t * columns + j) * weight[t]);
+}
+
+/* exp(c_i - c_j) where key j is not after query i, 0 elsewhere. */
+static void pair_weights(const chunk *at, float *weights) {
+    for (int64_t i = 0; i < at->lanes; i++) {
+        int64_t end = smaller(at->lanes, round_up(i + 1, STRIPE));
+        for (int64_t j = 0; j < end; j += LANES) {
+            vec exponent = at->decay[i] - load(at->decay + j);
+            store(weights + i * CHUNK + j, exponential(choose(exponent > 0.0f, all(0.0f), exponent)));
+        }
+        for (int64_t j = i + 1; j < end; j++) weights[i * CHUNK + j] = 0.0f;
+    }
+}
+
+/* a b^T for the pairs of queries and keys of a chunk that are not masked, and the rest of their stripe. */
+static void pair_products(const chunk *at, float *out, factor a, const float *b, int64_t depth) {
+    for (int64_t i = 0; i < at->lanes; i += STRIPE)
+        product(out + i * CHUNK, CHUNK, 0.0f, (factor){a.at + i * a.row, a.row, a.column}, b, CHUNK,
+                smaller(STRIPE, at->lanes - i), smaller(at->lanes, i + STRIPE), depth);
+}
+
+/* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where there are gates. */
+static void advance(const call *c, const chunk *at, state to, const float *phi, const float *v) {
+    int64_t values = to.values;
+    float keep = at->fresh ? 0.0f : at->gain;
+    product(to.s, values, keep, (factor){phi, CHUNK, 1}, v, values, c->features, values, at->length);
+    for (int64_t m = 0; m < c->features; m++) {
+        vec sum = {0};
+        for (int64_t t = 0; t < at->lanes; t += LANES) sum += load(phi + m * CHUNK + t);
+        to.z[m] = (keep == 0.0f ? 0.0f : keep * to.z[m]) + total(sum);
+    }
+}
+
+/* What the policy divides by, and how much of its gradient goes to the denominator and to the mass. */
+INLINE float divisor(const call *c, float den, float mass, float *of_den, float *of_mass) {
+    float eps = (float)c->eps, floor_ = eps * mass;
+    *of_den = *of_mass = 0.0f;
+    switch (c->policy) {
+    case EXACT: *of_den = 1.0f; return den;
+    case CLAMP: *of_den = den < eps ? 0.0f : 1.0f; return den < eps ? eps : den;
+    case SIGN_CLAMP:
+        *of_den = fabsf(den) < eps ? 0.0f : 1.0f;
+        return fabsf(den) < eps ? (den < 0.0f ? -eps : eps) : den;
+    case ONE: return 1.0f;
+    case MASS:
+        if (mass == 0.0f) return 1.0f;
+        *of_mass = 1.0f;
+        return mass;
+    }
+    float found = den > floor_ || den != den ? den : floor_;
+    if (found == 0.0f) return 1.0f;
+    float half = den == floor_ ? 0.5f : den > floor_;
+    *of_den = half, *of_mass = (1.0f - half) * eps;
+    return found;
+}
+
+/* One token's output from its numerator, [V rounded up], denominator and mass. */
+static void write_output(const call *c, int64_t group, int64_t token, const float *num, float den, float mass) {
+    char *to = row_of(c->out, group, c->heads, token);
+    float unused, also_unused, inverse = 1.0f;
+    if (!c->undivided) inverse = 1.0f / divisor(c, den, mass, &unused, &also_unused);
+    for (int64_t j = 0; j < round_up(c->values, LANES); j += LANES)
+        write_row(to, c->out.type, j, c->values, load(num + j) * inverse);
+    if (c->undivided) ((float *)to)[c->values] = den, ((float *)to)[c->values + 1] = mass;
+    if (c->den) c->den[group * c->tokens + token] = den, c->mass[group * c->tokens + token] = mass;
+}
+
+static void load_state(const call *c, int64_t group, const float *s, const float *zm, state to) {
+    memset(to.s, 0, 4 * state_floats(c));
+    if (!s) return;
+    for (int64_t m = 0; m < c->features; m++)
+        memcpy(to.s + m * to.values, s + (group * c->features + m) * c->values, 4 * c->values);
+    memcpy(to.z, zm + group * (c->features + 1), 4 * c->features);
+    *to.mass = zm[group * (c->features + 1) + c->features];
+}
+
+static void store_state(const call *c, int64_t group, state from, float *s, float *zm) {
+    for (int64_t m = 0; m < c->features; m++)
+        memcpy(s + (group * c->features + m) * c->values, from.s + m * from.values, 4 * c->values);
+    memcpy(zm + group * (c->features + 1), from.z, 4 * c->features);
+    zm[group * (c->features + 1) + c->features] = *from.mass;
+}
+
+/* Denominators of a chunk's queries: what they read from z, decayed, and the sums of their pairs' weights. */
+static void denominators(const call *c, const chunk *at, const float *queries, const float *z, const float *pairs,
+                         float *den) {
+    product(den, CHUNK, 0.0f, (factor){z, 0, 1}, queries, CHUNK, 1, at->lanes, c->features);
+    if (c->log_gate.at)
+        for (int64_t t = 0; t < at->lanes; t += LANES) store(den + t, load(den + t) * load(at->into + t));
+    for (int64_t t = 0; t < at->length; t++) {
+        vec sum = {0};
+        for (int64_t j = 0; j < smaller(at->lanes, round_up(t + 1, STRIPE)); j += LANES)
+            sum += load(pairs + t * CHUNK + j);
+        den[t] += total(sum);
+    }
+}
+
+/* Room for one thread, cut from one piece of memory. */
+typedef struct { float *next; } room;
+INLINE float *take(room *r, int64_t floats) {
+    float *at = r->next;
+    r->next += round_up(floats, 16);
+    return at;
+}
+INLINE side take_side(room *r, const call *c) {
+    side s;
+    s.x = take(r, round_up(c->size, LANES) * CHUNK);
+    s.inverse = take(r, CHUNK);
+    s.phi = take(r, round_up(c->features, LANES) * CHUNK);
+    return s;
+}
+#define SIDE_FLOATS(c) ((round_up((c)->size, LANES) + round_up((c)->features, LANES) + 1) * CHUNK)

@@ -1,0 +1,125 @@
+"""A call of the C kernels as they read it: `native/call.h`, field by field, filled from tensors."""
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dist_attn.ops.c_library import load_library
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
+
+__all__ = ["BLOCK", "CHUNK", "KEPT_STATES", "Call", "chunk_starts", "kernels", "new_call", "num_features", "view"]
+
+CHUNK = 64  # tokens of a chunk, and
+BLOCK = 8  # chunks of a block of the backward pass, as in native/call.h
+KEPT_STATES = 16  # of a head at most, for the backward pass, however long the sequence is
+KINDS: Final = {"gaussian": 1, "arc_cosine": 2, "elu": 3}
+POLICIES: Final = {"floor": 0, "exact": 1, "clamp": 2, "sign_clamp": 3, "mass": 4, "one": 5}
+TYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
+
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class View(ctypes.Structure):
+    """Where a [B, H, L, size] tensor lies; nowhere, by default."""
+
+    _fields_ = [("at", _POINTER), *((name, _INT) for name in ("batch", "head", "token", "type"))]
+
+
+def _ints(names: str) -> list[tuple[str, Any]]:
+    return [(name, _INT) for name in names.split()]
+
+
+def _pointers(names: str) -> list[tuple[str, Any]]:
+    return [(name, _POINTER) for name in names.split()]
+
+
+def _views(names: str) -> list[tuple[str, Any]]:
+    return [(name, View) for name in names.split()]
+
+
+class Call(ctypes.Structure):
+    """One call; what is not set is not there."""
+
+    _fields_ = [
+        *_ints("batch heads tokens size values projections features"),
+        *_ints("kind unit_norm policy undivided threads num_chunks save_every"),
+        ("eps", ctypes.c_double),
+        *_pointers("chunks fresh w"),
+        *_views("q k v out log_gate key_scale"),
+        *_pointers("s zm s_after zm_after den mass kept"),
+        *_views("grad_out grad_q grad_k grad_v"),
+        *_pointers("grad_w grad_log_gate grad_key_scale grad_s_after grad_zm_after grad_s grad_zm"),
+        *_views("sums grad_sums"),
+    ]
+
+
+def view(x: torch.Tensor) -> View:
+    """Of a tensor [B, H, L] or [B, H, L, size] whose last dimension of size is contiguous."""
+    batch, head, token = x.stride()[:3]
+    return View(x.data_ptr(), batch, head, token, TYPES[x.dtype])
+
+
+@lru_cache(maxsize=1)
+def kernels() -> ctypes.CDLL:
+    """The compiled kernels.
+
+    Raises: NoLibraryError where there are none.
+    """
+    library = load_library(Path(__file__).parent / "native" / "attention.c")
+    library.dist_attn_state_floats.restype = _INT
+    return library
+
+
+def chunk_starts(tokens: int, documents: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N]. None lies in two."""
+    edges = sorted({0, tokens, *documents})
+    starts = [at for first, last in pairwise(edges) for at in range(first, last, CHUNK)]
+    begins = set(documents)
+    return torch.tensor([*starts, tokens]), torch.tensor([at in begins for at in starts], dtype=torch.uint8)
+
+
+def num_features(feature_map: FeatureMap | None, size: int) -> int:
+    """M of a map of heads of this size."""
+    if feature_map is None:
+        return size
+    tensors = feature_map.tensors()
+    projections = tensors[0].shape[1] if tensors else size
+    return 2 * projections if _form(feature_map).kind == "gaussian" else projections
+
+
+def _form(feature_map: FeatureMap) -> FusedForm:
+    assert isinstance(feature_map, HasFusedForm)  # `choose` lets no other come here
+    return feature_map.fused_form()
+
+
+def new_call(
+    shape: Sequence[int],
+    values: int,
+    *,
+    feature_map: FeatureMap | None,
+    policy: Denominator,
+    chunks: torch.Tensor,
+    fresh: torch.Tensor,
+    w_HDK: torch.Tensor | None,
+) -> Call:
+    """A call for queries or keys of this shape, [B, H, L, K]. The tensors given here must outlive it."""
+    batch, heads, tokens, size = shape
+    call = Call(batch, heads, tokens, size, values)
+    call.projections = size if w_HDK is None else w_HDK.shape[1]
+    call.features = num_features(feature_map, size)
+    if feature_map is not None:
+        form = _form(feature_map)
+        call.kind, call.unit_norm = KINDS[form.kind], form.unit_norm
+    call.policy, call.eps, call.threads = POLICIES[policy.kind], policy.eps, torch.get_num_threads()
+    call.num_chunks = len(fresh)
+    blocks = -(-call.num_chunks // BLOCK)
+    call.save_every = BLOCK * max(1, -(-blocks // KEPT_STATES))
+    call.chunks, call.fresh = chunks.data_ptr(), fresh.data_ptr()
+    call.w = None if w_HDK is None else w_HDK.data_ptr()
+    return call
