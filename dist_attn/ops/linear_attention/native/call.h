@@ -92,11 +92,16 @@ INLINE void write_row(char *row, int64_t type, int64_t first, int64_t size, vec 
 /* Rows of a chunk as they are, zeros behind the last token and the last column: [lanes, columns]. */
 static void pack(float *out, int64_t columns, view x, const call *c, int64_t group, int64_t begin, int64_t length,
                  int64_t lanes, int64_t size) {
-    for (int64_t t = 0; t < lanes; t++) {
-        const char *row = t < length ? row_of(x, group, c->heads, begin + t) : NULL;
-        for (int64_t j = 0; j < columns; j += LANES)
-            store(out + t * columns + j, row ? read_row(row, x.type, j, size) : (vec){0});
-    }
+    const char *row = row_of(x, group, c->heads, begin);
+    int64_t step = x.token * (x.type == BFLOAT16 ? 2 : 4);
+    int whole = x.type == FLOAT32 && size == columns;
+    for (int64_t t = 0; t < length; t++, row += step, out += columns)
+        for (int64_t j = 0; j < columns; j += LANES) {
+            /* What the next chunk will want is on its way meanwhile. */
+            __builtin_prefetch(row + step * CHUNK + 4 * j);
+            store(out + j, whole ? load_loose((const float *)row + j) : read_row(row, x.type, j, size));
+        }
+    memset(out, 0, 4 * (lanes - length) * columns);
 }
 
 /* [rows, in_row] -> [columns, CHUNK]; both sizes are multiples of LANES. */
