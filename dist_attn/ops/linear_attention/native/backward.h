@@ -47,11 +47,15 @@ INLINE int64_t backward_floats(const call *c) {
            (c->projections + 1) * size + (BLOCK + 3) * state_floats(c) + inner_floats(c) + 1024;
 }
 
+/* Keys that nobody asks and nothing decays have gradients that do not depend on any state. */
+INLINE int states_matter(const call *c) { return c->q.at || c->log_gate.at; }
+
 /* The keys of a chunk: features, weighed, and the state after it. `left` is in the features only where `use_up`. */
 static void step_over(const call *c, int64_t group, const chunk *at, desk *d, side keys, state now) {
     int64_t values = now.values;
     make_features(c, group, c->k, at->begin, at->length, keys, d->rows);
     if (c->key_scale.at || at->length < at->lanes) weigh(keys.phi, c->features, at->lanes, at->weight);
+    if (!states_matter(c)) return;
     pack(d->v, values, c->v, c, group, at->begin, at->length, at->lanes, c->values);
     if (at->fresh) memset(now.s, 0, 4 * state_floats(c));
     float masses[CHUNK];
@@ -237,7 +241,7 @@ static void backward_group(const call *c, int64_t group, float *memory) {
         else
             load_state(c, group, c->s, c->zm, state_at(c, d.inner));
         int64_t blocks = (last - first + BLOCK - 1) / BLOCK;
-        for (int64_t b = 0; b + 1 < blocks; b++) {
+        for (int64_t b = 0; states_matter(c) && b + 1 < blocks; b++) {
             float *to = d.inner + (b + 1) * apart;
             memcpy(to, d.inner + b * apart, 4 * floats);
             for (int i = 0; i < BLOCK; i++) {
