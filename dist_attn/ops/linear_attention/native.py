@@ -130,9 +130,7 @@ class _Attend(torch.autograd.Function):
         call.s_after, call.zm_after = (t.data_ptr() for t in after)
         out = None
         if tensors[0] is not None:
-            out = torch.empty_like(v)
-            if work.undivided:
-                out = torch.empty((*v.shape[:3], v.shape[3] + 2))
+            out = torch.empty((*v.shape[:3], v.shape[3] + 2)) if work.undivided else _room_like(v)
             call.out = view(out)
         watched = _watch_denominators(call, work, alive) if out is not None else None
         kept = None
@@ -163,9 +161,7 @@ class _Attend(torch.autograd.Function):
         if len(grads) == 3:
             call.grad_out = _view(grads[0], alive)
         call.grad_s_after, call.grad_zm_after = (_pointer(t.contiguous(), alive) for t in grads[-2:])
-        found = [
-            torch.empty_like(t) if need and t is not None else None for t, need in zip(tensors, needs, strict=True)
-        ]
+        found = [_room_like(t) if need and t is not None else None for t, need in zip(tensors, needs, strict=True)]
         q, k, v, gate, scale, s, zm, *of_map = found
         for name, grad in (("grad_q", q), ("grad_k", k), ("grad_v", v)):
             if grad is not None:
@@ -206,7 +202,7 @@ class _Read(torch.autograd.Function):
         call, alive = _read_call(work, tuple(tensors))
         call.out, call.grad_out = view(out), _view(grads[0], alive)
         q, gate, sums, s, zm, *of_map = (
-            torch.empty_like(t) if need and t is not None else None for t, need in zip(tensors, needs, strict=True)
+            _room_like(t) if need and t is not None else None for t, need in zip(tensors, needs, strict=True)
         )
         if q is not None:
             call.grad_q = view(q)
@@ -290,6 +286,12 @@ def _view(x: torch.Tensor, alive: list[torch.Tensor]) -> Any:
         x = x.contiguous()
     alive.append(x)
     return view(x)
+
+
+def _room_like(x: torch.Tensor) -> torch.Tensor:
+    """Memory for what has x's type and sizes, laid out as x is where its rows lie in one piece."""
+    room = torch.empty_like(x)
+    return room if room.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype)
 
 
 def _run(kernel: Callable[[Any], int], call: Call) -> None:
