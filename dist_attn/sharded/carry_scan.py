@@ -4,13 +4,16 @@ Each rank reduces its own keys to a state, the ranks scan these states (their si
 each adds what came before its first token. Local work lies between the launch of the scan and its wait, forward and
 backward; the backward pass is the transposed scan. Two ways, the same result to rounding:
 
-    one_walk   one walk takes sums from nothing and gives the state; a walk over the queries completes them, gated only
-               as far as something of the state before is left. The last tokens' sums are left until the launch.
+    one_walk   one walk takes sums from nothing and gives the state; a walk over the queries completes them, as far as
+               gates leave something of the state before. Tokens behind that attend by themselves at once.
     two_walks  a walk over all keys gives the state; while the states travel, the first tokens' sums are taken from
                nothing and completed when they have arrived; the others attend in line, from the state before them.
 
-One walk is faster (measured: by 4 to 15 %, by up to 20 % with gates) and holds the sums of the whole slice meanwhile,
-V + 2 numbers per token and head.
+One walk holds the sums of the tokens that it completes, V + 2 numbers per token and head. With gates that forget it is
+one walk and no more, and half the time of two. Without, it was 4 to 15 % faster in the streaming form; by C kernels,
+which make features so fast that memory counts, two walks are (1.5 and 1.3 times one rank, of two).
+
+Ranks need not walk alike: both ways exchange the same.
 """
 
 from dataclasses import dataclass
@@ -24,11 +27,14 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import (
     Implementation,
+    JoinedOutput,
     check_choice,
     check_shapes,
+    choose,
     complete_sums,
     local_sums,
     state_dtype,
+    tokens_until_forgotten,
 )
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
 
@@ -37,8 +43,9 @@ __all__ = ["LOCAL_PASS", "Walks", "for_two_uses", "sharded_linear_attention"]
 Walks = Literal["one_walk", "two_walks"]
 
 LOCAL_PASS = "local pass"  # in the traffic log
-# So many tokens are attended while the states travel: at 8 heads of 64, about 10 ms of one core.
-OVERLAP_TOKENS = 1024
+# So many tokens are attended while the states travel. On a CPU none: a state takes a millisecond, and to complete sums
+# takes longer.
+OVERLAP_TOKENS = {"cpu": 0, "cuda": 1024}
 
 
 def sharded_linear_attention(
@@ -54,14 +61,14 @@ def sharded_linear_attention(
     state: LinearState | None = None,
     denominator: Denominator | None = None,
     exchange: Exchange | None = None,
-    walks: Walks = "one_walk",
+    walks: Walks | None = None,
     implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """`ops.linear_attention` on this rank's slice of queries and keys.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut,
-    and `implementation` what does it, as for `ops.linear_attention`; an empty slice has no use for kernels.
+    on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut (None: as
+    is faster) and `implementation` what does it, as for `ops.linear_attention`; an empty slice has no use for kernels.
 
     Shapes: as `ops.linear_attention` with L and S local; either may be 0, causal they are equal.
     Cost: one exchange of 4 B H (M (V + 1) + 2) bytes per rank (8 in place of 4 for float64) as in `exclusive_scan`,
@@ -107,9 +114,11 @@ def sharded_linear_attention(
             f"causal attention over ranks needs as many queries as keys on a rank; rank {comm.rank} has "
             f"{q_BHLK.shape[2]} and {k_BHSK.shape[2]}"
         )
-    attend = segment.attend_in_one_walk if walks == "one_walk" else segment.attend_in_two_walks
     q_BHLK, k_BHSK, values_BHSV = (for_two_uses(x, segment.dtype) for x in (q_BHLK, k_BHSK, v_BHSV))
     segment.check_choice(q_BHLK, k_BHSK, values_BHSV, state)
+    if walks is None:
+        walks = segment.faster_walks(q_BHLK, k_BHSK, values_BHSV)
+    attend = segment.attend_in_one_walk if walks == "one_walk" else segment.attend_in_two_walks
     out_BHLV, after = attend(comm, q_BHLK, k_BHSK, values_BHSV, state, denominator, exchange)
     return out_BHLV.to(v_BHSV.dtype), after
 
@@ -144,6 +153,13 @@ class _Segment:
         """What computes over these tokens, once checked: kernels take no empty slice, which must not be refused so."""
         return self.implementation if x_BHLK.shape[2] else "streaming"
 
+    def faster_walks(self, q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> Walks:
+        """Two where C kernels attend without gates, one otherwise."""
+        if self.log_gate_BHS is not None or not q_BHLK.shape[2]:
+            return "one_walk"
+        choice = choose(self.implementation, q_BHLK, k_BHLK, v_BHLV, feature_map=self.feature_map, sums=self.dtype)
+        return "two_walks" if choice.implementation == "native" else "one_walk"
+
     def absorb(
         self, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, start: int = 0, state: LinearState | None = None
     ) -> LinearState:
@@ -159,6 +175,17 @@ class _Segment:
             implementation=self.by(k_BHSK[:, :, start:]),
         )
 
+    def _of_keys(self, state: LinearState, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> LinearState:
+        """A state without a graph where nothing it depends on wants gradients.
+
+        One that came with outputs has a graph where queries want them; ranks whose states do not would differ.
+        """
+        parameters = () if self.feature_map is None else self.feature_map.tensors()
+        made_of = (k_BHLK, v_BHLV, self.log_gate_BHS, self.key_scale_BHS, *parameters)
+        if any(t is not None and t.requires_grad for t in made_of):
+            return state
+        return LinearState(*(t.detach() for t in state.tensors()))
+
     def attend_in_two_walks(
         self,
         comm: Communicator,
@@ -171,25 +198,17 @@ class _Segment:
     ) -> tuple[torch.Tensor, LinearState]:
         """Outputs and the global final state; the states travel while the first tokens' sums are taken."""
         running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV), state, exchange)
-        first = min(OVERLAP_TOKENS, k_BHLK.shape[2])
+        tokens = k_BHLK.shape[2]
+        first = min(_overlap(k_BHLK), tokens)
+        joined = JoinedOutput(tuple(v_BHLV.shape), v_BHLV.dtype, v_BHLV.device)
         sums, first_state = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, first, None)
         sums = collectives.marked(comm, sums, LOCAL_PASS)
         before, after = running.wait()
-        out_BHLV = self._complete(sums, q_BHLK[:, :, :first], before, denominator, v_BHLV.dtype)
-        if first == k_BHLK.shape[2]:
-            return out_BHLV, after
-        rest_BHLV, _ = linear_attention(
-            q_BHLK[:, :, first:],
-            k_BHLK[:, :, first:],
-            v_BHLV[:, :, first:],
-            feature_map=self.feature_map,
-            log_gate_BHS=_cut(self.log_gate_BHS, first),
-            key_scale_BHS=_cut(self.key_scale_BHS, first),
-            state=before.combine(first_state),
-            denominator=denominator,
-            implementation=self.implementation,
-        )
-        return torch.cat([out_BHLV, rest_BHLV], dim=2), after
+        joined.add(self._complete(sums, q_BHLK, 0, before, denominator, v_BHLV.dtype, joined))
+        if first < tokens:
+            state = before.combine(first_state)
+            joined.add(self._attend(q_BHLK, k_BHLK, v_BHLV, first, tokens, state, denominator, joined)[0])
+        return joined.join(), after
 
     def attend_in_one_walk(
         self,
@@ -201,36 +220,84 @@ class _Segment:
         denominator: Denominator | None,
         exchange: Exchange | None,
     ) -> tuple[torch.Tensor, LinearState]:
-        """Outputs and the global final state; the states travel while the last tokens' sums are taken."""
+        """Outputs and the global final state; the states travel while the last tokens are worked on.
+
+        Tokens up to `known` need the state before; they are walked up to `early` first, the others up to `late`.
+        """
         tokens = k_BHLK.shape[2]
-        head = max(0, tokens - OVERLAP_TOKENS)
-        parts, head_state = [], None
-        if head:
-            sums, head_state = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, head, None)
+        late = max(0, tokens - _overlap(k_BHLK))
+        known = tokens_until_forgotten(self.log_gate_BHS, tokens)
+        early = min(known, late)
+        joined = JoinedOutput(tuple(v_BHLV.shape), v_BHLV.dtype, v_BHLV.device)
+        parts, own, outputs = [], None, []
+        if early:
+            sums, own = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, early, None)
             parts.append(sums)
-        running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV, head, head_state), state, exchange)
-        sums, _ = self._sums(q_BHLK, k_BHLK, v_BHLV, head, tokens, head_state)
-        parts.append(collectives.marked(comm, sums, LOCAL_PASS))
+        if early < late:
+            out, own = self._attend(q_BHLK, k_BHLK, v_BHLV, early, late, own, denominator, joined)
+            outputs.append(out)
+        element = own if late == tokens and own is not None else self.absorb(k_BHLK, v_BHLV, late, own)
+        running = exclusive_scan_start(comm, self._of_keys(element, k_BHLK, v_BHLV), state, exchange)
+        if late < known or not parts:
+            sums, own = self._sums(q_BHLK, k_BHLK, v_BHLV, late, known, own)
+            parts.append(sums)
+        parts[-1] = collectives.marked(comm, parts[-1], LOCAL_PASS)
+        if max(late, known) < tokens:
+            out, _ = self._attend(q_BHLK, k_BHLK, v_BHLV, max(late, known), tokens, own, denominator, joined)
+            outputs.append(out)
         before, after = running.wait()
-        return self._complete(torch.cat(parts, dim=2), q_BHLK, before, denominator, v_BHLV.dtype), after
+        sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        joined.add(self._complete(sums, q_BHLK, 0, before, denominator, v_BHLV.dtype, joined))
+        for out in outputs:
+            joined.add(out)
+        return joined.join(), after
 
     def _complete(
         self,
-        sums_BHLX: torch.Tensor,
+        sums_BHTX: torch.Tensor,
         q_BHLK: torch.Tensor,
+        start: int,
         before: LinearState,
         denominator: Denominator | None,
         out_dtype: torch.dtype,
+        joined: JoinedOutput,
     ) -> torch.Tensor:
+        stop = start + sums_BHTX.shape[2]
         return complete_sums(
-            sums_BHLX,
-            q_BHLK,
+            sums_BHTX,
+            q_BHLK[:, :, start:stop],
             before,
             feature_map=self.feature_map,
-            log_gate_BHL=_cut(self.log_gate_BHS, 0, q_BHLK.shape[2]),
+            log_gate_BHL=_cut(self.log_gate_BHS, start, stop),
             denominator=denominator,
             out_dtype=out_dtype,
-            implementation=self.by(q_BHLK),
+            implementation=self.by(sums_BHTX),
+            room=joined.room(start, stop),
+        )
+
+    def _attend(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        start: int,
+        stop: int,
+        state: LinearState | None,
+        denominator: Denominator | None,
+        joined: JoinedOutput,
+    ) -> tuple[torch.Tensor, LinearState]:
+        """Outputs of tokens [start, stop) from the state before them, and the state after."""
+        return linear_attention(
+            q_BHLK[:, :, start:stop],
+            k_BHLK[:, :, start:stop],
+            v_BHLV[:, :, start:stop],
+            feature_map=self.feature_map,
+            log_gate_BHS=_cut(self.log_gate_BHS, start, stop),
+            key_scale_BHS=_cut(self.key_scale_BHS, start, stop),
+            state=state,
+            denominator=denominator,
+            implementation=self.by(q_BHLK[:, :, start:stop]),
+            room=joined.room(start, stop),
         )
 
     def _sums(
@@ -253,6 +320,10 @@ class _Segment:
             dtype=self.dtype,
             implementation=self.by(q_BHLK[:, :, start:stop]),
         )
+
+
+def _overlap(k_BHLK: torch.Tensor) -> int:
+    return OVERLAP_TOKENS.get(k_BHLK.device.type, 0)
 
 
 def _cut(x_BHS: torch.Tensor | None, start: int, stop: int | None = None) -> torch.Tensor | None:

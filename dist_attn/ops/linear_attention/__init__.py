@@ -8,14 +8,16 @@ from dist_attn.ops.linear_attention.implementation import (
     choose,
     choose_step,
 )
+from dist_attn.ops.linear_attention.joined import JoinedOutput
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
-from dist_attn.ops.linear_attention.split import complete_sums, local_sums
+from dist_attn.ops.linear_attention.split import complete_sums, local_sums, tokens_until_forgotten
 from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
 from dist_attn.ops.linear_attention.streaming import absorb_keys, check_shapes, linear_attention, state_dtype
 
 __all__ = [
     "Choice",
     "Implementation",
+    "JoinedOutput",
     "absorb_keys",
     "check_choice",
     "check_implementation",
@@ -29,4 +31,5 @@ __all__ = [
     "linear_attention_step",
     "local_sums",
     "state_dtype",
+    "tokens_until_forgotten",
 ]

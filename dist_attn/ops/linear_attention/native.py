@@ -33,6 +33,7 @@ class _Work:
     policy: Denominator
     documents: tuple[int, ...]
     undivided: bool
+    room: torch.Tensor | None  # where outputs are written
     replay: Replay  # the same of tensors in operations that autograd knows
 
 
@@ -49,8 +50,11 @@ def native_attention(
     documents: tuple[int, ...],
     replay: Replay,
     undivided: bool = False,
+    room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of as many queries as keys, causal; `undivided`, as `local_sums`.
+
+    What comes out lies in `room`, where there is some: a part of a longer output.
 
     `replay` is the same as a function of (q, k, v, log gate, key scale, S, z beside the mass, the map's tensors), in
     operations that autograd knows: what gradients that are differentiated again go through.
@@ -58,7 +62,7 @@ def native_attention(
     Shapes: as `linear_attention`, or float32 [B, H, L, V + 2] of numerators, denominators and masses.
     """
     before, zm_BHE, parameters = _begin(k_BHLK, v_BHLV, feature_map, state)
-    work = _Work(feature_map, denominator, documents, undivided, replay)
+    work = _Work(feature_map, denominator, documents, undivided, room, replay)
     out, s_BHMV, zm_BHE = _Attend.apply(  # type: ignore[no-untyped-call]
         work, q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, before.s_BHMV, zm_BHE, *parameters
     )
@@ -77,7 +81,7 @@ def native_absorb(
 ) -> LinearState:
     """`absorb_keys`; `replay` is as for `native_attention`, of no queries and with no outputs."""
     before, zm_BHE, parameters = _begin(k_BHLK, v_BHLV, feature_map, state)
-    work = _Work(feature_map, Denominator("one"), (), False, replay)
+    work = _Work(feature_map, Denominator("one"), (), False, None, replay)
     s_BHMV, zm_BHE = _Attend.apply(  # type: ignore[no-untyped-call]
         work, None, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, before.s_BHMV, zm_BHE, *parameters
     )
@@ -94,6 +98,7 @@ def native_read(
     replay: Replay,
     log_gate_BHL: torch.Tensor | None = None,
     sums_BHLX: torch.Tensor | None = None,
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Outputs of queries that all read one state, decayed by the gates so far; with `sums`, as `complete_sums`.
 
@@ -102,7 +107,7 @@ def native_read(
     """
     parameters = () if feature_map is None else feature_map.tensors()
     s_BHMV, zm_BHE = sums_of(state)
-    work = _Work(feature_map, denominator, (), False, replay)
+    work = _Work(feature_map, denominator, (), False, room, replay)
     out: torch.Tensor = _Read.apply(  # type: ignore[no-untyped-call]
         work, out_dtype, q_BHLK, log_gate_BHL, sums_BHLX, s_BHMV, zm_BHE, *parameters
     )
@@ -130,7 +135,9 @@ class _Attend(torch.autograd.Function):
         call.s_after, call.zm_after = (t.data_ptr() for t in after)
         out = None
         if tensors[0] is not None:
-            out = torch.empty((*v.shape[:3], v.shape[3] + 2)) if work.undivided else _room_like(v)
+            out = work.room
+            if out is None:
+                out = torch.empty((*v.shape[:3], v.shape[3] + 2)) if work.undivided else _room_like(v)
             call.out = view(out)
         watched = _watch_denominators(call, work, alive) if out is not None else None
         kept = None
@@ -182,7 +189,7 @@ class _Read(torch.autograd.Function):
         q, s = tensors[0], tensors[3]
         assert q is not None and s is not None
         call, alive = _read_call(work, tensors)
-        out = torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype)
+        out = torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype) if work.room is None else work.room
         call.out = view(out)
         watched = _watch_denominators(call, work, alive)
         _run(kernels().dist_attn_read, call)

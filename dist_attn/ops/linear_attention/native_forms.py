@@ -59,6 +59,7 @@ def natively(
     attend: Attention,
     read: Attention,
     absorb: Absorb,
+    room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of (q, k, v, log gate, key scale).
 
@@ -80,6 +81,7 @@ def natively(
             denominator=policy,
             documents=documents,
             replay=attention_again(attend, feature_map, policy, documents),
+            room=room if shared == queries else None,
         )
         outputs.append(out)
     if shared < keys:
@@ -138,6 +140,7 @@ def natively_completed(
     out_dtype: torch.dtype,
     *,
     complete: Complete,
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`complete_sums`; `complete` is the same in operations that autograd knows."""
 
@@ -169,6 +172,7 @@ def natively_completed(
         replay=replay,
         log_gate_BHL=log_gate,
         sums_BHLX=sums,
+        room=room,
     )
 
 

@@ -23,7 +23,7 @@ from dist_attn.ops.linear_attention.native_forms import natively_completed
 from dist_attn.ops.linear_attention.streaming import block_ranges, check_shapes, prepare, state_dtype, to_state
 from dist_attn.ops.state import LinearState
 
-__all__ = ["complete_sums", "local_sums"]
+__all__ = ["complete_sums", "local_sums", "tokens_until_forgotten"]
 
 _Tensors = tuple[torch.Tensor, ...]
 _Optional = tuple[torch.Tensor | None, ...]
@@ -112,10 +112,11 @@ def complete_sums(
     denominator: Denominator | None = None,
     out_dtype: torch.dtype = torch.float32,
     implementation: Implementation = "auto",
+    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention over everything: `local_sums` and, decayed by the gates since, the state `before` their first token.
 
-    Gated, it ends where nothing of that state is left. `implementation` is as for `linear_attention`.
+    Gated, it ends where nothing of that state is left. `implementation` and `room` are as for `linear_attention`.
 
     Shapes: sums [B, H, L, V + 2], q [B, H, L, K], log_gate [B, H, L] -> [B, H, L, V].
     Raises: ConfigError for an implementation that cannot take this call.
@@ -130,7 +131,7 @@ def complete_sums(
     if choice.implementation == "native":
         streaming = partial(complete_sums, implementation="streaming")
         return natively_completed(
-            sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy, out_dtype, complete=streaming
+            sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy, out_dtype, complete=streaming, room=room
         )
     block = AttentionBlock(feature_map, policy, 1, dtype)
     parameters = () if feature_map is None else feature_map.tensors()
@@ -237,6 +238,20 @@ class _Complete:
         if log_gate is None or _vanished(carry[0]):
             return carry
         return (carry[0] + bounded(log_gate, carry[0].dtype).cumsum(-1)[..., -1],)
+
+
+def tokens_until_forgotten(log_gate_BHL: torch.Tensor | None, tokens: int) -> int:
+    """After how many of so many tokens nothing is left of any head's state before them; all, where that never is.
+
+    `complete_sums` adds nothing behind these. Not asked of a GPU, which would have to wait.
+    """
+    if log_gate_BHL is None or log_gate_BHL.device.type != "cpu" or torch.compiler.is_compiling():
+        return tokens
+    if not log_gate_BHL.numel():
+        return tokens
+    with torch.no_grad():
+        most_L = bounded(log_gate_BHL, torch.float32).cumsum(-1).amax(dim=(0, 1))
+        return min(tokens, int((most_L >= math.log(torch.finfo(torch.float32).tiny)).sum()) + 1)
 
 
 def _vanished(log_decay_BH: torch.Tensor) -> bool:

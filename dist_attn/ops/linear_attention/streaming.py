@@ -47,6 +47,7 @@ def linear_attention(
     documents: tuple[int, ...] | None = None,
     prefix: int = 0,
     implementation: Implementation = "auto",
+    room: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """Kernel attention in O(L): S_t = exp(log_gate_t) S_{t-1} + key_scale_t phi(k_t) v_t^T, o_t = phi(q_t)^T S_t / den.
 
@@ -63,6 +64,8 @@ def linear_attention(
     `implementation` names what computes it, see `implementation.choose`: "native" C kernels for a CPU, which "auto"
     takes where there is a compiler; "triton" those for a GPU, which "auto" takes only once they have run on one; this
     streaming form elsewhere.
+
+    What comes out may be written to `room` [B, H, L, V], a part of a longer output, or not (see `JoinedOutput`).
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
@@ -111,6 +114,7 @@ def linear_attention(
             attend=streaming,
             read=partial(streaming, causal=False),
             absorb=partial(absorb_keys, implementation="streaming"),
+            room=room,
         )
     # Not at the top: a machine without a GPU need not have triton.
     if not causal:
