@@ -17,6 +17,7 @@ Ranks need not walk alike: both ways exchange the same.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -28,6 +29,7 @@ from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, lin
 from dist_attn.ops.linear_attention import (
     Implementation,
     JoinedOutput,
+    TwoWalks,
     check_choice,
     check_shapes,
     choose,
@@ -155,10 +157,13 @@ class _Segment:
 
     def faster_walks(self, q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> Walks:
         """Two where C kernels attend without gates, one otherwise."""
+        return "two_walks" if self._natively_ungated(q_BHLK, k_BHLK, v_BHLV) else "one_walk"
+
+    def _natively_ungated(self, q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> bool:
         if self.log_gate_BHS is not None or not q_BHLK.shape[2]:
-            return "one_walk"
+            return False
         choice = choose(self.implementation, q_BHLK, k_BHLK, v_BHLV, feature_map=self.feature_map, sums=self.dtype)
-        return "two_walks" if choice.implementation == "native" else "one_walk"
+        return choice.implementation == "native"
 
     def absorb(
         self, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, start: int = 0, state: LinearState | None = None
@@ -197,9 +202,22 @@ class _Segment:
         exchange: Exchange | None,
     ) -> tuple[torch.Tensor, LinearState]:
         """Outputs and the global final state; the states travel while the first tokens' sums are taken."""
-        running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV), state, exchange)
         tokens = k_BHLK.shape[2]
         first = min(_overlap(k_BHLK), tokens)
+        if not first and self._natively_ungated(q_BHLK, k_BHLK, v_BHLV):
+            walks = TwoWalks(
+                q_BHLK,
+                k_BHLK,
+                v_BHLV,
+                self.key_scale_BHS,
+                feature_map=self.feature_map,
+                denominator=Denominator() if denominator is None else denominator,
+                attention=partial(linear_attention, implementation="streaming"),
+                absorb=partial(absorb_keys, implementation="streaming"),
+            )
+            before, after = exclusive_scan(comm, self._of_keys(walks.behind, k_BHLK, v_BHLV), state, exchange)
+            return walks.attend(before), after
+        running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV), state, exchange)
         joined = JoinedOutput(tuple(v_BHLV.shape), v_BHLV.dtype, v_BHLV.device)
         sums, first_state = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, first, None)
         sums = collectives.marked(comm, sums, LOCAL_PASS)

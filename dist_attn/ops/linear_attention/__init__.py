@@ -10,6 +10,7 @@ from dist_attn.ops.linear_attention.implementation import (
 )
 from dist_attn.ops.linear_attention.joined import JoinedOutput
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
+from dist_attn.ops.linear_attention.native_walks import TwoWalks
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums, tokens_until_forgotten
 from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
 from dist_attn.ops.linear_attention.streaming import absorb_keys, check_shapes, linear_attention, state_dtype
@@ -18,6 +19,7 @@ __all__ = [
     "Choice",
     "Implementation",
     "JoinedOutput",
+    "TwoWalks",
     "absorb_keys",
     "check_choice",
     "check_implementation",

@@ -106,7 +106,7 @@ def sums_of(state: LinearState) -> tuple[torch.Tensor, torch.Tensor]:
     return state.s_BHMV, torch.cat([state.z_BHM, state.mass_BH[..., None]], dim=-1)
 
 
-def again(replay: Replay, tensors: _Optional, needs: tuple[bool, ...], grads: _Tensors) -> list[torch.Tensor | None]:
+def again(replay: Replay, tensors: _Optional, needs: tuple[bool, ...], grads: _Optional) -> list[torch.Tensor | None]:
     """The gradients of all inputs as differentiable functions of the inputs and of `grads`."""
     # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
     inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))

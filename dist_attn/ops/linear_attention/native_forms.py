@@ -6,11 +6,11 @@ import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.differentiable import Attention, attention_again, map_of, state_of, sums_of
+from dist_attn.ops.linear_attention.differentiable import Attention, Replay, attention_again, map_of, state_of, sums_of
 from dist_attn.ops.linear_attention.native import native_absorb, native_attention, native_read
 from dist_attn.ops.state import LinearState
 
-__all__ = ["Absorb", "Complete", "natively", "natively_absorbed", "natively_completed"]
+__all__ = ["Absorb", "Complete", "absorb_again", "natively", "natively_absorbed", "natively_completed"]
 
 _Tensors = tuple[torch.Tensor, ...]
 
@@ -105,6 +105,12 @@ def natively_absorbed(
     absorb: Absorb,
 ) -> LinearState:
     """`absorb_keys`; `absorb` is the same in operations that autograd knows."""
+    replay = absorb_again(absorb, feature_map)
+    return native_absorb(k, v, log_gate, key_scale, feature_map=feature_map, state=state, replay=replay)
+
+
+def absorb_again(absorb: Absorb, feature_map: FeatureMap | None) -> Replay:
+    """`absorb` as a function of nothing, k, v, log gate, key scale, S, z beside the mass, and the map's tensors."""
 
     def replay(
         _: None,
@@ -127,7 +133,7 @@ def natively_absorbed(
             )
         )
 
-    return native_absorb(k, v, log_gate, key_scale, feature_map=feature_map, state=state, replay=replay)
+    return replay
 
 
 def natively_completed(

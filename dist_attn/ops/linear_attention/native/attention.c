@@ -49,3 +49,4 @@ int dist_attn_attend(const call *c) { return share_out(c, forward_group, forward
 int dist_attn_attend_backward(const call *c) { return share_out(c, backward_group, backward_floats(c)); }
 int dist_attn_read(const call *c) { return share_out(c, read_group, forward_floats(c)); }
 int dist_attn_read_backward(const call *c) { return share_out(c, read_backward_group, backward_floats(c)); }
+int dist_attn_adjoint_read(const call *c) { return share_out(c, adjoint_group, backward_floats(c)); }

@@ -76,7 +76,7 @@ static void step_over(const call *c, int64_t group, const chunk *at, desk *d, si
 }
 
 /* Gradients of numerators and denominators of a chunk from those of its outputs. */
-static void through_divisor(const call *c, int64_t group, const chunk *at, desk *d, const float *den,
+static void divide_gradient(const call *c, int64_t group, const chunk *at, desk *d, const float *den,
                             const float *masses, float *of_den, float *of_mass) {
     int64_t values = round_up(c->values, LANES);
     memset(of_den, 0, 4 * CHUNK), memset(of_mass, 0, 4 * CHUNK);
@@ -99,6 +99,13 @@ static void through_divisor(const call *c, int64_t group, const chunk *at, desk 
         of_den[t] = to_den == 0.0f ? 0.0f : of_divisor * to_den;
         of_mass[t] = to_mass == 0.0f ? 0.0f : of_divisor * to_mass;
     }
+}
+
+/* The same, and those of numerators turned too. */
+static void through_divisor(const call *c, int64_t group, const chunk *at, desk *d, const float *den,
+                            const float *masses, float *of_den, float *of_mass) {
+    int64_t values = round_up(c->values, LANES);
+    divide_gradient(c, group, at, d, den, masses, of_den, of_mass);
     transposed(d->of_num_turned, d->of_num, values, at->lanes, values);
 }
 
@@ -236,7 +243,9 @@ static void backward_group(const call *c, int64_t group, float *memory) {
     chunk at[BLOCK];
     for (int64_t stretch = per_group; stretch >= 0 && c->num_chunks; stretch--) {
         int64_t first = stretch * c->save_every, last = smaller(first + c->save_every, c->num_chunks);
-        if (stretch)
+        if (!states_matter(c))
+            memset(d.inner, 0, 4 * floats);
+        else if (stretch)
             memcpy(d.inner, c->kept + (group * per_group + stretch - 1) * floats, 4 * floats);
         else
             load_state(c, group, c->s, c->zm, state_at(c, d.inner));

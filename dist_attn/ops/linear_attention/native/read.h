@@ -130,3 +130,25 @@ static void read_backward_group(const call *c, int64_t group, float *memory) {
     for (int64_t i = 0; c->grad_w && i < c->projections; i++)
         memcpy(c->grad_w + (group * c->projections + i) * c->size, d.grad_w + i * columns, 4 * c->size);
 }
+
+/* The gradient of the state before an attention without gates, from that of its outputs and its denominators. */
+static void adjoint_group(const call *c, int64_t group, float *memory) {
+    room r = {memory};
+    desk d = take_desk(&r, c);
+    int64_t values = round_up(c->values, LANES), M = c->features;
+    state grad = state_at(c, d.before);
+    load_state(c, group, NULL, NULL, grad);
+    for (int64_t n = 0; n < c->num_chunks; n++) {
+        chunk at;
+        float of_den[CHUNK] __attribute__((aligned(64))), of_mass[CHUNK];
+        look_at(c, group, n, &at);
+        make_features(c, group, c->q, at.begin, at.length, d.queries, d.rows);
+        if (at.length < at.lanes) weigh(d.queries.phi, M, at.lanes, at.present);
+        int64_t token = group * c->tokens + at.begin;
+        divide_gradient(c, group, &at, &d, c->den + token, c->mass + token, of_den, of_mass);
+        product(grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values, at.length);
+        for (int64_t m = 0; m < M; m++) grad.z[m] += dot(d.queries.phi + m * CHUNK, of_den, at.lanes);
+        for (int64_t t = 0; t < at.length; t++) *grad.mass += of_mass[t];
+    }
+    store_state(c, group, grad, c->grad_s, c->grad_zm);
+}
