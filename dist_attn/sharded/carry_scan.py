@@ -18,6 +18,7 @@ Ranks need not walk alike: both ways exchange the same.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -28,7 +29,8 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import (
     Implementation,
-    JoinedOutput,
+    PartedSequence,
+    Rooms,
     TwoWalks,
     check_choice,
     check_shapes,
@@ -218,15 +220,15 @@ class _Segment:
             before, after = exclusive_scan(comm, self._of_keys(walks.behind, k_BHLK, v_BHLV), state, exchange)
             return walks.attend(before), after
         running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV), state, exchange)
-        joined = JoinedOutput(tuple(v_BHLV.shape), v_BHLV.dtype, v_BHLV.device)
-        sums, first_state = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, first, None)
+        parted = PartedSequence(q_BHLK, k_BHLK, v_BHLV, (first, tokens) if first < tokens else (tokens,))
+        sums, first_state = self._sums(parted, 0, (0, first), None)
         sums = collectives.marked(comm, sums, LOCAL_PASS)
         before, after = running.wait()
-        joined.add(self._complete(sums, q_BHLK, 0, before, denominator, v_BHLV.dtype, joined))
+        outputs = [self._complete(sums, parted.part(0)[0], before, denominator, v_BHLV.dtype, parted.rooms(0))]
         if first < tokens:
             state = before.combine(first_state)
-            joined.add(self._attend(q_BHLK, k_BHLK, v_BHLV, first, tokens, state, denominator, joined)[0])
-        return joined.join(), after
+            outputs.append(self._attend(parted, 1, (first, tokens), state, denominator)[0])
+        return parted.join(outputs), after
 
     def attend_in_one_walk(
         self,
@@ -240,103 +242,101 @@ class _Segment:
     ) -> tuple[torch.Tensor, LinearState]:
         """Outputs and the global final state; the states travel while the last tokens are worked on.
 
-        Tokens up to `known` need the state before; they are walked up to `early` first, the others up to `late`.
+        Tokens up to `known` need the state before: their sums wait for it, those behind attend by themselves.
         """
         tokens = k_BHLK.shape[2]
         late = max(0, tokens - _overlap(k_BHLK))
         known = tokens_until_forgotten(self.log_gate_BHS, tokens)
-        early = min(known, late)
-        joined = JoinedOutput(tuple(v_BHLV.shape), v_BHLV.dtype, v_BHLV.device)
-        parts, own, outputs = [], None, []
-        if early:
-            sums, own = self._sums(q_BHLK, k_BHLK, v_BHLV, 0, early, None)
-            parts.append(sums)
-        if early < late:
-            out, own = self._attend(q_BHLK, k_BHLK, v_BHLV, early, late, own, denominator, joined)
-            outputs.append(out)
-        element = own if late == tokens and own is not None else self.absorb(k_BHLK, v_BHLV, late, own)
-        running = exclusive_scan_start(comm, self._of_keys(element, k_BHLK, v_BHLV), state, exchange)
-        if late < known or not parts:
-            sums, own = self._sums(q_BHLK, k_BHLK, v_BHLV, late, known, own)
-            parts.append(sums)
-        parts[-1] = collectives.marked(comm, parts[-1], LOCAL_PASS)
-        if max(late, known) < tokens:
-            out, _ = self._attend(q_BHLK, k_BHLK, v_BHLV, max(late, known), tokens, own, denominator, joined)
-            outputs.append(out)
+        # Parts end at these; the states travel while those from `late` on are worked on.
+        cuts = sorted({known, late, tokens} - {0}) or [0]
+        parted = PartedSequence(q_BHLK, k_BHLK, v_BHLV, cuts)
+        sums: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
+        own: LinearState | None = None
+        running = None
+        for number, (start, stop) in enumerate(pairwise((0, *cuts))):
+            if start == late:
+                element = self.absorb(k_BHLK, v_BHLV, late, own)
+                running = exclusive_scan_start(comm, self._of_keys(element, k_BHLK, v_BHLV), state, exchange)
+            if start < known or not tokens:
+                part, own = self._sums(parted, number, (start, stop), own)
+                sums.append(part)
+            else:
+                part, own = self._attend(parted, number, (start, stop), own, denominator)
+                outputs.append(part)
+        if running is None:
+            assert own is not None  # there was a part
+            running = exclusive_scan_start(comm, self._of_keys(own, k_BHLK, v_BHLV), state, exchange)
+        sums[-1] = collectives.marked(comm, sums[-1], LOCAL_PASS)
         before, after = running.wait()
-        sums = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
-        joined.add(self._complete(sums, q_BHLK, 0, before, denominator, v_BHLV.dtype, joined))
-        for out in outputs:
-            joined.add(out)
-        return joined.join(), after
+        if len(sums) == 1:
+            first = self._complete(sums[0], parted.part(0)[0], before, denominator, v_BHLV.dtype, parted.rooms(0))
+        else:
+            q_BHTK = q_BHLK[:, :, :known]
+            first = self._complete(torch.cat(sums, dim=2), q_BHTK, before, denominator, v_BHLV.dtype, None)
+        return parted.join([first, *outputs]), after
 
     def _complete(
         self,
         sums_BHTX: torch.Tensor,
-        q_BHLK: torch.Tensor,
-        start: int,
+        q_BHTK: torch.Tensor,
         before: LinearState,
         denominator: Denominator | None,
         out_dtype: torch.dtype,
-        joined: JoinedOutput,
+        rooms: Rooms | None,
     ) -> torch.Tensor:
-        stop = start + sums_BHTX.shape[2]
+        """Outputs of the first tokens. Room for gradients of their queries is for those who took the sums."""
         return complete_sums(
             sums_BHTX,
-            q_BHLK[:, :, start:stop],
+            q_BHTK,
             before,
             feature_map=self.feature_map,
-            log_gate_BHL=_cut(self.log_gate_BHS, start, stop),
+            log_gate_BHL=_cut(self.log_gate_BHS, 0, q_BHTK.shape[2]),
             denominator=denominator,
             out_dtype=out_dtype,
-            implementation=self.by(sums_BHTX),
-            room=joined.room(start, stop),
+            implementation=self.by(q_BHTK),
+            rooms=None if rooms is None else Rooms(rooms.out),
         )
 
     def _attend(
         self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        start: int,
-        stop: int,
+        parted: PartedSequence,
+        number: int,
+        span: tuple[int, int],
         state: LinearState | None,
         denominator: Denominator | None,
-        joined: JoinedOutput,
     ) -> tuple[torch.Tensor, LinearState]:
-        """Outputs of tokens [start, stop) from the state before them, and the state after."""
+        """Outputs of a part, the tokens of `span`, from the state before them, and the state after."""
+        q_BHTK, k_BHTK, v_BHTV = parted.part(number)
         return linear_attention(
-            q_BHLK[:, :, start:stop],
-            k_BHLK[:, :, start:stop],
-            v_BHLV[:, :, start:stop],
+            q_BHTK,
+            k_BHTK,
+            v_BHTV,
             feature_map=self.feature_map,
-            log_gate_BHS=_cut(self.log_gate_BHS, start, stop),
-            key_scale_BHS=_cut(self.key_scale_BHS, start, stop),
+            log_gate_BHS=_cut(self.log_gate_BHS, *span),
+            key_scale_BHS=_cut(self.key_scale_BHS, *span),
             state=state,
             denominator=denominator,
-            implementation=self.by(q_BHLK[:, :, start:stop]),
-            room=joined.room(start, stop),
+            implementation=self.by(q_BHTK),
+            rooms=parted.rooms(number),
         )
 
     def _sums(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        start: int,
-        stop: int,
-        state: LinearState | None,
+        self, parted: PartedSequence, number: int, span: tuple[int, int], state: LinearState | None
     ) -> tuple[torch.Tensor, LinearState]:
+        """Sums of a part, from nothing but `state`, and the state after."""
+        q_BHTK, k_BHTK, v_BHTV = parted.part(number)
         return local_sums(
-            q_BHLK[:, :, start:stop],
-            k_BHLK[:, :, start:stop],
-            v_BHLV[:, :, start:stop],
+            q_BHTK,
+            k_BHTK,
+            v_BHTV,
             feature_map=self.feature_map,
-            log_gate_BHL=_cut(self.log_gate_BHS, start, stop),
-            key_scale_BHL=_cut(self.key_scale_BHS, start, stop),
+            log_gate_BHL=_cut(self.log_gate_BHS, *span),
+            key_scale_BHL=_cut(self.key_scale_BHS, *span),
             state=state,
             dtype=self.dtype,
-            implementation=self.by(q_BHLK[:, :, start:stop]),
+            implementation=self.by(q_BHTK),
+            rooms=parted.rooms(number),
         )
 
 

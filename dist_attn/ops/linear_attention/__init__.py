@@ -8,7 +8,7 @@ from dist_attn.ops.linear_attention.implementation import (
     choose,
     choose_step,
 )
-from dist_attn.ops.linear_attention.joined import JoinedOutput
+from dist_attn.ops.linear_attention.joined import PartedSequence, Rooms
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.ops.linear_attention.native_walks import TwoWalks
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums, tokens_until_forgotten
@@ -18,7 +18,8 @@ from dist_attn.ops.linear_attention.streaming import absorb_keys, check_shapes, 
 __all__ = [
     "Choice",
     "Implementation",
-    "JoinedOutput",
+    "PartedSequence",
+    "Rooms",
     "TwoWalks",
     "absorb_keys",
     "check_choice",

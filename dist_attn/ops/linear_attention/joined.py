@@ -1,45 +1,98 @@
-"""Outputs of parts of a sequence as one tensor: without a copy where each part was written to its place in it."""
+"""A sequence that is worked on part by part, without copies of what the parts give and are given.
 
-from typing import Any
+Outputs are written to their place in one tensor, and so are gradients of queries, keys and values. Where something came
+to lie elsewhere, as it does in implementations that do not write in place, it is copied.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["JoinedOutput"]
+__all__ = ["PartedSequence", "Rooms"]
 
 
-class JoinedOutput:
-    """Room for outputs [B, H, L, V] that are computed part by part.
+class Rooms(NamedTuple):
+    """Where an implementation may write: outputs, and in its backward pass the gradients of q, k and v."""
 
-    An implementation may write a part into the room that it is given; what it returns counts, wherever it lies.
+    out: torch.Tensor | None
+    grads: tuple[Callable[[], torch.Tensor], ...] = ()
+
+
+class PartedSequence:
+    """Queries, keys and values [B, H, L, ...] in parts that end at `cuts`, and the outputs [B, H, L, V].
+
+    Only one implementation's call may be given the rooms of a part: two would write over each other.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: Sequence[int]) -> None:
+        self._edges = (0, *cuts)
+        self._inputs = tuple(_PartedInput(x, self._edges) for x in (q, k, v))
         # Memory of a CPU that nobody writes to costs nothing; elsewhere no implementation writes in place.
-        self._whole = torch.empty(shape, dtype=dtype, device=device) if device.type == "cpu" else None
-        self._parts: list[torch.Tensor] = []
+        self._whole = torch.empty(v.shape, dtype=v.dtype) if v.device.type == "cpu" else None
 
-    def room(self, start: int, stop: int) -> torch.Tensor | None:
-        """Where tokens [start, stop) may be written to."""
-        return None if self._whole is None else self._whole[:, :, start:stop]
+    def part(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values of a part."""
+        q, k, v = (x.parts[number] for x in self._inputs)
+        return q, k, v
 
-    def add(self, part_BHTV: torch.Tensor) -> None:
-        """The outputs of the next tokens."""
-        self._parts.append(part_BHTV)
+    def rooms(self, number: int) -> Rooms | None:
+        """Where those and the outputs of a part may be written to."""
+        if self._whole is None:
+            return None
+        start, stop = self._edges[number : number + 2]
+        return Rooms(self._whole[:, :, start:stop], tuple(x.rooms[number] for x in self._inputs))
 
-    def join(self) -> torch.Tensor:
-        """All of them, [B, H, L, V]."""
-        if len(self._parts) == 1:
-            return self._parts[0]
-        whole, at = self._whole, 0
-        if whole is None:
-            return torch.cat(self._parts, dim=2)
-        for part in self._parts:
-            place = whole[:, :, at : at + part.shape[2]]
-            if part.numel() and (part.data_ptr() != place.data_ptr() or part.dtype != whole.dtype):
-                return torch.cat(self._parts, dim=2)
-            at += part.shape[2]
-        joined: torch.Tensor = _Joined.apply(whole, *self._parts)  # type: ignore[no-untyped-call]
+    def join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The outputs of all parts."""
+        whole = self._whole
+        if len(outputs) == 1:
+            return outputs[0]
+        places = [] if whole is None else [whole[:, :, a:b] for a, b in pairwise(self._edges)]
+        if whole is None or not all(map(_lies_in, outputs, places)):
+            return torch.cat(list(outputs), dim=2)
+        joined: torch.Tensor = _Joined.apply(whole, *outputs)  # type: ignore[no-untyped-call]
         return joined
+
+
+class _PartedInput:
+    def __init__(self, x: torch.Tensor, edges: Sequence[int]) -> None:
+        self._like = x.detach()
+        self.edges = edges
+        self.whole: torch.Tensor | None = None
+        self.parts: tuple[torch.Tensor, ...] = (x,)
+        if len(edges) > 2:
+            self.parts = _Split.apply(x, self)  # type: ignore[no-untyped-call]
+        self.rooms = tuple(self._room(a, b) for a, b in pairwise(edges))
+
+    def _room(self, start: int, stop: int) -> Callable[[], torch.Tensor]:
+        return lambda: self.gradient()[:, :, start:stop]
+
+    def gradient(self) -> torch.Tensor:
+        """Room for the gradient of the whole."""
+        if self.whole is None:
+            self.whole = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
+        return self.whole
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, owner: _PartedInput) -> Any:
+        ctx.owner = owner
+        return tuple(x[:, :, a:b] for a, b in pairwise(owner.edges))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        owner: _PartedInput = ctx.owner
+        if torch.is_grad_enabled():
+            return torch.cat(grads, dim=2), None
+        whole, owner.whole = owner.gradient(), None
+        for grad, (start, stop) in zip(grads, pairwise(owner.edges), strict=True):
+            place = whole[:, :, start:stop]
+            if not _lies_in(grad, place):
+                place.copy_(grad)
+        return whole, None
 
 
 class _Joined(torch.autograd.Function):
@@ -51,3 +104,9 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         return (None, *grads[0].split(ctx.tokens, dim=2))
+
+
+def _lies_in(x: torch.Tensor, place: torch.Tensor) -> bool:
+    """Whether this is what stands at that place already."""
+    same = x.data_ptr() == place.data_ptr() and x.stride() == place.stride() and x.dtype == place.dtype
+    return not x.numel() or same

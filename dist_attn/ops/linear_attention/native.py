@@ -14,6 +14,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.differentiable import Replay, again, state_after, sums_of
+from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native_call import num_features
 from dist_attn.ops.linear_attention.native_passes import Work, attend, attend_backward, read, read_backward
 from dist_attn.ops.state import LinearState
@@ -36,11 +37,11 @@ def native_attention(
     documents: tuple[int, ...],
     replay: Replay,
     undivided: bool = False,
-    room: torch.Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of as many queries as keys, causal; `undivided`, as `local_sums`.
 
-    What comes out lies in `room`, where there is some: a part of a longer output.
+    With `rooms`, that is where outputs, if they are divided, and gradients of q, k and v are written.
 
     `replay` is the same as a function of (q, k, v, log gate, key scale, S, z beside the mass, the map's tensors), in
     operations that autograd knows: what gradients that are differentiated again go through.
@@ -48,7 +49,7 @@ def native_attention(
     Shapes: as `linear_attention`, or float32 [B, H, L, V + 2] of numerators, denominators and masses.
     """
     before, zm_BHE, parameters = _begin(k_BHLK, v_BHLV, feature_map, state)
-    work = Work(feature_map, denominator, documents, undivided, room, replay)
+    work = Work(feature_map, denominator, documents, undivided, rooms, replay)
     out, s_BHMV, zm_BHE = _Attend.apply(  # type: ignore[no-untyped-call]
         work, q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, before.s_BHMV, zm_BHE, *parameters
     )
@@ -84,7 +85,7 @@ def native_read(
     replay: Replay,
     log_gate_BHL: torch.Tensor | None = None,
     sums_BHLX: torch.Tensor | None = None,
-    room: torch.Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> torch.Tensor:
     """Outputs of queries that all read one state, decayed by the gates so far; with `sums`, as `complete_sums`.
 
@@ -93,7 +94,7 @@ def native_read(
     """
     parameters = () if feature_map is None else feature_map.tensors()
     s_BHMV, zm_BHE = sums_of(state)
-    work = Work(feature_map, denominator, (), False, room, replay)
+    work = Work(feature_map, denominator, (), False, rooms, replay)
     out: torch.Tensor = _Read.apply(  # type: ignore[no-untyped-call]
         work, out_dtype, q_BHLK, log_gate_BHL, sums_BHLX, s_BHMV, zm_BHE, *parameters
     )

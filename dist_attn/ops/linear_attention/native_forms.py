@@ -7,6 +7,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.differentiable import Attention, Replay, attention_again, map_of, state_of, sums_of
+from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native import native_absorb, native_attention, native_read
 from dist_attn.ops.state import LinearState
 
@@ -59,7 +60,7 @@ def natively(
     attend: Attention,
     read: Attention,
     absorb: Absorb,
-    room: torch.Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of (q, k, v, log gate, key scale).
 
@@ -81,7 +82,7 @@ def natively(
             denominator=policy,
             documents=documents,
             replay=attention_again(attend, feature_map, policy, documents),
-            room=room if shared == queries else None,
+            rooms=rooms if shared == queries == keys else None,
         )
         outputs.append(out)
     if shared < keys:
@@ -146,7 +147,7 @@ def natively_completed(
     out_dtype: torch.dtype,
     *,
     complete: Complete,
-    room: torch.Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> torch.Tensor:
     """`complete_sums`; `complete` is the same in operations that autograd knows."""
 
@@ -178,7 +179,7 @@ def natively_completed(
         replay=replay,
         log_gate_BHL=log_gate,
         sums_BHLX=sums,
-        room=room,
+        rooms=rooms,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.differentiable import Replay
+from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native_call import Call, chunk_starts, kernels, new_call, view
 from dist_attn.ops.watch import current_watch
 
@@ -31,7 +32,7 @@ class Work:
     policy: Denominator
     documents: tuple[int, ...]
     undivided: bool
-    room: torch.Tensor | None  # where outputs are written
+    rooms: Rooms | None  # where outputs and gradients are written
     replay: Replay  # the same of tensors in operations that autograd knows
 
 
@@ -57,9 +58,11 @@ def attend(work: Work, tensors: _Optional, *, keep: bool, denominators: bool = F
     call.s_after, call.zm_after = s_after.data_ptr(), zm_after.data_ptr()
     out = den_mass = kept = None
     if tensors[0] is not None:
-        out = work.room
-        if out is None:
-            out = torch.empty((*v.shape[:3], v.shape[3] + 2)) if work.undivided else _room_like(v)
+        out = _given(work)
+        if work.undivided:
+            out = torch.empty((*v.shape[:3], v.shape[3] + 2))
+        elif out is None:
+            out = _room_like(v)
         call.out = view(out)
         den_mass = _room_for_denominators(call, work, denominators)
     if keep:
@@ -93,6 +96,9 @@ def attend_backward(
         call.grad_out = _view(grad_out, alive)
     call.grad_s_after, call.grad_zm_after = (_pointer(t.contiguous(), alive) for t in (grad_s, grad_zm))
     found = [_room_like(t) if need and t is not None else None for t, need in zip(tensors, needs, strict=True)]
+    for number, room in enumerate(() if work.rooms is None else work.rooms.grads):
+        if found[number] is not None:
+            found[number] = room()
     q, k, v, gate, scale, _, _, *of_map = found
     for name, grad in (("grad_q", q), ("grad_k", k), ("grad_v", v)):
         if grad is not None:
@@ -111,7 +117,9 @@ def read(work: Work, tensors: _Optional, out_dtype: torch.dtype) -> torch.Tensor
     q, s = tensors[0], tensors[3]
     assert q is not None and s is not None
     call, _alive = _read_call(work, tensors)
-    out = torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype) if work.room is None else work.room
+    out = _given(work)
+    if out is None:
+        out = torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype)
     call.out = view(out)
     den_mass = _room_for_denominators(call, work, False)
     _run(kernels().dist_attn_read, call)
@@ -202,6 +210,10 @@ def _new_call(
     )
     call.s, call.zm = (_pointer(t, alive) for t in _contiguous(s, zm))
     return call, alive
+
+
+def _given(work: Work) -> torch.Tensor | None:
+    return None if work.rooms is None else work.rooms.out
 
 
 def _contiguous(*tensors: torch.Tensor) -> list[torch.Tensor]:

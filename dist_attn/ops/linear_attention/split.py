@@ -18,6 +18,7 @@ from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, bounded
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.differentiable import attention_again
 from dist_attn.ops.linear_attention.implementation import Implementation, choose
+from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native import native_attention
 from dist_attn.ops.linear_attention.native_forms import natively_completed
 from dist_attn.ops.linear_attention.streaming import block_ranges, check_shapes, prepare, state_dtype, to_state
@@ -41,11 +42,12 @@ def local_sums(
     dtype: torch.dtype = torch.float32,
     documents: tuple[int, ...] | None = None,
     implementation: Implementation = "auto",
+    rooms: Rooms | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """Numerators, denominators and masses of causal attention, not divided yet, and the state after the last key.
 
     They count `state`, which is that of the tokens at hand that come first, and nothing before it; with `documents`,
-    the positions at which documents start, what is of a token's own document. `implementation` is as there.
+    the positions at which documents start, what is of a token's own document. `implementation`, `rooms`: as there.
 
     Shapes: as `linear_attention` with as many queries as keys -> [B, H, L, V + 2] of at least the precision `dtype`.
     Raises: ConfigError for an implementation that cannot take this call.
@@ -85,6 +87,7 @@ def local_sums(
             documents=documents or (),
             replay=attention_again(_sums_by_streaming, feature_map, Denominator("one"), documents or ()),
             undivided=True,
+            rooms=rooms,
         )
     starts_11L = None
     if documents:
@@ -112,11 +115,11 @@ def complete_sums(
     denominator: Denominator | None = None,
     out_dtype: torch.dtype = torch.float32,
     implementation: Implementation = "auto",
-    room: torch.Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> torch.Tensor:
     """Attention over everything: `local_sums` and, decayed by the gates since, the state `before` their first token.
 
-    Gated, it ends where nothing of that state is left. `implementation` and `room` are as for `linear_attention`.
+    Gated, it ends where nothing of that state is left. `implementation` and `rooms` are as for `linear_attention`.
 
     Shapes: sums [B, H, L, V + 2], q [B, H, L, K], log_gate [B, H, L] -> [B, H, L, V].
     Raises: ConfigError for an implementation that cannot take this call.
@@ -131,7 +134,7 @@ def complete_sums(
     if choice.implementation == "native":
         streaming = partial(complete_sums, implementation="streaming")
         return natively_completed(
-            sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy, out_dtype, complete=streaming, room=room
+            sums_BHLX, q_BHLK, before, feature_map, log_gate_BHL, policy, out_dtype, complete=streaming, rooms=rooms
         )
     block = AttentionBlock(feature_map, policy, 1, dtype)
     parameters = () if feature_map is None else feature_map.tensors()

@@ -14,6 +14,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.implementation import Implementation, choose
+from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native_forms import natively, natively_absorbed
 from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.linear_attention.together import attend_together
@@ -47,7 +48,7 @@ def linear_attention(
     documents: tuple[int, ...] | None = None,
     prefix: int = 0,
     implementation: Implementation = "auto",
-    room: torch.Tensor | None = None,
+    rooms: Rooms | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """Kernel attention in O(L): S_t = exp(log_gate_t) S_{t-1} + key_scale_t phi(k_t) v_t^T, o_t = phi(q_t)^T S_t / den.
 
@@ -65,7 +66,7 @@ def linear_attention(
     takes where there is a compiler; "triton" those for a GPU, which "auto" takes only once they have run on one; this
     streaming form elsewhere.
 
-    What comes out may be written to `room` [B, H, L, V], a part of a longer output, or not (see `JoinedOutput`).
+    Outputs and gradients may be written to `rooms`, or not: see `PartedSequence`.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
@@ -114,7 +115,7 @@ def linear_attention(
             attend=streaming,
             read=partial(streaming, causal=False),
             absorb=partial(absorb_keys, implementation="streaming"),
-            room=room,
+            rooms=rooms,
         )
     # Not at the top: a machine without a GPU need not have triton.
     if not causal:
