@@ -52,7 +52,10 @@ class CallChecks:
         self._check("keys", length, self.memory)
 
     def check_implementation(self, implementation: Implementation) -> None:
-        """Raises ConfigError for one that does not exist, and for kernels by name where ranks have none."""
+        """Raises ConfigError for one that does not exist, and for kernels by name where ranks have none.
+
+        "native" is not refused here: its kernels take chunks one by one, and documents where attention is causal.
+        """
         check_implementation(implementation)
         if implementation != "triton":
             return

@@ -15,7 +15,7 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys
-from dist_attn.ops.linear_attention import state_dtype
+from dist_attn.ops.linear_attention import Implementation, check_choice, state_dtype
 from dist_attn.ops.linear_attention.chunkwise import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS
 from dist_attn.sharded.prefix_scan.element import pack, unpack
@@ -46,28 +46,38 @@ def attention_in_order(
     causal: bool = True,
     state: LinearState | None = None,
     denominator: Denominator | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """`sharded_linear_attention` whose outputs and states do not depend on the number of ranks, bit for bit.
 
     The gradients of q, k, v, gates and key scales do not either; those of what all ranks share (feature map, state in)
-    are sums over the ranks' shares, which round by their number.
+    are sums over the ranks' shares, which round by their number. `implementation` is what computes a chunk.
 
     Cost: |x| = 4 B H (M (V + 1) + 2) bytes to the next rank and, from the last one, to all: P - 1 steps that wait for
         each other. Without gradients a rank walks its keys, sends, and attends while the others walk; with gradients
         the ranks attend one after the other.
     """
+    dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
+    check_choice(implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=feature_map, state=state, sums=dtype)
     # No keys yet: the state given, or that of no tokens, in the precision of the sums.
     first = absorb_keys(
         k_BHSK[:, :, :0],
         v_BHSV[:, :, :0],
         feature_map=feature_map,
         state=state,
-        dtype=state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state),
+        dtype=dtype,
+        implementation="streaming",
     )
 
     def absorb(before: LinearState) -> tuple[None, LinearState]:
         after = absorb_by_chunks(
-            k_BHSK, v_BHSV, before, feature_map=feature_map, log_gate_BHS=log_gate_BHS, key_scale_BHS=key_scale_BHS
+            k_BHSK,
+            v_BHSV,
+            before,
+            feature_map=feature_map,
+            log_gate_BHS=log_gate_BHS,
+            key_scale_BHS=key_scale_BHS,
+            implementation=implementation,
         )
         return None, after
 
@@ -81,6 +91,7 @@ def attention_in_order(
             log_gate_BHL=log_gate_BHS,
             key_scale_BHL=key_scale_BHS,
             denominator=denominator,
+            implementation=implementation,
         )
 
     if causal and torch.is_grad_enabled():
@@ -90,7 +101,10 @@ def attention_in_order(
     before, _, after = _in_turn(comm, first, absorb)
     if causal:
         return attend(before)[0], after
-    return read_by_chunks(q_BHLK, v_BHSV, after, feature_map=feature_map, denominator=denominator), after
+    out_BHLV = read_by_chunks(
+        q_BHLK, v_BHSV, after, feature_map=feature_map, denominator=denominator, implementation=implementation
+    )
+    return out_BHLV, after
 
 
 def _in_turn(

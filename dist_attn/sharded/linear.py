@@ -77,7 +77,9 @@ class ShardedLinear:
         if self.checks.packed:
             self.checks.refuse_memory("linear_attention")
             self.checks.refuse_deterministic("linear attention over packed documents")
-            return partial(sharded_packed_linear_attention, comm, self.checks.layout)
+            return partial(
+                sharded_packed_linear_attention, comm, self.checks.layout, implementation=self.implementation
+            )
         if self.checks.deterministic:
-            return partial(attention_in_order, comm)
+            return partial(attention_in_order, comm, implementation=self.implementation)
         return partial(sharded_linear_attention, comm, exchange=self.exchange, implementation=self.implementation)

@@ -12,7 +12,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import state_dtype
+from dist_attn.ops.linear_attention import Implementation, check_choice, state_dtype
 from dist_attn.ops.linear_attention.streaming import check_shapes
 from dist_attn.sharded.carry_scan import for_two_uses
 from dist_attn.sharded.document_exchange import Heard, hear_from_start
@@ -34,12 +34,14 @@ def sharded_packed_linear_attention(
     causal: bool = True,
     state: LinearState | None = None,
     denominator: Denominator | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """`ops.linear_attention` with documents on this rank's slice; queries and keys lie on the same layout.
 
     `state` is the one before the first global token. Who gives one gets the state after the last global token on every
     rank. Without, the state returned is the one after this rank's last token: the global one would have to travel to
-    ranks that hold nothing of the last document, also where no document crosses a cut.
+    ranks that hold nothing of the last document, also where no document crosses a cut. `implementation` computes on
+    each rank; kernels by name take causal attention only, whatever documents a rank has.
 
     Shapes: as `ops.linear_attention`, L local; may be 0.
     Cost: per rank that hears from this one a message of 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64; two
@@ -48,7 +50,11 @@ def sharded_packed_linear_attention(
     check_shapes(q_BHLK, k_BHLK, v_BHLV, log_gate_BHS, key_scale_BHS)
     dtype = state_dtype(q_BHLK, k_BHLK, v_BHLV, state=state)
     k, v = (for_two_uses(t, dtype) for t in (k_BHLK, v_BHLV))
-    part = _Part(comm.rank, layout, q_BHLK, k, v, log_gate_BHS, key_scale_BHS, feature_map, denominator, dtype)
+    check_choice(
+        implementation, q_BHLK, k, v, feature_map=feature_map, causal=causal, state=state, documents=True, sums=dtype
+    )
+    gates = (log_gate_BHS, key_scale_BHS)
+    part = _Part(comm.rank, layout, q_BHLK, k, v, *gates, feature_map, denominator, dtype, implementation)
     tail = part.absorb(0, part.length)
     message, first = pack(tail), tail
     if not causal:
@@ -92,6 +98,7 @@ class _Part:
     feature_map: FeatureMap | None
     denominator: Denominator | None
     dtype: torch.dtype
+    implementation: Implementation
 
     @property
     def length(self) -> int:
@@ -116,6 +123,7 @@ class _Part:
             key_scale_BHS=_cut(self.key_scale_BHL, start, stop),
             dtype=self.dtype,
             documents=tuple(t - start for t in self.starts if start <= t < stop),
+            implementation=self._by(start, stop),
         )
 
     def attend_first(self, before: LinearState) -> torch.Tensor:
@@ -138,6 +146,7 @@ class _Part:
             causal=False,
             state=state,
             denominator=self.denominator,
+            implementation=self._by(start, stop),
         )
         return out
 
@@ -153,8 +162,13 @@ class _Part:
             state=state,
             denominator=self.denominator,
             documents=tuple(t - start for t in self.starts if start <= t < stop),
+            implementation=self._by(start, stop),
         )
         return out
+
+    def _by(self, start: int, stop: int) -> Implementation:
+        """What computes over these tokens, once checked: kernels take no empty slice."""
+        return self.implementation if start < stop else "streaming"
 
 
 @dataclass(frozen=True)

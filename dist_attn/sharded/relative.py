@@ -61,7 +61,7 @@ def sharded_relative_attention(
         return relative_attention(
             phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=implementation
         )
-    if implementation == "triton":
+    if implementation in ("triton", "native"):
         raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
     check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
     memory = layout if memory_layout is None else memory_layout

@@ -8,6 +8,7 @@ import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.linear_attention.implementation import Implementation
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS, absorb_keys, linear_attention
 from dist_attn.ops.state import LinearState
 
@@ -24,6 +25,7 @@ def attend_by_chunks(
     log_gate_BHL: torch.Tensor | None = None,
     key_scale_BHL: torch.Tensor | None = None,
     denominator: Denominator | None = None,
+    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """Causal `linear_attention` from `state`, and the state after the last key.
 
@@ -40,6 +42,7 @@ def attend_by_chunks(
             key_scale_BHS=None if key_scale_BHL is None else _chunk(key_scale_BHL, start, stop),
             state=state,
             denominator=denominator,
+            implementation=implementation,
         )
         outputs.append(out)
     return torch.cat(outputs, dim=2), state
@@ -53,6 +56,7 @@ def absorb_by_chunks(
     feature_map: FeatureMap | None = None,
     log_gate_BHS: torch.Tensor | None = None,
     key_scale_BHS: torch.Tensor | None = None,
+    implementation: Implementation = "auto",
 ) -> LinearState:
     """The state after the last key, with the bits of `attend_by_chunks`."""
     for start, stop in chunk_ranges(k_BHSK.shape[2]):
@@ -63,6 +67,7 @@ def absorb_by_chunks(
             log_gate_BHS=None if log_gate_BHS is None else _chunk(log_gate_BHS, start, stop),
             key_scale_BHS=None if key_scale_BHS is None else _chunk(key_scale_BHS, start, stop),
             state=state,
+            implementation=implementation,
         )
     return state
 
@@ -74,6 +79,7 @@ def read_by_chunks(
     *,
     feature_map: FeatureMap | None = None,
     denominator: Denominator | None = None,
+    implementation: Implementation = "auto",
 ) -> torch.Tensor:
     """Attention of queries that all see exactly `state`; of `v` only the sizes and the type count."""
     nothing = q_BHLK[:, :, :0], v_BHSV[:, :, :0]
@@ -81,7 +87,13 @@ def read_by_chunks(
     for start, stop in chunk_ranges(q_BHLK.shape[2]):
         chunk = _chunk(q_BHLK, start, stop)
         out, _ = linear_attention(
-            chunk, *nothing, feature_map=feature_map, causal=False, state=state, denominator=denominator
+            chunk,
+            *nothing,
+            feature_map=feature_map,
+            causal=False,
+            state=state,
+            denominator=denominator,
+            implementation=implementation,
         )
         outputs.append(out)
     return torch.cat(outputs, dim=2)

@@ -91,7 +91,9 @@ def check_choice(
     v_BHSV: torch.Tensor,
     *,
     feature_map: FeatureMap | None = None,
+    causal: bool = True,
     state: LinearState | None = None,
+    documents: bool = False,
     sums: torch.dtype = torch.float32,
 ) -> None:
     """Refuse a slice of a sequence where `choose` would refuse one with tokens, however many this one has.
@@ -102,7 +104,17 @@ def check_choice(
     """
     if implementation not in ("auto", "streaming"):
         q, k, v = (of_one_token(x) for x in (q_BHLK, k_BHSK, v_BHSV))
-        choose(implementation, q, k, v, feature_map=feature_map, state=state, sums=sums)
+        choose(
+            implementation,
+            q,
+            k,
+            v,
+            feature_map=feature_map,
+            causal=causal,
+            state=state,
+            documents=documents,
+            sums=sums,
+        )
 
 
 def of_one_token(x_BHLK: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ def linear_attention(
     policy = Denominator() if denominator is None else denominator
     sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     if choice.implementation == "streaming":
-        return _stream(sequence, feature_map, causal, state, policy, documents or ())
+        return _stream(sequence, feature_map, causal, state, policy, documents or (), implementation)
     streaming = partial(linear_attention, implementation="streaming")
     if choice.implementation == "native":
         return natively(
@@ -147,12 +147,13 @@ def _stream(
     state: LinearState | None,
     policy: Denominator,
     documents: tuple[int, ...],
+    implementation: Implementation,
 ) -> tuple[torch.Tensor, LinearState]:
     q_BHLK, k_BHSK, v_BHSV, *_ = sequence
     starts_11L = None
     if documents:
         if not causal:
-            return _each_document(sequence, feature_map, state, policy, documents)
+            return _each_document(sequence, feature_map, state, policy, documents, implementation)
         starts_11L = start_flags(documents, k_BHSK.shape[2], k_BHSK.device)[None, None]
     dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
     carry, block, reset_BH = prepare(k_BHSK, v_BHSV, feature_map, state, policy, dtype)
@@ -250,6 +251,7 @@ def _each_document(
     state: LinearState | None,
     policy: Denominator,
     documents: tuple[int, ...],
+    implementation: Implementation,
 ) -> tuple[torch.Tensor, LinearState]:
     """Full attention inside every document: long ones by their state, short ones several at a time."""
     q, k, v, log_gate, key_scale = sequence
@@ -283,6 +285,7 @@ def _each_document(
             causal=False,
             state=state if start < first else None,
             denominator=policy,
+            implementation=implementation,
         )
         outputs.append(out)
     if after is None:
@@ -294,6 +297,7 @@ def _each_document(
             key_scale_BHS=key_scale,
             dtype=dtype,
             documents=documents,
+            implementation=implementation,
         )
     return torch.cat(outputs, dim=2), replace(after, reset_BH=torch.ones_like(after.reset_BH))
 
