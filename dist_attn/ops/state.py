@@ -69,6 +69,11 @@ class LinearState:
             raise ShapeError(
                 f"the state is [batch, heads, features, values] = {tuple(self.s_BHMV.shape)}; these inputs need {sizes}"
             )
+        if (self.z_BHM.shape, self.mass_BH.shape) != (sizes[:3], sizes[:2]):
+            raise ShapeError(
+                f"the state's z and mass are {tuple(self.z_BHM.shape)} and {tuple(self.mass_BH.shape)}; "
+                f"these inputs need {sizes[:3]} and {sizes[:2]}"
+            )
 
     def combine(self, later: "LinearState") -> "LinearState":
         """The state of this stretch followed by `later`; associative, with `identity` as its unit."""

@@ -265,8 +265,9 @@ def _not_natively(
         return "attention is not causal and there are several documents: the kernels take one sequence then"
     if not q_BHLK.numel() or not (k_BHSK.numel() or state is not None):
         return "there are no tokens"
-    if state is not None and state.s_BHMV.dtype != torch.float32:
-        return f"the state is {state.s_BHMV.dtype}: the kernels' sums are float32"
+    for sums in () if state is None else (state.s_BHMV, state.z_BHM, state.mass_BH):
+        if sums.dtype != torch.float32:
+            return f"the state is {sums.dtype}: the kernels' sums are float32"
     return None
 
 
@@ -287,7 +288,11 @@ def _not_these_sizes(
     if feature_map is not None and not isinstance(feature_map, HasFusedForm):
         return f"the kernels do not know the feature map {type(feature_map).__name__}"
     tensors = () if feature_map is None else feature_map.tensors()
-    sizes = (q_BHLK.shape[3], v_BHSV.shape[3], *(t.shape[1] for t in tensors))
+    heads, size = q_BHLK.shape[1], q_BHLK.shape[3]
+    for t in tensors:
+        if t.dim() != 3 or (t.shape[0], t.shape[2]) != (heads, size):
+            return f"the feature map's tensor is {tuple(t.shape)}: the kernels take [{heads}, projections, {size}] here"
+    sizes = (size, v_BHSV.shape[3], *(t.shape[1] for t in tensors))
     if not 0 < max(sizes) <= largest or not min(sizes):
         return f"head size, values and projections are {sizes}: the kernels take 1 to {largest} of each"
     if any(t.device != v_BHSV.device for t in (q_BHLK, k_BHSK, *tensors)):

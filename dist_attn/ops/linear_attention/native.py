@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from dist_attn.errors import ShapeError
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.differentiable import Replay, again, state_after, sums_of
 from dist_attn.ops.linear_attention.joined import Rooms
-from dist_attn.ops.linear_attention.native_call import num_features
+from dist_attn.ops.linear_attention.native_call import TYPES, num_features
 from dist_attn.ops.linear_attention.native_passes import Work, attend, attend_backward, read, read_backward
 from dist_attn.ops.state import LinearState
 
@@ -92,13 +93,19 @@ def native_read(
     `replay` is the same as a function of (q, log gate, sums, S, z beside the mass, the map's tensors), in operations
     that autograd knows.
     """
+    (batch, heads, tokens, size), values = q_BHLK.shape, state.s_BHMV.shape[3]
+    state.check(batch, heads, num_features(feature_map, size), values)
+    for name, tensor, needed in (("sums", sums_BHLX, (tokens, values + 2)), ("log_gate", log_gate_BHL, (tokens,))):
+        if tensor is not None and tensor.shape != (batch, heads, *needed):
+            raise ShapeError(f"{name} is {tuple(tensor.shape)}; needed here is {(batch, heads, *needed)}")
     parameters = () if feature_map is None else feature_map.tensors()
     s_BHMV, zm_BHE = sums_of(state)
-    work = Work(feature_map, denominator, (), False, rooms, replay)
+    written = out_dtype if out_dtype in TYPES else torch.float32
+    work = Work(feature_map, denominator, (), False, rooms if written == out_dtype else None, replay)
     out: torch.Tensor = _Read.apply(  # type: ignore[no-untyped-call]
-        work, out_dtype, q_BHLK, log_gate_BHL, sums_BHLX, s_BHMV, zm_BHE, *parameters
+        work, written, q_BHLK, log_gate_BHL, sums_BHLX, s_BHMV, zm_BHE, *parameters
     )
-    return out
+    return out.to(out_dtype)
 
 
 def _begin(

@@ -13,7 +13,18 @@ from dist_attn.ops.c_library import load_library
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 
-__all__ = ["BLOCK", "CHUNK", "KEPT_STATES", "Call", "chunk_starts", "kernels", "new_call", "num_features", "view"]
+__all__ = [
+    "BLOCK",
+    "CHUNK",
+    "KEPT_STATES",
+    "TYPES",
+    "Call",
+    "chunk_starts",
+    "kernels",
+    "new_call",
+    "num_features",
+    "view",
+]
 
 CHUNK = 64  # tokens of a chunk, and
 BLOCK = 8  # chunks of a block of the backward pass, as in native/call.h
