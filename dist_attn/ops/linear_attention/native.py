@@ -123,7 +123,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, *tensors: torch.Tensor | None) -> Any:
         passed = attend(work, tensors, keep=any(ctx.needs_input_grad))
-        ctx.work, ctx.num_inputs = work, len(tensors)
+        ctx.work, ctx.num_inputs = work.for_the_way_back(), len(tensors)
         if passed.kept is not None:
             ctx.save_for_backward(*tensors, None if work.undivided else passed.out, passed.kept)
         after = passed.s, passed.zm

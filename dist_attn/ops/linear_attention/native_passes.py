@@ -6,7 +6,7 @@ gate, sums, S, z beside the mass, the map's). What is not there is None.
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,10 @@ class Work:
     undivided: bool
     rooms: Rooms | None  # where outputs and gradients are written
     replay: Replay  # the same of tensors in operations that autograd knows
+
+    def for_the_way_back(self) -> "Work":
+        """Without room for outputs: a graph that held its own output would never be freed."""
+        return self if self.rooms is None else replace(self, rooms=self.rooms._replace(out=None))
 
 
 class Passed(NamedTuple):
