@@ -86,8 +86,7 @@ static void pair_weights(const chunk *at, float *weights) {
     for (int64_t i = 0; i < at->lanes; i++) {
         int64_t end = smaller(at->lanes, round_up(i + 1, STRIPE));
         for (int64_t j = 0; j < end; j += LANES) {
-            vec exponent = at->decay[i] - load(at->decay + j);
-            store(weights + i * CHUNK + j, exponential(choose(exponent > 0.0f, all(0.0f), exponent)));
+            store(weights + i * CHUNK + j, exponential(at->decay[i] - load(at->decay + j)));
         }
         for (int64_t j = i + 1; j < end; j++) weights[i * CHUNK + j] = 0.0f;
     }

@@ -15,7 +15,7 @@ INLINE int decay_of(const call *c, chunk *at, double before) {
         for (int i = 0; i < LANES; i++) exponent[i] = (float)(before + at->decay[t + i]);
         store(at->into + t, exponential(exponent));
     }
-    return before >= VANISHED;
+    return !(before < VANISHED); /* NaN has not vanished */
 }
 
 /* Denominators and masses of a chunk's queries. */

@@ -117,9 +117,9 @@ INLINE void sine_cosine(vec x, vec *sine, vec *cosine) {
     *cosine = (vec)((ints)of_cosine ^ (((quadrant + 1) & 2) << 30));
 }
 
-/* exp of numbers up to 88; exactly 0 below -104 and denormals flushed. NaN stays NaN. */
+/* exp; exactly 0 below -87.3, infinity above 88.4. NaN stays NaN. */
 INLINE vec exponential(vec x) {
-    vec bounded = choose(x < -87.3f, all(-87.3f), x);
+    vec bounded = choose(x < -87.3f, all(-87.3f), choose(x > 89.0f, all(89.0f), x));
     const float magic = 12582912.0f;
     vec shifted = bounded * 1.44269504f + magic;
     vec n = shifted - magic;
