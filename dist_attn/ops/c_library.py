@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,9 @@ COMPILERS = ("cc", "gcc", "clang")
 COMPILE_S = 120.0
 # No errno and no floating-point traps: nothing here looks at them. NaN and infinities keep their meaning.
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
+DIGEST = 32  # bytes
+
+_one_at_a_time = threading.Lock()  # threads that start together wait for the one that compiles
 
 
 class NoLibraryError(Exception):
@@ -43,7 +47,8 @@ def load_library(source: Path) -> ctypes.CDLL:
 
     Raises: NoLibraryError, every time, where they cannot be compiled or loaded.
     """
-    result = _loaded(source)
+    with _one_at_a_time:
+        result = _loaded(source)
     if result.library is None:
         raise NoLibraryError(result.why_not)
     return result.library
@@ -52,36 +57,60 @@ def load_library(source: Path) -> ctypes.CDLL:
 @lru_cache(maxsize=16)
 def _loaded(source: Path) -> _Result:
     try:
-        return _Result(ctypes.CDLL(str(_compiled(source))), "")
+        folder = _private_folder()
+        if folder is not None:
+            return _Result(_library_in(folder, source), "")
+        # What is loaded stays loaded when its file is gone.
+        with tempfile.TemporaryDirectory(prefix="dist-attn-kernels-") as temporary:
+            return _Result(_library_in(Path(temporary), source), "")
     except NoLibraryError as error:
         return _Result(None, str(error))
     except (OSError, subprocess.SubprocessError) as error:
         return _Result(None, f"the C kernels could not be compiled or loaded: {error}")
 
 
-def _compiled(source: Path) -> Path:
+def _library_in(folder: Path, source: Path) -> ctypes.CDLL:
+    """From this folder; compiled into it where there is none, or none that can be loaded."""
     compiler = next((found for name in COMPILERS if (found := shutil.which(name))), None)
     if compiler is None:
         raise NoLibraryError(f"there is no C compiler ({', '.join(COMPILERS)}) to compile the kernels with")
     command = [compiler, *FLAGS, _for_this_processor(), str(source), *_torch_threads(), "-lm"]
     texts = sorted(file for file in source.parent.iterdir() if file.suffix in (".c", ".h"))
     made_of = (*command, _version(compiler), _processor(), *(file.read_text() for file in texts))
-    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()[:20]
-    folder = _private_folder()
-    library = folder / f"{source.stem}-{digest}.so"
-    if not library.exists():
-        # Ranks that start together all compile; each puts a whole file in place.
-        beside = folder / f".{library.name}.{os.getpid()}"
+    library = folder / f"{source.stem}-{hashlib.sha256(chr(0).join(made_of).encode()).hexdigest()[:20]}.so"
+    if _is_whole(library):
         try:
-            _run([*command, "-o", str(beside)])
-            beside.replace(library)
-        finally:
-            beside.unlink(missing_ok=True)
-    return library
+            return ctypes.CDLL(str(library))
+        except OSError:
+            pass  # made where other libraries were: once more
+    _compile(command, library)
+    return ctypes.CDLL(str(library))
 
 
-def _private_folder() -> Path:
-    """Where libraries lie: nobody but this user may write there, since what lies there is run."""
+def _compile(command: Sequence[str], library: Path) -> None:
+    # Ranks that start together all compile; each puts a whole file in place.
+    beside = library.parent / f".{library.name}.{os.getpid()}"
+    try:
+        _run([*command, "-o", str(beside)])
+        with beside.open("r+b") as file:
+            made = file.read()
+            file.write(hashlib.sha256(made).digest())
+        beside.replace(library)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether nothing of the file is missing, by the digest behind its end: to load one that is cut short is deadly."""
+    try:
+        content = library.read_bytes()
+    except OSError:
+        return False
+    return hashlib.sha256(content[:-DIGEST]).digest() == content[-DIGEST:]
+
+
+def _private_folder() -> Path | None:
+    """Where libraries lie: nobody but this user may write there, since what lies there is run. None: nowhere."""
     folder = cache_folder(os.environ) / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -90,7 +119,7 @@ def _private_folder() -> Path:
             return folder
     except OSError:
         pass
-    return Path(tempfile.mkdtemp(prefix="dist-attn-kernels-"))
+    return None
 
 
 def _for_this_processor() -> str:
