@@ -8,16 +8,69 @@ from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import LinearState, linear_attention
 from dist_attn.ops.linear_attention import choose
 from tests.support.closeness import assert_close
+from tests.support.native import needs_kernels
 
 X = torch.zeros(1, 2, 3, 4)
 
 
-def test_tensors_of_the_cpu_take_the_streaming_form():
-    """By default, tensors of the CPU go to the streaming form, and the choice says why."""
+class Other(torch.Tensor):
+    """A tensor that is more than its memory."""
+
+
+def test_tensors_of_the_cpu_take_its_kernels(computed_by):
+    """By default, tensors of the CPU go to C kernels, without a compiler to the streaming form; the reason is said."""
     choice = choose("auto", X, X, X)
-    assert choice.implementation == "streaming"
-    assert "on cpu" in choice.reason
+    assert choice.implementation == computed_by
+    assert (
+        choice.reason
+        == {
+            "native": "the tensors are on a CPU",
+            "streaming": "there is no C compiler, says a test",
+        }[computed_by]
+    )
     assert choose("streaming", X, X, X).reason == "asked for by name"
+
+
+NOT_NATIVE = [
+    ({"causal": False, "documents": True}, "not causal and there are several documents"),
+    ({"prefix": 2}, "prefix"),
+    ({"sums": torch.float64}, "sums in torch.float64"),
+    ({"q_BHLK": X.double()}, "torch.float64"),
+    ({"q_BHLK": X.half(), "k_BHSK": X.half(), "v_BHSV": X.half()}, "take one of float32, bfloat16"),
+    ({"state": LinearState.identity(1, 2, 4, 4, dtype=torch.float64)}, "sums are float32"),
+    ({"feature_map": feature_maps.Positive(torch.zeros(2, 5, 4))}, "do not know the feature map Positive"),
+    ({"feature_map": feature_maps.Gaussian(torch.zeros(2, 1025, 4))}, "take 1 to 1024"),
+    ({"feature_map": feature_maps.Gaussian(torch.zeros(3, 5, 4))}, "take \\[2, projections, 4\\]"),
+    ({"v_BHSV": X[..., :0]}, "take 1 to 1024"),
+    ({"q_BHLK": X[:, :, :0], "k_BHSK": X[:, :, :0], "v_BHSV": X[:, :, :0]}, "no tokens"),
+    ({"q_BHLK": X[:0], "k_BHSK": X[:0], "v_BHSV": X[:0]}, "no tokens"),
+    ({"q_BHLK": X.to("meta"), "k_BHSK": X.to("meta"), "v_BHSV": X.to("meta")}, "the tensors are on meta"),
+    ({"v_BHSV": X.as_subclass(Other)}, "there is a Other"),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("given", "words"), NOT_NATIVE, ids=range(len(NOT_NATIVE)))
+def test_what_c_kernels_cannot_take_streams_or_is_an_error(given, words):
+    """What C kernels cannot take goes to the streaming form by itself, and asked for by name is refused in words."""
+    given = {"q_BHLK": X, "k_BHSK": X, "v_BHSV": X, **given}
+    assert choose("auto", **given).implementation == "streaming"
+    with pytest.raises(ConfigError, match=words):
+        choose("native", **given)
+
+
+@needs_kernels
+@pytest.mark.parametrize("documents", [(), (40,)])
+def test_the_streaming_form_by_name_calls_no_kernels(documents, kernel_calls):
+    """Asked for by name it computes every part itself, also inside packed documents that see all of themselves."""
+    x = torch.ones(1, 1, 300, 4, requires_grad=True)
+    for causal in (True, False):
+        out, _ = linear_attention(x, x, x, causal=causal, documents=documents, implementation="streaming")
+        (first,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        first.sum().backward()
+    assert not kernel_calls
+    linear_attention(x, x, x, causal=False, documents=documents)
+    assert kernel_calls
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,10 @@ def test_a_forgotten_state_is_not_read(monkeypatch):
     complete = split.AttentionBlock.complete
     monkeypatch.setattr(split.AttentionBlock, "complete", lambda *arguments: reads.append(1) or complete(*arguments))
     q = torch.ones(1, 8, 2048, 2)  # four blocks
-    sums, segment = local_sums(q, q, q)
+    sums, segment = local_sums(q, q, q, implementation="streaming")
     state = LinearState(*(t + 1.0 if t.is_floating_point() else t for t in segment.tensors()))
     for log_gate, read in ((-1.0, 1), (-1e-3, 4)):
         reads.clear()
-        complete_sums(sums, q, state, log_gate_BHL=torch.full((1, 8, 2048), log_gate))
+        gates = torch.full((1, 8, 2048), log_gate)
+        complete_sums(sums, q, state, log_gate_BHL=gates, implementation="streaming")
         assert len(reads) == read

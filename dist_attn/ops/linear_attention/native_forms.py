@@ -9,6 +9,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.differentiable import Attention, Replay, attention_again, map_of, state_of, sums_of
 from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native import native_absorb, native_attention, native_read
+from dist_attn.ops.linear_attention.native_call import num_features
 from dist_attn.ops.state import LinearState
 
 __all__ = ["Absorb", "Complete", "absorb_again", "natively", "natively_absorbed", "natively_completed"]
@@ -68,6 +69,8 @@ def natively(
     """
     q, k, v, log_gate, key_scale = sequence
     queries, keys = q.shape[2], k.shape[2]
+    if state is not None:
+        state.check(*q.shape[:2], num_features(feature_map, q.shape[3]), v.shape[3])
     shared = min(queries, keys) if causal else 0
     outputs: list[torch.Tensor] = []
     if shared:

@@ -1,0 +1,191 @@
+"""C kernels are compiled once where they run, kept where nobody else writes, and absent with a reason."""
+
+import hashlib
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_attn.errors import ConfigError
+from dist_attn.ops import c_library, linear_attention
+from dist_attn.ops.c_library import COMPILERS, NoLibraryError, load_library
+from dist_attn.ops.linear_attention import choose, implementation
+from dist_attn.ops.linear_attention.native_call import kernels
+from tests.support.native import needs_kernels
+
+X = torch.ones(1, 2, 3, 4)
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """A small C file, libraries kept below the test's folder, and nothing loaded before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources" / "answer.h").write_text("#define ANSWER 42\n")
+    file = tmp_path / "sources" / "answer.c"
+    file.write_text('#include "answer.h"\nint answer(void) { return ANSWER; }\n')
+    c_library._loaded.cache_clear()
+    yield file
+    c_library._loaded.cache_clear()
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The commands that were run to compile, in order."""
+    commands = []
+    run = c_library._run
+    monkeypatch.setattr(
+        c_library, "_run", lambda command: ("-o" in command and commands.append(command)) or run(command)
+    )
+    return commands
+
+
+def kept(tmp_path: Path) -> list[Path]:
+    """Everything in the folder where libraries are kept."""
+    return sorted((tmp_path / "cache" / "dist-attn" / "kernels").iterdir())
+
+
+def program(folder: Path, text: str, name: str = "cc") -> None:
+    """A program of that name, a shell script."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+@needs_kernels
+def test_what_was_compiled_is_kept_and_found_again(source, compiled, tmp_path):
+    """The second process does not compile, a changed header does; only the user may write to the folder."""
+    assert load_library(source).answer() == 42
+    c_library._loaded.cache_clear()
+    assert load_library(source).answer() == 42
+    assert len(compiled) == 1
+    (library,) = kept(tmp_path)
+    assert stat.S_IMODE(library.parent.stat().st_mode) == 0o700
+    c_library._loaded.cache_clear()
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    assert load_library(source).answer() == 43
+    assert len(compiled) == 2
+
+
+@needs_kernels
+@pytest.mark.parametrize("damage", ["cut short", "empty", "other bytes", "whole, but not a library"])
+def test_a_damaged_library_is_compiled_once_more(source, compiled, tmp_path, damage, monkeypatch):
+    """A file that is not what was written is replaced, and never loaded: that could kill the process."""
+    load_library(source)
+    (library,) = kept(tmp_path)
+    whole = library.read_bytes()
+    middle = len(whole) // 2
+    damaged = {
+        "cut short": whole[:middle],
+        "empty": b"",
+        "other bytes": whole[:middle] + b"x" * 64 + whole[middle + 64 :],
+        "whole, but not a library": b"x" * 99 + hashlib.sha256(b"x" * 99).digest(),
+    }
+    # Elsewhere: a process that has loaded a path once is given the same again.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second" / "cache"))
+    library = tmp_path / "second" / library.relative_to(tmp_path)
+    library.parent.mkdir(parents=True, mode=0o700)
+    library.write_bytes(damaged[damage])
+    c_library._loaded.cache_clear()
+    assert load_library(source).answer() == 42
+    assert len(compiled) == 2
+    assert kept(tmp_path / "second") == [library]
+    assert library.read_bytes()[:4] == b"\x7fELF"
+
+
+@needs_kernels
+def test_threads_that_start_together_compile_once(source, compiled):
+    """Ranks as threads get one library, whoever is first."""
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: load_library(source).answer(), range(8)))
+    assert answers == [42] * 8
+    assert len(compiled) == 1
+
+
+@needs_kernels
+def test_processes_that_start_together_do_not_disturb_each_other(source, tmp_path):
+    """Each of two processes gets a whole library, and one file is left."""
+    text = (
+        "from pathlib import Path; from dist_attn.ops.c_library import load_library; "
+        f"print(load_library(Path({str(source)!r})).answer())"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0].strip() for process in processes] == ["42"] * 2
+    assert len(kept(tmp_path)) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize("why", ["others may write", "not a folder", "nobody may write"])
+def test_where_nothing_can_be_kept_nothing_is_left_behind(source, tmp_path, why):
+    """A folder that is not the user's alone is not used: the library is made in a temporary one, which is removed."""
+    folder = tmp_path / "cache" / "dist-attn" / "kernels"
+    folder.parent.mkdir(parents=True)
+    if why == "not a folder":
+        folder.write_text("")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if why == "others may write" else 0o500)
+    if why == "nobody may write" and os.access(folder, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    assert load_library(source).answer() == 42
+    assert not list((tmp_path / "temporary").iterdir())
+    assert why == "not a folder" or not list(folder.iterdir())
+
+
+def test_without_a_compiler_the_reason_is_said(source, tmp_path, monkeypatch):
+    """Nothing on the PATH compiles: the error names what was looked for, every time it is asked."""
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    for _ in range(2):
+        with pytest.raises(NoLibraryError, match=f"no C compiler \\({', '.join(COMPILERS)}\\)"):
+            load_library(source)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[ "$1" = --version ] && exit 0; echo "a.c:1: fatal error: no such header" >&2; exit 1', "no such header"),
+        ('[ "$1" = --version ] && exit 0; exit 3', "exit status 3"),
+        ("exit 1", "cc cannot compile the kernels here"),
+        ('[ "$1" = --version ] && exit 0; exit 0', "could not be compiled or loaded"),
+        ('[ "$1" = --version ] && exit 0; sleep 9', "timed out after"),
+    ],
+    ids=["error", "silent", "no version", "nothing written", "hangs"],
+)
+def test_a_compiler_that_fails_is_a_reason(source, tmp_path, monkeypatch, text, words):
+    """What the compiler said last is in the error, and no half-made file stays."""
+    program(tmp_path / "bin", text)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    monkeypatch.setattr(c_library, "COMPILE_S", 0.3)
+    with pytest.raises(NoLibraryError, match=words):
+        load_library(source)
+    assert not kept(tmp_path)
+
+
+def test_a_source_that_is_missing_is_a_reason(source):
+    """A package without its C files has no kernels, and says so."""
+    with pytest.raises(NoLibraryError, match="No such file"):
+        load_library(source.parent / "elsewhere" / "answer.c")
+
+
+def test_attention_without_a_compiler(tmp_path, monkeypatch):
+    """Where no kernels can be had "auto" takes the streaming form and says why; by name they are refused in words."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(implementation, "kernels", kernels.__wrapped__)
+    c_library._loaded.cache_clear()
+    try:
+        choice = choose("auto", X, X, X)
+        assert choice.implementation == "streaming"
+        assert "there is no C compiler" in choice.reason
+        assert torch.equal(linear_attention(X, X, X)[0], linear_attention(X, X, X, implementation="streaming")[0])
+        with pytest.raises(ConfigError, match="'native' was asked for, but there is no C compiler"):
+            linear_attention(X, X, X, implementation="native")
+    finally:
+        c_library._loaded.cache_clear()

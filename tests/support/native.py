@@ -1,0 +1,136 @@
+"""C kernels of linear attention in tests: whether this machine has them, and results beside those of the oracle."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from dist_attn import feature_maps
+from dist_attn.ops import FeatureMap, LinearState, linear_attention
+from dist_attn.ops.linear_attention import implementation, linear_attention_naive, native
+from dist_attn.ops.linear_attention.implementation import why_no_library
+from tests.support.attention import weighted_sum
+from tests.support.closeness import assert_close
+
+__all__ = ["Case", "assert_like_the_oracle", "computed_by", "kernel_calls", "map_of", "needs_kernels"]
+
+_why_not = why_no_library()
+needs_kernels = pytest.mark.skipif(_why_not is not None, reason=f"needs C kernels: {_why_not}")
+
+Attend = Callable[..., tuple[torch.Tensor, LinearState]]
+
+
+@pytest.fixture(params=["native", "streaming"])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What "auto" takes for float32 and bfloat16 on a CPU: C kernels, and as on a machine without a compiler."""
+    if request.param == "streaming":
+        monkeypatch.setattr(implementation, "why_no_library", lambda: "there is no C compiler, says a test")
+    elif _why_not is not None:
+        pytest.skip(f"needs C kernels: {_why_not}")
+    return str(request.param)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The C functions that were called, in order."""
+    names: list[str] = []
+    run = native._run
+    monkeypatch.setattr(native, "_run", lambda kernel, call: (names.append(kernel.__name__), run(kernel, call))[1])
+    yield names
+
+
+class Case:
+    """Random inputs of one call by name; `sequence` lie along tokens, `shared` do not."""
+
+    def __init__(
+        self,
+        queries: int,
+        keys: int | None = None,
+        *,
+        kind: str = "gaussian",
+        gate: bool = False,
+        scale: bool = False,
+        state: bool = False,
+        batch: int = 2,
+        heads: int = 2,
+        sizes: tuple[int, int, int] = (5, 4, 6),
+        seed: int = 0,
+    ) -> None:
+        self.kind = kind
+        generator = torch.Generator().manual_seed(seed)
+        normal = partial(torch.randn, generator=generator)
+        keys, (size, values, projections) = queries if keys is None else keys, sizes
+        shapes = {"q": (queries, size), "k": (keys, size), "v": (keys, values)}
+        self.sequence = {name: normal(batch, heads, *shape) for name, shape in shapes.items()}
+        if kind == "none":
+            self.sequence |= {name: self.sequence[name].exp() for name in "qk"}
+        if gate:
+            self.sequence["log_gate"] = -0.3 * normal(batch, heads, keys).abs()
+        if scale:
+            self.sequence["key_scale"] = normal(batch, heads, keys).sigmoid()
+        self.shared: dict[str, torch.Tensor] = {}
+        features = {"gaussian": 2 * projections, "arc_cosine": projections}.get(kind.removesuffix("_unit"), size)
+        if kind.startswith(("gaussian", "arc_cosine")):
+            self.shared["w"] = normal(heads, projections, size) / size**0.5
+        if state:
+            self.shared["s"] = normal(batch, heads, features, values)
+            self.shared["z"], self.shared["mass"] = normal(batch, heads, features).abs(), normal(batch, heads).abs()
+
+    def leaves(self, cast: Callable[[torch.Tensor], torch.Tensor] = torch.clone) -> dict[str, torch.Tensor]:
+        """Every input, cast, as a leaf that requires gradients."""
+        return {name: cast(t).detach().requires_grad_() for name, t in {**self.sequence, **self.shared}.items()}
+
+    def arguments(self, leaves: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, object]]:
+        """q, k and v, and the keywords of `linear_attention`."""
+        state = None
+        if "s" in leaves:
+            nothing = torch.zeros_like(leaves["mass"])
+            state = LinearState(leaves["s"], leaves["z"], leaves["mass"], nothing.detach(), nothing.bool())
+        gates = {"log_gate_BHS": leaves.get("log_gate"), "key_scale_BHS": leaves.get("key_scale")}
+        return [leaves[name] for name in "qkv"], {**gates, "state": state, "feature_map": map_of(self.kind, leaves)}
+
+
+def map_of(kind: str, tensors: dict[str, torch.Tensor]) -> FeatureMap | None:
+    """The feature map of that name over the tensor w."""
+    unit = kind.endswith("_unit")
+    if kind.startswith("gaussian"):
+        return feature_maps.Gaussian(tensors["w"], unit_norm=unit)
+    if kind.startswith("arc_cosine"):
+        return feature_maps.ArcCosine(tensors["w"], unit_norm=unit)
+    return feature_maps.EluPlusOne() if kind == "elu" else None
+
+
+def by_kernels(*args: object, **kwargs: object) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention` by the C kernels, by name."""
+    return linear_attention(*args, **kwargs, implementation="native")  # type: ignore[arg-type]
+
+
+def assert_like_the_oracle(
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    cast: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    kernels: Attend = by_kernels,
+    oracle: Attend = linear_attention_naive,
+    **options: object,
+) -> None:
+    """Output, state and every gradient of the kernels equal those of the oracle in float64 on the same numbers."""
+    for name in "qkv":
+        case.sequence[name] = case.sequence[name].to(dtype)
+    found = []
+    for attend, of in ((oracle, torch.Tensor.double), (kernels, cast)):
+        leaves = case.leaves(of)
+        args, kwargs = case.arguments(leaves)
+        out, after = attend(*args, **kwargs, **options)
+        weighted_sum(out, *after.tensors()[:4]).backward()
+        found.append((out, after, {n: torch.zeros_like(t) if t.grad is None else t.grad for n, t in leaves.items()}))
+    (want, want_after, want_grads), (got, after, grads) = found
+    assert got.dtype == dtype
+    assert_close(got, want.to(dtype))
+    assert torch.equal(after.reset_BH, want_after.reset_BH)
+    for field, want_field in zip(after.tensors()[:4], want_after.tensors()[:4], strict=True):
+        assert field.dtype == torch.float32
+        assert_close(field, want_field.float(), kind="state")
+    for name, gradient in want_grads.items():
+        assert_close(grads[name].to(dtype), gradient.to(dtype), kind="gradient", what=name)
