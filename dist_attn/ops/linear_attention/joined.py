@@ -28,13 +28,17 @@ class PartedSequence:
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cuts: Sequence[int]) -> None:
         self._edges = (0, *cuts)
-        self._inputs = tuple(_PartedInput(x, self._edges) for x in (q, k, v))
+        self._grads = tuple(_GradientRoom(x, self._edges) for x in (q, k, v))
+        self._parts = tuple(
+            (x,) if len(self._edges) == 2 else _Split.apply(x, grad)  # type: ignore[no-untyped-call]
+            for x, grad in zip((q, k, v), self._grads, strict=True)
+        )
         # Memory of a CPU that nobody writes to costs nothing; elsewhere no implementation writes in place.
         self._whole = torch.empty(v.shape, dtype=v.dtype) if v.device.type == "cpu" else None
 
     def part(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of a part."""
-        q, k, v = (x.parts[number] for x in self._inputs)
+        q, k, v = (parts[number] for parts in self._parts)
         return q, k, v
 
     def rooms(self, number: int) -> Rooms | None:
@@ -42,7 +46,7 @@ class PartedSequence:
         if self._whole is None:
             return None
         start, stop = self._edges[number : number + 2]
-        return Rooms(self._whole[:, :, start:stop], tuple(x.rooms[number] for x in self._inputs))
+        return Rooms(self._whole[:, :, start:stop], tuple(grad.room(start, stop) for grad in self._grads))
 
     def join(self, outputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The outputs of all parts."""
@@ -56,39 +60,43 @@ class PartedSequence:
         return joined
 
 
-class _PartedInput:
+class _GradientRoom:
+    """Where the gradient of a whole input is put together. A graph holds this, so it must hold nothing of a graph."""
+
     def __init__(self, x: torch.Tensor, edges: Sequence[int]) -> None:
-        self._like = x.detach()
+        self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
         self.edges = edges
-        self.whole: torch.Tensor | None = None
-        self.parts: tuple[torch.Tensor, ...] = (x,)
-        if len(edges) > 2:
-            self.parts = _Split.apply(x, self)  # type: ignore[no-untyped-call]
-        self.rooms = tuple(self._room(a, b) for a, b in pairwise(edges))
+        self._whole: torch.Tensor | None = None
 
-    def _room(self, start: int, stop: int) -> Callable[[], torch.Tensor]:
-        return lambda: self.gradient()[:, :, start:stop]
+    def room(self, start: int, stop: int) -> Callable[[], torch.Tensor]:
+        """That of some tokens, when it is asked for."""
+        return lambda: self.whole()[:, :, start:stop]
 
-    def gradient(self) -> torch.Tensor:
-        """Room for the gradient of the whole."""
-        if self.whole is None:
-            self.whole = torch.empty(self._like.shape, dtype=self._like.dtype, device=self._like.device)
-        return self.whole
+    def whole(self) -> torch.Tensor:
+        """Room for all of it, the same until it is taken."""
+        if self._whole is None:
+            self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+        return self._whole
+
+    def take(self) -> torch.Tensor:
+        """The whole, which is not written to any more."""
+        whole, self._whole = self.whole(), None
+        return whole
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, owner: _PartedInput) -> Any:
-        ctx.owner = owner
-        return tuple(x[:, :, a:b] for a, b in pairwise(owner.edges))
+    def forward(ctx: Any, x: torch.Tensor, grad: _GradientRoom) -> Any:
+        ctx.grad = grad
+        return tuple(x[:, :, a:b] for a, b in pairwise(grad.edges))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        owner: _PartedInput = ctx.owner
+        room: _GradientRoom = ctx.grad
         if torch.is_grad_enabled():
             return torch.cat(grads, dim=2), None
-        whole, owner.whole = owner.gradient(), None
-        for grad, (start, stop) in zip(grads, pairwise(owner.edges), strict=True):
+        whole = room.take()
+        for grad, (start, stop) in zip(grads, pairwise(room.edges), strict=True):
             place = whole[:, :, start:stop]
             if not _lies_in(grad, place):
                 place.copy_(grad)

@@ -145,7 +145,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: Work, out_dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
         out = read(work, tensors, out_dtype)
-        ctx.work = work
+        ctx.work = work.for_the_way_back()
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(*tensors, out)
         return out
