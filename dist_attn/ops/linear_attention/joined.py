@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dist_attn.ops.large_pages import on_large_pages
+
 __all__ = ["PartedSequence", "Rooms"]
 
 
@@ -34,7 +36,7 @@ class PartedSequence:
             for x, grad in zip((q, k, v), self._grads, strict=True)
         )
         # Memory of a CPU that nobody writes to costs nothing; elsewhere no implementation writes in place.
-        self._whole = torch.empty(v.shape, dtype=v.dtype) if v.device.type == "cpu" else None
+        self._whole = on_large_pages(torch.empty(v.shape, dtype=v.dtype)) if v.device.type == "cpu" else None
 
     def part(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of a part."""
@@ -75,7 +77,8 @@ class _GradientRoom:
     def whole(self) -> torch.Tensor:
         """Room for all of it, the same until it is taken."""
         if self._whole is None:
-            self._whole = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            empty = torch.empty(self._shape, dtype=self._dtype, device=self._device)
+            self._whole = on_large_pages(empty)
         return self._whole
 
     def take(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.large_pages import on_large_pages
 from dist_attn.ops.linear_attention.differentiable import Replay
 from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native_call import Call, chunk_starts, kernels, new_call, view
@@ -64,7 +65,7 @@ def attend(work: Work, tensors: _Optional, *, keep: bool, denominators: bool = F
     if tensors[0] is not None:
         out = _given(work)
         if work.undivided:
-            out = torch.empty((*v.shape[:3], v.shape[3] + 2))
+            out = on_large_pages(torch.empty((*v.shape[:3], v.shape[3] + 2)))
         elif out is None:
             out = _room_like(v)
         call.out = view(out)
@@ -123,7 +124,7 @@ def read(work: Work, tensors: _Optional, out_dtype: torch.dtype) -> torch.Tensor
     call, _alive = _read_call(work, tensors)
     out = _given(work)
     if out is None:
-        out = torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype)
+        out = on_large_pages(torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype))
     call.out = view(out)
     den_mass = _room_for_denominators(call, work, False)
     _run(kernels().dist_attn_read, call)
@@ -245,7 +246,7 @@ def _view(x: torch.Tensor, alive: list[torch.Tensor]) -> Any:
 def _room_like(x: torch.Tensor) -> torch.Tensor:
     """Memory for what has x's type and sizes, laid out as x is where its rows lie in one piece."""
     room = torch.empty_like(x)
-    return room if room.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype)
+    return on_large_pages(room if room.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype))
 
 
 def _run(kernel: Callable[[Any], int], call: Call) -> None:

@@ -32,13 +32,18 @@ INLINE void tile(const int height, const int width, float *out, int64_t out_row,
         }
 }
 
-#define ROWS_OF_TILES(width)                                                                            \
-    for (; i + ((width) == 1 ? 8 : 4) <= rows; i += (width) == 1 ? 8 : 4)                               \
-        tile((width) == 1 ? 8 : 4, width, out + i * out_row + j, out_row, keep,                         \
-             (factor){a.at + i * a.row, a.row, a.column}, b + j, b_row, depth);                         \
-    for (; i < rows; i++)                                                                               \
-        tile(1, width, out + i * out_row + j, out_row, keep, (factor){a.at + i * a.row, 0, a.column},   \
-             b + j, b_row, depth)
+#define TILES(height, width)                                                                          \
+    for (; i + (height) <= rows; i += (height))                                                       \
+        tile(height, width, out + i * out_row + j, out_row, keep,                                     \
+             (factor){a.at + i * a.row, a.row, a.column}, b + j, b_row, depth)
+/* High tiles load b seldom; what is left of the rows is taken by lower ones. */
+#define ALL_ROWS(high, width) \
+    do {                      \
+        TILES(high, width);   \
+        TILES(4, width);      \
+        TILES(2, width);      \
+        TILES(1, width);      \
+    } while (0)
 
 /* [rows, columns] of depth sums; columns is a multiple of LANES. keep 0 never reads what is in `out`. */
 static __attribute__((noinline)) void product(float *out, int64_t out_row, float keep, factor a, const float *b,
@@ -47,16 +52,18 @@ static __attribute__((noinline)) void product(float *out, int64_t out_row, float
         width = (columns - j) / LANES;
         if (width > PANEL) width = PANEL;
         int64_t i = 0;
-        if (width == 1) {
-            ROWS_OF_TILES(1);
-        } else if (width == 2) {
-            ROWS_OF_TILES(2);
+        if (width == 1)
+            ALL_ROWS(8, 1);
 #if PANEL == 4
-        } else if (width == 3) {
-            ROWS_OF_TILES(3);
-        } else {
-            ROWS_OF_TILES(4);
+        else if (width == 2)
+            ALL_ROWS(8, 2);
+        else if (width == 3)
+            ALL_ROWS(6, 3);
+        else
+            ALL_ROWS(6, 4);
+#else
+        else
+            ALL_ROWS(4, 2);
 #endif
-        }
     }
 }

@@ -10,7 +10,7 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define LOG_LANES 4
-#define PANEL 4 /* vectors beside each other in a tile of a product: 4 x 4 sums stay in registers */
+#define PANEL 4 /* vectors beside each other in a tile of a product: 6 x 4 sums stay in registers */
 #elif defined(__AVX2__) && defined(__FMA__)
 #define LANES 8
 #define LOG_LANES 3
