@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from dist_attn.ops import Denominator, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import complete_sums, linear_attention_naive, local_sums, tokens_until_forgotten
+from dist_attn.ops.linear_attention import (
+    Rooms,
+    complete_sums,
+    linear_attention_naive,
+    local_sums,
+    tokens_until_forgotten,
+)
 from dist_attn.ops.linear_attention.chunkwise import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
@@ -97,7 +103,7 @@ def test_outputs_go_where_they_are_wanted():
     args, kwargs = case.arguments({**case.sequence, **case.shared})
     whole = torch.full((2, 2, 200, 4), float("nan"))
     want, _ = by_kernels(*args, **kwargs)
-    got, _ = by_kernels(*args, **kwargs, room=whole[:, :, 100:170])
+    got, _ = by_kernels(*args, **kwargs, rooms=Rooms(whole[:, :, 100:170]))
     assert got.data_ptr() == whole[:, :, 100:].data_ptr()
     assert torch.equal(whole[:, :, 100:170], want)
     assert bool(whole[:, :, :100].isnan().all() & whole[:, :, 170:].isnan().all())

@@ -11,7 +11,7 @@ import torch
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import Denominator, LinearState, Watch, absorb_keys, linear_attention, watching
-from dist_attn.ops.linear_attention import choose, complete_sums, local_sums
+from dist_attn.ops.linear_attention import Rooms, choose, complete_sums, local_sums
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.native import Case, by_kernels, needs_kernels
@@ -232,8 +232,8 @@ def test_memory_is_freed_and_does_not_grow_with_the_length():
         q, k, v = (torch.ones(1, 2, length, 32, requires_grad=True) for _ in range(3))
         start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(passes):
-            room = torch.empty(1, 2, length, 32)
-            linear_attention(q, k, v, feature_map=phi, implementation="native", room=room)[0].sum().backward()
+            rooms = Rooms(torch.empty(1, 2, length, 32))
+            linear_attention(q, k, v, feature_map=phi, implementation="native", rooms=rooms)[0].sum().backward()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) / 1024 / (4 * q.numel() / 2**20)
 
     peak_mib(2048, 1)
