@@ -101,6 +101,11 @@ def map_of(kind: str, tensors: dict[str, torch.Tensor]) -> FeatureMap | None:
     return feature_maps.EluPlusOne() if kind == "elu" else None
 
 
+def by_streaming(*args: object, **kwargs: object) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention` in the streaming form, which is tested against the oracle itself."""
+    return linear_attention(*args, **kwargs, implementation="streaming")  # type: ignore[arg-type]
+
+
 def by_kernels(*args: object, **kwargs: object) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` by the C kernels, by name."""
     return linear_attention(*args, **kwargs, implementation="native")  # type: ignore[arg-type]

@@ -98,6 +98,8 @@ class _First(torch.autograd.Function):
         shared: _Shared = ctx.shared
         inputs, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
         pending, shared.pending = shared.pending, None
+        if not float(grads[2]):
+            pending = None  # left by an earlier pass, which had no use for what is asked here
         of_keys = (False, *needs[1:3], False, needs[3], False, False, *needs[4:])
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
@@ -139,7 +141,7 @@ class _Second(torch.autograd.Function):
         of_state: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
         if of_s or of_zm:
             of_state = adjoint_read(shared.work, tensors, out, den_mass, grads[0])
-        return (None, grads[0].new_zeros(()) if links else None, *of_state, *(None for _ in inputs))
+        return (None, torch.ones(()) if links else None, *of_state, *(None for _ in inputs))
 
 
 def _of_keys(shared: _Shared, inputs: Any) -> tuple[torch.Tensor | None, ...]:
