@@ -59,15 +59,7 @@ def attention_in_order(
     """
     dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
     check_choice(implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=feature_map, state=state, sums=dtype)
-    # No keys yet: the state given, or that of no tokens, in the precision of the sums.
-    first = absorb_keys(
-        k_BHSK[:, :, :0],
-        v_BHSV[:, :, :0],
-        feature_map=feature_map,
-        state=state,
-        dtype=dtype,
-        implementation="streaming",
-    )
+    first = _before_all(k_BHSK, v_BHSV, feature_map, state, dtype)
 
     def absorb(before: LinearState) -> tuple[None, LinearState]:
         after = absorb_by_chunks(
@@ -105,6 +97,18 @@ def attention_in_order(
         q_BHLK, v_BHSV, after, feature_map=feature_map, denominator=denominator, implementation=implementation
     )
     return out_BHLV, after
+
+
+def _before_all(
+    k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
+    dtype: torch.dtype,
+) -> LinearState:
+    """No keys yet: the state given, or that of no tokens, in the precision of the sums."""
+    nothing = k_BHSK[:, :, :0], v_BHSV[:, :, :0]
+    return absorb_keys(*nothing, feature_map=feature_map, state=state, dtype=dtype, implementation="streaming")
 
 
 def _in_turn(

@@ -20,6 +20,8 @@ from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
+pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
+
 EXACT = Denominator("exact")
 CASES = [
     # queries, keys, causal, gate, scale, state

@@ -13,6 +13,8 @@ from dist_attn.sharded import Exchange, ShardedSequenceOps, carry_scan, sharded_
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
+pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
+
 LAYOUT = SequenceLayout.from_lengths([30, 0, 70])
 
 
@@ -94,10 +96,8 @@ def _attend_by(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("overlap", [0, 100])
 def test_both_ways_to_cut_the_local_work(monkeypatch, overlap, dtype, lengths, gate, walks):
-    """One walk and two give one rank's outputs, states and gradients, with tokens within and beyond the overlap.
-
-    In float32 by C kernels, where there are some. With gates nothing is left of a state after about 110 tokens.
-    """
+    """One walk and two give one rank's outputs, states and gradients, with tokens within and beyond the overlap."""
+    # With gates nothing is left of a state after about 110 tokens.
     monkeypatch.setattr(carry_scan, "OVERLAP_TOKENS", {"cpu": overlap})
     layout = SequenceLayout.from_lengths(lengths)
     inputs = Inputs.random(layout.total, layout.total, gate=gate, scale=gate, state=True, dtype=dtype)

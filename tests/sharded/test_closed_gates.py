@@ -12,6 +12,8 @@ from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 
+pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
+
 LAYOUT = SequenceLayout.from_lengths([70, 0, 9, 51])
 CLOSED_AT = [0, 3, 4, 63, 64, 69, 70, 75, 129]
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -90,7 +90,8 @@ def test_linear_attention(layout, causal, gate, scale, state):
     _check_attention("simulated", layout, causal, gate, scale, state)
 
 
-@settings(max_examples=30, deadline=None)
+@pytest.mark.usefixtures("computed_by")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts(), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([32, 64]))
 def test_linear_attention_for_any_layout(layout, causal, gate, scale, state, bits):
     """So they do however ranks and documents lie, with any of the options, in float64 and float32."""

@@ -47,6 +47,7 @@ def on_a_rank(comm: Communicator, case: Inputs, layout: SequenceLayout, causal: 
     return out.detach(), [t.detach() for t in after.tensors()[:4]], leaves.gradients()
 
 
+@pytest.mark.usefixtures("computed_by")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("gradients", [True, False])
@@ -75,6 +76,7 @@ def test_the_same_bits_for_any_number_of_ranks(gate, causal, gradients):
             assert_close(gradient, want_grads[name], kind=kind, what=name)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_it_is_linear_attention():
     """The deterministic form computes what the fast form computes, to rounding."""
     case = inputs(gate=True)
@@ -84,6 +86,7 @@ def test_it_is_linear_attention():
     assert_close(torch.cat([r[0] for r in run_simulated(body, 3)], 2), want)
 
 
+@pytest.mark.usefixtures("computed_by")
 def test_the_fast_form_does_differ():
     """With such gates the fold over ranks is not bitwise that of one rank: the test above would notice."""
     case = inputs(gate=True)

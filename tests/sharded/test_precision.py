@@ -14,6 +14,8 @@ from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOp
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import weighted_sum
 
+pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
+
 WORSE_AT_MOST = 1.1
 
 

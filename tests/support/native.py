@@ -8,7 +8,7 @@ import torch
 
 from dist_attn import feature_maps
 from dist_attn.ops import FeatureMap, LinearState, linear_attention
-from dist_attn.ops.linear_attention import implementation, linear_attention_naive, native
+from dist_attn.ops.linear_attention import implementation, linear_attention_naive, native_passes
 from dist_attn.ops.linear_attention.implementation import why_no_library
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
@@ -35,8 +35,10 @@ def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The C functions that were called, in order."""
     names: list[str] = []
-    run = native._run
-    monkeypatch.setattr(native, "_run", lambda kernel, call: (names.append(kernel.__name__), run(kernel, call))[1])
+    run = native_passes._run
+    monkeypatch.setattr(
+        native_passes, "_run", lambda kernel, call: (names.append(kernel.__name__), run(kernel, call))[1]
+    )
     yield names
 
 
