@@ -17,7 +17,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, bounded
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.differentiable import attention_again
-from dist_attn.ops.linear_attention.implementation import Implementation, choose
+from dist_attn.ops.linear_attention.implementation import Choice, Implementation, choose
 from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native import native_attention
 from dist_attn.ops.linear_attention.native_forms import natively_completed
@@ -55,40 +55,11 @@ def local_sums(
     check_shapes(q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL)
     dtype = state_dtype(q_BHLK, k_BHLK, v_BHLV, state=state, at_least=dtype)
     choice = choose(implementation, q_BHLK, k_BHLK, v_BHLV, feature_map=feature_map, state=state, sums=dtype)
-    if choice.implementation == "triton":
-        # Not at the top: a machine without a GPU need not have triton.
-        from dist_attn.ops.linear_attention.triton import triton_linear_attention
-
-        return triton_linear_attention(
-            q_BHLK,
-            k_BHLK,
-            v_BHLV,
-            log_gate_BHL,
-            key_scale_BHL,
-            feature_map=feature_map,
-            state=state,
-            denominator=Denominator("one"),
-            documents=documents or (),
-            differentiable=_sums_by_streaming,
-            undivided=True,
-        )
     if documents:
         check_documents(documents, q_BHLK.shape[2], k_BHLK.shape[2])
-    if choice.implementation == "native":
-        return native_attention(
-            q_BHLK,
-            k_BHLK,
-            v_BHLV,
-            log_gate_BHL,
-            key_scale_BHL,
-            feature_map=feature_map,
-            state=state,
-            denominator=Denominator("one"),
-            documents=documents or (),
-            replay=attention_again(_sums_by_streaming, feature_map, Denominator("one"), documents or ()),
-            undivided=True,
-            rooms=rooms,
-        )
+    if choice.implementation != "streaming":
+        sequence = (q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL)
+        return _sums_by_kernels(choice, sequence, feature_map, state, documents or (), rooms)
     starts_11L = None
     if documents:
         starts_11L = start_flags(documents, k_BHLK.shape[2], k_BHLK.device)[None, None]
@@ -150,6 +121,40 @@ def complete_sums(
         output_dtype=out_dtype,
     )
     return out_BHLV
+
+
+def _sums_by_kernels(
+    choice: Choice,
+    sequence: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    feature_map: FeatureMap | None,
+    state: LinearState | None,
+    documents: tuple[int, ...],
+    rooms: Rooms | None,
+) -> tuple[torch.Tensor, LinearState]:
+    one = Denominator("one")
+    if choice.implementation == "native":
+        return native_attention(
+            *sequence,
+            feature_map=feature_map,
+            state=state,
+            denominator=one,
+            documents=documents,
+            replay=attention_again(_sums_by_streaming, feature_map, one, documents),
+            undivided=True,
+            rooms=rooms,
+        )
+    # Not at the top: a machine without a GPU need not have triton.
+    from dist_attn.ops.linear_attention.triton import triton_linear_attention
+
+    return triton_linear_attention(
+        *sequence,
+        feature_map=feature_map,
+        state=state,
+        denominator=one,
+        documents=documents,
+        differentiable=_sums_by_streaming,
+        undivided=True,
+    )
 
 
 def _sums_by_streaming(

@@ -13,7 +13,7 @@ from dist_attn.ops.documents import check_documents, document_runs, split_tokens
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
 from dist_attn.ops.linear_attention.checkpointed_scan import scan
-from dist_attn.ops.linear_attention.implementation import Implementation, choose
+from dist_attn.ops.linear_attention.implementation import Choice, Implementation, choose
 from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native_forms import natively, natively_absorbed
 from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
@@ -103,6 +103,19 @@ def linear_attention(
     sequence = (q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
     if choice.implementation == "streaming":
         return _stream(sequence, feature_map, causal, state, policy, documents or (), implementation)
+    return _by_kernels(choice, sequence, feature_map, causal, state, policy, documents or (), rooms)
+
+
+def _by_kernels(
+    choice: Choice,
+    sequence: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    feature_map: FeatureMap | None,
+    causal: bool,
+    state: LinearState | None,
+    policy: Denominator,
+    documents: tuple[int, ...],
+    rooms: Rooms | None,
+) -> tuple[torch.Tensor, LinearState]:
     streaming = partial(linear_attention, implementation="streaming")
     if choice.implementation == "native":
         return natively(
@@ -111,7 +124,7 @@ def linear_attention(
             causal,
             state,
             policy,
-            documents or (),
+            documents,
             attend=streaming,
             read=partial(streaming, causal=False),
             absorb=partial(absorb_keys, implementation="streaming"),
@@ -129,7 +142,7 @@ def linear_attention(
         feature_map=feature_map,
         state=state,
         denominator=policy,
-        documents=documents or (),
+        documents=documents,
         differentiable=streaming,
     )
 
