@@ -28,6 +28,7 @@ from dist_attn.models import LanguageModel, ModelState, hold_weights_as
 from dist_attn.models.blocks import Block
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.finite import checked
+from dist_attn.ops.linear_attention import why_no_library
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser
@@ -89,6 +90,9 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     report = hold_weights_as(model, settings.weights)
     if settings.weights != "float32" and settings.rank == 0:
         print(f"rank 0: {report.sentence()}", file=sys.stderr, flush=True)
+    why_not = why_no_library() if device.type == "cpu" else None  # compiled here and not within the first request
+    if why_not is not None and settings.rank == 0:
+        print(f"rank 0: linear attention takes torch's operations, {why_not}", file=sys.stderr, flush=True)
     for block in model.blocks:
         block.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(

@@ -150,6 +150,18 @@ def check_matmul(_: ProbeSettings) -> Finding:
     return ok("speed", detail, matmul_gflops=rate / 1e9, copy_gb_per_s=moved / 1e9)
 
 
+def check_kernels(_: ProbeSettings) -> Finding:
+    """Whether linear attention has its C kernels here; they are compiled when they have not been."""
+    from dist_attn.ops.linear_attention import why_no_library
+
+    why_not = why_no_library()
+    if why_not is not None:
+        return missing(
+            "kernels", f"optional, {why_not}", "attention takes 2 to 5 times as long: install gcc and libc6-dev"
+        )
+    return ok("kernels", "linear attention by C kernels, compiled for this processor")
+
+
 def check_model(settings: ProbeSettings) -> Finding:
     """That the model and its tokeniser load, and that its manifest lists exactly these files."""
     from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
@@ -175,9 +187,10 @@ CHECKS: dict[str, Callable[[ProbeSettings], Finding]] = {
     "gloo": check_exchange,
     "model": check_model,
     "speed": check_matmul,
+    "kernels": check_kernels,
     "mpi": check_exchange,
 }
-OPTIONAL = {"cuda", "nccl", "speed", "mpi"}
+OPTIONAL = {"cuda", "nccl", "speed", "kernels", "mpi"}
 ADVICE = {
     "torch": "`make setup`, or `pip install torch`",
     "gloo": "ranks on one machine need a network interface: try GLOO_SOCKET_IFNAME=lo",

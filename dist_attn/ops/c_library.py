@@ -88,7 +88,7 @@ def _library_in(folder: Path, source: Path) -> ctypes.CDLL:
 
 
 def _compile(command: Sequence[str], library: Path) -> None:
-    # Ranks that start together all compile; each puts a whole file in place.
+    # Processes that start together may all compile; each puts a whole file in place.
     beside = library.parent / f".{library.name}.{os.getpid()}"
     try:
         _run([*command, "-o", str(beside)])

@@ -50,7 +50,19 @@ def test_a_machine_that_works(folder: Path, tmp_path: Path) -> None:
     found = _by_name(findings)
     assert len(found) == len(findings)
     assert [f.line() for f in findings if f.blocks] == []
-    assert {"python", "libraries", "cpu", "memory", "disk", "port", "torch", "gloo", "speed", "model"} <= found.keys()
+    assert {
+        "python",
+        "libraries",
+        "cpu",
+        "memory",
+        "disk",
+        "port",
+        "torch",
+        "gloo",
+        "speed",
+        "model",
+        "kernels",
+    } <= found.keys()
     assert {"cuda", "nccl", "mpi", "gpu", "arrow", "redis", "otel"} <= found.keys()
     assert found["gloo"].measured["message_bytes"] == 4 * 2 * (16 * (8 + 1) + 2)
     assert 0 < found["gloo"].measured["all_gather_seconds"] < 5
@@ -78,7 +90,7 @@ def test_a_process_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path:
     began = time.monotonic()
     found = probe(tmp_path, 8, 0.3)
     assert time.monotonic() - began < 10
-    assert [finding.name for finding in found] == ["torch", "cuda", "nccl", "gloo", "model", "speed"]
+    assert [finding.name for finding in found] == ["torch", "cuda", "nccl", "gloo", "model", "speed", "kernels"]
     assert {finding.status for finding in found} == {"broken"}
     assert "no answer within 0.3 s" in found[0].detail
     assert found[1].detail == "not tried, torch came first"

@@ -7,6 +7,7 @@ from dist_attn.ops.linear_attention.implementation import (
     check_implementation,
     choose,
     choose_step,
+    why_no_library,
 )
 from dist_attn.ops.linear_attention.joined import PartedSequence, Rooms
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
@@ -35,4 +36,5 @@ __all__ = [
     "local_sums",
     "state_dtype",
     "tokens_until_forgotten",
+    "why_no_library",
 ]
