@@ -13,7 +13,7 @@ typedef struct {
     float *v, *v_turned, *of_num, *of_num_turned, *grad_v;
     float *pairs, *of_pairs, *of_pairs_turned, *weights;
     float *of_queries, *of_keys; /* [M, CHUNK] */
-    float *before;               /* [BLOCK + 1, state_floats]: the states between the chunks of a block */
+    float *before;               /* [BLOCK, state_floats]: the states before the chunks of a block */
     float *inner;                /* those between the blocks of a stretch */
 } desk;
 
@@ -36,7 +36,7 @@ static desk take_desk(room *r, const call *c) {
     d.pairs = take(r, CHUNK * CHUNK), d.of_pairs = take(r, CHUNK * CHUNK);
     d.of_pairs_turned = take(r, CHUNK * CHUNK), d.weights = take(r, CHUNK * CHUNK);
     d.of_queries = take(r, M * CHUNK), d.of_keys = take(r, M * CHUNK);
-    d.before = take(r, (BLOCK + 1) * state_floats(c));
+    d.before = take(r, BLOCK * state_floats(c));
     d.inner = take(r, inner_floats(c));
     return d;
 }
@@ -50,12 +50,12 @@ INLINE int64_t backward_floats(const call *c) {
 /* Keys that nobody asks and nothing decays have gradients that do not depend on any state. */
 INLINE int states_matter(const call *c) { return c->q.at || c->log_gate.at; }
 
-/* The keys of a chunk: features, weighed, and the state after it. `left` is in the features only where `use_up`. */
-static void step_over(const call *c, int64_t group, const chunk *at, desk *d, side keys, state now) {
+/* The keys of a chunk: features, weighed, and `onward` the state after it. */
+static void step_over(const call *c, int64_t group, const chunk *at, desk *d, side keys, state now, int onward) {
     int64_t values = now.values;
     make_features(c, group, c->k, at->begin, at->length, keys, d->rows);
     if (c->key_scale.at || at->length < at->lanes) weigh(keys.phi, c->features, at->lanes, at->weight);
-    if (!states_matter(c)) return;
+    if (!onward || !states_matter(c)) return;
     pack(d->v, values, c->v, c, group, at->begin, at->length, at->lanes, c->values);
     if (at->fresh) memset(now.s, 0, 4 * state_floats(c));
     float masses[CHUNK];
@@ -109,14 +109,34 @@ static void through_divisor(const call *c, int64_t group, const chunk *at, desk 
     transposed(d->of_num_turned, d->of_num, values, at->lanes, values);
 }
 
-/* Gradients through the pairs of a chunk: of queries' features, of keys' and of values; all three are overwritten. */
-static void through_pairs(const call *c, const chunk *at, desk *d, const float *keys, const float *of_den) {
+/* What the gates between queries and keys of a chunk are worth: for each gate the sum over pairs that it lies between,
+   as differences within the chunk. `pairs` are weighed, their gradients not yet. */
+static void pair_gates(const chunk *at, const float *pairs, const float *of_pairs, float *crossing) {
+    float of_key[CHUNK] __attribute__((aligned(64))) = {0}, of_query[CHUNK];
+    for (int64_t i = 0; i < at->lanes; i++) {
+        vec sum = {0};
+        for (int64_t j = 0; j < smaller(at->lanes, round_up(i + 1, STRIPE)); j += LANES) {
+            vec one = load(pairs + i * CHUNK + j);
+            one = choose(one != 0.0f, one * load(of_pairs + i * CHUNK + j), all(0.0f));
+            store(of_key + j, load(of_key + j) + one);
+            sum += one;
+        }
+        of_query[i] = total(sum);
+    }
+    float sum = 0.0f;
+    for (int64_t t = at->length - 1; t >= 0; t--) crossing[t] += sum += of_query[t] - of_key[t];
+}
+
+/* Gradients through the pairs of a chunk are added: of queries' features, of keys' and of values. */
+static void through_pairs(const call *c, const chunk *at, desk *d, const float *keys, const float *of_den,
+                          float *crossing) {
     int64_t values = round_up(c->values, LANES), lanes = at->lanes, M = c->features;
     int gated = c->log_gate.at != NULL;
     pair_products(at, d->of_pairs, (factor){d->of_num, values, 1}, d->v_turned, values);
     for (int64_t i = 0; i < lanes; i++)
         for (int64_t j = 0; j < smaller(lanes, round_up(i + 1, STRIPE)); j += LANES)
             store(d->of_pairs + i * CHUNK + j, load(d->of_pairs + i * CHUNK + j) + of_den[i]);
+    if (gated) pair_gates(at, d->pairs, d->of_pairs, crossing);
     weigh_pairs(at, d->of_pairs, gated ? d->weights : NULL);
     for (int64_t i = 0; i < lanes; i += STRIPE) {
         int64_t there = smaller(STRIPE, lanes - i), end = smaller(lanes, i + STRIPE), rest = lanes - i;
@@ -144,17 +164,19 @@ static void column_dots(const float *a, const float *b, int64_t rows, int64_t la
     }
 }
 
-/* One chunk, `before` and `after` the states around it; `grad` goes from that of the state after it to that of the
-   state before it. */
+/* One chunk, `before` the state before it; `grad` goes from that of the state after it to that of the state before. */
 static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk *d, side keys, state before,
-                            state after, state grad) {
+                            state grad) {
     int64_t values = before.values, lanes = at->lanes, M = c->features;
     int gated = c->log_gate.at != NULL, asks = c->q.at != NULL;
     float of_den[CHUNK] __attribute__((aligned(64))) = {0}, of_mass[CHUNK] = {0}, masses[CHUNK];
     float den[CHUNK] __attribute__((aligned(64)));
-    float at_query[CHUNK] __attribute__((aligned(64))) = {0}, at_key[CHUNK] __attribute__((aligned(64)));
-    float of_scale[CHUNK] __attribute__((aligned(64))) = {0}, of_gate[CHUNK] = {0};
-    float states = gated ? dot(after.s, grad.s, sum_floats(c)) : 0.0f;
+    float at_token[CHUNK] __attribute__((aligned(64)));
+    float of_scale[CHUNK] __attribute__((aligned(64))) = {0}, of_gate[CHUNK];
+    /* A gate is worth what it lies between: states before and after, queries and the state before, keys and the state
+       after, queries and keys. All but the last are sums of what a gate weakens, without differences. */
+    float crossing = gated && !at->fresh ? at->gain * dot(before.s, grad.s, sum_floats(c)) : 0.0f;
+    for (int64_t t = 0; t < CHUNK; t++) of_gate[t] = crossing;
     add_masses(c, at, *before.mass, masses);
     pack(d->v, values, c->v, c, group, at->begin, at->length, lanes, c->values);
     transposed(d->v_turned, d->v, values, lanes, values);
@@ -166,6 +188,11 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
             if (gated) one *= load(at->left + t);
             store(d->of_keys + m * CHUNK + t, one);
         }
+    if (gated) {
+        column_dots(keys.phi, d->of_keys, M, lanes, at_token);
+        float sum = 0.0f;
+        for (int64_t t = 0; t < at->length; t++) of_gate[t] += sum, sum += at_token[t];
+    }
     product(d->grad_v, values, 0.0f, (factor){keys.phi, 1, CHUNK}, grad.s, values, lanes, values, M);
     if (gated) weigh_rows(d->grad_v, values, at->length, at->left);
     float keep = at->fresh ? 0.0f : at->gain;
@@ -184,8 +211,12 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
                 if (gated) one *= load(at->into + t);
                 store(d->of_queries + m * CHUNK + t, one);
             }
-        through_pairs(c, at, d, keys.phi, of_den);
-        if (gated) column_dots(d->queries.phi, d->of_queries, M, lanes, at_query);
+        if (gated) {
+            column_dots(d->queries.phi, d->of_queries, M, lanes, at_token);
+            float sum = 0.0f;
+            for (int64_t t = at->length - 1; t >= 0; t--) of_gate[t] += sum += at_token[t];
+        }
+        through_pairs(c, at, d, keys.phi, of_den, of_gate);
         if (c->grad_q.at || c->grad_w)
             features_gradient(c, group, d->queries, at->present, d->of_queries, c->grad_q, at->begin, at->length, d->grad_x,
                               d->rows, c->grad_w ? d->grad_w : NULL);
@@ -199,20 +230,18 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
         for (int64_t i = 0; i < sum_floats(c); i += LANES) store(grad.s + i, load(grad.s + i) * keep);
     }
     if (at->fresh) memset(grad.s, 0, 4 * sum_floats(c));
-    if (gated) column_dots(keys.phi, d->of_keys, M, lanes, at_key);
     if (c->grad_key_scale) {
         make_features(c, group, c->k, at->begin, at->length, (side){d->grad_x, d->queries.inverse, d->raw_phi}, d->rows);
         column_dots(d->raw_phi, d->of_keys, M, lanes, of_scale);
     }
     /* Masses, gates and scales: from the last token of the chunk to the first. */
-    float sum = states, m = *grad.mass;
+    float m = *grad.mass;
     for (int64_t t = at->length - 1; t >= 0; t--) {
         float earlier = t ? masses[t - 1] : at->fresh ? 0.0f : *before.mass, gate = gated ? expf(at->gate[t]) : 1.0f;
         m += of_mass[t];
         of_scale[t] += m;
         if (gated) {
-            sum += at_query[t] - at_key[t];
-            of_gate[t] = sum + m * gate * earlier;
+            of_gate[t] += m * gate * earlier;
             float given = number_at(c->log_gate, group, c->heads, at->begin + t);
             if (given < CLOSED) of_gate[t] = 0.0f;
         }
@@ -255,7 +284,7 @@ static void backward_group(const call *c, int64_t group, float *memory) {
             memcpy(to, d.inner + b * apart, 4 * floats);
             for (int i = 0; i < BLOCK; i++) {
                 look_at(c, group, first + b * BLOCK + i, &at[0]);
-                step_over(c, group, &at[0], &d, d.keys[0], state_at(c, to));
+                step_over(c, group, &at[0], &d, d.keys[0], state_at(c, to), 1);
             }
         }
         for (int64_t b = blocks - 1; b >= 0; b--) {
@@ -263,13 +292,14 @@ static void backward_group(const call *c, int64_t group, float *memory) {
             memcpy(d.before, d.inner + b * apart, 4 * floats);
             for (int64_t i = 0; i < count; i++) {
                 look_at(c, group, begin + i, &at[i]);
-                memcpy(d.before + (i + 1) * apart, d.before + i * apart, 4 * floats);
-                step_over(c, group, &at[i], &d, d.keys[i], state_at(c, d.before + (i + 1) * apart));
+                int onward = i + 1 < count;
+                if (onward) memcpy(d.before + (i + 1) * apart, d.before + i * apart, 4 * floats);
+                step_over(c, group, &at[i], &d, d.keys[i], state_at(c, d.before + (i + 1) * apart), onward);
                 if (at[i].fresh) memset(d.before + i * apart, 0, 4 * floats);
             }
             for (int64_t i = count - 1; i >= 0; i--)
                 chunk_gradients(c, group, &at[i], &d, d.keys[i], state_at(c, d.before + i * apart),
-                                state_at(c, d.before + (i + 1) * apart), grad);
+                                grad);
         }
     }
     store_state(c, group, grad, c->grad_s, c->grad_zm);
