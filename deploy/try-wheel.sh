@@ -21,5 +21,7 @@ for model in books-6m books-6m-chapters; do
     "$bin/python" -c "import numpy, sys; rows = numpy.load(sys.argv[1]); print(sys.argv[1], rows.shape); assert len(rows)" \
         "$model.npy"
 done
+"$bin/dist-attn" --help | grep --quiet encode
+"$bin/dist-attn" help window >/dev/null
 "$bin/dist-attn" plan --tokens 1M >/dev/null
 echo "the wheel works by itself"
