@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.ops import linear_attention
-from dist_attn.ops.relative_attention.windowed import CHUNK_TOKENS, numerators
+from dist_attn.ops.relative_attention.both_sides import numerators_around
+from dist_attn.ops.relative_attention.causal import numerators
+from dist_attn.ops.relative_attention.chunk_scores import CHUNK_TOKENS
 
 __all__ = [
     "kernel_flops",
@@ -68,8 +70,9 @@ def kernel_works(length: int, *, causal: bool) -> Works:
 
 def position_flops(length: int, *, causal: bool) -> float:
     """Of our form: the scores of each query for every relative index, and the window and chunk times the values."""
-    one_way = 2.0 * BATCH * length * SIZE * (REACH + 1 + CHUNK_TOKENS + REACH - 1)
-    return one_way if causal else 2 * one_way
+    sides = 1 if causal else 2
+    rows, columns = sides * REACH + 1, CHUNK_TOKENS + sides * REACH
+    return 2.0 * BATCH * length * SIZE * (rows + columns)
 
 
 def kernel_flops(length: int, *, causal: bool) -> float:
@@ -111,10 +114,9 @@ def printed_positions(q: torch.Tensor, v: torch.Tensor, rp: torch.Tensor, causal
 def ours_positions(q: torch.Tensor, v: torch.Tensor, rp: torch.Tensor, causal: bool) -> torch.Tensor:
     """The windowed form, without keys and without the division."""
     with torch.no_grad():
-        before = numerators(q, None, v, rp[:, : REACH + 1], own=True)
         if causal:
-            return before
-        return before + numerators(q.flip(2), None, v.flip(2), rp[:, REACH:].flip(1), own=False).flip(2)
+            return numerators(q, None, v, rp[:, : REACH + 1], own=True)
+        return numerators_around(q, v, rp)
 
 
 def naive_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:

@@ -103,7 +103,7 @@ class RelativeAttention:
             projections=4.0 * self.hidden_size * (self.hidden_size + self.values),
             features=2.0 * self.num_heads * size * (self.reach + 1),
             scores=1.0 * self.num_heads * CHUNK_TOKENS * (size + width),
-            state=2.0 * self.num_heads * width * (passes * size + max(0, self.reach - 1)),
+            state=2.0 * self.num_heads * width * (passes * size + max(1, self.reach)),
         )
 
     def decode_flops(self, position: int = 0) -> TokenFlops:
@@ -120,8 +120,8 @@ class RelativeAttention:
         groups = batch * self.num_heads
         chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
         width = self.value_size + 1
-        scores = 4 * (CHUNK_TOKENS + self.reach) * CHUNK_TOKENS
-        block = (self.reach + 1 + 2 * width) * min(tokens, chunks * CHUNK_TOKENS)
+        scores = 5 * CHUNK_TOKENS + 2 * self.reach + 1
+        block = (scores + 2 * width) * min(tokens, chunks * CHUNK_TOKENS)
         around = batch * tokens * (6 * self.hidden_size + 6 * max(self.values, self.hidden_size))
-        sums = 2 * max(width, self.head_size + 1) * width
-        return FLOAT_BYTES * (around + groups * (scores + block + sums))
+        sums = (2 + chunks) * max(width, self.head_size + 1) * width
+        return FLOAT_BYTES * (around + groups * (block + sums))

@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.relative_attention import RelativeState, WindowState, packed_relative_attention
-from dist_attn.ops.relative_attention.windowed import check_relative_shapes, normalised, numerators
+from dist_attn.ops.relative_attention.both_sides import numerators_around
+from dist_attn.ops.relative_attention.causal import numerators
+from dist_attn.ops.relative_attention.windowed import check_relative_shapes, normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from
-from dist_attn.sharded.relative import numerators_over_all_keys
 
 __all__ = ["sharded_packed_relative_attention"]
 
@@ -59,7 +60,7 @@ def sharded_packed_relative_attention(
     else:
         after = parts.after(rank) if not starts else parts.nothing
         sums = before.sz_BHMW + mirrored_first.sz_BHMW + after.sz_BHMW
-        num = numerators_over_all_keys(first[0], first[2], rp_HRK, sums, before.window, after.window)
+        num = numerators_around(first[0], first[2], rp_HRK, sums, before.window, after.window)
     outs.append(normalised(num, v_BHLV.dtype))
     if starts:
         documents = tuple(start - head for start in starts if start < inner)
@@ -68,9 +69,7 @@ def sharded_packed_relative_attention(
     if goes_on:
         after = parts.after(rank)
         sums = own_last.sz_BHMW + after.sz_BHMW
-        num = numerators_over_all_keys(
-            q[:, :, tail:], v1[:, :, tail:], rp_HRK, sums, parts.nothing.window, after.window
-        )
+        num = numerators_around(q[:, :, tail:], v1[:, :, tail:], rp_HRK, sums, parts.nothing.window, after.window)
         outs.append(normalised(num, v_BHLV.dtype))
     return torch.cat(outs, dim=2)
 

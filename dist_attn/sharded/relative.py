@@ -23,15 +23,12 @@ from dist_attn.ops.relative_attention import (
     relative_attention,
     relative_attention_streaming,
 )
-from dist_attn.ops.relative_attention.windowed import (
-    check_relative_shapes,
-    check_relative_state,
-    normalised,
-    numerators,
-)
+from dist_attn.ops.relative_attention.both_sides import numerators_around
+from dist_attn.ops.relative_attention.causal import numerators
+from dist_attn.ops.relative_attention.windowed import check_relative_shapes, check_relative_state, normalised
 from dist_attn.sharded.realignment import realign_tokens
 
-__all__ = ["numerators_over_all_keys", "sharded_relative_attention", "sharded_relative_attention_streaming"]
+__all__ = ["sharded_relative_attention", "sharded_relative_attention_streaming"]
 
 
 def sharded_relative_attention(
@@ -165,28 +162,7 @@ def _bidirectional(
         start = _prefixes([_window(p[3], n) for p, n in zip(parts, behind, strict=True)][::-1], start)[-1]
     mirrored = _prefixes([_window(p[2], n) for p, n in zip(parts, layout.lengths, strict=True)][::-1], start)
     before, after = _pick(windows, comm.rank), _pick(mirrored, layout.size - 1 - comm.rank)
-    return numerators_over_all_keys(q, v1_BHLW, rp_HRK, torch.stack([part[0] for part in parts]).sum(0), before, after)
-
-
-def numerators_over_all_keys(
-    q_BHLK: torch.Tensor,
-    v1_BHLW: torch.Tensor,
-    rp_HRK: torch.Tensor,
-    sums_BHMW: torch.Tensor,
-    before: WindowState,
-    after: WindowState,
-) -> torch.Tensor:
-    """Numerators [B, H, L, W] of queries that see every key, of which `sums` is the kernel state of all ranks.
-
-    v1 are the values at the queries' positions; `before` is the window of earlier ranks, `after` that of later ones,
-    mirrored.
-    """
-    reach = rp_HRK.shape[1] // 2
-    with torch.autocast(q_BHLK.device.type, enabled=False):
-        num = q_BHLK @ sums_BHMW
-    num = num + numerators(q_BHLK, None, v1_BHLW, rp_HRK[:, : reach + 1], own=True, before=before)
-    rows_HRK = rp_HRK[:, reach:].flip(1)
-    return num + numerators(q_BHLK.flip(2), None, v1_BHLW.flip(2), rows_HRK, own=False, before=after).flip(2)
+    return numerators_around(q, v1_BHLW, rp_HRK, torch.stack([part[0] for part in parts]).sum(0), before, after)
 
 
 def _gather(comm: Communicator, sent: list[torch.Tensor | WindowState]) -> list[list[torch.Tensor]]:

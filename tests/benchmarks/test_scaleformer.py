@@ -14,7 +14,7 @@ from benchmarks.memory import peak_bytes
 from benchmarks.race import measure
 from benchmarks.report import as_markdown
 from benchmarks.timing import interleaved
-from dist_attn.ops.relative_attention.windowed import numerators
+from dist_attn.ops.relative_attention.causal import numerators
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import random_tensor
 

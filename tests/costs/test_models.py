@@ -17,7 +17,7 @@ from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops.diagonal import chunked
 from dist_attn.ops.legs import chunked as legs_chunked
 from dist_attn.ops.linear_attention import streaming
-from dist_attn.ops.relative_attention import windowed
+from dist_attn.ops.relative_attention import chunk_scores
 from dist_attn.ops.softmax_attention import tiled
 from dist_attn.wire.weights import WeightPrecision
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
@@ -117,7 +117,7 @@ def test_constants_are_those_of_the_kernel() -> None:
     assert formulas.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
     tiles = (formulas.TILE_QUERIES, formulas.TILE_KEYS, formulas.TILE_ELEMENTS)
     assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)
-    assert formulas.CHUNK_TOKENS == windowed.CHUNK_TOKENS == chunked.CHUNK_TOKENS
+    assert formulas.CHUNK_TOKENS == chunk_scores.CHUNK_TOKENS == chunked.CHUNK_TOKENS
     assert input_independent.STATE_BLOCK_CHUNKS == chunked.BLOCK_CHUNKS
     legs = (legs_costs.LEGS_CHUNK_TOKENS, legs_costs.BLOCK_CHUNKS, legs_costs.BLOCK_WEIGHTS)
     assert legs == (legs_chunked.CHUNK_TOKENS, legs_chunked.BLOCK_CHUNKS, legs_chunked.BLOCK_WEIGHTS)

@@ -105,14 +105,15 @@ def test_an_exchange_is_one_node(kind: str) -> None:
     assert len(run_simulated(on_rank, 2, timeout_s=120.0)) == 2
 
 
-def test_relative_attention_is_one_graph() -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_relative_attention_is_one_graph(causal: bool) -> None:
     """Relative attention compiles with `fullgraph`, forward and backward."""
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(s, generator=generator).requires_grad_() for s in (*[(1, 2, 70, 3)] * 3, (2, 7, 3))]
 
     def attend() -> Tensor:
         q, k, v, rp = inputs
-        return relative_attention(elu_plus_one(q), elu_plus_one(k), v, elu_plus_one(rp), causal=True)
+        return relative_attention(elu_plus_one(q), elu_plus_one(k), v, elu_plus_one(rp), causal=causal)
 
     got = _results(torch.compile(attend, fullgraph=True, backend="eager"), inputs)
     for a, b in zip(got, _results(attend, inputs), strict=True):

@@ -13,6 +13,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_step,
     relative_attention_streaming,
 )
+from dist_attn.ops.relative_attention.both_sides import numerators_around, numerators_of_all
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
@@ -30,7 +31,20 @@ def _inputs(queries: int, keys: int, reach: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("queries", "keys", "reach"),
-    [(7, 7, 2), (130, 130, 3), (600, 600, 16), (50, 90, 0), (90, 50, 4), (200, 70, 100), (33, 33, 1), (64, 130, 70)],
+    [
+        *[
+            (7, 7, 2),
+            (130, 130, 3),
+            (600, 600, 16),
+            (50, 90, 0),
+            (90, 50, 4),
+            (200, 70, 100),
+            (33, 33, 1),
+            (64, 130, 70),
+        ],
+        # More keys than any window holds, a window of just a chunk and of one more, nothing on either side.
+        *[(70, 700, 16), (200, 203, 65), (200, 203, 66), (1, 1, 2), (1, 5, 30), (0, 9, 2), (9, 0, 2), (0, 0, 0)],
+    ],
 )
 def test_windowed_equals_oracle(queries, keys, reach, causal):
     """Output and every gradient equal the oracle's for any lengths and any k, 0 and longer than the sequence too."""
@@ -155,6 +169,43 @@ def test_windows_combine_like_the_stretches_they_describe():
             assert_close(combined.far_BHW, want.far_BHW)
             assert torch.equal(combined.near_BHTW, want.near_BHTW)
             assert combined.length == 20
+
+
+@pytest.mark.parametrize("reach", [0, 1, 3, 40, 100])
+@pytest.mark.parametrize("cuts", [(80, 64, 56), (3, 130, 67), (0, 200, 0), (199, 1, 0)])
+def test_a_stretch_between_two_windows(cuts, reach):
+    """A stretch with the windows on its two sides has the numerators it has in the whole, and their gradients."""
+    results = []
+    for cut in (False, True):
+        leaves = [x.clone().requires_grad_() for x in _inputs(200, 200, reach)]
+        q, k, v, rp = leaves
+        if cut:
+            left, mid, right = v.split(cuts, dim=2)
+            windows = [WindowState.of(part, max(reach - 1, 0)) for part in (left, right.flip(2))]
+            sums = k.transpose(-1, -2) @ v
+            num = numerators_around(q.split(cuts, dim=2)[1], mid, rp, sums, *windows)
+        else:
+            num = numerators_of_all(q, k, v, rp).split(cuts, dim=2)[1]
+        weights = torch.randn(num.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        (num * weights).sum().backward()
+        results.append([num, *(leaf.grad for leaf in leaves)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert_close(got, want, kind="gradient")
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_large_values_on_one_side_leave_the_other_its_digits(mirrored):
+    """Values of a million times the size behind a query cost the sum of those before it no digit, and the reverse."""
+    v = torch.rand(1, 1, 4000, 4, generator=torch.Generator().manual_seed(0))
+    v[:, :, 2000:] *= 1e6
+    rp = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0])[None, :, None]
+    q = torch.ones(1, 1, 4000, 1)
+    if mirrored:
+        v, rp = v.flip(2), rp.flip(1)
+    num = numerators_around(q, v, rp)
+    want = numerators_around(q.double(), v.double(), rp.double())
+    part = slice(2000, None) if mirrored else slice(2000)
+    assert_close(num[:, :, part], want[:, :, part].float())
 
 
 def test_an_even_number_of_positions_is_refused():

@@ -1,23 +1,22 @@
 """Relative attention in O(L): a kernel state for all keys, exact position scores in a window, two sums outside it.
 
 Score of key j for query i: phi(q_i).phi(k_j) + W[i, clip(j - i, -k, k) + k] with W = phi(q) phi(rp)^T. A chunk of
-queries adds the position scores of the chunk's own keys and of the k - 1 keys before it to the masked score matrix;
-every older key has the same position score W[i, 0], so a running sum of values is enough. Keys after the query are the
-same thing on the reversed sequence.
+queries takes the position scores of the chunk's own keys and of the k - 1 keys before it; every older key has the same
+position score W[i, 0], so a running sum of values is enough (`causal`). Keys after the query are the same thing the
+other way (`both_sides`).
 
 Reference: Scaleformer, Eq. 9 to 11 and Algorithm 2, with the sign clip(j - i) that its figure and code use.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.implementation import Implementation
-from dist_attn.ops.linear_attention.streaming import block_ranges
+from dist_attn.ops.relative_attention.both_sides import numerators_of_all
+from dist_attn.ops.relative_attention.causal import carry_of, numerators, walk
 from dist_attn.ops.relative_attention.implementation import choose_relative
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
@@ -27,8 +26,6 @@ __all__ = [
     "check_relative_shapes",
     "check_relative_state",
     "normalised",
-    "numerators",
-    "numerators_of_all",
     "relative_attention",
     "relative_attention_step",
     "relative_attention_streaming",
@@ -36,10 +33,7 @@ __all__ = [
 
 Form = Literal["windowed", "naive"]
 
-CHUNK_TOKENS = 64
-
 _Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
 
 def relative_attention(
@@ -125,7 +119,7 @@ def relative_attention_streaming(
     if state is None:
         state = RelativeState.of(k[:, :, :0], v1[:, :, :0], max(reach - 1, 0))
     check_relative_state(state, k, v1, reach)
-    num, (sz_BHMW, far_BHW, near_BHTW) = _walk(q, k, v1, rp_HRK[:, : reach + 1], True, _carry_of(state, v1.dtype))
+    num, (sz_BHMW, far_BHW, near_BHTW) = walk(q, k, v1, rp_HRK[:, : reach + 1], True, carry_of(state, v1.dtype))
     window = WindowState(far_BHW, near_BHTW, state.window.length + v1.shape[2])
     return normalised(num, v_BHLV.dtype), RelativeState(sz_BHMW, window)
 
@@ -156,126 +150,12 @@ def relative_attention_step(
     return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
-@dataclass(frozen=True)
-class _WindowPass:
-    """One block of the causal pass: numerators [B, H, T, W]; without keys, of the position scores alone.
-
-    `own`: whether a query sees its own key.
-    """
-
-    own: bool
-    has_output = True
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        q, k, v1 = sequence
-        (rp_HRK,) = parameters
-        assert q is not None and v1 is not None
-        window = WindowState(carry[-2], carry[-1], 0)
-        sums = carry[:-2]
-        positions = (q @ rp_HRK.transpose(-1, -2)).split(CHUNK_TOKENS, 2)
-        chunks = [t.split(CHUNK_TOKENS, 2) for t in (q, v1, *(() if k is None else (k,)))]
-        outs = []
-        for positions_BHCR, q_BHCK, v1_BHCW, *keys in zip(positions, *chunks, strict=True):
-            near_BHJW = torch.cat([window.near_BHTW, v1_BHCW], dim=2)
-            scores_BHCJ = self._position_scores(positions_BHCR, near_BHJW.shape[2])
-            num_BHCW = positions_BHCR[..., :1] * window.far_BHW[:, :, None]
-            for k_BHCK, sz_BHMW in zip(keys, sums, strict=True):
-                # The chunk's own keys are the last columns; older ones are in the kernel state.
-                kernel_BHCC = (q_BHCK @ k_BHCK.transpose(-1, -2)).tril()
-                scores_BHCJ = scores_BHCJ + F.pad(kernel_BHCC, (window.near_BHTW.shape[2], 0))
-                num_BHCW = num_BHCW + q_BHCK @ sz_BHMW
-                sums = (sz_BHMW + k_BHCK.transpose(-1, -2) @ v1_BHCW,)
-            outs.append(num_BHCW + scores_BHCJ @ near_BHJW)
-            window = window.combine(WindowState.of(v1_BHCW, window.near_BHTW.shape[2]))
-        return torch.cat(outs, dim=2), (*sums, window.far_BHW, window.near_BHTW)
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        _, k, v1 = sequence
-        assert v1 is not None
-        window = WindowState(carry[-2], carry[-1], 0)
-        window = window.combine(WindowState.of(v1, window.near_BHTW.shape[2]))
-        sums = carry[:-2] if k is None else (carry[0] + k.transpose(-1, -2) @ v1,)
-        return (*sums, window.far_BHW, window.near_BHTW)
-
-    def _position_scores(self, positions_BHCR: torch.Tensor, columns: int) -> torch.Tensor:
-        """The position score of each key of the window and the chunk for each query of the chunk; 0 where unseen."""
-        chunk, reach = positions_BHCR.shape[2], positions_BHCR.shape[3] - 1
-        device = positions_BHCR.device
-        key_J, query_C = torch.arange(chunk - columns, chunk, device=device), torch.arange(chunk, device=device)
-        distance_CJ = key_J[None, :] - query_C[:, None]
-        row_CJ = distance_CJ.clamp(-reach, 0) + reach
-        seen_CJ = distance_CJ <= (0 if self.own else -1)
-        return positions_BHCR.gather(-1, row_CJ.expand(*positions_BHCR.shape[:2], *row_CJ.shape)) * seen_CJ
-
-
-def numerators(
-    q_BHLK: torch.Tensor,
-    k_BHLK: torch.Tensor | None,
-    v1_BHLW: torch.Tensor,
-    rp_HRK: torch.Tensor,
-    *,
-    own: bool,
-    before: RelativeState | WindowState | None = None,
-) -> torch.Tensor:
-    """Numerators [B, H, L, W] over the keys up to each query and those in `before`, not yet divided.
-
-    v1 is v with a ones column, so the last column is the denominator; rp has the rows -k .. 0. Without keys only the
-    position scores count (then `before` is a window alone). `own`: whether a query sees its own key.
-    """
-    if isinstance(before, RelativeState):
-        carry = _carry_of(before, v1_BHLW.dtype)
-    else:
-        window = WindowState.of(v1_BHLW[:, :, :0], max(rp_HRK.shape[1] - 2, 0)) if before is None else before
-        carry = (window.far_BHW, window.near_BHTW)
-        if k_BHLK is not None:
-            batch, heads, _, columns = v1_BHLW.shape
-            carry = (v1_BHLW.new_zeros((batch, heads, k_BHLK.shape[3], columns)), *carry)
-    return _walk(q_BHLK, k_BHLK, v1_BHLW, rp_HRK, own, carry)[0]
-
-
-def numerators_of_all(
-    q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v1_BHSW: torch.Tensor, rp_HRK: torch.Tensor
-) -> torch.Tensor:
-    """`numerators` [B, H, L, W] of queries that see every key; rp has all rows, -k .. k."""
-    queries, keys, reach = q_BHLK.shape[2], k_BHSK.shape[2], rp_HRK.shape[1] // 2
-    length = max(queries, keys)
-    q, v1 = _fit(q_BHLK, length), _fit(v1_BHSW, length)
-    with torch.autocast(q.device.type, enabled=False):
-        all_keys = q @ (k_BHSK.transpose(-1, -2) @ v1_BHSW)
-    before = numerators(q, None, v1, rp_HRK[:, : reach + 1], own=True)
-    after = numerators(q.flip(2), None, v1.flip(2), rp_HRK[:, reach:].flip(1), own=False).flip(2)
-    return (all_keys + before + after)[:, :, :queries]
-
-
 def normalised(num_BHLW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Numerators over the row sums in their last column; 0, and no gradient, where a row has no weight at all."""
     den_BHL1 = num_BHLW[..., -1:]
     nothing_BHL1 = den_BHL1 == 0
     out_BHLV = num_BHLW[..., :-1] / den_BHL1.masked_fill(nothing_BHL1, 1.0)
     return out_BHLV.masked_fill(nothing_BHL1, 0.0).to(dtype)
-
-
-def _walk(
-    q_BHLK: torch.Tensor,
-    k_BHLK: torch.Tensor | None,
-    v1_BHLW: torch.Tensor,
-    rp_HRK: torch.Tensor,
-    own: bool,
-    carry: _Tensors,
-) -> tuple[torch.Tensor, _Tensors]:
-    return scan(
-        _WindowPass(own),
-        block_ranges(v1_BHLW.shape),
-        (q_BHLK, k_BHLK, v1_BHLW),
-        carry,
-        (rp_HRK,),
-        output_shape=tuple(v1_BHLW.shape),
-        output_dtype=v1_BHLW.dtype,
-    )
-
-
-def _carry_of(state: RelativeState, dtype: torch.dtype) -> _Tensors:
-    return (state.sz_BHMW.to(dtype), state.window.far_BHW.to(dtype), state.window.near_BHTW.to(dtype))
 
 
 def _widened(
