@@ -198,9 +198,9 @@ def test_tensors_may_be_expanded():
 
 
 def test_a_long_sequence_goes_back_by_stretches():
-    """With more blocks than states that are kept, those between are found again: the streaming form's gradients."""
-    tokens = 70_000
-    assert tokens > 2 * KEPT_STATES * BLOCK * CHUNK
+    """States that were not kept are found again, by stretches and parts of these: the streaming form's gradients."""
+    tokens = 140_000
+    assert tokens > KEPT_STATES**2 * BLOCK * CHUNK
     case = Case(tokens, kind="gaussian_unit", gate=True, scale=True, state=True, batch=1, heads=1, sizes=(4, 3, 4))
     case.sequence["log_gate"] *= 0.01
     found = []

@@ -67,6 +67,8 @@ class Call(ctypes.Structure):
         *_views("grad_out grad_q grad_k grad_v"),
         *_pointers("grad_w grad_log_gate grad_key_scale grad_s_after grad_zm_after grad_s grad_zm"),
         *_views("sums grad_sums"),
+        *_pointers("memory"),
+        *_ints("memory_floats"),
     ]
 
 
@@ -83,7 +85,12 @@ def kernels() -> ctypes.CDLL:
     Raises: NoLibraryError where there are none.
     """
     library = load_library(Path(__file__).parent / "native" / "attention.c")
-    library.dist_attn_state_floats.restype = _INT
+    for counted in (
+        library.dist_attn_state_floats,
+        library.dist_attn_forward_floats,
+        library.dist_attn_backward_floats,
+    ):
+        counted.restype = _INT
     return library
 
 

@@ -74,7 +74,7 @@ def attend(work: Work, tensors: _Optional, *, keep: bool, denominators: bool = F
         saved = (call.num_chunks - 1) // call.save_every
         kept = torch.empty(call.batch * call.heads, saved, kernels().dist_attn_state_floats(ctypes.byref(call)))
         call.kept = kept.data_ptr()
-    _run(kernels().dist_attn_attend, call)
+    _run(kernels().dist_attn_attend, call, backward=False)
     _tell(work, den_mass)
     return Passed(out, s_after, zm_after, kept, den_mass)
 
@@ -112,7 +112,7 @@ def attend_backward(
     call.grad_log_gate, call.grad_key_scale = (None if t is None else t.data_ptr() for t in (gate, scale))
     s, zm = _room_for_state(call, tensors[5], tensors[6])
     grad_w = _room_for_map(call, of_map)
-    _run(kernels().dist_attn_attend_backward, call)
+    _run(kernels().dist_attn_attend_backward, call, backward=True)
     gates = [_as(t, like) for t, like in zip((gate, scale), tensors[3:5], strict=True)]
     return [q, k, v, *gates, s, zm, *_map_gradients(grad_w, of_map)]
 
@@ -127,7 +127,7 @@ def read(work: Work, tensors: _Optional, out_dtype: torch.dtype) -> torch.Tensor
         out = on_large_pages(torch.empty((*q.shape[:3], s.shape[3]), dtype=out_dtype))
     call.out = view(out)
     den_mass = _room_for_denominators(call, work, False)
-    _run(kernels().dist_attn_read, call)
+    _run(kernels().dist_attn_read, call, backward=False)
     _tell(work, den_mass)
     return out
 
@@ -149,7 +149,7 @@ def read_backward(
     call.grad_log_gate = None if gate is None else gate.data_ptr()
     s, zm = _room_for_state(call, tensors[3], tensors[4])
     grad_w = _room_for_map(call, of_map)
-    _run(kernels().dist_attn_read_backward, call)
+    _run(kernels().dist_attn_read_backward, call, backward=True)
     return [q, _as(gate, tensors[1]), sums, s, zm, *_map_gradients(grad_w, of_map)]
 
 
@@ -165,7 +165,7 @@ def adjoint_read(
     den, mass = den_mass
     call.den, call.mass = _pointer(den, alive), _pointer(mass, alive)
     s, zm = _room_for_state(call, tensors[5], tensors[6])
-    _run(kernels().dist_attn_adjoint_read, call)
+    _run(kernels().dist_attn_adjoint_read, call, backward=True)
     return s, zm
 
 
@@ -249,9 +249,15 @@ def _room_like(x: torch.Tensor) -> torch.Tensor:
     return on_large_pages(room if room.stride(-1) == 1 or x.dim() != 4 else torch.empty(x.shape, dtype=x.dtype))
 
 
-def _run(kernel: Callable[[Any], int], call: Call) -> None:
-    if kernel(ctypes.byref(call)):
-        raise MemoryError("there is not enough memory for the kernels' working space, about a megabyte for each thread")
+def _run(kernel: Callable[[Any], None], call: Call, *, backward: bool) -> None:
+    library = kernels()
+    count = library.dist_attn_backward_floats if backward else library.dist_attn_forward_floats
+    call.memory_floats = count(ctypes.byref(call))
+    # No more threads than there are heads to work on, and no memory for more.
+    call.threads = max(1, min(call.threads, call.batch * call.heads))
+    memory = torch.empty(call.threads, call.memory_floats)
+    call.memory = memory.data_ptr()
+    kernel(ctypes.byref(call))
 
 
 def _room_for_denominators(call: Call, work: Work, wanted: bool) -> torch.Tensor | None:

@@ -1,6 +1,7 @@
-/* The entries: a call's heads shared out over threads, each with room of its own. 0, or 1 for too little memory. */
+/* The entries: a call's heads shared out over threads, each with memory of its own to work in. */
 #include "forward.h"
 #include "read.h"
+#include <omp.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -27,26 +28,23 @@ static void restore_denormals(uint64_t before) {
 #endif
 }
 
-static int share_out(const call *c, void work(const call *, int64_t, float *), int64_t floats) {
-    int failed = 0;
-#pragma omp parallel num_threads(c->threads) reduction(| : failed)
+static void share_out(const call *c, void work(const call *, int64_t, float *)) {
+#pragma omp parallel num_threads(c->threads)
     {
-        float *memory = NULL;
         uint64_t before = flush_denormals();
-        failed |= posix_memalign((void **)&memory, 64, 4 * floats) != 0;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t group = 0; group < c->batch * c->heads; group++)
-            if (memory) work(c, group, memory);
-        free(memory);
+            work(c, group, c->memory + omp_get_thread_num() * c->memory_floats);
         restore_denormals(before);
     }
-    return failed;
 }
 
-int64_t dist_attn_lanes(void) { return LANES; }
 int64_t dist_attn_state_floats(const call *c) { return state_floats(c); }
-int dist_attn_attend(const call *c) { return share_out(c, forward_group, forward_floats(c)); }
-int dist_attn_attend_backward(const call *c) { return share_out(c, backward_group, backward_floats(c)); }
-int dist_attn_read(const call *c) { return share_out(c, read_group, forward_floats(c)); }
-int dist_attn_read_backward(const call *c) { return share_out(c, read_backward_group, backward_floats(c)); }
-int dist_attn_adjoint_read(const call *c) { return share_out(c, adjoint_group, backward_floats(c)); }
+/* What a thread needs to work in; the same for any length that fits into memory, but for one number a chunk of reads. */
+int64_t dist_attn_forward_floats(const call *c) { return round_up(forward_floats(c), 16); }
+int64_t dist_attn_backward_floats(const call *c) { return round_up(backward_floats(c), 16); }
+void dist_attn_attend(const call *c) { share_out(c, forward_group); }
+void dist_attn_attend_backward(const call *c) { share_out(c, backward_group); }
+void dist_attn_read(const call *c) { share_out(c, read_group); }
+void dist_attn_read_backward(const call *c) { share_out(c, read_backward_group); }
+void dist_attn_adjoint_read(const call *c) { share_out(c, adjoint_group); }

@@ -14,12 +14,13 @@ typedef struct {
     float *pairs, *of_pairs, *of_pairs_turned, *weights;
     float *of_queries, *of_keys; /* [M, CHUNK] */
     float *before;               /* [BLOCK, state_floats]: the states before the chunks of a block */
-    float *inner;                /* those between the blocks of a stretch */
+    float *inner;                /* those before the parts of a stretch, level by level */
 } desk;
 
-/* As many states as a stretch has blocks, or a number for every chunk of a read. */
+/* States at the beginnings of the parts of a stretch, of the parts of these, and so on; or a number for every chunk of
+   a read. Four levels are enough for 16^5 blocks. */
 INLINE int64_t inner_floats(const call *c) {
-    int64_t states = (c->save_every / BLOCK + 1) * state_floats(c), decays = 2 * c->num_chunks + 16;
+    int64_t states = LEVELS * PARTS * state_floats(c), decays = 2 * c->num_chunks + 16;
     return states > decays ? states : decays;
 }
 
@@ -44,7 +45,7 @@ static desk take_desk(room *r, const call *c) {
 INLINE int64_t backward_floats(const call *c) {
     int64_t values = round_up(c->values, LANES), size = round_up(c->size, LANES), M = round_up(c->features, LANES);
     return (BLOCK + 1) * SIDE_FLOATS(c) + CHUNK * (3 * M + 2 * size + 5 * values + 4 * CHUNK) +
-           (c->projections + 1) * size + (BLOCK + 3) * state_floats(c) + inner_floats(c) + 1024;
+           (c->projections + 1) * size + (BLOCK + 4) * state_floats(c) + inner_floats(c) + 1024;
 }
 
 /* Keys that nobody asks and nothing decays have gradients that do not depend on any state. */
@@ -261,46 +262,70 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
                           c->grad_w ? d->grad_w : NULL);
 }
 
+/* From its state on, without looking back: the state after so many chunks. */
+static void walk_on(const call *c, int64_t group, desk *d, state now, int64_t first, int64_t last) {
+    chunk at;
+    for (int64_t n = first; n < last; n++) {
+        look_at(c, group, n, &at);
+        step_over(c, group, &at, d, d->keys[0], now, 1);
+    }
+}
+
+/* Gradients of a block of chunks from the state before it, which comes in `d->before`. */
+static void block_gradients(const call *c, int64_t group, desk *d, int64_t first, int64_t last, state grad) {
+    int64_t floats = state_floats(c), count = last - first;
+    chunk at[BLOCK];
+    for (int64_t i = 0; i < count; i++) {
+        float *before = d->before + i * floats, *after = before + floats;
+        int onward = i + 1 < count;
+        look_at(c, group, first + i, &at[i]);
+        if (onward) memcpy(after, before, 4 * floats);
+        step_over(c, group, &at[i], d, d->keys[i], state_at(c, after), onward);
+        if (at[i].fresh) memset(before, 0, 4 * floats);
+    }
+    for (int64_t i = count - 1; i >= 0; i--)
+        chunk_gradients(c, group, &at[i], d, d->keys[i], state_at(c, d->before + i * floats), grad);
+}
+
+/* Gradients of a stretch of chunks from the state before it: in parts, the last one first. The states before them are
+   found by a walk, and kept on this level's shelf; a part of several blocks goes to the next level. */
+static void stretch_gradients(const call *c, int64_t group, desk *d, int level, const float *start, int64_t first,
+                              int64_t last, state grad) {
+    int64_t floats = state_floats(c), blocks = (last - first + BLOCK - 1) / BLOCK;
+    if (blocks <= 1 || !states_matter(c)) {
+        for (int64_t at = first + (blocks - 1) * BLOCK; at >= first; at -= BLOCK) {
+            memcpy(d->before, start, 4 * floats);
+            block_gradients(c, group, d, at, smaller(at + BLOCK, last), grad);
+        }
+        return;
+    }
+    int64_t chunks = (blocks + PARTS - 1) / PARTS * BLOCK, parts = (last - first + chunks - 1) / chunks;
+    float *shelf = d->inner + level * PARTS * floats;
+    memcpy(shelf, start, 4 * floats);
+    for (int64_t i = 1; i < parts; i++) {
+        memcpy(shelf + i * floats, shelf + (i - 1) * floats, 4 * floats);
+        walk_on(c, group, d, state_at(c, shelf + i * floats), first + (i - 1) * chunks, first + i * chunks);
+    }
+    for (int64_t i = parts - 1; i >= 0; i--)
+        stretch_gradients(c, group, d, level + 1, shelf + i * floats, first + i * chunks,
+                          smaller(first + (i + 1) * chunks, last), grad);
+}
+
 static void backward_group(const call *c, int64_t group, float *memory) {
     room r = {memory};
     desk d = take_desk(&r, c);
-    int64_t floats = state_floats(c), apart = floats, columns = round_up(c->size, LANES);
+    int64_t floats = state_floats(c), columns = round_up(c->size, LANES);
     int64_t per_group = c->num_chunks ? (c->num_chunks - 1) / c->save_every : 0;
-    state grad = state_at(c, take(&r, floats));
+    state grad = state_at(c, take(&r, floats)), start = state_at(c, take(&r, floats));
     load_state(c, group, c->grad_s_after, c->grad_zm_after, grad);
     if (c->grad_w) memset(d.grad_w, 0, 4 * c->projections * columns);
-    chunk at[BLOCK];
     for (int64_t stretch = per_group; stretch >= 0 && c->num_chunks; stretch--) {
         int64_t first = stretch * c->save_every, last = smaller(first + c->save_every, c->num_chunks);
-        if (!states_matter(c))
-            memset(d.inner, 0, 4 * floats);
-        else if (stretch)
-            memcpy(d.inner, c->kept + (group * per_group + stretch - 1) * floats, 4 * floats);
+        if (stretch && states_matter(c))
+            memcpy(start.s, c->kept + (group * per_group + stretch - 1) * floats, 4 * floats);
         else
-            load_state(c, group, c->s, c->zm, state_at(c, d.inner));
-        int64_t blocks = (last - first + BLOCK - 1) / BLOCK;
-        for (int64_t b = 0; states_matter(c) && b + 1 < blocks; b++) {
-            float *to = d.inner + (b + 1) * apart;
-            memcpy(to, d.inner + b * apart, 4 * floats);
-            for (int i = 0; i < BLOCK; i++) {
-                look_at(c, group, first + b * BLOCK + i, &at[0]);
-                step_over(c, group, &at[0], &d, d.keys[0], state_at(c, to), 1);
-            }
-        }
-        for (int64_t b = blocks - 1; b >= 0; b--) {
-            int64_t begin = first + b * BLOCK, count = smaller(BLOCK, last - begin);
-            memcpy(d.before, d.inner + b * apart, 4 * floats);
-            for (int64_t i = 0; i < count; i++) {
-                look_at(c, group, begin + i, &at[i]);
-                int onward = i + 1 < count;
-                if (onward) memcpy(d.before + (i + 1) * apart, d.before + i * apart, 4 * floats);
-                step_over(c, group, &at[i], &d, d.keys[i], state_at(c, d.before + (i + 1) * apart), onward);
-                if (at[i].fresh) memset(d.before + i * apart, 0, 4 * floats);
-            }
-            for (int64_t i = count - 1; i >= 0; i--)
-                chunk_gradients(c, group, &at[i], &d, d.keys[i], state_at(c, d.before + i * apart),
-                                grad);
-        }
+            load_state(c, group, c->s, c->zm, start);
+        stretch_gradients(c, group, &d, 0, start.s, first, last, grad);
     }
     store_state(c, group, grad, c->grad_s, c->grad_zm);
     for (int64_t i = 0; c->grad_w && i < c->projections; i++)

@@ -5,6 +5,8 @@
 
 #define CHUNK 64 /* tokens that see each other through a product of their own; a multiple of LANES */
 #define BLOCK 8  /* chunks whose features and states the backward pass keeps at once */
+#define PARTS 16 /* of a stretch of chunks, with the state before each at hand */
+#define LEVELS 4 /* of parts of parts */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { AS_GIVEN = 0, GAUSSIAN = 1, ARC_COSINE = 2, ELU = 3 };
@@ -34,6 +36,8 @@ typedef struct {
     const float *grad_s_after, *grad_zm_after;
     float *grad_s, *grad_zm;
     view sums, grad_sums;        /* of a read: [B, H, L, V + 2] to be added */
+    float *memory;               /* [threads, memory_floats]: to work in */
+    int64_t memory_floats;
 } call;
 
 typedef struct {
