@@ -16,7 +16,7 @@ from dist_attn.mixers import MixerConfig
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops.diagonal import chunked
 from dist_attn.ops.legs import chunked as legs_chunked
-from dist_attn.ops.linear_attention import streaming
+from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import chunk_scores
 from dist_attn.ops.softmax_attention import tiled
 from dist_attn.wire.weights import WeightPrecision
@@ -60,8 +60,12 @@ def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, Langua
 
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
-def test_prefill_operations(case: str, tmp_path: Path) -> None:
-    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
+def test_prefill_operations(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too.
+
+    It sees those of its own operations, and none of C kernels.
+    """
+    monkeypatch.setattr(implementation, "why_no_library", lambda: "torch counts its own operations")
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
     tokens = 1024
     counted = _count(lambda: model.encode(torch.zeros(1, tokens, dtype=torch.int64)))
@@ -102,13 +106,19 @@ def test_softmax_operations(tmp_path: Path) -> None:
     ("tokens", "weights"),
     [(512, "float32"), (4096, "float32"), (64, "int8"), (512, "int8"), (64, "bfloat16"), (2048, "bfloat16")],
 )
-def test_peak_of_activations(case: str, tokens: int, weights: WeightPrecision, tmp_path: Path) -> None:
-    """A block's temporary tensors stay below the formula and come to half of it; few tokens' to a third."""
+def test_peak_of_activations(
+    case: str, tokens: int, weights: WeightPrecision, tmp_path: Path, computed_by: str
+) -> None:
+    """A block's temporary tensors stay below the formula; torch's own come to half of it, few tokens' to a third.
+
+    C kernels of linear attention make none of the features that it counts.
+    """
     costs, model = read_model_costs(write_config(case, tmp_path), weights), small_model(case)
     hold_weights_as(model, weights)
     formula = costs.activation_bytes(tokens) + costs.state_bytes(0)  # encoding begins by making an empty state
     peak = _peak_bytes(model, tokens)
-    assert peak <= formula <= (2 if tokens >= 512 else 3) * peak
+    assert peak <= formula
+    assert computed_by == "native" or formula <= (2 if tokens >= 512 else 3) * peak
 
 
 def test_constants_are_those_of_the_kernel() -> None:
