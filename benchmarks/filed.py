@@ -31,7 +31,8 @@ def ratios_of(filed: Mapping[str, Any]) -> dict[str, float]:
     if filed.get("ratios"):
         return dict(filed["ratios"])
     found: dict[str, float] = {}
-    for row in filed.get("rows", ()):
+    rows = filed.get("rows")
+    for row in rows if isinstance(rows, list) else ():
         if "times_plain" in row:
             found |= longest_ratios(filed["rows"])
         if "peers_over_ours" in row:

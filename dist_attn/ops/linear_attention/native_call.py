@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ __all__ = [
     "KEPT_STATES",
     "TYPES",
     "Call",
-    "chunk_starts",
+    "Chunks",
     "kernels",
     "new_call",
     "num_features",
@@ -94,12 +94,26 @@ def kernels() -> ctypes.CDLL:
     return library
 
 
-def chunk_starts(tokens: int, documents: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N]. None lies in two."""
-    edges = sorted({0, tokens, *documents})
-    starts = [at for first, last in pairwise(edges) for at in range(first, last, CHUNK)]
-    begins = set(documents)
-    return torch.tensor([*starts, tokens]), torch.tensor([at in begins for at in starts], dtype=torch.uint8)
+class Chunks(NamedTuple):
+    """Where chunks begin, and the end, int64 [N + 1]; which of them begin a document, uint8 [N]. None lies in two.
+
+    Of one document they lie side by side and need no tables.
+    """
+
+    number: int
+    starts: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
+
+    @staticmethod
+    def of(tokens: int, documents: tuple[int, ...]) -> "Chunks":
+        """Those of so many tokens, where documents start at these."""
+        if not documents:
+            return Chunks(-(-tokens // CHUNK))
+        edges = sorted({0, tokens, *documents})
+        starts = [at for first, last in pairwise(edges) for at in range(first, last, CHUNK)]
+        begins = set(documents)
+        fresh = torch.tensor([at in begins for at in starts], dtype=torch.uint8)
+        return Chunks(len(starts), torch.tensor([*starts, tokens]), fresh)
 
 
 def num_features(feature_map: FeatureMap | None, size: int) -> int:
@@ -122,8 +136,7 @@ def new_call(
     *,
     feature_map: FeatureMap | None,
     policy: Denominator,
-    chunks: torch.Tensor,
-    fresh: torch.Tensor,
+    chunks: Chunks,
     w_HDK: torch.Tensor | None,
 ) -> Call:
     """A call for queries or keys of this shape, [B, H, L, K]. The tensors given here must outlive it."""
@@ -135,9 +148,10 @@ def new_call(
         form = _form(feature_map)
         call.kind, call.unit_norm = KINDS[form.kind], form.unit_norm
     call.policy, call.eps, call.threads = POLICIES[policy.kind], policy.eps, torch.get_num_threads()
-    call.num_chunks = len(fresh)
+    call.num_chunks = chunks.number
     blocks = -(-call.num_chunks // BLOCK)
     call.save_every = BLOCK * max(1, -(-blocks // KEPT_STATES))
-    call.chunks, call.fresh = chunks.data_ptr(), fresh.data_ptr()
+    if chunks.starts is not None and chunks.fresh is not None:
+        call.chunks, call.fresh = chunks.starts.data_ptr(), chunks.fresh.data_ptr()
     call.w = None if w_HDK is None else w_HDK.data_ptr()
     return call

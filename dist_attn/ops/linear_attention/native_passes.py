@@ -16,7 +16,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.large_pages import on_large_pages
 from dist_attn.ops.linear_attention.differentiable import Replay
 from dist_attn.ops.linear_attention.joined import Rooms
-from dist_attn.ops.linear_attention.native_call import Call, chunk_starts, kernels, new_call, view
+from dist_attn.ops.linear_attention.native_call import Call, Chunks, kernels, new_call, view
 from dist_attn.ops.watch import current_watch
 
 __all__ = ["Passed", "Work", "adjoint_read", "attend", "attend_backward", "read", "read_backward"]
@@ -207,12 +207,10 @@ def _new_call(
     zm: torch.Tensor,
     documents: tuple[int, ...],
 ) -> tuple[Call, list[torch.Tensor]]:
-    chunks, fresh = chunk_starts(x.shape[2], documents)
+    chunks = Chunks.of(x.shape[2], documents)
     w = None if not parameters or parameters[0] is None else parameters[0].detach().float().contiguous()
-    alive = [chunks, fresh, *(() if w is None else (w,))]
-    call = new_call(
-        x.shape, values, feature_map=work.feature_map, policy=work.policy, chunks=chunks, fresh=fresh, w_HDK=w
-    )
+    alive = [t for t in (chunks.starts, chunks.fresh, w) if t is not None]
+    call = new_call(x.shape, values, feature_map=work.feature_map, policy=work.policy, chunks=chunks, w_HDK=w)
     call.s, call.zm = (_pointer(t, alive) for t in _contiguous(s, zm))
     return call, alive
 

@@ -22,8 +22,8 @@ typedef struct {
     int64_t kind, unit_norm, policy, undivided, threads;
     int64_t num_chunks, save_every; /* in chunks: before every so manieth one the state is kept */
     double eps;
-    const int64_t *chunks;       /* [num_chunks + 1]: where each begins, and the end */
-    const unsigned char *fresh;  /* [num_chunks]: a document starts here */
+    const int64_t *chunks;       /* [num_chunks + 1]: where each begins, and the end; NULL: side by side */
+    const unsigned char *fresh;  /* [num_chunks]: a document starts here; NULL: nowhere */
     const float *w;              /* [H, D, K] */
     view q, k, v, out, log_gate, key_scale;
     const float *s, *zm;         /* the state before: [G, M, V], [G, M + 1] with the mass last */

@@ -22,8 +22,10 @@ INLINE float number_at(view x, int64_t group, int64_t heads, int64_t token) {
 #define CLOSED -104.0f /* exp gives 0 from here on */
 
 static void look_at(const call *c, int64_t group, int64_t number, chunk *at) {
-    at->begin = c->chunks[number], at->length = c->chunks[number + 1] - at->begin;
-    at->lanes = round_up(at->length, LANES), at->fresh = c->fresh[number];
+    at->begin = c->chunks ? c->chunks[number] : number * CHUNK;
+    int64_t end = c->chunks ? c->chunks[number + 1] : at->begin + CHUNK;
+    at->length = (end < c->tokens ? end : c->tokens) - at->begin;
+    at->lanes = round_up(at->length, LANES), at->fresh = c->fresh ? c->fresh[number] : 0;
     at->gain = 1.0f;
     float sum = 0.0f;
     for (int64_t t = 0; t < CHUNK; t++) {
