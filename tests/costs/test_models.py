@@ -61,10 +61,8 @@ def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, Langua
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_prefill_operations(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too.
-
-    It sees those of its own operations, and none of C kernels.
-    """
+    """Matrix products in prefill are those that torch counts, which holds the upper half of the scores too."""
+    # It sees the products of its own operations, and none of C kernels.
     monkeypatch.setattr(implementation, "why_no_library", lambda: "torch counts its own operations")
     costs, model = read_model_costs(write_config(case, tmp_path)), small_model(case)
     tokens = 1024
@@ -109,10 +107,8 @@ def test_softmax_operations(tmp_path: Path) -> None:
 def test_peak_of_activations(
     case: str, tokens: int, weights: WeightPrecision, tmp_path: Path, computed_by: str
 ) -> None:
-    """A block's temporary tensors stay below the formula; torch's own come to half of it, few tokens' to a third.
-
-    C kernels of linear attention make none of the features that it counts.
-    """
+    """A block's temporary tensors stay below the formula; torch's own come to half of it, few tokens' to a third."""
+    # C kernels of linear attention make none of the features that the formula counts.
     costs, model = read_model_costs(write_config(case, tmp_path), weights), small_model(case)
     hold_weights_as(model, weights)
     formula = costs.activation_bytes(tokens) + costs.state_bytes(0)  # encoding begins by making an empty state

@@ -36,9 +36,12 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The C functions that were called, in order."""
     names: list[str] = []
     run = native_passes._run
-    monkeypatch.setattr(
-        native_passes, "_run", lambda kernel, call: (names.append(kernel.__name__), run(kernel, call))[1]
-    )
+
+    def noted(kernel: Callable[..., None], call: object, *, backward: bool) -> None:
+        names.append(kernel.__name__)
+        run(kernel, call, backward=backward)
+
+    monkeypatch.setattr(native_passes, "_run", noted)
     yield names
 
 
