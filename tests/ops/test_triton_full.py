@@ -1,5 +1,6 @@
 """GPU kernels of attention that is not causal and of the parts of a sharded pass, against torch's own forms."""
 
+import ast
 from functools import partial
 from threading import Lock
 
@@ -125,14 +126,23 @@ def test_second_derivatives():
 
 
 def one_at_a_time(monkeypatch):
-    """Simulated ranks are threads, and the interpreter knows one kernel at a time."""
-    lock, launch = Lock(), GridExecutor.__call__
+    """Simulated ranks are threads, and the interpreter knows one kernel at a time.
+
+    It reads a kernel's source at its first launch, which one thread must do alone: CPython 3.11 counts how deep it is
+    in a syntax tree for all threads together ("AST constructor recursion depth mismatch").
+    """
+    lock, reading, launch, parse = Lock(), Lock(), GridExecutor.__call__, ast.parse
 
     def alone(self, *args, **kwargs):
         with lock:
             return launch(self, *args, **kwargs)
 
+    def parse_alone(*args, **kwargs):
+        with reading:
+            return parse(*args, **kwargs)
+
     monkeypatch.setattr(GridExecutor, "__call__", alone)
+    monkeypatch.setattr(ast, "parse", parse_alone)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="simulated ranks are of the CPU")
