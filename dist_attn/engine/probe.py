@@ -157,7 +157,7 @@ def check_kernels(_: ProbeSettings) -> Finding:
     why_not = why_no_library()
     if why_not is not None:
         return missing(
-            "kernels", f"optional, {why_not}", "attention takes 2 to 5 times as long: install gcc and libc6-dev"
+            "kernels", f"optional, {why_not}", "linear attention takes four times as long: install gcc and libc6-dev"
         )
     return ok("kernels", "linear attention by C kernels, compiled for this processor")
 
