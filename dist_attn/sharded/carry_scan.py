@@ -10,8 +10,8 @@ backward; the backward pass is the transposed scan. Two ways, the same result to
                nothing and completed when they have arrived; the others attend in line, from the state before them.
 
 One walk holds the sums of the tokens that it completes, V + 2 numbers per token and head. With gates that forget it is
-one walk and no more, and half the time of two. Without, it was 4 to 15 % faster in the streaming form; by C kernels,
-which make features so fast that memory counts, two walks are (1.5 and 1.3 times one rank, of two).
+one walk and no more. Without, it was 4 to 15 % faster in the streaming form; by C kernels, which make features so fast
+that memory counts, two walks are, and `TwoWalks` takes them with a backward pass of one.
 
 Ranks need not walk alike: both ways exchange the same.
 """
@@ -203,7 +203,7 @@ class _Segment:
         denominator: Denominator | None,
         exchange: Exchange | None,
     ) -> tuple[torch.Tensor, LinearState]:
-        """Outputs and the global final state; the states travel while the first tokens' sums are taken."""
+        """Outputs and the global final state; the states travel while the first tokens' sums, if any, are taken."""
         tokens = k_BHLK.shape[2]
         first = min(_overlap(k_BHLK), tokens)
         if not first and self._natively_ungated(q_BHLK, k_BHLK, v_BHLV):

@@ -259,7 +259,10 @@ def tokens_until_forgotten(log_gate_BHL: torch.Tensor | None, tokens: int) -> in
         return tokens
     with torch.no_grad():
         most_L = bounded(log_gate_BHL, torch.float32).cumsum(-1).amax(dim=(0, 1))
-        return min(tokens, int((most_L >= math.log(torch.finfo(torch.float32).tiny)).sum()) + 1)
+        # A NaN is no forgetting: other heads go on.
+        known_L = ~(most_L < math.log(torch.finfo(torch.float32).tiny))
+        last = int(known_L.nonzero().max()) if bool(known_L.any()) else -1
+        return min(tokens, last + 2)
 
 
 def _vanished(log_decay_BH: torch.Tensor) -> bool:

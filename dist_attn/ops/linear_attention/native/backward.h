@@ -18,9 +18,12 @@ typedef struct {
 } desk;
 
 /* States at the beginnings of the parts of a stretch, of the parts of these, and so on; or a number for every chunk of
-   a read. Four levels are enough for 16^5 blocks. */
+   a read. */
 INLINE int64_t inner_floats(const call *c) {
-    int64_t states = LEVELS * PARTS * state_floats(c), decays = 2 * c->num_chunks + 16;
+    int64_t levels = LEVELS, blocks = PARTS;
+    for (int64_t i = 0; i < LEVELS; i++) blocks *= PARTS;
+    for (; blocks * BLOCK < c->num_chunks; blocks *= PARTS) levels++;
+    int64_t states = levels * PARTS * state_floats(c), decays = 2 * c->num_chunks + 16;
     return states > decays ? states : decays;
 }
 

@@ -1,4 +1,4 @@
-/* What Python hands over: where tensors lie, and what is to be done with them. Mirrors `cpu_call.py`, field by field. */
+/* What Python hands over: where tensors lie, and what is to be done with them. Mirrors `native_call.py`, field by field. */
 #pragma once
 #include "products.h"
 #include <stdlib.h>
@@ -6,7 +6,7 @@
 #define CHUNK 64 /* tokens that see each other through a product of their own; a multiple of LANES */
 #define BLOCK 8  /* chunks whose features and states the backward pass keeps at once */
 #define PARTS 16 /* of a stretch of chunks, with the state before each at hand */
-#define LEVELS 4 /* of parts of parts */
+#define LEVELS 4 /* of parts of parts at least: 2^29 tokens side by side */
 
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 enum { AS_GIVEN = 0, GAUSSIAN = 1, ARC_COSINE = 2, ELU = 3 };
@@ -20,7 +20,7 @@ typedef struct {
 typedef struct {
     int64_t batch, heads, tokens, size, values, projections, features;
     int64_t kind, unit_norm, policy, undivided, threads;
-    int64_t num_chunks, save_every; /* in chunks: before every so manieth one the state is kept */
+    int64_t num_chunks, save_every; /* in chunks: the state is kept before every so many */
     double eps;
     const int64_t *chunks;       /* [num_chunks + 1]: where each begins, and the end; NULL: side by side */
     const unsigned char *fresh;  /* [num_chunks]: a document starts here; NULL: nowhere */

@@ -1,7 +1,7 @@
 /* Vectors of floats as wide as the machine's, and what they need beside + - *: sine and cosine, exp, transposition.
 
    Written with the vector extensions that gcc and clang share: one text for AVX-512, AVX2 and NEON. Coefficients are
-   weighted minimax fits (docs/maths), relative errors below 2e-7. */
+   weighted minimax fits, made for these kernels; relative errors are below 2e-7. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
