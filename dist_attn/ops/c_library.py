@@ -4,6 +4,7 @@ Sources travel in the package; what was compiled is kept among the user's cached
 was made of. A machine without a compiler has none, and is told why.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -25,6 +26,7 @@ __all__ = ["NoLibraryError", "load_library"]
 
 COMPILERS = ("cc", "gcc", "clang")
 COMPILE_S = 120.0
+MOST_KEPT = 8  # compiled versions of one source: for processors that share a home folder, and for older code
 # No errno and no floating-point traps: nothing here looks at them. NaN and infinities keep their meaning.
 FLAGS = ("-O3", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared")
 DIGEST = 32  # bytes
@@ -98,6 +100,15 @@ def _compile(command: Sequence[str], library: Path) -> None:
         beside.replace(library)
     finally:
         beside.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # somebody else may tidy up at the same time
+        _forget_old(library.parent, library.name.rpartition("-")[0])
+
+
+def _forget_old(folder: Path, stem: str) -> None:
+    """Keeps the newest versions; what is loaded stays loaded when its file is gone."""
+    kept = sorted(folder.glob(f"{stem}-*.so"), key=lambda file: file.stat().st_mtime)
+    for old in kept[:-MOST_KEPT]:
+        old.unlink(missing_ok=True)
 
 
 def _is_whole(library: Path) -> bool:

@@ -189,3 +189,14 @@ def test_attention_without_a_compiler(tmp_path, monkeypatch):
             linear_attention(X, X, X, implementation="native")
     finally:
         c_library._loaded.cache_clear()
+
+
+def test_old_versions_do_not_pile_up(tmp_path):
+    """Of the compiled versions of a source the newest eight stay, and those of other sources are left alone."""
+    for number in range(12):
+        file = tmp_path / f"a-{number:02}.so"
+        file.touch()
+        os.utime(file, (number, number))
+    (tmp_path / "b-0.so").touch()
+    c_library._forget_old(tmp_path, "a")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [*(f"a-{n:02}.so" for n in range(4, 12)), "b-0.so"]
