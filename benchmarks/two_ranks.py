@@ -15,7 +15,7 @@ QUESTION = (
     "vectors, float32, causal, feature map included; processes over gloo."
 )
 TESTS = ("tests/sharded/test_carry_scan.py", "tests/sharded/test_prefix_scan.py")
-LENGTH, STEP_LENGTH, SHORT_LENGTH, ROUNDS = 65_536, 32_768, 4_096, 5
+LENGTH, STEP_LENGTH, SHORT_LENGTH, ROUNDS = 65_536, 32_768, 4_096, 15
 SMOKE_LENGTH, SMOKE_STEP, SMOKE_SHORT = 256, 192, 128
 
 

@@ -60,15 +60,16 @@ INLINE char *row_of(view x, int64_t group, int64_t heads, int64_t token) {
     return (char *)x.at + step * (x.type == BFLOAT16 ? 2 : 4);
 }
 
+INLINE vec widened(few x) { return (vec)(__builtin_convertvector(x, ints) << 16); }
+
 /* LANES elements from `first` on of a row with `size` of them, zeros behind its end. */
 INLINE vec read_row(const char *row, int64_t type, int64_t first, int64_t size) {
     int64_t there = size - first;
     if (type == BFLOAT16) {
-        uint16_t half[LANES] = {0};
-        memcpy(half, row + 2 * first, 2 * (there < LANES ? there : LANES));
-        ints wide;
-        for (int i = 0; i < LANES; i++) wide[i] = (int32_t)((uint32_t)half[i] << 16);
-        return (vec)wide;
+        few half = {0};
+        if (there >= LANES) memcpy(&half, row + 2 * first, sizeof half);
+        else memcpy(&half, row + 2 * first, 2 * there);
+        return widened(half);
     }
     if (there >= LANES) return load_loose((const float *)row + first);
     float some[LANES] __attribute__((aligned(64))) = {0};
@@ -76,16 +77,19 @@ INLINE vec read_row(const char *row, int64_t type, int64_t first, int64_t size) 
     return load(some);
 }
 
+/* To the nearest, of two to the even one; NaN stays NaN. */
+INLINE few narrowed(vec x) {
+    ints bits = (ints)x, rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    ints nan = (bits & 0x7fffffff) > 0x7f800000;
+    return __builtin_convertvector(((nan & 0x7fc00000) | (~nan & rounded)) >> 16, few);
+}
+
 INLINE void write_row(char *row, int64_t type, int64_t first, int64_t size, vec x) {
     int64_t there = size - first < LANES ? size - first : LANES;
     if (type == BFLOAT16) {
-        uint16_t half[LANES];
-        for (int i = 0; i < LANES; i++) {
-            uint32_t bits = (uint32_t)((ints)x)[i];
-            int nan = (bits & 0x7fffffff) > 0x7f800000;
-            half[i] = nan ? 0x7fc0 : (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-        }
-        memcpy(row + 2 * first, half, 2 * there);
+        few half = narrowed(x);
+        if (there == LANES) memcpy(row + 2 * first, &half, sizeof half);
+        else memcpy(row + 2 * first, &half, 2 * there);
     } else if (there == LANES) {
         store_loose((float *)row + first, x);
     } else {

@@ -28,6 +28,7 @@
 typedef float vec __attribute__((vector_size(4 * LANES), may_alias));
 typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias)); /* anywhere in memory */
 typedef int32_t ints __attribute__((vector_size(4 * LANES), may_alias));
+typedef uint16_t few __attribute__((vector_size(2 * LANES))); /* bfloat16, as bits */
 
 INLINE vec load(const float *p) { return *(const vec *)p; }
 INLINE void store(float *p, vec x) { *(vec *)p = x; }
