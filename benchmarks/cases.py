@@ -84,6 +84,17 @@ def _forward(length: int) -> Works:
     return {**works, **rate_works()}
 
 
+def _half_precision(length: int) -> Works:
+    qkv, feature_map = attention_inputs(length)
+    halves = [t.bfloat16() for t in qkv]
+    works: dict[str, Callable[[], object]] = {
+        OURS: lambda: linear_attention(*halves, feature_map=feature_map)[0],
+        "ours, float32": lambda: linear_attention(*qkv, feature_map=feature_map)[0],
+        "sdpa": lambda: sdpa(*halves),
+    }
+    return {name: torch.no_grad()(work) for name, work in works.items()} | rate_works(dtype=torch.bfloat16)
+
+
 def _backward(length: int) -> Works:
     (q, k, v), feature_map = attention_inputs(length, gradients=True)
     weight = torch.randn(v.shape)
@@ -145,6 +156,16 @@ CASES = {
             attention_flops,
             lambda length: 4 * _tensor_bytes(length),
             absent=lambda: absent("performer-pytorch"),
+        ),
+        Case(
+            "half-precision",
+            "Attention to bfloat16 queries, keys and values without gradients, against the same in float32 and exact "
+            f"attention in bfloat16; {_SHAPE.replace('float32, ', '')}.",
+            (*_TESTS, "tests/ops/test_native_halves.py"),
+            SIZES,
+            _half_precision,
+            attention_flops,
+            lambda length: 2 * _tensor_bytes(length),
         ),
         # The backward pass computes each product's two adjoints, and the forward pass once more. It reads q, k, v and
         # the outputs' gradient and writes three gradients, after the forward pass's four tensors.

@@ -152,14 +152,15 @@ def check_matmul(_: ProbeSettings) -> Finding:
 
 def check_kernels(_: ProbeSettings) -> Finding:
     """Whether linear attention has its C kernels here; they are compiled when they have not been."""
-    from dist_attn.ops.linear_attention import why_no_library
+    from dist_attn.ops.linear_attention import half_products, why_no_library
 
     why_not = why_no_library()
     if why_not is not None:
         return missing(
             "kernels", f"optional, {why_not}", "linear attention takes four times as long: install gcc and libc6-dev"
         )
-    return ok("kernels", "linear attention by C kernels, compiled for this processor")
+    halves = "its bfloat16 instructions" if half_products() else "float32 instructions: it has no bfloat16 ones"
+    return ok("kernels", f"linear attention by C kernels, compiled for this processor; bfloat16 tensors by {halves}")
 
 
 def check_model(settings: ProbeSettings) -> Finding:

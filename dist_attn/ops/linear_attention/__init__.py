@@ -11,6 +11,7 @@ from dist_attn.ops.linear_attention.implementation import (
 )
 from dist_attn.ops.linear_attention.joined import PartedSequence, Rooms
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
+from dist_attn.ops.linear_attention.native_call import half_products
 from dist_attn.ops.linear_attention.native_walks import TwoWalks
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums, tokens_until_forgotten
 from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
@@ -29,6 +30,7 @@ __all__ = [
     "choose",
     "choose_step",
     "complete_sums",
+    "half_products",
     "linear_attention",
     "linear_attention_naive",
     "linear_attention_read",

@@ -20,6 +20,7 @@ __all__ = [
     "TYPES",
     "Call",
     "Chunks",
+    "half_products",
     "kernels",
     "new_call",
     "num_features",
@@ -86,12 +87,21 @@ def kernels() -> ctypes.CDLL:
     """
     library = load_library(Path(__file__).parent / "native" / "attention.c")
     for counted in (
+        library.dist_attn_half_products,
         library.dist_attn_state_floats,
         library.dist_attn_forward_floats,
         library.dist_attn_backward_floats,
     ):
         counted.restype = _INT
     return library
+
+
+def half_products() -> bool:
+    """Whether bfloat16 tensors are multiplied by bfloat16 instructions here, in place of float32 ones.
+
+    Raises: NoLibraryError where there are no kernels.
+    """
+    return bool(kernels().dist_attn_half_products())
 
 
 class Chunks(NamedTuple):

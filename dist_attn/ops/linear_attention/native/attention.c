@@ -39,6 +39,8 @@ static void share_out(const call *c, void work(const call *, int64_t, float *)) 
     }
 }
 
+/* Whether products of bfloat16 tensors are of bfloat16 instructions. */
+int64_t dist_attn_half_products(void) { return HALF_PRODUCTS; }
 int64_t dist_attn_state_floats(const call *c) { return state_floats(c); }
 /* What a thread needs to work in; the same for any length that fits into memory, but for one number a chunk of reads. */
 int64_t dist_attn_forward_floats(const call *c) { return round_up(forward_floats(c), 16); }

@@ -101,18 +101,6 @@ static void pair_products(const chunk *at, float *out, factor a, const float *b,
                 smaller(STRIPE, at->lanes - i), smaller(at->lanes, i + STRIPE), depth);
 }
 
-/* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where there are gates. */
-static void advance(const call *c, const chunk *at, state to, const float *phi, const float *v) {
-    int64_t values = to.values;
-    float keep = at->fresh ? 0.0f : at->gain;
-    product(to.s, values, keep, (factor){phi, CHUNK, 1}, v, values, c->features, values, at->length);
-    for (int64_t m = 0; m < c->features; m++) {
-        vec sum = {0};
-        for (int64_t t = 0; t < at->lanes; t += LANES) sum += load(phi + m * CHUNK + t);
-        to.z[m] = (keep == 0.0f ? 0.0f : keep * to.z[m]) + total(sum);
-    }
-}
-
 /* What the policy divides by, and how much of its gradient goes to the denominator and to the mass. */
 INLINE float divisor(const call *c, float den, float mass, float *of_den, float *of_mass) {
     float eps = (float)c->eps, floor_ = eps * mass;

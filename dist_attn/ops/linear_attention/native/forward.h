@@ -1,6 +1,17 @@
 /* Causal attention from chunk to chunk, and the state that keys leave behind. */
 #pragma once
-#include "chunk.h"
+#include "matrices.h"
+
+/* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where there are gates. */
+static void advance(const call *c, matrices *m, const chunk *at, state to, const float *phi, const float *v) {
+    float keep = at->fresh ? 0.0f : at->gain;
+    add_keys(c, m, at, keep, phi, v, to);
+    for (int64_t i = 0; i < c->features; i++) {
+        vec sum = {0};
+        for (int64_t t = 0; t < at->lanes; t += LANES) sum += load(phi + i * CHUNK + t);
+        to.z[i] = (keep == 0.0f ? 0.0f : keep * to.z[i]) + total(sum);
+    }
+}
 
 static void forward_group(const call *c, int64_t group, float *memory) {
     room r = {memory};
@@ -10,6 +21,7 @@ static void forward_group(const call *c, int64_t group, float *memory) {
     float *num = take(&r, CHUNK * values), *pairs = take(&r, CHUNK * CHUNK), *weights = take(&r, CHUNK * CHUNK);
     float den[CHUNK] __attribute__((aligned(64))), masses[CHUNK];
     int gated = c->log_gate.at != NULL;
+    matrices m = take_matrices(&r, c);
     state now = state_at(c, take(&r, state_floats(c)));
     load_state(c, group, c->s, c->zm, now);
     for (int64_t n = 0; n < c->num_chunks; n++) {
@@ -22,31 +34,31 @@ static void forward_group(const call *c, int64_t group, float *memory) {
         make_features(c, group, c->k, at.begin, at.length, keys, rows);
         if (c->key_scale.at || at.length < lanes) weigh(keys.phi, c->features, lanes, at.weight);
         pack(v, values, c->v, c, group, at.begin, at.length, lanes, c->values);
+        new_values(&at, &m, v, values);
         if (at.fresh) memset(now.s, 0, 4 * state_floats(c));
         *now.mass = add_masses(c, &at, *now.mass, masses);
         if (c->q.at) {
             make_features(c, group, c->q, at.begin, at.length, queries, rows);
-            product(num, values, 0.0f, (factor){queries.phi, 1, CHUNK}, now.s, values, at.length, values, c->features);
+            new_state(c, &m, now);
+            read_out(c, &m, &at, queries.phi, now, num);
             if (gated) {
                 weigh_rows(num, values, at.length, at.into);
                 pair_weights(&at, weights);
             }
-            pair_products(&at, pairs, (factor){queries.phi, 1, CHUNK}, keys.phi, c->features);
+            score(c, &m, &at, queries.phi, keys.phi, pairs);
             weigh_pairs(&at, pairs, gated ? weights : NULL);
             denominators(c, &at, queries.phi, now.z, pairs, den);
-            for (int64_t i = 0; i < at.length; i += STRIPE)
-                product(num + i * values, values, 1.0f, (factor){pairs + i * CHUNK, CHUNK, 1}, v, values,
-                        smaller(STRIPE, at.length - i), values, smaller(at.length, i + STRIPE));
+            add_values(&at, &m, pairs, v, num, values);
             for (int64_t t = 0; t < at.length; t++)
                 write_output(c, group, at.begin + t, num + t * values, den[t], masses[t]);
         }
         if (gated) weigh(keys.phi, c->features, lanes, at.left);
-        advance(c, &at, now, keys.phi, v);
+        advance(c, &m, &at, now, keys.phi, v);
     }
     store_state(c, group, now, c->s_after, c->zm_after);
 }
 
 INLINE int64_t forward_floats(const call *c) {
     return 2 * SIDE_FLOATS(c) + CHUNK * (round_up(c->size, LANES) + 2 * round_up(c->values, LANES) + 2 * CHUNK) +
-           state_floats(c) + 256;
+           state_floats(c) + matrices_floats(c) + 256;
 }

@@ -1,6 +1,7 @@
 /* Queries that all read one state, decayed where gates lie between, with sums of their own where there are some. */
 #pragma once
 #include "backward.h"
+#include "matrices.h"
 
 #define VANISHED -87.3 /* a state whose log decay is below is 0 in normal numbers */
 
@@ -36,17 +37,19 @@ static void read_group(const call *c, int64_t group, float *memory) {
     int64_t values = round_up(c->values, LANES);
     side queries = take_side(&r, c);
     float *rows = take(&r, CHUNK * round_up(c->size, LANES)), *num = take(&r, CHUNK * values);
+    matrices m = take_matrices(&r, c);
     state from = state_at(c, take(&r, state_floats(c)));
     float den[CHUNK] __attribute__((aligned(64))), masses[CHUNK];
     double decay = 0.0;
     load_state(c, group, c->s, c->zm, from);
+    new_state(c, &m, from);
     for (int64_t n = 0; n < c->num_chunks; n++) {
         chunk at;
         look_at(c, group, n, &at);
         int there = decay_of(c, &at, decay);
         if (there) {
             make_features(c, group, c->q, at.begin, at.length, queries, rows);
-            product(num, values, 0.0f, (factor){queries.phi, 1, CHUNK}, from.s, values, at.length, values, c->features);
+            read_out(c, &m, &at, queries.phi, from, num);
             weigh_rows(num, values, at.length, at.into);
         } else {
             memset(num, 0, 4 * CHUNK * values);
