@@ -40,3 +40,6 @@ def own_service(model: str, ranks: int, folder: Path, *flags: str) -> Iterator[s
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_S)
             process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

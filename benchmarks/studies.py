@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from benchmarks import (
+    busy_ranks,
     chapter_retrieval,
     decoding,
     flat_memory,
@@ -50,6 +51,7 @@ class Study:
 
 
 _ALL = (
+    Study(busy_ranks.NAME, busy_ranks.QUESTION, busy_ranks.TESTS, busy_ranks.measure),
     Study(
         "chapter-retrieval",
         "How well do a document's vectors find its chapters?",

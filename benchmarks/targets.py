@@ -128,6 +128,8 @@ TARGETS = (
     Target("decode", "1M / 1k", "time of a token at position 1,000,000 against 1,000", "at most", 1.05, _THIRD),
     Target("decode", "batch 1, gpt2 / ours", "decoding, batch 1 at 2,048, against GPT-2 cached", "at least", 2.5),
     Target("prefill", "share of the matmul rate at 8192", "prefill, of the matmul rate", "at least", 0.6, _WHOLE),
+    Target("busy-ranks", "idle share, 1 rank", "idle share of a rank while work waits", "at most", 0.05, _PERCENT),
+    Target("busy-ranks", "idle share, 2 ranks", "idle share of two ranks while work waits", "at most", 0.05, _PERCENT),
     Target("longest-softmax", "best exact / plain", "longest exact softmax, 4 ranks of 1 GB", "at least", 40.0, _TENTH),
     Target("longest-softmax", "linear / plain", "longest linear attention in 1 GB, streamed", "at least", 1e4, _COUNT),
     Target("h200", "gla / ours forward", "H200: forward against chunk_simple_gla without features", "at least", 1.0),

@@ -149,11 +149,14 @@ class _GaugeCollector(Collector):
         ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
         idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
         memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])
+        words = "Time of a rank's steps, waiting for others in them included"
+        busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=["rank"])
         for rank in status.ranks:
+            busy.add_metric([str(rank.rank)], rank.busy_s)
             ages.add_metric([str(rank.rank)], rank.heartbeat_age + now.health.age)
             idle.add_metric([str(rank.rank)], rank.progress_age + now.health.age)
             memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
-        yield from (ages, idle, memory)
+        yield from (ages, idle, memory, busy)
         if status.guards is not None:
             yield from _guard_counters(status.guards)
 

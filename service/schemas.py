@@ -361,7 +361,10 @@ class Version(Output):
 
 
 class RankState(Output):
-    """One rank as the controller sees it; `step` is the last one it has finished."""
+    """One rank as the controller sees it; `step` is the last one it has finished.
+
+    `busy_seconds` are those of its steps since it started, waiting for other ranks in them included.
+    """
 
     rank: int
     pid: int
@@ -370,6 +373,7 @@ class RankState(Output):
     heartbeat_age_seconds: float
     progress_age_seconds: float
     peak_rss_bytes: int
+    busy_seconds: float
 
 
 class ServiceState(Output):

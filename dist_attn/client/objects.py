@@ -148,7 +148,7 @@ class ModelList(Value, frozen=True):
 
 
 class Rank(Value, frozen=True):
-    """One rank; `step` is the last one that it has finished."""
+    """One rank; `step` is the last one that it has finished, `busy_seconds` those of all its steps."""
 
     rank: int
     pid: int
@@ -157,6 +157,7 @@ class Rank(Value, frozen=True):
     heartbeat_age_seconds: float
     progress_age_seconds: float
     peak_rss_bytes: int
+    busy_seconds: float = 0.0
 
 
 class Status(Value, frozen=True):

@@ -148,7 +148,7 @@ class Controller:
         self._take_draws(done)
         for saved in done.saved:
             self._desk.standing.take_saved(saved)
-        self._group.ranks[done.rank].finished(done.k, now)
+        self._group.ranks[done.rank].finished(done.k, done.seconds, now)
 
     def _take_draws(self, message: Draws | StepDone) -> None:
         for drawn in message.drawn:

@@ -24,6 +24,7 @@ class RankVitals:
     step_done: int = 0
     phase: str = "idle"
     peak_rss_bytes: int = 0
+    busy_s: float = 0.0  # in the steps that it has finished, waiting for other ranks included
     failure: str = ""  # what it reported before it exited
     exited: bool = False
 
@@ -46,9 +47,10 @@ class RankVitals:
         self.heard_at, self.progress, self.phase = now, beat.progress, beat.phase
         self.peak_rss_bytes = beat.peak_rss_bytes
 
-    def finished(self, step: int, now: float) -> None:
-        """The rank has finished a step."""
+    def finished(self, step: int, seconds: float, now: float) -> None:
+        """The rank has finished a step, which took it so long."""
         self.step_done = step
+        self.busy_s += seconds
         self.heard_at = self.progress_at = now
 
     def status(self, now: float) -> RankStatus:
@@ -61,6 +63,7 @@ class RankVitals:
             round(now - self.heard_at, 3),
             round(now - self.progress_at, 3),
             self.peak_rss_bytes,
+            self.busy_s,
         )
 
 

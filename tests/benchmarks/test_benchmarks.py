@@ -129,7 +129,7 @@ def _never(size: int) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["sideways"], "there are forward, backward"),
+        (["sideways"], "there are forward, half-precision"),
         (["--json=/no/such/folder/f"], "make it first"),
         (["forward", "--cores=100000"], "no cores '100000'"),
         (["forward", "--cores=first"], "no cores 'first'"),

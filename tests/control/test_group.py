@@ -157,7 +157,7 @@ def test_a_held_up_controller_blames_nobody():
 def test_a_rank_without_progress_in_a_step_is_named():
     """Heartbeats alone are not progress: the rank that stands still longest is named with its step."""
     scene = Scene().run()
-    scene.group.ranks[0].finished(5, scene.now)
+    scene.group.ranks[0].finished(5, 0.1, scene.now)
     sent_at = scene.now
     scene.wait(19, step_sent_at=sent_at, step=5)
     assert scene.group.running

@@ -71,6 +71,7 @@ def test_gauges_follow_what_happens(tmp_path: Path) -> None:
             assert value(found, "dist_attn_engine_active") == 1
             assert value(found, "dist_attn_rank_heartbeat_age_seconds", rank="0") == 0
             assert ("dist_attn_rank_peak_rss_bytes", (("rank", "0"),)) in found
+            assert ("dist_attn_rank_busy_seconds_total", (("rank", "0"),)) in found
         engine.ready = False
         assert value(samples(service), "dist_attn_engine_ready") == 0
         eventually(lambda: value(samples(service), "dist_attn_open_requests") == 0, "the request to end")

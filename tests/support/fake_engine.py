@@ -1,7 +1,6 @@
 """An engine in a few lines: deterministic rows and replies, the real messages, in memory or behind a ROUTER."""
 
 import asyncio
-import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -281,6 +280,7 @@ class FakeEnginePort:
         self.waiting: deque[AnyMessage] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: dict[str, float] = {}  # when the latest answer of each request comes
+        self._said: dict[str, deque[AnyMessage]] = {}  # of each request, what has not come yet
 
     async def start(self) -> None:
         """Remember the loop that answers are delivered in."""
@@ -345,11 +345,15 @@ class FakeEnginePort:
                 continue
             # In the order in which an engine says them: what follows a draw comes after it, whoever asked for it.
             name = getattr(answer, "request_id", "")
-            # A loop keeps no order among calls that are due at the very same time.
-            due = math.nextafter(max(self._loop.time(), self._due.get(name, 0.0)), math.inf)
+            due = max(self._loop.time(), self._due.get(name, 0.0))
             due += self.engine.draw_seconds if isinstance(answer, Generated) else 0.0
             self._due[name] = due
-            self._loop.call_at(due, self._streams.route, answer)
+            # Loops keep no order among calls that are due at nearly the same time: each takes whatever is next.
+            self._said.setdefault(name, deque()).append(answer)
+            self._loop.call_at(due, self._say, name)
+
+    def _say(self, name: str) -> None:
+        self._streams.route(self._said[name].popleft())
 
 
 @contextmanager

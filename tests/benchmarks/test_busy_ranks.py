@@ -1,0 +1,21 @@
+"""The measurement of idle ranks: what counts, and a real service that is kept at work."""
+
+import pytest
+
+from benchmarks import busy_ranks
+from benchmarks.busy_ranks import Stretch, measure
+from tests.support.models import write_small_folder
+
+
+def test_the_rank_that_is_idle_most_counts():
+    """Of several ranks the idle share is that of the one that worked least."""
+    assert Stretch(10.0, (9.5, 8.0)).idle_share == pytest.approx(0.2)
+
+
+def test_a_service_at_work(tmp_path, monkeypatch):
+    """A service of its own, real ranks and two documents, has a rank whose steps fill most of the time."""
+    monkeypatch.setattr(busy_ranks, "MODEL", str(write_small_folder(tmp_path / "model")))
+    monkeypatch.setattr(busy_ranks, "SMOKE_STRETCH_S", 0.5)
+    found = measure(smoke=True)
+    assert found.ratios.keys() == {"idle share, 1 rank"}
+    assert -0.5 < found.ratios["idle share, 1 rank"] < 0.9
