@@ -192,3 +192,13 @@ def test_second_derivatives_of_parts(part):
         found.append(torch.autograd.grad(sum(g.square().mean() for g in first), inputs))
     for got, want, name in zip(found[1], found[0], names, strict=True):
         assert float((got - want).norm()) <= 1e-3 * float(want.norm()), name
+
+
+@pytest.mark.parametrize("strength", [1e-3, 30.0])
+def test_a_gate_that_is_nan_forgets_nothing(strength):
+    """Where one head's gates are spoilt nothing counts as forgotten from there on, whatever other heads' gates say."""
+    gates = torch.full((1, 2, 300), -strength)
+    gates[0, 0, 2:] = float("nan")
+    assert tokens_until_forgotten(gates, 300) == 300
+    gates[0, 1] = float("nan")
+    assert tokens_until_forgotten(gates, 300) == 300

@@ -102,6 +102,25 @@ def test_ranks_give_what_one_gives(layout: SequenceLayout, strength: float, walk
     check(case, layout, walks=walks)
 
 
+@pytest.mark.parametrize("strength", [0.01, 40.0])
+def test_a_gate_that_is_nan_spoils_one_head(strength: float) -> None:
+    """A NaN gate on the second of three ranks leaves the other head's outputs, on all ranks, as they are."""
+    case = Case(200, gate=True, scale=True, state=True)
+    case.sequence["log_gate"] *= strength
+
+    def body(comm: Communicator) -> torch.Tensor:
+        leaves = slices(case, (), *SequenceLayout.from_lengths([70, 60, 70]).range(comm.rank))
+        args, kwargs = case.arguments(leaves)
+        return sharded_linear_attention(comm, *args, **kwargs)[0]  # type: ignore[arg-type]
+
+    want = torch.cat(run_simulated(body, 3, timeout_s=30.0), 2)
+    case.sequence["log_gate"][:, 0, 100] = float("nan")
+    got = torch.cat(run_simulated(body, 3, timeout_s=30.0), 2)
+    assert_close(got[:, 1], want[:, 1])
+    assert_close(got[:, 0, :100], want[:, 0, :100])
+    assert bool(got[:, 0, 100:131].isnan().all())
+
+
 @pytest.mark.parametrize("used", LOSSES)
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("names", ["q", "k", "v", "w", "s", "q w", "k s", "q k v"])

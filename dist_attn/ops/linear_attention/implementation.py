@@ -66,18 +66,24 @@ def choose(
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
     """
+
+    def against(any_lengths: bool) -> str | None:
+        if sums != torch.float32:
+            return f"sums in {sums} are asked for: the kernels' are float32"
+        return _not_this_call(
+            q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents, any_lengths=any_lengths
+        )
+
     return settled(
         implementation,
         lambda: (
             why_no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
-            or (None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32")
-            or _not_this_call(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents)
+            or against(any_lengths=False)
             or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map, DTYPES, LARGEST)
         ),
         lambda: (
             _no_such_tensors(q_BHLK, k_BHSK, v_BHSV, feature_map, state)
-            or (None if sums == torch.float32 else f"sums in {sums} are asked for: the kernels' are float32")
-            or _not_natively(q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents)
+            or against(any_lengths=True)
             or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map, NATIVE_DTYPES, NATIVE_LARGEST)
             or why_no_library()
         ),
@@ -208,18 +214,20 @@ def _not_this_call(
     state: LinearState | None,
     prefix: int,
     documents: bool,
+    any_lengths: bool,
 ) -> str | None:
     queries, keys = q_BHLK.shape[2], k_BHSK.shape[2]
     if prefix:
         return "there is a prefix that attends to itself in full: the kernels take all of a call in one way"
     if documents and not causal:
         return "attention is not causal and there are several documents: the kernels take one sequence then"
-    if causal and queries != keys:
+    if causal and queries != keys and not any_lengths:
         return f"there are {queries} queries and {keys} keys: the causal kernels take as many of both"
-    if not q_BHLK.numel() or not (keys or state is not None):
+    if not q_BHLK.numel() or not (k_BHSK.numel() or state is not None):
         return "there are no tokens"
-    if state is not None and state.s_BHMV.dtype != torch.float32:
-        return f"the state is {state.s_BHMV.dtype}: the kernels' sums are float32"
+    for sums in () if state is None else (state.s_BHMV, state.z_BHM, state.mass_BH):
+        if sums.dtype != torch.float32:
+            return f"the state is {sums.dtype}: the kernels' sums are float32"
     return None
 
 
@@ -247,27 +255,6 @@ def _no_such_tensors(
             return f"there is a {type(tensor).__name__}: C kernels take plain tensors"
     if torch.compiler.is_compiling():
         return "the call is being compiled, and a compiled graph takes the streaming form"
-    return None
-
-
-def _not_natively(
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    *,
-    causal: bool,
-    state: LinearState | None,
-    prefix: int,
-    documents: bool,
-) -> str | None:
-    if prefix:
-        return "there is a prefix that attends to itself in full: the kernels take all of a call in one way"
-    if documents and not causal:
-        return "attention is not causal and there are several documents: the kernels take one sequence then"
-    if not q_BHLK.numel() or not (k_BHSK.numel() or state is not None):
-        return "there are no tokens"
-    for sums in () if state is None else (state.s_BHMV, state.z_BHM, state.mass_BH):
-        if sums.dtype != torch.float32:
-            return f"the state is {sums.dtype}: the kernels' sums are float32"
     return None
 
 

@@ -4,7 +4,7 @@
    blocks outnumber these, a walk over the keys finds the states between them first. Nothing of the length of the
    sequence is held but the gradients themselves. */
 #pragma once
-#include "chunk.h"
+#include "matrices.h"
 
 typedef struct {
     side queries, keys[BLOCK];
@@ -15,6 +15,7 @@ typedef struct {
     float *of_queries, *of_keys; /* [M, CHUNK] */
     float *before;               /* [BLOCK, state_floats]: the states before the chunks of a block */
     float *inner;                /* those before the parts of a stretch, level by level */
+    matrices m;
 } desk;
 
 /* States at the beginnings of the parts of a stretch, of the parts of these, and so on; or a number for every chunk of
@@ -42,13 +43,14 @@ static desk take_desk(room *r, const call *c) {
     d.of_queries = take(r, M * CHUNK), d.of_keys = take(r, M * CHUNK);
     d.before = take(r, BLOCK * state_floats(c));
     d.inner = take(r, inner_floats(c));
+    d.m = take_matrices(r, c);
     return d;
 }
 
 INLINE int64_t backward_floats(const call *c) {
     int64_t values = round_up(c->values, LANES), size = round_up(c->size, LANES), M = round_up(c->features, LANES);
     return (BLOCK + 1) * SIDE_FLOATS(c) + CHUNK * (3 * M + 2 * size + 5 * values + 4 * CHUNK) +
-           (c->projections + 1) * size + (BLOCK + 4) * state_floats(c) + inner_floats(c) + 1024;
+           (c->projections + 1) * size + (BLOCK + 4) * state_floats(c) + inner_floats(c) + matrices_floats(c) + 1024;
 }
 
 /* Keys that nobody asks and nothing decays have gradients that do not depend on any state. */
@@ -67,7 +69,7 @@ static void step_over(const call *c, int64_t group, const chunk *at, desk *d, si
     if (c->log_gate.at) weigh_rows(d->v, values, at->length, at->left);
     /* Here the values are weighed by what is left of their keys, so that features stay as they are for later. */
     float keep = at->fresh ? 0.0f : at->gain;
-    product(now.s, values, keep, (factor){keys.phi, CHUNK, 1}, d->v, values, c->features, values, at->length);
+    multiply(&d->m, now.s, values, keep, (factor){keys.phi, CHUNK, 1}, d->v, values, c->features, values, at->length);
     for (int64_t m = 0; m < c->features; m++) {
         vec sum = {0};
         for (int64_t t = 0; t < at->lanes; t += LANES) {
@@ -136,7 +138,7 @@ static void through_pairs(const call *c, const chunk *at, desk *d, const float *
                           float *crossing) {
     int64_t values = round_up(c->values, LANES), lanes = at->lanes, M = c->features;
     int gated = c->log_gate.at != NULL;
-    pair_products(at, d->of_pairs, (factor){d->of_num, values, 1}, d->v_turned, values);
+    pair_products(&d->m, at, d->of_pairs, (factor){d->of_num, values, 1}, d->v_turned, values);
     for (int64_t i = 0; i < lanes; i++)
         for (int64_t j = 0; j < smaller(lanes, round_up(i + 1, STRIPE)); j += LANES)
             store(d->of_pairs + i * CHUNK + j, load(d->of_pairs + i * CHUNK + j) + of_den[i]);
@@ -185,7 +187,7 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
     pack(d->v, values, c->v, c, group, at->begin, at->length, lanes, c->values);
     transposed(d->v_turned, d->v, values, lanes, values);
     /* What reaches keys and values through the state after the chunk. */
-    product(d->of_keys, CHUNK, 0.0f, (factor){grad.s, values, 1}, d->v_turned, CHUNK, M, lanes, c->values);
+    multiply(&d->m, d->of_keys, CHUNK, 0.0f, (factor){grad.s, values, 1}, d->v_turned, CHUNK, M, lanes, c->values);
     for (int64_t m = 0; m < M; m++)
         for (int64_t t = 0; t < lanes; t += LANES) {
             vec one = load(d->of_keys + m * CHUNK + t) + grad.z[m];
@@ -197,18 +199,19 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
         float sum = 0.0f;
         for (int64_t t = 0; t < at->length; t++) of_gate[t] += sum, sum += at_token[t];
     }
-    product(d->grad_v, values, 0.0f, (factor){keys.phi, 1, CHUNK}, grad.s, values, lanes, values, M);
+    multiply(&d->m, d->grad_v, values, 0.0f, (factor){keys.phi, 1, CHUNK}, grad.s, values, lanes, values, M);
     if (gated) weigh_rows(d->grad_v, values, at->length, at->left);
     float keep = at->fresh ? 0.0f : at->gain;
     if (asks) {
         make_features(c, group, c->q, at->begin, at->length, d->queries, d->rows);
         if (at->length < lanes) weigh(d->queries.phi, M, lanes, at->present);
         if (gated) pair_weights(at, d->weights);
-        pair_products(at, d->pairs, (factor){d->queries.phi, 1, CHUNK}, keys.phi, M);
+        pair_products(&d->m, at, d->pairs, (factor){d->queries.phi, 1, CHUNK}, keys.phi, M);
         weigh_pairs(at, d->pairs, gated ? d->weights : NULL);
         if (!c->undivided) denominators(c, at, d->queries.phi, before.z, d->pairs, den);
         through_divisor(c, group, at, d, den, masses, of_den, of_mass);
-        product(d->of_queries, CHUNK, 0.0f, (factor){before.s, values, 1}, d->of_num_turned, CHUNK, M, lanes, c->values);
+        multiply(&d->m, d->of_queries, CHUNK, 0.0f, (factor){before.s, values, 1}, d->of_num_turned, CHUNK, M, lanes,
+                 c->values);
         for (int64_t m = 0; m < M; m++)
             for (int64_t t = 0; t < lanes; t += LANES) {
                 vec one = load(d->of_queries + m * CHUNK + t) + before.z[m] * load(of_den + t);
@@ -227,7 +230,8 @@ static void chunk_gradients(const call *c, int64_t group, const chunk *at, desk 
         /* The queries' part of the state's gradient; only now may their features be weighed. */
         if (gated) weigh(d->queries.phi, M, lanes, at->into);
         if (!at->fresh) {
-            product(grad.s, values, keep, (factor){d->queries.phi, CHUNK, 1}, d->of_num, values, M, values, at->length);
+            multiply(&d->m, grad.s, values, keep, (factor){d->queries.phi, CHUNK, 1}, d->of_num, values, M, values,
+                     at->length);
             for (int64_t m = 0; m < M; m++) grad.z[m] = keep * grad.z[m] + dot(d->queries.phi + m * CHUNK, of_den, lanes);
         }
     } else if (gated && !at->fresh) {

@@ -94,13 +94,6 @@ static void pair_weights(const chunk *at, float *weights) {
     }
 }
 
-/* a b^T for the pairs of queries and keys of a chunk that are not masked, and the rest of their stripe. */
-static void pair_products(const chunk *at, float *out, factor a, const float *b, int64_t depth) {
-    for (int64_t i = 0; i < at->lanes; i += STRIPE)
-        product(out + i * CHUNK, CHUNK, 0.0f, (factor){a.at + i * a.row, a.row, a.column}, b, CHUNK,
-                smaller(STRIPE, at->lanes - i), smaller(at->lanes, i + STRIPE), depth);
-}
-
 /* What the policy divides by, and how much of its gradient goes to the denominator and to the mass. */
 INLINE float divisor(const call *c, float den, float mass, float *of_den, float *of_mass) {
     float eps = (float)c->eps, floor_ = eps * mass;

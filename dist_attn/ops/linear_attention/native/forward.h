@@ -3,9 +3,10 @@
 #include "matrices.h"
 
 /* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where there are gates. */
-static void advance(const call *c, matrices *m, const chunk *at, state to, const float *phi, const float *v) {
+static void advance(const call *c, const matrices *m, const chunk *at, state to, const float *phi, const float *v) {
+    int64_t values = to.values;
     float keep = at->fresh ? 0.0f : at->gain;
-    add_keys(c, m, at, keep, phi, v, to);
+    multiply(m, to.s, values, keep, (factor){phi, CHUNK, 1}, v, values, c->features, values, at->length);
     for (int64_t i = 0; i < c->features; i++) {
         vec sum = {0};
         for (int64_t t = 0; t < at->lanes; t += LANES) sum += load(phi + i * CHUNK + t);
@@ -34,21 +35,20 @@ static void forward_group(const call *c, int64_t group, float *memory) {
         make_features(c, group, c->k, at.begin, at.length, keys, rows);
         if (c->key_scale.at || at.length < lanes) weigh(keys.phi, c->features, lanes, at.weight);
         pack(v, values, c->v, c, group, at.begin, at.length, lanes, c->values);
-        new_values(&at, &m, v, values);
         if (at.fresh) memset(now.s, 0, 4 * state_floats(c));
         *now.mass = add_masses(c, &at, *now.mass, masses);
         if (c->q.at) {
             make_features(c, group, c->q, at.begin, at.length, queries, rows);
-            new_state(c, &m, now);
-            read_out(c, &m, &at, queries.phi, now, num);
+            multiply(&m, num, values, 0.0f, (factor){queries.phi, 1, CHUNK}, now.s, values, at.length, values,
+                     c->features);
             if (gated) {
                 weigh_rows(num, values, at.length, at.into);
                 pair_weights(&at, weights);
             }
-            score(c, &m, &at, queries.phi, keys.phi, pairs);
+            pair_products(&m, &at, pairs, (factor){queries.phi, 1, CHUNK}, keys.phi, c->features);
             weigh_pairs(&at, pairs, gated ? weights : NULL);
             denominators(c, &at, queries.phi, now.z, pairs, den);
-            add_values(&at, &m, pairs, v, num, values);
+            add_values(&m, &at, num, pairs, v, values);
             for (int64_t t = 0; t < at.length; t++)
                 write_output(c, group, at.begin + t, num + t * values, den[t], masses[t]);
         }

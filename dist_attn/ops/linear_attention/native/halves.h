@@ -29,9 +29,9 @@ static void pair_rows(uint32_t *out, int64_t row, const float *in, int64_t in_ro
             pair_up(out + j, load(in + j), i + 1 < rows ? load(in + in_row + j) : (vec){0});
 }
 
-/* [rows, columns] -> words [rows, CHUNK / 2]: neighbours in a row in pairs. Beyond an odd number of vectors: zeros. */
-static void pair_neighbours(uint32_t *out, const float *in, int64_t rows, int64_t columns) {
-    for (int64_t i = 0; i < rows; i++, in += CHUNK, out += CHUNK / 2)
+/* [rows, columns] -> words [rows, columns / 2] in rows of `row`: neighbours in pairs, a last vector alone beside zeros. */
+static void pair_neighbours(uint32_t *out, int64_t row, const float *in, int64_t in_row, int64_t rows, int64_t columns) {
+    for (int64_t i = 0; i < rows; i++, in += in_row, out += row)
         for (int64_t j = 0; j < columns; j += 2 * LANES) {
             vec second = j + LANES < columns ? load(in + j + LANES) : (vec){0};
             _mm512_store_si512(out + j / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)load(in + j)));

@@ -1,7 +1,6 @@
 /* Queries that all read one state, decayed where gates lie between, with sums of their own where there are some. */
 #pragma once
 #include "backward.h"
-#include "matrices.h"
 
 #define VANISHED -87.3 /* a state whose log decay is below is 0 in normal numbers */
 
@@ -42,14 +41,14 @@ static void read_group(const call *c, int64_t group, float *memory) {
     float den[CHUNK] __attribute__((aligned(64))), masses[CHUNK];
     double decay = 0.0;
     load_state(c, group, c->s, c->zm, from);
-    new_state(c, &m, from);
     for (int64_t n = 0; n < c->num_chunks; n++) {
         chunk at;
         look_at(c, group, n, &at);
         int there = decay_of(c, &at, decay);
         if (there) {
             make_features(c, group, c->q, at.begin, at.length, queries, rows);
-            read_out(c, &m, &at, queries.phi, from, num);
+            multiply(&m, num, values, 0.0f, (factor){queries.phi, 1, CHUNK}, from.s, values, at.length, values,
+                     c->features);
             weigh_rows(num, values, at.length, at.into);
         } else {
             memset(num, 0, 4 * CHUNK * values);
@@ -105,7 +104,8 @@ static void read_backward_group(const call *c, int64_t group, float *memory) {
         }
         for (int64_t t = 0; t < at.length; t++) *grad.mass += there ? at.into[t] * of_mass[t] : 0.0f;
         if (there) {
-            product(d.of_queries, CHUNK, 0.0f, (factor){from.s, values, 1}, d.of_num_turned, CHUNK, M, at.lanes, c->values);
+            multiply(&d.m, d.of_queries, CHUNK, 0.0f, (factor){from.s, values, 1}, d.of_num_turned, CHUNK, M, at.lanes,
+                     c->values);
             for (int64_t m = 0; m < M; m++)
                 for (int64_t t = 0; t < at.lanes; t += LANES) {
                     float *to = d.of_queries + m * CHUNK + t;
@@ -116,7 +116,7 @@ static void read_backward_group(const call *c, int64_t group, float *memory) {
                 features_gradient(c, group, d.queries, at.present, d.of_queries, c->grad_q, at.begin, at.length, d.grad_x,
                                   d.rows, c->grad_w ? d.grad_w : NULL);
             weigh(d.queries.phi, M, at.lanes, at.into);
-            product(grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values, at.length);
+            multiply(&d.m, grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values, at.length);
             for (int64_t m = 0; m < M; m++) grad.z[m] += dot(d.queries.phi + m * CHUNK, of_den, at.lanes);
         } else if (c->grad_q.at) {
             for (int64_t t = 0; t < at.length; t++)
@@ -149,7 +149,7 @@ static void adjoint_group(const call *c, int64_t group, float *memory) {
         if (at.length < at.lanes) weigh(d.queries.phi, M, at.lanes, at.present);
         int64_t token = group * c->tokens + at.begin;
         divide_gradient(c, group, &at, &d, c->den + token, c->mass + token, of_den, of_mass);
-        product(grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values, at.length);
+        multiply(&d.m, grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values, at.length);
         for (int64_t m = 0; m < M; m++) grad.z[m] += dot(d.queries.phi + m * CHUNK, of_den, at.lanes);
         for (int64_t t = 0; t < at.length; t++) *grad.mass += of_mass[t];
     }
