@@ -101,12 +101,12 @@ INLINE void write_row(char *row, int64_t type, int64_t first, int64_t size, vec 
 static void pack(float *out, int64_t columns, view x, const call *c, int64_t group, int64_t begin, int64_t length,
                  int64_t lanes, int64_t size) {
     const char *row = row_of(x, group, c->heads, begin);
-    int64_t step = x.token * (x.type == BFLOAT16 ? 2 : 4);
+    int64_t width = x.type == BFLOAT16 ? 2 : 4, step = x.token * width;
     int whole = x.type == FLOAT32 && size == columns;
     for (int64_t t = 0; t < length; t++, row += step, out += columns)
         for (int64_t j = 0; j < columns; j += LANES) {
             /* What the next chunk will want is on its way meanwhile. */
-            __builtin_prefetch(row + step * CHUNK + 4 * j);
+            __builtin_prefetch(row + step * CHUNK + width * j);
             store(out + j, whole ? load_loose((const float *)row + j) : read_row(row, x.type, j, size));
         }
     memset(out, 0, 4 * (lanes - length) * columns);

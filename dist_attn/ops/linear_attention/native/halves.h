@@ -64,31 +64,11 @@ INLINE void half_tile(const int height, const int width, float *out, int64_t out
     for (; i + (height) <= rows; i += (height))                                                              \
         half_tile(height, width, out + i * out_row + j, out_row, keep,                                       \
                   (words){a.at + i * a.row, a.row, a.column}, b + j, b_row, depth)
-#define ALL_HALF_ROWS(high, width)                                                                           \
-    do {                                                                                                     \
-        HALF_TILES(high, width);                                                                             \
-        HALF_TILES(2, width);                                                                                \
-        HALF_TILES(1, width);                                                                                \
-    } while (0)
-
 /* As `product`, of depth pairs. */
 static __attribute__((noinline)) void half_product(float *out, int64_t out_row, float keep, words a, const uint32_t *b,
                                                    int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
-    for (int64_t j = 0, width; j < columns; j += width * LANES) {
-        width = (columns - j) / LANES;
-        if (width > PANEL) width = PANEL;
-        int64_t i = 0;
-        if (width == 1)
-            ALL_HALF_ROWS(8, 1);
-        else if (width == 2)
-            ALL_HALF_ROWS(8, 2);
-        else if (width == 3)
-            ALL_HALF_ROWS(6, 3);
-        else
-            ALL_HALF_ROWS(6, 4);
-    }
+    BY_TILES(HALF_TILES)
 }
-
 #else
 #define HALF_PRODUCTS 0
 #endif

@@ -37,33 +37,41 @@ INLINE void tile(const int height, const int width, float *out, int64_t out_row,
         tile(height, width, out + i * out_row + j, out_row, keep,                                     \
              (factor){a.at + i * a.row, a.row, a.column}, b + j, b_row, depth)
 /* High tiles load b seldom; what is left of the rows is taken by lower ones. */
-#define ALL_ROWS(high, width) \
-    do {                      \
-        TILES(high, width);   \
-        TILES(4, width);      \
-        TILES(2, width);      \
-        TILES(1, width);      \
+#define ALL_ROWS(TILES, high, width) \
+    do {                             \
+        TILES(high, width);          \
+        TILES(4, width);             \
+        TILES(2, width);             \
+        TILES(1, width);             \
     } while (0)
+#if PANEL == 4
+#define ALL_WIDTHS(TILES)      \
+    if (width == 1)            \
+        ALL_ROWS(TILES, 8, 1); \
+    else if (width == 2)       \
+        ALL_ROWS(TILES, 8, 2); \
+    else if (width == 3)       \
+        ALL_ROWS(TILES, 6, 3); \
+    else                       \
+        ALL_ROWS(TILES, 6, 4)
+#else
+#define ALL_WIDTHS(TILES)      \
+    if (width == 1)            \
+        ALL_ROWS(TILES, 8, 1); \
+    else                       \
+        ALL_ROWS(TILES, 4, 2)
+#endif
+/* Rows i and columns j of a product, panel by panel. */
+#define BY_TILES(TILES)                                           \
+    for (int64_t j = 0, width; j < columns; j += width * LANES) { \
+        width = (columns - j) / LANES;                            \
+        if (width > PANEL) width = PANEL;                         \
+        int64_t i = 0;                                            \
+        ALL_WIDTHS(TILES);                                        \
+    }
 
 /* [rows, columns] of depth sums; columns is a multiple of LANES. keep 0 never reads what is in `out`. */
 static __attribute__((noinline)) void product(float *out, int64_t out_row, float keep, factor a, const float *b,
                                               int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
-    for (int64_t j = 0, width; j < columns; j += width * LANES) {
-        width = (columns - j) / LANES;
-        if (width > PANEL) width = PANEL;
-        int64_t i = 0;
-        if (width == 1)
-            ALL_ROWS(8, 1);
-#if PANEL == 4
-        else if (width == 2)
-            ALL_ROWS(8, 2);
-        else if (width == 3)
-            ALL_ROWS(6, 3);
-        else
-            ALL_ROWS(6, 4);
-#else
-        else
-            ALL_ROWS(4, 2);
-#endif
-    }
+    BY_TILES(TILES)
 }
