@@ -61,7 +61,7 @@ def measure(smoke: bool) -> Measured:
     }
     notes = (
         "Stretches follow each other; the last line of each engine is all of them together, which counts. A stretch "
-        "begins and ends where a step has just been reported.",
+        "begins and ends where a step of the first rank has just been reported.",
     )
     return Measured(
         NAME,
@@ -97,33 +97,38 @@ def _stretches(ranks: int, number: int, stretch_s: float) -> list[Stretch]:
     ):
         _until(lambda: http.get("/readyz").status_code == 200, START_S, "ready")
         with _reading(url, 2):
-            _until(lambda: min(_busy(http)) > stretch_s / 8, START_S, "at work")
-            looks = [_after_a_step(http)]
+            _until(lambda: min(_busy(http, ranks)) > stretch_s / 8, START_S, "at work")
+            looks = [_after_a_step(http, ranks)]
             while len(looks) <= number:
                 time.sleep(stretch_s)
-                looks.append(_after_a_step(http))
+                looks.append(_after_a_step(http, ranks))
     return [
         Stretch(end - start, tuple(b - a for a, b in zip(before, after, strict=True)))
         for (start, before), (end, after) in pairwise(looks)
     ]
 
 
-def _after_a_step(http: httpx.Client) -> tuple[float, tuple[float, ...]]:
+def _after_a_step(http: httpx.Client, ranks: int) -> tuple[float, tuple[float, ...]]:
     """The time at which the first rank has just finished a step, and what the ranks have spent on theirs until then."""
-    before = _busy(http)
+    before = _busy(http, ranks)
     deadline = time.monotonic() + SILENCE_S
     while time.monotonic() < deadline:
-        now, busy = time.monotonic(), _busy(http)
+        now, busy = time.monotonic(), _busy(http, ranks)
         if busy[0] != before[0]:
             return now, busy
         time.sleep(LOOK_S)
     raise RuntimeError(f"no rank finished a step within {SILENCE_S:g} s")
 
 
-def _busy(http: httpx.Client) -> tuple[float, ...]:
-    """Seconds that each rank has spent on steps; (0,) while there are no ranks."""
-    ranks = http.get("/v1/status").json()["ranks"] or []
-    return tuple(rank["busy_seconds"] for rank in ranks) or (0.0,)
+def _busy(http: httpx.Client, ranks: int) -> tuple[float, ...]:
+    """Seconds that each rank has spent on steps.
+
+    Raises: RuntimeError when ranks were lost meanwhile: others would begin at 0 again.
+    """
+    status = http.get("/v1/status").json()
+    if status["lost_groups"] or len(status["ranks"] or ()) != ranks:
+        raise RuntimeError(f"{ranks} ranks were started, and some were lost: {status['reason'] or 'the log says why'}")
+    return tuple(rank["busy_seconds"] for rank in status["ranks"])
 
 
 @contextmanager

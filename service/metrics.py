@@ -152,7 +152,7 @@ class _GaugeCollector(Collector):
         words = "Time of a rank's steps, waiting for others in them included"
         busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=["rank"])
         for rank in status.ranks:
-            busy.add_metric([str(rank.rank)], rank.busy_s)
+            busy.add_metric([str(rank.rank)], rank.busy)
             ages.add_metric([str(rank.rank)], rank.heartbeat_age + now.health.age)
             idle.add_metric([str(rank.rank)], rank.progress_age + now.health.age)
             memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)

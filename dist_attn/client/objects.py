@@ -148,7 +148,7 @@ class ModelList(Value, frozen=True):
 
 
 class Rank(Value, frozen=True):
-    """One rank; `step` is the last one that it has finished, `busy_seconds` those of all its steps."""
+    """One rank; `step` is the last one that it has finished, `busy_seconds` what its steps took."""
 
     rank: int
     pid: int

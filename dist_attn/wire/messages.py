@@ -168,7 +168,7 @@ class Failed(Message, frozen=True):
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """One rank as the controller sees it; ages in seconds, and those that it has spent on steps."""
+    """One rank as the controller sees it. Units: seconds; `busy` is what its steps have taken."""
 
     rank: int
     pid: int
@@ -177,7 +177,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     heartbeat_age: float
     progress_age: float
     peak_rss_bytes: int = 0
-    busy_s: float = 0.0
+    busy: float = 0.0
 
 
 class Status(Message, frozen=True):

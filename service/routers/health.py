@@ -76,7 +76,7 @@ async def status(request: Request) -> ServiceState:
             heartbeat_age_seconds=round(rank.heartbeat_age + health.age, 3),
             progress_age_seconds=round(rank.progress_age + health.age, 3),
             peak_rss_bytes=rank.peak_rss_bytes,
-            busy_seconds=round(rank.busy_s, 3),
+            busy_seconds=round(rank.busy, 3),
         )
         for rank in engine.ranks
     ]

@@ -13,9 +13,10 @@ def test_the_rank_that_is_idle_most_counts():
 
 
 def test_a_service_at_work(tmp_path, monkeypatch):
-    """A service of its own, real ranks and two documents, has a rank whose steps fill most of the time."""
+    """A service of its own that reads two documents has a rank that is at work."""
     monkeypatch.setattr(busy_ranks, "MODEL", str(write_small_folder(tmp_path / "model")))
     monkeypatch.setattr(busy_ranks, "SMOKE_STRETCH_S", 0.5)
     found = measure(smoke=True)
     assert found.ratios.keys() == {"idle share, 1 rank"}
+    # A stretch this short begins and ends with whole steps.
     assert -0.5 < found.ratios["idle share, 1 rank"] < 0.9

@@ -166,6 +166,14 @@ def test_a_rank_without_progress_in_a_step_is_named():
     assert "step 5" in scene.outlet.lost[0]
 
 
+def test_the_time_of_a_ranks_steps_adds_up():
+    """A rank's status tells what all its steps have taken; no other rank's."""
+    scene = Scene().run()
+    for step, seconds in ((1, 0.25), (2, 0.5)):
+        scene.group.ranks[0].finished(step, seconds, scene.now)
+    assert [vitals.status(scene.now).busy for _, vitals in sorted(scene.group.ranks.items())][:2] == [0.75, 0.0]
+
+
 def test_a_slow_step_is_not_a_stuck_one():
     """As long as progress is reported a step may take any time, and without a step nobody has to progress."""
     scene = Scene().run()

@@ -1,9 +1,13 @@
 """bfloat16 queries, keys and values by the C kernels: products may be of bfloat16 instructions, sums are float32."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
+from dist_attn.engine.probe import ProbeSettings, check_kernels
 from dist_attn.ops import Denominator, absorb_keys, linear_attention
+from dist_attn.ops.linear_attention import half_products
 from tests.ops.test_native_forms import absorbed, in_two_parts, naive_absorbed
 from tests.support.native import Case, assert_like_the_oracle, assert_near_in_halves, by_kernels, needs_kernels
 
@@ -92,3 +96,21 @@ def test_the_error_does_not_grow_with_the_length():
     assert_near_in_halves(got[:, :, -1000:], want[:, :, -1000:], kind="output")
     assert_near_in_halves(after.s_BHMV, want_after.s_BHMV, kind="state")
     assert torch.allclose(after.z_BHM, want_after.z_BHM, rtol=1e-4)
+
+
+def test_instructions_of_the_processor_are_used():
+    """Where the processor multiplies bfloat16, states are not those of the same numbers in float32; else to the bit."""
+    args, kwargs = in_half(case := Case(100, kind="gaussian_unit")).arguments({**case.sequence, **case.shared})
+    _, after = by_kernels(*args, **kwargs)
+    _, wide = by_kernels(*(x.float() for x in args), **kwargs)
+    assert torch.equal(after.s_BHMV, wide.s_BHMV) != half_products()
+
+
+@pytest.mark.parametrize(("there", "words"), [(True, "its bfloat16 instructions"), (False, "float32 instructions")])
+def test_doctor_tells_of_them(there, words, monkeypatch):
+    """The check of kernels says which instructions bfloat16 tensors are multiplied by."""
+    # The package, which has the name of a function.
+    package = import_module("dist_attn.ops.linear_attention")
+    monkeypatch.setattr(package, "half_products", lambda: there)
+    found = check_kernels(ProbeSettings(rank=0, folder=""))
+    assert found.status == "ok" and words in found.detail

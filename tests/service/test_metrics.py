@@ -53,10 +53,11 @@ def test_requests_and_tokens_are_counted(service: RunningService) -> None:
 
 
 def test_losses_of_ranks_are_told(service: RunningService) -> None:
-    """How often ranks were lost, and how many tokens were read again for it: the engine's numbers, in both places."""
+    """Losses of ranks, tokens read again for them, and the time of steps: the engine's numbers, in both places."""
     found, status = samples(service), httpx.get(f"{service.url}/v1/status").json()
     assert value(found, "dist_attn_lost_groups_total") == status["lost_groups"] == 2
     assert value(found, "dist_attn_replayed_tokens_total") == status["replayed_tokens"] == 700
+    assert value(found, "dist_attn_rank_busy_seconds_total", rank="0") == status["ranks"][0]["busy_seconds"] == 1.5
 
 
 def test_gauges_follow_what_happens(tmp_path: Path) -> None:
@@ -71,7 +72,6 @@ def test_gauges_follow_what_happens(tmp_path: Path) -> None:
             assert value(found, "dist_attn_engine_active") == 1
             assert value(found, "dist_attn_rank_heartbeat_age_seconds", rank="0") == 0
             assert ("dist_attn_rank_peak_rss_bytes", (("rank", "0"),)) in found
-            assert ("dist_attn_rank_busy_seconds_total", (("rank", "0"),)) in found
         engine.ready = False
         assert value(samples(service), "dist_attn_engine_ready") == 0
         eventually(lambda: value(samples(service), "dist_attn_open_requests") == 0, "the request to end")

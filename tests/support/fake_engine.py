@@ -195,7 +195,7 @@ class FakeEngine:
             queued=0,
             active=len(self._work),
             tokens_per_second=0.0,
-            ranks=[RankStatus(rank=0, pid=1, phase="idle", step_done=0, heartbeat_age=0.0, progress_age=0.0)],
+            ranks=[RankStatus(rank=0, pid=1, phase="idle", step_done=0, heartbeat_age=0.0, progress_age=0.0, busy=1.5)],
             guards=GuardCounts(600, [[3, 0], [], [1, 50]]),
             lost_groups=2,
             replayed_tokens=700,
@@ -353,7 +353,11 @@ class FakeEnginePort:
             self._loop.call_at(due, self._say, name)
 
     def _say(self, name: str) -> None:
-        self._streams.route(self._said[name].popleft())
+        coming = self._said[name]
+        answer = coming.popleft()
+        if not coming:
+            del self._said[name]
+        self._streams.route(answer)
 
 
 @contextmanager

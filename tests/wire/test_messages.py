@@ -66,7 +66,7 @@ EXAMPLES = [
         0,
         1,
         3.5,
-        [wire.RankStatus(0, 1, "idle", 2, 0.1, 0.2, 3)],
+        [wire.RankStatus(0, 1, "idle", 2, 0.1, 0.2, 3, 0.75)],
         ranks.GuardCounts(9, [[1, 2], []]),
     ),
     ranks.Step(1, 2, [ranks.OpenOp(1, wire.RowSpec()), ranks.PrefillOp(1, 0, [1, 0], b"\0" * 4), ranks.CloseOp(1)]),

@@ -133,7 +133,8 @@ static void pair_gates(const chunk *at, const float *pairs, const float *of_pair
     for (int64_t t = at->length - 1; t >= 0; t--) crossing[t] += sum += of_query[t] - of_key[t];
 }
 
-/* Gradients through the pairs of a chunk are added: of queries' features, of keys' and of values. */
+/* Gradients through the pairs of a chunk are added: of queries' features, of keys' and of values. In float32 always:
+   half of each matrix is masked and left out here; as whole matrices of halves they would take as long. */
 static void through_pairs(const call *c, const chunk *at, desk *d, const float *keys, const float *of_den,
                           float *crossing) {
     int64_t values = round_up(c->values, LANES), lanes = at->lanes, M = c->features;

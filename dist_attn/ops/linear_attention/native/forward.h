@@ -2,7 +2,7 @@
 #pragma once
 #include "matrices.h"
 
-/* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where there are gates. */
+/* The state behind a chunk, S = gain S + sum phi_k v^T; `phi` holds weighed keys, times `left` where gates are. */
 static void advance(const call *c, const matrices *m, const chunk *at, state to, const float *phi, const float *v) {
     int64_t values = to.values;
     float keep = at->fresh ? 0.0f : at->gain;

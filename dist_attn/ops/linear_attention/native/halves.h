@@ -1,7 +1,7 @@
-/* Products of bfloat16 instructions, where the processor has them: pairs of numbers that are summed over lie side by side
-   in one word, and a lane of the sum takes two products at once, in float32. Twice as fast as float32.
+/* Products of bfloat16 instructions, where the processor has them: pairs of numbers that are summed over lie side by
+   side in one word, and a lane of the sum takes two products at once, in float32. Twice as fast as float32.
 
-   Only what enters a product is rounded: states, sums, denominators and random projections stay float32. */
+   Only what enters a product is rounded: states, sums and random projections stay float32. */
 #pragma once
 #include "chunk.h"
 
@@ -16,21 +16,22 @@ typedef struct {
 
 /* Two rows, whose elements are summed over in turn, as words. */
 INLINE void pair_up(uint32_t *out, vec first, vec second) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                           5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
     __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
     _mm512_store_si512(out, _mm512_permutexvar_epi16(order, both));
 }
 
-/* [rows, columns] -> words [rows / 2 rounded up, columns] in rows of `row`: rows in pairs, the last one beside zeros. */
+/* [rows, columns] -> words [rows / 2 rounded up, columns] in rows of `row`: rows in pairs, an odd one beside zeros. */
 static void pair_rows(uint32_t *out, int64_t row, const float *in, int64_t in_row, int64_t rows, int64_t columns) {
     for (int64_t i = 0; i < rows; i += 2, in += 2 * in_row, out += row)
         for (int64_t j = 0; j < columns; j += LANES)
             pair_up(out + j, load(in + j), i + 1 < rows ? load(in + in_row + j) : (vec){0});
 }
 
-/* [rows, columns] -> words [rows, columns / 2] in rows of `row`: neighbours in pairs, a last vector alone beside zeros. */
-static void pair_neighbours(uint32_t *out, int64_t row, const float *in, int64_t in_row, int64_t rows, int64_t columns) {
+/* [rows, columns] -> words [rows, columns / 2] in rows of `row`: neighbours in pairs, an odd vector beside zeros. */
+static void pair_neighbours(uint32_t *out, int64_t row, const float *in, int64_t in_row, int64_t rows,
+                            int64_t columns) {
     for (int64_t i = 0; i < rows; i++, in += in_row, out += row)
         for (int64_t j = 0; j < columns; j += 2 * LANES) {
             vec second = j + LANES < columns ? load(in + j + LANES) : (vec){0};

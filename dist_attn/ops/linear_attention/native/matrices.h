@@ -31,7 +31,7 @@ static matrices take_matrices(room *r, const call *c) {
 }
 
 #if HALF_PRODUCTS
-/* The left factor as words. What is beyond `depth` in its last vector must be zeros, or numbers at least. */
+/* The left factor as words. What is beyond `depth` in its last vector must be finite. */
 static words left_words(const matrices *m, factor a, int64_t rows, int64_t depth) {
     if (a.column == 1) {
         int64_t row = round_up(depth, 2 * LANES) / 2;
@@ -45,8 +45,8 @@ static words left_words(const matrices *m, factor a, int64_t rows, int64_t depth
 #endif
 
 /* As `product`. The left factor has whole vectors, in rows or in columns. */
-static void multiply(const matrices *m, float *out, int64_t out_row, float keep, factor a, const float *b, int64_t b_row,
-                     int64_t rows, int64_t columns, int64_t depth) {
+static void multiply(const matrices *m, float *out, int64_t out_row, float keep, factor a, const float *b,
+                     int64_t b_row, int64_t rows, int64_t columns, int64_t depth) {
 #if HALF_PRODUCTS
     if (m->half) {
         words left = left_words(m, a, rows, depth);
@@ -76,7 +76,8 @@ static void pair_products(const matrices *m, const chunk *at, float *out, factor
 }
 
 /* num += pairs v: what the queries of a chunk find in its own values. */
-static void add_values(const matrices *m, const chunk *at, float *num, const float *pairs, const float *v, int64_t values) {
+static void add_values(const matrices *m, const chunk *at, float *num, const float *pairs, const float *v,
+                       int64_t values) {
 #if HALF_PRODUCTS
     if (m->half) {
         pair_rows(m->right, values, v, values, at->lanes, values);

@@ -116,7 +116,8 @@ static void read_backward_group(const call *c, int64_t group, float *memory) {
                 features_gradient(c, group, d.queries, at.present, d.of_queries, c->grad_q, at.begin, at.length, d.grad_x,
                                   d.rows, c->grad_w ? d.grad_w : NULL);
             weigh(d.queries.phi, M, at.lanes, at.into);
-            multiply(&d.m, grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values, at.length);
+            multiply(&d.m, grad.s, values, 1.0f, (factor){d.queries.phi, CHUNK, 1}, d.of_num, values, M, values,
+                     at.length);
             for (int64_t m = 0; m < M; m++) grad.z[m] += dot(d.queries.phi + m * CHUNK, of_den, at.lanes);
         } else if (c->grad_q.at) {
             for (int64_t t = 0; t < at.length; t++)
