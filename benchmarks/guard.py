@@ -40,7 +40,7 @@ class Watched:
 QUICK = (
     Watched("scaleformer-4-masked", "naive / ours at 512", "higher"),
     Watched("scaleformer-5-masked", "naive / ours at 512", "higher"),
-    Watched("scaleformer-5-bidirectional", "naive / ours at 512", "higher"),
+    Watched("scaleformer-5-bidirectional", "naive / ours at 2048", "higher"),  # below, 15 % is within its scatter
     Watched("forward", "sdpa / ours at 2048", "higher"),
     Watched("forward", "sdpa / ours at 8192", "higher"),
     Watched("forward", "ours / limit at 8192", "lower"),
