@@ -6,8 +6,9 @@
 Parts: correctness (against the streaming form in float64), tiles (measured and kept, with --tune), attention (forward,
 and forward with backward, beside torch's exact attention, the streaming form, and flash-linear-attention where it is
 installed), decode (one step, also as a CUDA graph), relative_correctness and relative (relative attention likewise,
-against torch's windowed form), graph_correctness and graph (a model's decode step, captured, against plain ones). A
-part that fails is filed with its error and the next one begins.
+against torch's windowed form), graph_correctness and graph (a model's decode step, captured, against plain ones),
+longest (the longest exact attention that four ranks on the GPU hold, each with 24 GB). A part that fails is filed with
+its error and the next one begins.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import torch
 
 from benchmarks.gpu_cases import Shape, check_correctness, decode_rows, length_row, tune
 from benchmarks.gpu_graph import check_graph, graph_rows
+from benchmarks.gpu_longest import longest_rows
 from benchmarks.gpu_relative import check_relative, relative_rows
 
 __all__ = ["main"]
@@ -43,6 +45,7 @@ PARTS = (
     "decode",
     "relative",
     "graph",
+    "longest",
 )
 LENGTHS = (2_048, 8_192, 32_768, 131_072)
 
@@ -67,6 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
         "relative_correctness": lambda: check_relative(tiny=given.tiny),
         "graph_correctness": lambda: check_graph(tiny=given.tiny),
         "graph": lambda: graph_rows(tiny=given.tiny),
+        "longest": lambda: longest_rows(tiny=given.tiny),
         "relative": lambda: relative_rows(shape if given.tiny else RELATIVE, lengths, tiny=given.tiny),
         "decode": lambda: decode_rows(shape, (2,) if given.tiny else (1, 16, 64, 256), tiny=given.tiny),
     }

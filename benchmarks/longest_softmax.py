@@ -31,7 +31,7 @@ from dist_attn.ops import LinearState, linear_attention, softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 
-__all__ = ["HEADS", "RANKS", "SIZE", "TESTS", "LongestSoftmax", "head_by_head", "longest_ratios", "measure"]
+__all__ = ["HEADS", "RANKS", "SIZE", "TESTS", "LongestSoftmax", "head_by_head", "longest_ratios", "longest_within", "measure"]
 
 TESTS = ("tests/sharded/test_softmax_across_ranks.py", "tests/ops/test_softmax_attention.py")
 HEADS, SIZE, NUM_RANDOM, RANKS = 12, 64, 64, 4
@@ -143,7 +143,7 @@ class LongestSoftmax:
 def head_by_head(q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> torch.Tensor:
     """Causal attention with the scores of one head at a time; outputs are written into one tensor."""
     out = torch.empty_like(q_BHLK)
-    for head in range(HEADS):
+    for head in range(q_BHLK.shape[1]):
         one = (t[:, head : head + 1] for t in (q_BHLK, k_BHLK, v_BHLV))
         out[:, head] = softmax_attention_naive(*one, causal=True)[:, 0]
     return out
@@ -211,16 +211,16 @@ def _row(form: Form, measured: dict[int, int], checked: int) -> Row:
         measured=measured,
         check_length=form.check,
         check_over_formula=round(checked / float(np.polyval(coefficients, form.check)), 5),
-        longest=_longest(coefficients) if form.degree else None,
+        longest=longest_within(coefficients, BUDGET_BYTES) if form.degree else None,
         times_plain=None,
         bytes_at_longest=None,
     )
 
 
-def _longest(coefficients: np.ndarray) -> int:
-    """The largest whole length whose bytes do not exceed the budget."""
+def longest_within(coefficients: np.ndarray, budget: float) -> int:
+    """The largest whole length whose bytes, a polynomial of it, do not exceed the budget."""
     falling = coefficients.copy()
-    falling[-1] -= BUDGET_BYTES
+    falling[-1] -= budget
     return int(max(root.real for root in np.roots(falling) if abs(root.imag) < 1e-6))
 
 

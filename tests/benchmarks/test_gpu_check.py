@@ -32,6 +32,7 @@ def test_the_check_runs_in_the_interpreter(tmp_path: Path) -> None:
     assert found["graph"][0]["captured"] > 0
     assert {"kernels", "kernels with backward", "sdpa"} <= set(found["attention"][0])
     assert found["decode"][0]["kernel"] > 0
+    assert all(row["at_longest"]["within"] for row in found["longest"] if row["ranks"] == 1)
     assert found["tiles"]["best"]["seconds"] > 0
 
 

@@ -57,7 +57,7 @@ def test_what_a_rank_holds_in_the_reshuffle() -> None:
 def test_the_longest_length_is_the_last_that_fits(coefficients: tuple[float, ...]) -> None:
     """One token more does not fit into the budget."""
     polynomial = np.array(coefficients[::-1])
-    longest = study._longest(polynomial)
+    longest = study.longest_within(polynomial, BUDGET_BYTES)
     assert np.polyval(polynomial, longest) <= BUDGET_BYTES < np.polyval(polynomial, longest + 1)
 
 
