@@ -1,7 +1,7 @@
 """The longest attention within so many bytes per rank on one GPU that four ranks share, at A Unified View's full size.
 
-Ranks are threads, copies on the device are their collectives, and each counts the bytes of its own tensors. The model is
-that of the paper's Figure 6: 96 heads of 128, 12,288 channels, ranks of 24 GB.
+Ranks are threads, copies on the device are their collectives, and each counts the bytes of its own tensors. The sizes
+are those of the paper's Figure 6: 96 heads of 128, 12,288 channels, ranks of 24 GB.
 """
 
 import time

@@ -31,7 +31,17 @@ from dist_attn.ops import LinearState, linear_attention, softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 
-__all__ = ["HEADS", "RANKS", "SIZE", "TESTS", "LongestSoftmax", "head_by_head", "longest_ratios", "longest_within", "measure"]
+__all__ = [
+    "HEADS",
+    "RANKS",
+    "SIZE",
+    "TESTS",
+    "LongestSoftmax",
+    "head_by_head",
+    "longest_ratios",
+    "longest_within",
+    "measure",
+]
 
 TESTS = ("tests/sharded/test_softmax_across_ranks.py", "tests/ops/test_softmax_attention.py")
 HEADS, SIZE, NUM_RANDOM, RANKS = 12, 64, 64, 4
