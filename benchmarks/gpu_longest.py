@@ -126,7 +126,7 @@ def _peak(full: Full, device: str, ranks: int, attend: Attend, length: int) -> t
     def body(comm: Communicator) -> int:
         with torch.inference_mode(), TrackedMemory() as tracked:
             attend(comm, layout, full.inputs(layout.lengths[comm.rank], device))
-        return tracked.peak
+        return int(tracked.peak)
 
     if device == "cuda":
         torch.cuda.empty_cache()
