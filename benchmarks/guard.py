@@ -18,7 +18,7 @@ from benchmarks.race import measure
 from benchmarks.setting import Setting, look_around
 from benchmarks.verify import ROOT, why_red
 
-__all__ = ["QUICK", "Comparison", "Watched", "compare", "main", "measure_now", "table"]
+__all__ = ["QUICK", "Comparison", "Watched", "better", "compare", "main", "measure_now", "table"]
 
 MOST_LOSS = 0.15
 # Of each core, left over by the tests that ran just before; ratios taken beside other work scatter by a third.
@@ -40,7 +40,8 @@ class Watched:
 QUICK = (
     Watched("scaleformer-4-masked", "naive / ours at 512", "higher"),
     Watched("scaleformer-5-masked", "naive / ours at 512", "higher"),
-    Watched("scaleformer-5-bidirectional", "naive / ours at 2048", "higher"),  # below, 15 % is within its scatter
+    Watched("scaleformer-5-bidirectional", "naive / ours at 512", "higher"),
+    Watched("scaleformer-5-bidirectional", "naive / ours at 2048", "higher"),
     Watched("forward", "sdpa / ours at 2048", "higher"),
     Watched("forward", "sdpa / ours at 8192", "higher"),
     Watched("forward", "ours / limit at 8192", "lower"),
@@ -116,6 +117,18 @@ def measure_now(watched: Sequence[Watched], rounds: int) -> dict[str, dict[str, 
     return found
 
 
+def better(
+    watched: Sequence[Watched], first: Mapping[str, Mapping[str, float]], second: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """The first ratios, these replaced where the second is better: what is lost is so twice, what scatters is not."""
+    found = {case: dict(ratios) for case, ratios in first.items()}
+    for one in watched:
+        values = [r for r in (found.get(one.case, {}).get(one.ratio), second.get(one.case, {}).get(one.ratio)) if r]
+        if values:
+            found.setdefault(one.case, {})[one.ratio] = max(values) if one.better == "higher" else min(values)
+    return found
+
+
 def main(arguments: Sequence[str]) -> int:
     """The exit code: 0 nothing was lost, 1 the tests are red or something was lost, 2 there was nothing to compare."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.guard", description="Compare with what was filed.")
@@ -136,7 +149,12 @@ def main(arguments: Sequence[str]) -> int:
             "what is lost may be lost to other work: run it again on a quiet machine",
             file=sys.stderr,
         )
-    comparisons = compare(QUICK, filed_results(ROOT / RESULTS), measure_now(QUICK, given.rounds), setting)
+    filed, now = filed_results(ROOT / RESULTS), measure_now(QUICK, given.rounds)
+    comparisons = compare(QUICK, filed, now, setting)
+    lost = [one.watched for one in comparisons if one.failed(given.most_loss)]
+    if lost:
+        print(f"bench-quick: measured again: {', '.join(f'{one.case}: {one.ratio}' for one in lost)}", file=sys.stderr)
+        comparisons = compare(QUICK, filed, better(lost, now, measure_now(lost, given.rounds)), setting)
     print(f"{setting.sentence()}\n\n{table(comparisons, given.most_loss)}")
     return verdict(comparisons, given.most_loss)
 

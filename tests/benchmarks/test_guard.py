@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import guard
 from benchmarks.cases import CASES
-from benchmarks.guard import QUICK, Comparison, Watched, compare, filed_results, latest, measure_now, table
+from benchmarks.guard import QUICK, Comparison, Watched, better, compare, filed_results, latest, measure_now, table
 from benchmarks.setting import Setting
 
 FASTER = Watched("forward", "sdpa / ours at 8192", "higher")
@@ -51,6 +51,15 @@ def test_what_cannot_be_compared() -> None:
         "LOST",
     ]
     assert "| 1.00 | 1.50 | -33.3% |" in text
+
+
+def test_what_is_measured_again_counts_where_it_is_better() -> None:
+    """Of ratios that looked lost the better of two counts, whichever way is better; all others stay the first."""
+    first = {"forward": {FASTER.ratio: 8.0, CLOSER.ratio: 1.5, "else": 3.0}}
+    second = {"forward": {FASTER.ratio: 9.5, CLOSER.ratio: 1.2, "else": 4.0}}
+    assert better([FASTER, CLOSER], first, second) == {"forward": {FASTER.ratio: 9.5, CLOSER.ratio: 1.2, "else": 3.0}}
+    assert better([FASTER, CLOSER], second, first)["forward"] == second["forward"]
+    assert better([FASTER], first, {}) == first
 
 
 def test_the_newest_result_of_this_machine_counts(tmp_path: Path) -> None:

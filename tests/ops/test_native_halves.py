@@ -36,14 +36,16 @@ def test_every_length(tokens, gate):
 def test_sizes_that_are_no_pairs(sizes, kind):
     """An odd number of features or values, one alone included, leaves nothing out and adds nothing."""
     case = Case(37, kind=kind, gate=True, scale=True, state=True, sizes=sizes, batch=1)
-    assert_like_the_oracle(case, dtype=BF16, denominator=Denominator("one"))
+    # Outputs that nothing divides are sums in the hundreds, of which some elements are near 0.
+    assert_like_the_oracle(case, dtype=BF16, denominator=Denominator("one"), together=True)
 
 
 @pytest.mark.parametrize("documents", [(0, 1, 2), (5, 6, 70, 134), (63, 65, 129)], ids=str)
 def test_documents(documents):
     """Packed documents of odd lengths do not see each other."""
     case = Case(135, gate=True, scale=True, state=True, batch=1)
-    assert_like_the_oracle(case, dtype=BF16, documents=documents)
+    # What a document of one token has as the gradient of its scale is nothing but rounding.
+    assert_like_the_oracle(case, dtype=BF16, documents=documents, together=True)
 
 
 @pytest.mark.parametrize("gate", [False, True])

@@ -348,7 +348,7 @@ class FakeEnginePort:
             due = max(self._loop.time(), self._due.get(name, 0.0))
             due += self.engine.draw_seconds if isinstance(answer, Generated) else 0.0
             self._due[name] = due
-            # Loops keep no order among calls that are due at nearly the same time: each takes whatever is next.
+            # uvloop keeps no order among calls that are due within a millisecond: each takes whatever is next.
             self._said.setdefault(name, deque()).append(answer)
             self._loop.call_at(due, self._say, name)
 
