@@ -2,11 +2,13 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := $(VENV)/.serving
 STAMP := $(VENV)/.installed
 # The torch pin stands in one place. It goes first and alone, so that nothing else decides which torch is installed.
 TORCH := $(shell sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 # For example PIP_ARGS="--index-url …" to choose where packages, and which build of torch, come from.
 PIP_ARGS ?=
+PIP = $(BIN)/python -m pip install --disable-pip-version-check
 PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
 WORKERS ?= 2
@@ -22,16 +24,24 @@ help:  ## this list
 
 setup: $(STAMP)  ## make .venv and install everything the service, the tests and the checks need
 
-$(STAMP): pyproject.toml constraints.txt
+# What the service and the commands need; the tests and checks add theirs to the same .venv.
+$(SERVING): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "Python 3.11 or newer is needed, '$(PYTHON)' is not: install it, or name one with make PYTHON=…" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
 	    echo "'$(PYTHON) -m venv' failed: on Debian and Ubuntu, install python3-venv" >&2; rm -rf $(VENV); exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) "$(TORCH)"
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]"
+	@echo "$(VENV): $(TORCH), the largest part"
+	$(PIP) $(PIP_ARGS) "$(TORCH)"
+	@echo "$(VENV): dist-attn and what it needs to serve"
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
-serve: setup  ## start the service on http://127.0.0.1:8000 with the model that ships
+$(STAMP): $(SERVING)
+	@echo "$(VENV): what tests, checks and documentation need"
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e ".[dev,docs]"
+	@touch $@
+
+serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the model that ships
 	@exec $(BIN)/python -m dist_attn serve $(ARGS)
 
 test: setup  ## run every test; what is skipped says why
@@ -45,7 +55,7 @@ coverage: setup  ## run every test, then list the lines and branches that none r
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report
 	@echo "engine and control by themselves:"
-	$(BIN)/coverage report --include='dist_attn/engine/*,dist_attn/control/*' --fail-under=$(ENGINE_COVERAGE)
+	$(BIN)/coverage report --include='dist_attn/rank/*,dist_attn/rank_link/*,dist_attn/control/*' --fail-under=$(ENGINE_COVERAGE)
 
 check: setup  ## style, types and import contracts
 	$(BIN)/ruff check .

@@ -23,7 +23,7 @@ QUESTION = (
     "What share of time are ranks idle while work is queued? A service of its own, books-6m, two documents at once, "
     "longer than is measured; ranks report the time of their steps, waiting for each other included."
 )
-TESTS = ("tests/control/test_scheduler.py", "tests/engine/test_worker.py")
+TESTS = ("tests/control/test_scheduler.py", "tests/rank/test_worker.py")
 MODEL, RANKS, STRETCHES, STRETCH_S = "books-6m", (1, 2), 5, 8.0
 SMOKE_STRETCH_S = 1.5
 START_S, SILENCE_S, LOOK_S = 180.0, 60.0, 0.01

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from dist_attn.errors import extra_hint
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
@@ -23,7 +25,7 @@ def _program() -> str | None:
 def why_no_chromium() -> str | None:
     """What is missing, or None."""
     if find_spec("playwright") is None:
-        return "needs Playwright: pip install 'dist-attn[browser]'"
+        return f"needs Playwright: {extra_hint('browser')}"
     if _program() is None:
         return f"needs a Chromium: none of {', '.join(NAMES)} is on the PATH"
     return None

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     known: dict[str, Case | Study] = {**CASES, **STUDIES}
     given = _parser(known).parse_args(arguments)
     if given.list:
-        print("\n".join(f"{name}: {one.question}" for name, one in known.items()))
+        print("\n".join(f"{name}: {one.question}" for name, one in {**known, **EXPERIMENTS}.items()))
         return 0
     names = given.cases or list(known)
     unknown = [name for name in names if name not in known]

@@ -56,7 +56,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "sessions": Measurement(
         "benchmarks.service_sessions",
         ("--tokens=1000000", "--bytes-per-token=5", "--kills=20"),
-        ("tests/engine/test_stored_sessions.py",),
+        ("tests/rank/test_stored_sessions.py",),
     ),
     "streaming": Measurement(
         "benchmarks.service_streaming", ("--megabytes=1024",), ("tests/benchmarks/test_service_streaming.py",)
@@ -64,7 +64,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "fairness": Measurement(
         "benchmarks.service_fairness",
         ("--ranks", "1", "2"),
-        ("tests/control/test_scheduler.py", "tests/engine/test_interleaving.py"),
+        ("tests/control/test_scheduler.py", "tests/rank/test_interleaving.py"),
     ),
     "disconnects": Measurement(
         "benchmarks.service_disconnects", ("--ranks=1", "--times=5"), ("tests/service/test_disconnect.py",)

@@ -18,9 +18,9 @@ from benchmarks.setting import look_around
 from benchmarks.timing import interleaved
 from benchmarks.verify import ROOT
 from dist_attn.checkpoints import load_model_and_tokeniser
-from dist_attn.engine.decode_slots import SLOTS
 from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModel, hold_weights_as, weight_bytes
+from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.text import Tokeniser
 from dist_attn.training.evaluation import score_tokens
 

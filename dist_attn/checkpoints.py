@@ -226,7 +226,7 @@ def save_model(
 
     `half` stores matrices as float16 (loaded back to float32); `facts` go into the manifest as they are. `weights`
     stand for the model's own, where those are sharded. A `source_tokeniser`, of sources with a vocabulary of their own,
-    goes into the folder `source`.
+    goes into the folder `source`. A language model with a tokeniser also gets generation_config.json for transformers.
 
     Raises: InputError for a model whose weights are held in fewer bits.
     """
@@ -241,6 +241,9 @@ def save_model(
         temporary.mkdir(parents=True)
         if tokeniser is not None:
             tokeniser.save(temporary)
+            if isinstance(model, LanguageModel) and tokeniser.end_token is not None:
+                ends = {"eos_token_id": tokeniser.end_token, "pad_token_id": tokeniser.end_token}
+                (temporary / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n")
         if source_tokeniser is not None:
             source_tokeniser.save(temporary / "source")
         _write_folder(temporary, model, model.state_dict() if weights is None else weights, half, facts or {})

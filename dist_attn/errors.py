@@ -17,15 +17,18 @@
     ├── NotFiniteError                a NaN or an infinity, named where `check_finite` asks for it
     ├── EngineError                   the rank group failed while it held work
     ├── StorageError                  a file could not be written, as on a full disk
-    │   └── QuotaError                a caller's share of the store is used up
+    │   ├── QuotaError                a caller's share of the store is used up
+    │   ├── StateDamagedError         a stored state whose bytes are gone, or are not those that were stored
+    │   └── CatalogueDamagedError     a catalogue whose file is no database, or a damaged one
     ├── ClientError                   a call to a service came to something else than success; see client/errors.py
-    └── MissingExtraError             an optional dependency is needed; says which `pip install` gives it
+    └── MissingExtraError             an optional dependency is needed; says what to run (`extra_hint`)
 
 A message says what was given, what was needed and what to do about it.
 """
 
 __all__ = [
     "BusyError",
+    "CatalogueDamagedError",
     "ClientError",
     "CommError",
     "ConfigError",
@@ -40,11 +43,13 @@ __all__ = [
     "PositionError",
     "QuotaError",
     "ShapeError",
+    "StateDamagedError",
     "StateMismatchError",
     "StorageError",
     "TokenError",
     "UnknownStateError",
     "WireError",
+    "extra_hint",
 ]
 
 
@@ -85,12 +90,16 @@ class ConflictError(InputError):
 
 
 class PositionError(ConflictError):
-    """A session that stands at `position`, not at the `expected` one."""
+    """A session that stands at `position`, not at the `expected` one.
 
-    def __init__(self, message: str, *, expected: int, position: int) -> None:
+    `start` is where an append began of which a part is kept, the tokens from there to `expected`; None otherwise.
+    """
+
+    def __init__(self, message: str, *, expected: int, position: int, start: int | None = None) -> None:
         super().__init__(message)
         self.expected = expected
         self.position = position
+        self.start = start
 
 
 class BusyError(ConflictError):
@@ -129,9 +138,22 @@ class QuotaError(StorageError):
     """A caller's share of the store is used up."""
 
 
+class StateDamagedError(StorageError):
+    """A stored state whose bytes are gone, or are not those that were stored."""
+
+
+class CatalogueDamagedError(StorageError):
+    """A catalogue whose file is no database, or a damaged one."""
+
+
 class ClientError(DistAttnError):
     """A call to a service came to something else than success; `client/errors.py` has its kinds."""
 
 
 class MissingExtraError(DistAttnError):
     """An optional dependency is needed and not installed."""
+
+
+def extra_hint(extra: str) -> str:
+    """What installs an extra of pyproject.toml; no package index has this project, so it is done from its checkout."""
+    return f"in the checkout, run .venv/bin/pip install -e '.[{extra}]'"

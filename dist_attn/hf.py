@@ -5,19 +5,20 @@
     model = AutoModelForCausalLM.from_pretrained("runs/first/model")
 
 What transformers calls the cache is our recurrent state, which has a constant size for kernel attention. The extra
-`dist-attn[hf]` installs transformers.
+The extra `hf` installs transformers.
 """
 
 import os
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.checkpoints import load_model, resolve_model_folder, save_model
-from dist_attn.errors import InputError, MissingExtraError, ShapeError
+from dist_attn.errors import InputError, MissingExtraError, ShapeError, extra_hint
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
+from dist_attn.shipped.foreign import OUR_MODEL_TYPE
 from dist_attn.text import load_tokeniser
 
 try:
@@ -25,6 +26,7 @@ try:
         AutoConfig,
         AutoModelForCausalLM,
         AutoTokenizer,
+        GenerationConfig,
         GenerationMixin,
         PreTrainedConfig,
         PreTrainedModel,
@@ -32,11 +34,9 @@ try:
     )
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ModuleNotFoundError as error:
-    raise MissingExtraError(f"dist_attn.hf needs {error.name}: pip install 'dist-attn[hf]'") from None
+    raise MissingExtraError(f"dist_attn.hf needs {error.name}: {extra_hint('hf')}") from None
 
 __all__ = ["DistAttnConfig", "DistAttnForCausalLM", "StateCache"]
-
-MODEL_TYPE: Final = "dist_attn"
 
 # What transformers passes on when it loads a folder, and what changes nothing for files of ours on this disk.
 IGNORED = frozenset({
@@ -44,11 +44,13 @@ IGNORED = frozenset({
     "revision", "token", "trust_remote_code", "use_safetensors", "weights_only",
 })  # fmt: skip
 
+OFF = (None, False, "")  # values of an option that asks for nothing
+
 
 class DistAttnConfig(PreTrainedConfig):  # type: ignore[misc]
     """The keys of our config.json as attributes; `language_model` is the same as our own frozen value."""
 
-    model_type = MODEL_TYPE
+    model_type = OUR_MODEL_TYPE
     attribute_map = {"num_hidden_layers": "num_layers", "intermediate_size": "mlp_size"}  # noqa: RUF012
 
     @classmethod
@@ -66,21 +68,27 @@ class DistAttnConfig(PreTrainedConfig):  # type: ignore[misc]
 
 @final
 class StateCache:
-    """Our recurrent state in the place of `past_key_values`; every call puts the state after it in here."""
+    """Our recurrent state in the place of `past_key_values`; every call puts the state after it in here.
+
+    `states` holds one state of the whole batch, or one for each row where rows of different lengths have caches of
+    different sizes; it is empty before the first token.
+    """
 
     is_compileable = False
 
     def __init__(self) -> None:
-        self.state: ModelState | None = None
+        self.states: list[ModelState] = []
+        self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens so far."""
-        return 0 if self.state is None else self.state.position
+        """Columns of `input_ids` so far, padding included."""
+        return self.columns
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """The state of row `beam_idx[i]` in row i, as beam search wants it."""
-        if self.state is not None:
-            self.state = self.state.select([int(row) for row in beam_idx])
+        rows = [int(row) for row in beam_idx]
+        whole = len(self.states) == 1
+        self.states = [self.states[0].select(rows)] if whole else [self.states[row] for row in rows if self.states]
 
 
 class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -100,28 +108,33 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **options: Any
     ) -> "DistAttnForCausalLM":
-        """The model of a folder or of a shipped name, in evaluation mode; `dtype` and a single device may be given.
+        """The model of a folder or of a shipped name, in evaluation mode.
 
+        `dtype`, a single device and a `subfolder` may be given. Options of transformers that concern downloads are
+        ignored, and so are options that are off: None, False or empty.
         Raises: ModelFolderError for an unusable folder, InputError for an option that would change the model.
         """
         dtype = options.pop("dtype", None) or options.pop("torch_dtype", None)
         device = options.pop("device_map", None)
+        inner = options.pop("subfolder", None) or ""
         options.pop("config", None)  # read from the folder again, with its checks
-        unknown = sorted(key for key, value in options.items() if key not in IGNORED and value is not None)
+        unknown = sorted(key for key, value in options.items() if key not in IGNORED and value not in OFF)
         if args or unknown:
             raise InputError(
                 f"from_pretrained was given {', '.join(unknown) or 'positional arguments'}; a model of dist-attn takes "
-                "dtype and device_map"
+                "dtype, device_map and subfolder"
             )
         if isinstance(device, dict):
             device = device.get("")
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        folder = resolve_model_folder(str(pretrained_model_name_or_path))
+        folder = resolve_model_folder(Path(pretrained_model_name_or_path) / inner)
         model = load_model(folder)
         end = load_tokeniser(folder).end_token if (folder / "tokenizer.json").is_file() else None
         own = cls(DistAttnConfig.of(model.config, end_token=end), model)
         own.config.name_or_path = str(folder)
+        if (folder / "generation_config.json").is_file():
+            own.generation_config = GenerationConfig.from_pretrained(folder)
         if dtype not in (None, "auto"):
             own = own.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
         if device is not None:
@@ -130,7 +143,7 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         return own
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **options: Any) -> None:
-        """Write config.json, model.safetensors and manifest.json as `save_model` does; other files there stay."""
+        """Write what `save_model` writes, and generation_config.json; other files there stay, such as a tokeniser."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         beside = folder / f".{os.getpid()}.model"
@@ -138,6 +151,7 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         for path in sorted(beside.iterdir()):
             path.replace(folder / path.name)
         beside.rmdir()
+        self.generation_config.save_pretrained(folder)
 
     def forward(
         self,
@@ -150,35 +164,59 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
     ) -> Any:
         """Logits [B, L, vocabulary], the cache with the state after these tokens, and the loss where labels are given.
 
-        Labels are the tokens themselves, -100 where none counts; the loss is that of each next token.
+        Labels are the tokens themselves, -100 where none counts; the loss is that of each next token. The mask
+        [B, tokens before and L] is 0 where a row is padded. Padding before a text is not read: it changes no state,
+        its logits are 0, and no loss is taken from it. Padding behind a text is read, after everything that counts.
 
-        Raises: ShapeError for a mask that hides tokens before the last one that counts: pad behind the text.
+        Raises: ShapeError for a mask that hides all of a row, or tokens between others.
         """
-        if attention_mask is not None and bool((attention_mask.diff(dim=-1) > 0).any()):
-            raise ShapeError(
-                "the attention mask hides tokens before others; a recurrent state reads every token: pad on the right, "
-                "or give one text at a time"
-            )
         cache = StateCache() if past_key_values is None else past_key_values
-        logits_BLV, state = self.model(input_ids, None, cache.state)
-        if use_cache is not False:
-            cache.state = state
+        padding_B = _padding(attention_mask, cache.columns, input_ids)
+        logits_BLV = self._read(input_ids, padding_B, cache)
+        cache.columns += input_ids.shape[1]
         loss = None
         if labels is not None:
+            columns_L = torch.arange(input_ids.shape[1], device=labels.device)
+            labels = labels.masked_fill(columns_L <= padding_B.to(labels.device)[:, None], -100)
             loss = F.cross_entropy(logits_BLV[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(
             loss=loss, logits=logits_BLV, past_key_values=cache if use_cache is not False else None
         )
 
+    def _read(self, input_ids: torch.Tensor, padding_B: torch.Tensor, cache: StateCache) -> torch.Tensor:
+        """Logits [B, L, vocabulary]; the states in the cache go on. Rows that differ in length are read one by one."""
+        if len(cache.states) < 2 and not bool(padding_B.any()):
+            logits_BLV, state = self.model(input_ids, None, cache.states[0] if cache.states else None)
+            cache.states = [state]
+            return logits_BLV  # type: ignore[no-any-return]
+        rows = len(input_ids)
+        before = cache.states if len(cache.states) == rows else [s.select(r) for s in cache.states for r in range(rows)]
+        logits, cache.states = [], []
+        for row, padding in enumerate(padding_B.tolist()):
+            logits_1LV, state = self.model(input_ids[row : row + 1, padding:], None, before[row] if before else None)
+            logits.append(F.pad(logits_1LV, (0, 0, padding, 0)))
+            cache.states.append(state)
+        if len({tuple(t.shape for layer in state.layers for t in layer.tensors()) for state in cache.states}) == 1:
+            cache.states = [ModelState.stack(cache.states)]
+        return torch.cat(logits)
+
     def prepare_inputs_for_generation(
-        self, input_ids: torch.Tensor, past_key_values: StateCache | None = None, **options: Any
+        self, input_ids: torch.Tensor, past_key_values: StateCache | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The tokens that the state has not seen."""
-        use_cache = options.get("use_cache", True)
+        """The tokens that the state has not seen. transformers passes on a mask only where the name `kwargs` is.
+
+        Raises: ShapeError for texts that are padded behind: what is written would follow the padding.
+        """
+        mask, use_cache = kwargs.get("attention_mask"), kwargs.get("use_cache", True)
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ShapeError(
+                "the attention mask hides the last tokens of a text, behind which generate would go on: pad before "
+                "the texts, with padding_side = 'left' in the tokenizer"
+            )
         cache = StateCache() if past_key_values is None and use_cache else past_key_values
         seen = 0 if cache is None else cache.get_seq_length()
-        kept = {"attention_mask": options.get("attention_mask"), "use_cache": use_cache}
-        return {"input_ids": input_ids[:, seen:], "past_key_values": cache, **kept}
+        inputs = {"input_ids": input_ids[:, seen:], "attention_mask": mask}
+        return inputs | {"past_key_values": cache, "use_cache": use_cache}
 
     def get_input_embeddings(self) -> torch.nn.Module:
         """The table of token vectors."""
@@ -195,6 +233,28 @@ class DistAttnForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[mis
         """Nothing: see `_init_weights`."""
 
 
-AutoConfig.register(MODEL_TYPE, DistAttnConfig, exist_ok=True)
+def _padding(mask: torch.Tensor | None, seen: int, input_ids: torch.Tensor) -> torch.Tensor:
+    """How many columns at the beginning of each row of `input_ids` are padding, [B]; `seen` were read before.
+
+    Raises: ShapeError for a mask of another shape, one that hides all of a row, or tokens between others.
+    """
+    rows, length = input_ids.shape
+    if mask is None:
+        return torch.zeros(rows, dtype=torch.int64, device=input_ids.device)
+    if mask.shape != (rows, seen + length):
+        raise ShapeError(f"the attention mask has shape {tuple(mask.shape)}; needed is {(rows, seen + length)}")
+    shown = mask != 0
+    if bool((shown.diff(dim=-1).sum(-1) > 1 + (~shown[:, 0]).long()).any()):
+        raise ShapeError(
+            "the attention mask hides tokens between others; a recurrent state reads every token: pad before or behind "
+            "the texts, or give one text at a time"
+        )
+    hidden = (shown.cumsum(-1) == 0)[:, seen:].sum(-1)
+    if bool((hidden == length).any()):
+        raise ShapeError("the attention mask hides all tokens of a row; needed is at least one in each")
+    return hidden
+
+
+AutoConfig.register(OUR_MODEL_TYPE, DistAttnConfig, exist_ok=True)
 AutoModelForCausalLM.register(DistAttnConfig, DistAttnForCausalLM, exist_ok=True)
 AutoTokenizer.register(DistAttnConfig, fast_tokenizer_class=PreTrainedTokenizerFast, exist_ok=True)

@@ -54,9 +54,17 @@ def is_first_rank(environ: Mapping[str, str]) -> bool:
     return all(environ.get(rank_variable, "0") == "0" for _, rank_variable, _ in _DIALECTS)
 
 
-def find_mpiexec() -> str | None:
-    """MPI's launcher, looked for beside this Python first, where wheels put theirs."""
-    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+def find_mpiexec(*, one_host: bool = False) -> str | None:
+    """MPI's launcher, looked for beside this Python first, where wheels put theirs.
+
+    For ranks of `one_host` MPICH's gforker comes first, where it is installed: it listens on no port, while hydra, the
+    usual launcher of MPICH, listens on all addresses and asks nobody who connects.
+    """
+    places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    found = shutil.which("mpiexec", path=os.pathsep.join(places))
+    if found is not None and one_host:
+        return shutil.which("mpiexec.gforker", path=str(Path(found).parent)) or found
+    return found
 
 
 def lacks_for_mpi() -> list[str]:

@@ -1,6 +1,6 @@
 """Every value an operator may set, as one frozen tree: defaults, a TOML file, the environment, flags; the later win.
 
-    model, data_dir, log_level
+    model, data_dir, log_level, log_format
     [http]     where the API listens, and the keys it asks for
     [limits]   how much one request, and all of them together, may take
     [work]     how work is cut
@@ -16,7 +16,9 @@ In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the
 """
 
 import difflib
+import os
 import re
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dist_attn.errors import ConfigError
+from dist_attn.log_lines import LogFormat
 from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
@@ -44,6 +47,7 @@ __all__ = [
     "read_settings",
     "settings_keys",
     "settings_words",
+    "user_data_folder",
 ]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -70,6 +74,9 @@ def _is_hash(value: str) -> str:
 
 
 KeyHashes = Annotated[tuple[Annotated[str, AfterValidator(_is_hash)], ...], BeforeValidator(_words)]
+Names = Annotated[
+    tuple[Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[\x21-\x7e]*$")], ...], BeforeValidator(_words)
+]
 Bytes = Annotated[int, Field(gt=0)]
 Number = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
@@ -84,6 +91,14 @@ class HttpSettings(_Section):
     api_keys_file: Path | None = Field(default=None, description="file with one key per line, as clients send it")
     admin_keys: KeyHashes = Field(default=(), repr=False, description="likewise, of those that may see everything")
     admin_keys_file: Path | None = Field(default=None, description="file with one admin key per line")
+    allowed_hosts: Names = Field(
+        default=(),
+        description="names that requests may have in Host while no key is asked for, beside addresses, localhost, "
+        "http.host and this machine's name",
+    )
+    served_model_name: Names = Field(
+        default=(), description="names that the model answers to in place of its folder's; the first stands in answers"
+    )
 
 
 class LimitSettings(_Section):
@@ -91,7 +106,11 @@ class LimitSettings(_Section):
 
     request_head_bytes: Bytes = 64 * KIB
     json_body_bytes: Bytes = 8 * MIB
-    json_memory_bytes: Bytes = Field(default=64 * MIB, description="JSON bodies of all requests under way together")
+    json_memory_bytes: Bytes = Field(
+        default=64 * MIB,
+        description="JSON bodies of all requests under way together; several bodies of one caller may hold half of "
+        "what those of others leave",
+    )
     body_bytes: Bytes = Field(default=8 * GIB, description="a document that is streamed")
     row_spool_bytes: Bytes = Field(default=4 * GIB, description="rows that the client has not read yet, on disk")
     npy_tokens: Number = Field(
@@ -104,7 +123,9 @@ class LimitSettings(_Section):
     stop_strings: Number = 16
     stop_characters: Number = Field(default=256, description="longest stop string")
     embedding_inputs: Number = Field(default=2048, description="inputs of one embeddings request")
-    open_requests: Number = Field(default=256, description="requests under way at once")
+    open_requests: Number = Field(
+        default=256, description="requests under way at once; a caller may hold half of what others leave"
+    )
     waiting_requests: Number = Field(default=64, description="of these, how many may wait for an engine that restarts")
     embeddings_at_once: Number = Field(default=32, description="inputs of all embeddings requests in the engine")
     disk_bytes: Bytes = Field(default=16 * GIB, description="all spools together")
@@ -141,6 +162,9 @@ class WaitSettings(_Section):
     keep_alive_seconds: Number = 5
     detached_seconds: Seconds = Field(default=60, description="work on a session whose client has left")
     shutdown_seconds: Number = Field(default=10, description="open streams may finish within this time")
+    expired_seconds: float = Field(
+        default=3600, ge=0, description="what has expired is hidden at once, and deleted after so long of an even clock"
+    )
 
 
 class FileSettings(_Section):
@@ -176,8 +200,9 @@ class EngineSettings(_Section):
 
     api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
-    backend: Literal["local", "gloo", "nccl", "mpi"] = Field(default="gloo", description="how ranks talk to each other")
-    launcher: Literal["auto", "direct", "torchrun", "mpiexec"] = "auto"
+    backend: Literal["local", "gloo", "nccl", "mpi"] = Field(
+        default="gloo", description="how ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs"
+    )
     rank_address: str = Field(
         default="", description="ZeroMQ address where agents and ranks of other hosts connect; empty: a private one"
     )
@@ -296,12 +321,29 @@ class TracingSettings(_Section):
     )
 
 
+def user_data_folder(environment: Mapping[str, str], platform: str = sys.platform) -> Path:
+    """dist-attn in the folder where a user's programs keep data; for a user without a home, `data` where we are.
+
+    That folder is $XDG_DATA_HOME or ~/.local/share, on macOS ~/Library/Application Support.
+    """
+    home = Path(environment.get("HOME") or os.path.expanduser("~"))
+    base = Path(environment.get("XDG_DATA_HOME") or home / ".local/share")
+    if platform == "darwin":
+        base = home / "Library/Application Support"
+    return base / "dist-attn" if base.is_absolute() else Path("data")
+
+
 class Settings(_Section):
     """The whole tree."""
 
     model: str | None = Field(default=None, description="a model folder, or the name of a shipped model")
-    data_dir: Path = Field(default=Path("data"), description="where uploads, spools and states are kept")
+    data_dir: Path = Field(
+        default_factory=lambda: user_data_folder(os.environ),
+        description="where uploads, spools and states are kept; by default dist-attn in the user's data folder: "
+        "$XDG_DATA_HOME or ~/.local/share, on macOS ~/Library/Application Support",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = Field(default="auto", description="auto: words on a terminal, JSON lines elsewhere")
     http: HttpSettings = HttpSettings()
     limits: LimitSettings = LimitSettings()
     work: WorkSettings = WorkSettings()

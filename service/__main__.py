@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -16,47 +17,65 @@ from fastapi import FastAPI
 
 from dist_attn.errors import InputError
 from dist_attn.settings import read_settings
-from dist_attn.wire.curve import check_exposure
+from dist_attn.wire.curve import check_exposure, open_to_others
 from dist_attn.wire.sockets import check_address
 from service.app import create_app
-from service.auth import KeyRing
-from service.http_protocol import bounded_protocol
-from service.limits import OpenRequests
-from service.logs import LibraryLogs, make_log
-from service.served_model import ServedModel
-from service.settings import Settings
+from service.base.logs import LibraryLogs, make_log
+from service.base.settings import Settings
+from service.dependencies import Services
+from service.engine.served_model import ServedModel
+from service.http.auth import KeyRing
+from service.http.limits import OpenRequests
+from service.http.protocol import bounded_protocol
 
 __all__ = ["ApiServer", "main", "serve", "server_config"]
 
 USAGE_ERROR = 2
 LOOK_SECONDS = 0.1
+STARTED = time.monotonic()
 
 
 class ApiServer(uvicorn.Server):
-    """Says where it listens once it really does, and listens until nothing is under way any more."""
+    """Listens until nothing is under way any more; says where once it does, and when the engine is ready.
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, announcement: str = "") -> None:
+    Without a `url` it says nothing.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, url: str = "") -> None:
         super().__init__(config)
         self._open_requests: OpenRequests = app.state.open_requests
-        self._announcement = announcement
+        self._url = url
+        self._announcing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
         await super().startup(sockets=sockets)
-        if self.started and self._announcement:
-            # In one piece: other processes write to the same pipe.
-            sys.stdout.write(f"{self._announcement}\n")
-            sys.stdout.flush()
+        if self.started and self._url:
+            self._announcing = asyncio.create_task(self._announce(self.lifespan.state["services"]))
+
+    async def _announce(self, services: Services) -> None:
+        """Two lines on stdout: what is loaded and where this process listens; then, once the engine has it, ready."""
+        _say(f"loading {services.model.id}, listening on {self._url}  (stop with Ctrl-C)")
+        while not services.watch.health().ready:  # noqa: ASYNC110 - another process makes it so
+            await asyncio.sleep(LOOK_SECONDS)
+        where = services.settings.data_dir.absolute()
+        _say(f"ready after {time.monotonic() - STARTED:.1f} s: {self._url}  model {services.model.id}  data in {where}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let open streams finish first; meanwhile /readyz says that this process stops, and new work is refused."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + (self.config.timeout_graceful_shutdown or 0)
+        if self._announcing is not None:
+            self._announcing.cancel()
         self._open_requests.close()
         while not self.force_exit and clock() < deadline and not await self._open_requests.drained(LOOK_SECONDS):
             pass
         self.config.timeout_graceful_shutdown = max(0, math.ceil(deadline - clock()))
         await super().shutdown(sockets=sockets)
+
+
+def _say(line: str) -> None:
+    print(f"{line}\n", end="", flush=True)  # in one piece: other processes write to the same pipe
 
 
 def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
@@ -85,7 +104,7 @@ def serve(settings: Settings) -> int:
 
     Raises: InputError for a model folder or a controller address that cannot be used.
     """
-    model = ServedModel.read(settings.model)
+    ServedModel.read(settings.model, settings.served_model_name)  # refused before anything is opened
     check_address(settings.api_address)
     check_exposure(settings.api_address, settings.keys_dir, insecure=settings.insecure_network)
     try:
@@ -100,20 +119,31 @@ def serve(settings: Settings) -> int:
         )
         return USAGE_ERROR
     host, port = listener.getsockname()[:2]
+    log = make_log(level=settings.log_level, form=settings.log_format)
     if KeyRing.read(settings).open and not ip_address(host).is_loopback:
-        print(f"warning: {host} is open to the network and asks for no key; see http.api_keys", file=sys.stderr)
-    log = make_log(level=settings.log_level)
+        log.warning(f"{host} is open to the network and asks for no key; see http.api_keys")
+    for file in (settings.api_keys_file, settings.admin_keys_file):
+        if file is not None and (words := open_to_others(file)):
+            log.warning(f"{words}, or whoever reads it can call this service (docs/how-to/secure.md)")
     logging.basicConfig(level=logging.WARNING, handlers=[LibraryLogs(log)])
     app = create_app(settings, log=log)
     place = f"[{host}]" if ":" in host else host
-    announcement = f"listening on http://{place}:{port}  model {model.id}  (stop with Ctrl-C)"
-    server = ApiServer(server_config(settings, app), app, announcement)
+    server = ApiServer(server_config(settings, app), app, f"http://{place}:{port}")
+    # What the service cannot start over is said below in words; the traceback of it tells nothing more.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not (app.state.cannot_start and record.getMessage().startswith("Traceback"))
+    )
     # uvicorn raises the signal again once everything is closed: then this exit is a clean one
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         server.run(sockets=[listener])
     except KeyboardInterrupt:
         return 0
+    except SystemExit:  # uvicorn's, when the application has not started
+        if not app.state.cannot_start:
+            raise
+        print(app.state.cannot_start, file=sys.stderr)
+        return USAGE_ERROR
     return 0 if server.started else 1
 
 
@@ -122,7 +152,7 @@ FLAGS = {
     "port": ("http.port", "port to listen on, 0 for any (default 8000)"),
     "api-address": ("engine.api_address", "ZeroMQ address of the controller"),
     "model": ("model", "model folder"),
-    "data-dir": ("data_dir", "where spools live (default ./data)"),
+    "data-dir": ("data_dir", "where uploads, spools and states are kept (default: the user's data folder)"),
     "log-level": ("log_level", "debug, info, warning or error (default info)"),
 }
 

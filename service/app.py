@@ -13,33 +13,36 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
+from dist_attn.errors import DistAttnError
+from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.curve import ClientKeys
-from service.auth import KeyRing
-from service.chat import ChatService
-from service.chat_schemas import ChatRequest
-from service.chat_template import ChatTemplate
-from service.completions import CompletionService
-from service.context import ServiceContext
+from service.base.errors import PROBLEM_JSON, ServiceError
+from service.base.logs import Log, make_log
+from service.base.settings import Settings
+from service.base.tracing import Tracing
+from service.completions.chat import ChatService
+from service.completions.prefixes import PrefixCache
+from service.completions.streamed import CompletionService
+from service.completions.whole import gather, whole_completion
 from service.dependencies import Services
-from service.documents import DocumentService
-from service.embeddings import EmbeddingService
-from service.engine_port import EnginePort, ZmqEnginePort
-from service.engine_stream import StreamLimits
-from service.engine_watch import EngineWatch
-from service.envelope import Envelope, routing_problem, service_problem
-from service.errors import PROBLEM_JSON, ServiceError
-from service.estimates import EstimateService
+from service.encodings.documents import DocumentService
+from service.encodings.embeddings import EmbeddingService
+from service.encodings.estimates import EstimateService
+from service.engine.context import ServiceContext
+from service.engine.metrics import Metrics
+from service.engine.port import EnginePort, ZmqEnginePort
+from service.engine.served_model import ServedModel
+from service.engine.stream import StreamLimits
+from service.engine.watch import EngineWatch
+from service.engine.workload import Workload
 from service.feeding.desk import FeedingDesk
-from service.file_schemas import CompleteUploadRequest, UploadRequest
-from service.job_schemas import EstimateRequest, Job, JobRequest
+from service.http.auth import KeyRing
+from service.http.envelope import Envelope, routing_problem, service_problem
+from service.http.limits import BodyMemory, OpenRequests
 from service.jobs.book import JobBook
 from service.jobs.office import JobOffice, job_book
 from service.jobs.runner import Complete
-from service.limits import BodyMemory, OpenRequests
-from service.logs import Log, make_log
-from service.metrics import Metrics
-from service.prefixes import PrefixCache
 from service.routers import (
     chat,
     completions,
@@ -57,7 +60,8 @@ from service.routers import (
     tokens,
     uploads,
 )
-from service.schemas import (
+from service.schemas.chat import ChatRequest
+from service.schemas.completions import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -65,17 +69,15 @@ from service.schemas import (
     ServerSentEvent,
     TokenizeRequest,
 )
-from service.served_model import ServedModel
-from service.session_schemas import SESSION_BODIES
+from service.schemas.files import CompleteUploadRequest, UploadRequest
+from service.schemas.jobs import EstimateRequest, Job, JobRequest
+from service.schemas.sessions import SESSION_BODIES
 from service.sessions.desk import SessionDesk
 from service.sessions.keeping import KeptStore, kept_store
-from service.settings import Settings
-from service.spool import DiskBudget, SpoolFactory
-from service.tokenising import ThreadTokeniser
-from service.tracing import Tracing
+from service.text.chat_template import ChatTemplate
+from service.text.spool import DiskBudget, SpoolFactory
+from service.text.tokenising import ThreadTokeniser
 from service.uploads.shelf import FileShelf
-from service.whole_completions import gather, whole_completion
-from service.workload import Workload
 
 __all__ = ["create_app", "stream_limits"]
 
@@ -98,6 +100,12 @@ class LifespanState(TypedDict):
     services: Services
 
 
+PROBLEM_RESPONSE = {
+    "description": "A problem document (RFC 9457) that also holds OpenAI's error object.",
+    "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+
+
 def create_app(
     settings: Settings, engine: EnginePort | None = None, log: Log | None = None, tracing: Tracing | None = None
 ) -> FastAPI:
@@ -106,20 +114,22 @@ def create_app(
     Raises: ConfigError for keys of either kind that cannot be read; at start-up ModelFolderError when the model folder
         cannot be used.
     """
-    log = log or make_log(level=settings.log_level)
+    log = log or make_log(level=settings.log_level, form=settings.log_format)
     metrics, keys = Metrics(), KeyRing.read(settings)
     tracing = tracing or Tracing.of(settings.tracing)
     open_requests = OpenRequests(settings.open_requests)
     port = engine or _connection(settings, log)
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[LifespanState]:
+    async def lifespan(application: FastAPI) -> AsyncIterator[LifespanState]:
         async with AsyncExitStack() as parts:
             threads = parts.enter_context(ThreadPoolExecutor(settings.threads, thread_name_prefix="work"))
             disk = parts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="disk"))
-            kept = await parts.enter_async_context(kept_store(settings, log))
-            book = await parts.enter_async_context(job_book(settings))
-            shelf = await parts.enter_async_context(FileShelf.opened(settings, log))
+            try:
+                kept, book, shelf = await _open_stores(parts, settings, log)
+            except (DistAttnError, ServiceError) as error:
+                application.state.cannot_start = str(error)
+                raise
             services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, shelf, log)
             metrics.watch(services.gauges, version=__version__, model=services.model.id)
             await port.start()
@@ -144,12 +154,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         exception_handlers={ServiceError: service_problem, HTTPException: routing_problem},
-        responses={
-            "default": {
-                "description": "A problem document (RFC 9457) that also holds OpenAI's error object.",
-                "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-            }
-        },
+        responses={"default": PROBLEM_RESPONSE},
     )
     envelope = Envelope(
         log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port), tracing=tracing
@@ -158,10 +163,21 @@ def create_app(
     # what the server below the app, which sees broken requests and the end first, needs of it
     app.state.refused = envelope.refused
     app.state.open_requests = open_requests
+    app.state.cannot_start = ""
     for family in ROUTERS:
         app.include_router(family.router)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
+
+
+async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> tuple[KeptStore, JobBook, FileShelf]:
+    """What outlives this process: states and sessions, jobs, files.
+
+    Raises: DistAttnError, ServiceError for a folder whose contents cannot be used.
+    """
+    kept = await parts.enter_async_context(kept_store(settings, log))
+    book = await parts.enter_async_context(job_book(settings))
+    return kept, book, await parts.enter_async_context(FileShelf.opened(settings, log))
 
 
 def _connection(settings: Settings, log: Log) -> EnginePort:
@@ -207,10 +223,10 @@ def _services(
     log: Log,
 ) -> Services:
     """Read the model folder and put the parts together."""
-    model = ServedModel.read(settings.model)
+    model = ServedModel.read(settings.model, settings.served_model_name)
     tokeniser = ThreadTokeniser(load_tokeniser(settings.model), threads)
     folder = settings.data_dir / "spool"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_private(folder)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     watch = EngineWatch(engine, model, settings)

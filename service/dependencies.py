@@ -11,26 +11,26 @@ from starlette.requests import Request
 
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.row_choice import RowChoiceError, choose_rows
-from service.chat import ChatService
-from service.completions import CompletionService
-from service.documents import DocumentService
-from service.embeddings import EmbeddingService
-from service.engine_watch import EngineWatch
-from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
-from service.estimates import EstimateService
-from service.exchange import RequestBody
+from service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from service.base.logs import RequestRecord
+from service.base.settings import Settings
+from service.completions.chat import ChatService
+from service.completions.prefixes import PrefixCache
+from service.completions.streamed import CompletionService
+from service.encodings.documents import DocumentService
+from service.encodings.embeddings import EmbeddingService
+from service.encodings.estimates import EstimateService
+from service.engine.metrics import Gauges, Metrics
+from service.engine.served_model import ServedModel
+from service.engine.watch import EngineWatch
 from service.feeding.desk import FeedingDesk
+from service.http.exchange import RequestBody
+from service.http.limits import BodyMemory, OpenRequests
 from service.jobs.office import JobOffice
-from service.limits import BodyMemory, OpenRequests
-from service.logs import RequestRecord
-from service.metrics import Gauges, Metrics
-from service.prefixes import PrefixCache
-from service.schemas import CompletionUsage, EncodingOptions
-from service.served_model import ServedModel
+from service.schemas.completions import CompletionUsage, EncodingOptions
 from service.sessions.desk import SessionDesk
-from service.settings import Settings
-from service.spool import DiskBudget
-from service.tokenising import TokeniserPort
+from service.text.spool import DiskBudget
+from service.text.tokenising import TokeniserPort
 from service.uploads.multipart import boundary_of
 from service.uploads.shelf import FileShelf
 
@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+GZIP = ("gzip", "x-gzip")
 FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
 
@@ -77,7 +78,8 @@ class Services:
 
     def body(self, request: Request) -> RequestBody:
         """The one owner of this request's `receive`."""
-        body = RequestBody(request.receive, idle_seconds=self.settings.body_idle_seconds)
+        gzip = _coding(request) in GZIP
+        body = RequestBody(request.receive, idle_seconds=self.settings.body_idle_seconds, gzip=gzip)
         record_of(request).received = lambda: body.bytes
         return body
 
@@ -86,13 +88,14 @@ class Services:
         return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def check_model(self, name: str | None) -> None:
-        """Accept the served model's name, or none.
+        """Accept a name of the served model, or none.
 
         Raises: NotFound for another one.
         """
-        if name is not None and name != self.model.id:
+        if name is not None and name not in self.model.ids:
+            served = " or ".join(map(repr, self.model.ids))
             raise NotFound(
-                f"the model {name[:200]!r} is not served here; {self.model.id!r} is",
+                f"the model {name[:200]!r} is not served here; {served} is",
                 code=Code.MODEL_NOT_FOUND,
                 param="model",
             )
@@ -192,15 +195,19 @@ def form_boundary(request: Request) -> bytes:
     return boundary_of(request.headers.get("content-type", ""))
 
 
-def media_type(request: Request) -> str:
-    """The body's media type in lower case, empty when none is given.
+def _coding(request: Request) -> str:
+    return request.headers.get("content-encoding", "identity").strip().lower()
 
-    Raises: ServiceError (415) for a compressed body, BadRequest for a charset other than UTF-8.
+
+def media_type(request: Request, *, gzip: bool = False) -> str:
+    """The body's media type in lower case, empty when none is given; the body may be compressed where `gzip` says so.
+
+    Raises: ServiceError (415) for another compressed body, BadRequest for a charset other than UTF-8.
     """
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
-    if coding not in ("identity", ""):
+    coding = _coding(request)
+    if coding not in ("identity", "") and not (gzip and coding in GZIP):
         raise ServiceError(
-            f"Content-Encoding: {coding[:40]} is not offered; send the body as it is",
+            f"Content-Encoding: {coding[:40]} is not offered; send the body as it is" + ", or in gzip" * gzip,
             code=Code.UNSUPPORTED_MEDIA_TYPE,
             status=415,
         )
@@ -221,7 +228,7 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
     Raises: ServiceError (415) for another media type, TooLarge over the limit, ServiceError (429) when those of all
         requests take too much memory.
     """
-    kind = media_type(request)
+    kind = media_type(request, gzip=True)
     if kind not in ("application/json", "") and not kind.endswith("+json"):
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
@@ -231,7 +238,8 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
-    return await body.read_all(limit, services_of(request).json_memory.hold(record_of(request).at_end.append))
+    record = record_of(request)
+    return await body.read_all(limit, services_of(request).json_memory.hold(record.holder, record.at_end.append))
 
 
 async def read_options(request: Request, body: RequestBody) -> bytes:

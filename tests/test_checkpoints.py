@@ -64,7 +64,8 @@ def test_the_manifest_names_every_file_and_the_facts(tmp_path):
     model = small_model()
     save_model(model, tmp_path / "m", tokeniser=ByteTokeniser(), facts={"bits_per_byte": 2.0})
     manifest = json.loads((tmp_path / "m" / "manifest.json").read_text())
-    assert set(manifest["sha256"]) == {"config.json", "model.safetensors", "tokenizer.json"}
+    for_transformers = {"generation_config.json", "tokenizer_config.json"}
+    assert set(manifest["sha256"]) == {"config.json", "model.safetensors", "tokenizer.json"} | for_transformers
     assert manifest["parameters"] == sum(p.numel() for p in model.parameters())
     assert manifest["bits_per_byte"] == 2.0
 
@@ -104,7 +105,7 @@ BROKEN = {
     "no config": (_remove("config.json"), "no model at .* needed is a folder with config.json"),
     "config is not JSON": (_write("config.json", b"{"), "config.json: the whole file: Invalid JSON"),
     "config is a list": (_write("config.json", b"[]"), "config.json: the whole file: "),
-    "unknown key": (_config(colour="red"), "config.json: colour: Extra inputs are not permitted"),
+    "unknown key": (_config(colour="red"), "config.json: colour: there is no such key; leave it out"),
     "wrong type": (_config(num_layers="two"), "config.json: num_layers: "),
     "unknown mixer": (_config(mixer={"kind": "magic"}), "config.json: mixer: .*'magic'"),
     "no weights": (_remove("model.safetensors"), "model.safetensors cannot be read"),

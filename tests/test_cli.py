@@ -3,26 +3,28 @@
 import contextlib
 import json
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dist_attn import cli
+from dist_attn import __version__
 from dist_attn.checkpoints import load_model
+from dist_attn.commands import cli
 from dist_attn.errors import CommError
-from tests.support.hugging_face import write_foreign_folder
+from tests.support.command_line import DEADLINE_S, finish, run_here, start_command
 from tests.support.models import write_small_folder
 from tests.support.tokenisers import PROSE
 from tests.support.training import small_run, write_toml
 
-DEADLINE_S = 120.0
 REPORT_FIELDS = [
     "tokens",
     "rows",
@@ -55,33 +57,24 @@ def run(place, monkeypatch, capsys):
     """The command line in this process: exit code, stdout, stderr."""
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(place)
-        monkeypatch.setattr(sys, "argv", ["dist-attn", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return (ended.value.code or 0, *capsys.readouterr())
+        return (run_here(monkeypatch, place, *arguments), *capsys.readouterr())
 
     return call
 
 
-def _start(command: Sequence[str], place: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    return subprocess.Popen(
-        [sys.executable, "-m", *command],
-        cwd=place,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = process.communicate(timeout=DEADLINE_S)
-    finally:
-        process.kill()
-    return process.returncode, out, err
+def test_encode_says_what_to_do_with_a_pdf(run, place: Path) -> None:
+    """Before a model is loaded, in one line; from a pipe its bytes are read as they are."""
+    (place / "book.pdf").write_bytes(b"%PDF-1.7 " + b"x" * 100)
+    (place / "page.txt").write_bytes(b"<html><p>It was</html>")
+    for name, command in (("book.pdf", "pdftotext book.pdf book.txt"), ("page.txt", "pandoc -f html")):
+        code, out, err = run("encode", name, "--model", "nowhere", "--out", "x.npy")
+        assert (code, out, err.count("\n")) == (2, "", 1) and command in err and name in err
+        os.mkfifo(place / f"{name}.pipe")
+        with start_command(
+            ["dist_attn", "encode", f"{name}.pipe", "--model", "tiny", "--out", "rows.npy"], place
+        ) as reader:
+            (place / f"{name}.pipe").write_bytes((place / name).read_bytes())
+            assert finish(reader)[0] == 0
 
 
 @contextlib.contextmanager
@@ -101,10 +94,10 @@ def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
     """Two processes under torchrun write the rows of one process, and one report, with every field of the contract."""
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "dist_attn"]
     arguments = ["encode", "book.txt", "--model", "tiny", "--window", "300", "--out"]
-    started = _start([*torchrun, *arguments, "two.npy", "--exchange", "log_step"], place)
+    started = start_command([*torchrun, *arguments, "two.npy", "--exchange", "log_step"], place)
     code, out, _ = run(*arguments, "one.npy")
     one = json.loads(out.splitlines()[-1])
-    two_code, two_out, two_err = _finish(started)
+    two_code, two_out, two_err = finish(started)
     assert (code, two_code) == (0, 0), two_err
     two = json.loads(two_out.splitlines()[-1])
     assert len(two_out.splitlines()) == 1
@@ -121,9 +114,9 @@ def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
 def test_a_missing_file_is_said_once_whatever_the_number_of_processes(place):
     """A process of its own exits with 2 and exactly one line; under torchrun one rank of two says it, and all end."""
     arguments = ["dist_attn", "encode", "nope.txt", "--out", "no.npy", "--model", "tiny"]
-    two = _start(["torch.distributed.run", "--nproc-per-node", "2", "-m", *arguments], place)
-    code, out, err = _finish(_start(arguments, place))
-    two_code, two_out, two_err = _finish(two)
+    two = start_command(["torch.distributed.run", "--nproc-per-node", "2", "-m", *arguments], place)
+    code, out, err = finish(start_command(arguments, place))
+    two_code, two_out, two_err = finish(two)
     line = "dist-attn: nope.txt cannot be read: No such file or directory"
     assert (code, out, err) == (2, "", f"{line}\n")
     assert two_code != 0
@@ -137,7 +130,7 @@ def test_an_encoding_that_is_asked_to_end_leaves_nothing_behind(place):
     os.mkfifo(place / "endless")
     before = sorted(place.rglob("*"))
     command = ["dist_attn", "encode", "endless", "--out", "rows.npy", "--model", "tiny"]
-    with _bounded(_start(command, place)) as process, (place / "endless").open("wb", buffering=0) as text:
+    with _bounded(start_command(command, place)) as process, (place / "endless").open("wb", buffering=0) as text:
         text.write(b"It was the best of times")
         deadline = time.monotonic() + DEADLINE_S
         while not list(place.glob(".rows.npy.*.writing")):
@@ -153,7 +146,7 @@ def test_an_encoding_that_is_asked_to_end_leaves_nothing_behind(place):
 def test_a_reader_that_goes_away_is_no_error(place):
     """A stream that is cut off by its reader, as by `| head`, ends quietly with code 0."""
     command = ["dist_attn", "generate", "--model", "tiny", "--prompt", "It", "--max-tokens", "100000"]
-    with _bounded(_start([*command, "--temperature", "1.5", "--seed", "1"], place)) as process:
+    with _bounded(start_command([*command, "--temperature", "1.5", "--seed", "1"], place)) as process:
         assert process.stdout.read(10)
         process.stdout.close()
         assert process.wait(DEADLINE_S) == 0
@@ -217,7 +210,7 @@ def test_a_killed_training_goes_on(place, run):
     """A training that is killed with SIGKILL goes on with --resume, and leaves a model that loads."""
     sets = ("folder=killed", "steps=200", "log_every=1", "checkpoint_every=5")
     arguments = ["train", "train.toml", *(word for key in sets for word in ("--set", f"run.{key}"))]
-    with _bounded(_start(["dist_attn", *arguments], place)) as process:
+    with _bounded(start_command(["dist_attn", *arguments], place)) as process:
         # Each step is a line, and so is the evaluation after step 4; step 6 comes after the first checkpoint.
         lines = [process.stdout.readline() for _ in range(7)]
         process.send_signal(signal.SIGKILL)
@@ -309,23 +302,6 @@ def test_too_little_memory_is_one_line_and_code_1(run):
     assert err.count("\n") == 1
 
 
-def test_a_foreign_model_is_converted_and_used(run, place):
-    """`convert` makes a folder that evaluate, encode, generate and plan take; a refusal is one line with code 2."""
-    write_foreign_folder(place / "theirs", "gpt_neox")
-    code, out, _ = run("convert", "theirs", "--out", "ours", "--to", "rfa", "--num-random", "8")
-    assert code == 0
-    assert json.loads(out)["architecture"] == "gpt_neox"
-    code, out, _ = run("evaluate", "book.txt", "--model", "ours")
-    assert code == 0
-    assert json.loads(out)["bytes"] == (place / "book.txt").stat().st_size
-    for command in (["encode", "book.txt", "--out", "b.npy"], ["generate", "--prompt", "It", "--max-tokens", "3"]):
-        assert run(*command, "--model", "ours")[0] == 0
-    assert run("plan", "--tokens", "1000", "--model", "ours")[0] == 0
-    code, out, err = run("convert", "theirs", "--out", "ours")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "ours exists" in err
-
-
 def test_help_names_every_command(run):
     """`--help` lists the commands with code 0, and each command explains itself with an example."""
     code, out, _ = run("--help")
@@ -343,6 +319,7 @@ def test_help_names_every_command(run):
         "mixers",
         "doctor",
         "bench",
+        "models",
         "config",
     ):
         assert command in out
@@ -351,9 +328,68 @@ def test_help_names_every_command(run):
         assert f"dist-attn {command}" in own
 
 
+def test_the_version_is_told(run):
+    """`--version` prints the version of the package."""
+    assert run("--version") == (0, f"dist-attn {__version__}\n", "")
+
+
+def test_models_are_listed_with_what_they_are_for(run):
+    """`models` tells name, kind, size and purpose of what ships, the default first, or of folders."""
+    code, out, err = run("models", "--json")
+    shipped = json.loads(out)["data"]
+    assert (code, err) == (0, "")
+    assert [model["name"] for model in shipped] == ["books-6m", "books-6m-chapters"]
+    assert [model["default"] for model in shipped] == [True, False]
+    assert all(model["bytes"] > 1 << 20 and model["purpose"] for model in shipped)
+    lines = run("models")[1].splitlines()
+    assert lines[0].startswith("books-6m  language_model, ") and shipped[0]["purpose"] in lines[1]
+    code, out, _ = run("models", "tiny")
+    assert code == 0 and out.startswith("tiny  language_model, ")
+    assert run("models", "nix")[0] == 2
+
+
+def test_benchmarks_are_listed():
+    """`bench` without a name lists benchmarks and experiments with what each asks, and runs none."""
+    done = finish(start_command(["dist_attn", "bench"], Path(cli.__file__).parents[1]))
+    names = [line.split(":")[0] for line in done[1].splitlines()]
+    assert done[0] == 0
+    assert {"forward", "backward", "mixers", "million-tokens"} <= set(names)
+
+
+def test_a_plan_says_how_busy_the_machine_is(run):
+    """Its times hold where nothing else runs, so the load of the last minute stands beside them."""
+    notes = run("plan", "--tokens", "1000", "--model", "tiny")[1].splitlines()
+    assert re.fullmatch(r"Times are for a machine that does nothing else; .* \d+\.\d processes .*", notes[-1])
+
+
+def test_a_full_disk_is_one_line_with_the_path(place, run):
+    """Rows that the disk has no room for end with code 2 and the file's name, and leave nothing behind."""
+    before, limits = sorted(place.rglob("*")), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))  # a write over it fails as on a full disk
+    try:
+        said = run("encode", "book.txt", "--out", "x.npy", "--model", "tiny", "--granularity", "token")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    words = "File too large; make room there, or name a file elsewhere"
+    assert said == (2, "", f"dist-attn: x.npy cannot be written: {words}\n")
+    assert sorted(place.rglob("*")) == before
+
+
+def test_ctrl_c_says_a_word(run, monkeypatch):
+    """Work that a person interrupts ends with code 130 and one line."""
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dist_attn.commands.encode_file.encode_file", interrupted)
+    said = run("encode", "book.txt", "--model", "tiny", "--out", "no.npy")
+    assert said == (130, "", "dist-attn: stopped by Ctrl-C; no.npy was not written\n")
+
+
 def test_the_help_is_searched(run):
     """`help` finds commands, options and settings by words, a line each with tabs, and says so when nothing fits."""
     assert run("help", "no-such-word")[:2] == (2, "")
+    assert "\nsetting engine.backend\t" in run("help", "gpu")[1]
     _, out, _ = run("help", "Window", "tokens")
     assert "\ndist-attn encode --window\t" in f"\n{out}"
     code, out, _ = run("help", "checkpoint")
@@ -387,7 +423,7 @@ def test_a_lost_rank_is_reported_by_whoever_is_left(run, monkeypatch):
     def fails(*_, **__):
         raise CommError("waited 30 s for rank 0")
 
-    monkeypatch.setattr("dist_attn.engine.encode_file.encode_file", fails)
+    monkeypatch.setattr("dist_attn.commands.encode_file.encode_file", fails)
     monkeypatch.setattr(cli, "PATIENCE_S", 0.0)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -404,5 +440,5 @@ def test_mpiexec_without_mpi4py_is_one_line(run, monkeypatch, place):
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
     assert err.startswith("dist-attn: back end mpi needs mpi4py")
-    assert err.endswith("pip install 'dist-attn[mpi]'\n")
+    assert err.endswith("in the checkout, run .venv/bin/pip install -e '.[mpi]'\n")
     assert not list(place.glob("*no.npy*"))

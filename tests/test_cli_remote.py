@@ -11,9 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_attn import cli
 from dist_attn.client import Client
-from dist_attn.engine import top
+from dist_attn.commands import cli, top
 from dist_attn.settings import read_settings
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.programs import free_port
@@ -117,7 +116,7 @@ def test_a_key_is_no_setting_of_a_service() -> None:
 def test_commands_on_a_service_never_load_torch(service: RunningService, tmp_path: Path) -> None:
     """A thin machine can encode by a service: torch is not imported for it."""
     (tmp_path / "a.txt").write_bytes(BOOK)
-    code = "import sys; from dist_attn.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    code = "import sys; from dist_attn.commands.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     arguments = ["encode", str(tmp_path / "a.txt"), "--out", str(tmp_path / "a.npy"), "--url", service.url]
     environment = {**os.environ, "DIST_ATTN_API_KEY": "secret"}
     command = [sys.executable, "-c", code, *arguments]

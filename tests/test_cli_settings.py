@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from dist_attn import cli
+from dist_attn.commands import cli
 from dist_attn.settings import settings_keys
 
 DEADLINE_S = 60.0
@@ -28,7 +28,7 @@ def flags(command: object) -> list[str]:
     found = [name for parameter in command.params for name in parameter.opts if name.startswith("--")]  # type: ignore[attr-defined]
     for inner in getattr(command, "commands", {}).values():
         found += flags(inner)
-    return [name for name in found if name not in ("--help", "--install-completion", "--show-completion")]
+    return [name for name in found if name not in ("--help", "--version", "--install-completion", "--show-completion")]
 
 
 def test_config_show_names_every_setting_and_its_source(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_the_shell_completes_commands_and_flags(shell: str) -> None:
 
     def complete(line: str, place: str) -> str:
         asked = {"_DIST_ATTN_COMPLETE": f"complete_{shell}", words[0]: line, words[1]: place}
-        code = "import sys; sys.argv[0] = 'dist-attn'; from dist_attn.cli import main; main()"
+        code = "import sys; sys.argv[0] = 'dist-attn'; from dist_attn.commands.cli import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", code],
             capture_output=True,

@@ -20,6 +20,29 @@ def test_every_make_target_has_a_line_of_help() -> None:
     assert {line.split()[1] for line in done.stdout.splitlines()} == TARGETS
 
 
+def test_no_page_or_message_installs_from_an_index() -> None:
+    """No package index has this project, so nothing tells people to `pip install dist-attn`, with extras or without."""
+    places = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
+    places += [path for tree in ("dist_attn", "service", "benchmarks") for path in (ROOT / tree).rglob("*.py")]
+    told = [path for path in places if re.search(r"pip install '?dist-attn\b", path.read_text(encoding="utf-8"))]
+    # The log says what was; the checklist of a release comes after it is on an index.
+    assert {path.name for path in told} <= {"log.md", "release.md"}
+
+
+def test_serving_installs_less_than_the_tests_need(tmp_path: Path) -> None:
+    """`make serve` installs torch and this project alone; `make test` goes on from there and adds the rest."""
+
+    def installs(target: str) -> list[str]:
+        command = ["make", "--no-print-directory", "--dry-run", target, f"VENV={tmp_path}/venv"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return [line for line in done.stdout.splitlines() if "pip install" in line]
+
+    serving = installs("serve")
+    assert len(serving) == 2 and " torch==" in serving[0].replace('"', " ") and serving[1].endswith(" -e .")
+    assert installs("test") == [*serving, serving[1].removesuffix(" .") + ' ".[dev,docs]"']
+
+
 def test_contributing_names_what_exists() -> None:
     """Every make target and every file that CONTRIBUTING.md names is there."""
     assert set(re.findall(r"make ([a-z-]+)", CONTRIBUTING)) <= TARGETS

@@ -13,6 +13,7 @@ from dist_attn import hf  # noqa: E402
 from dist_attn.checkpoints import load_model, save_model  # noqa: E402
 from dist_attn.errors import InputError, ModelFolderError, ShapeError  # noqa: E402
 from dist_attn.generation import generate  # noqa: E402
+from dist_attn.shipped import resolve_model_folder  # noqa: E402
 from dist_attn.text import load_tokeniser  # noqa: E402
 from dist_attn.wire.messages import SamplingSpec  # noqa: E402
 from tests.support.models import small_config, small_model, write_small_folder  # noqa: E402
@@ -117,32 +118,112 @@ def test_a_model_is_trained_and_saved(tmp_path):
     model.save_pretrained(tmp_path / "saved")
     for again in (load_model(tmp_path / "saved"), _load(tmp_path / "saved").model):
         assert all(torch.equal(t, model.model.state_dict()[name]) for name, t in again.state_dict().items())
-    names = ["config.json", "manifest.json", "mine.txt", "model.safetensors"]
+    names = ["config.json", "generation_config.json", "manifest.json", "mine.txt", "model.safetensors"]
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
 
 
+def _text_folder(folder: Path, kind: str = "rfa_gate") -> Path:
+    """A model folder whose tokens are those of words, and whose mixer also keeps a few tokens for a convolution."""
+    config = small_config(kind, vocab_size=small_bpe().vocab_size)
+    mixer = config.mixer.model_copy(update={"short_convolution": 3})
+    save_model(small_model(config.model_copy(update={"mixer": mixer})), folder, tokeniser=small_bpe())
+    return folder
+
+
+def test_a_text_is_generated_in_one_line(tmp_path):
+    """`generate(**tokenizer(text))` and the text-generation pipeline give the tokens that ours draws."""
+    folder = _text_folder(tmp_path / "m")
+    model, tokenizer = _load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    inputs = tokenizer("a b c", return_tensors="pt")
+    want = generate(load_model(folder), inputs["input_ids"][0].tolist(), SamplingSpec(max_tokens=8, temperature=0.0))
+    out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
+    assert out[0, inputs["input_ids"].shape[1] :].tolist() == want
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    (said,) = pipe("a b c", max_new_tokens=8, do_sample=False, return_full_text=False)
+    assert said["generated_text"] == tokenizer.decode(want, skip_special_tokens=True)
+    assert transformers.pipeline("text-generation", model=str(folder))("a b", max_new_tokens=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 3}], ids=["cache", "no-cache", "beams"])
+def test_padding_before_a_text_changes_nothing(tmp_path, kind, options):
+    """A batch of texts of different lengths, padded by the tokenizer, is continued as each of them alone."""
+    folder = _text_folder(tmp_path / "m", kind)
+    model, tokenizer = _load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    texts = ["a", "b c, it was so", "and the other", "x y"]
+    options |= {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    assert not batch["attention_mask"].all()
+    together = model.generate(**batch, **options)[:, batch["input_ids"].shape[1] :]
+    for text, got in zip(texts, together, strict=True):
+        alone = tokenizer(text, return_tensors="pt")
+        assert model.generate(**alone, **options)[0, alone["input_ids"].shape[1] :].tolist() == got.tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_and_losses_of_padded_texts_are_those_of_texts_alone(tmp_path, kind):
+    """Logits behind padding are those without it, those of padding are 0, and the loss leaves padding out."""
+    model, tokens = _load(write_small_folder(tmp_path / "m", kind=kind)), _prompt(2)
+    mask = torch.ones_like(tokens)
+    mask[1, :4] = 0
+    out = model(tokens, attention_mask=mask, labels=tokens)
+    whole, short = model(tokens[:1], labels=tokens[:1]), model(tokens[1:, 4:], labels=tokens[1:, 4:])
+    torch.testing.assert_close(out.logits[0], whole.logits[0])
+    torch.testing.assert_close(out.logits[1, 4:], short.logits[0])
+    assert not out.logits[1, :4].any()
+    torch.testing.assert_close(out.loss, (8 * whole.loss + 4 * short.loss) / 12)
+
+
+def test_a_saved_folder_says_how_texts_end_and_are_padded(tmp_path):
+    """A folder has the end token as eos and pad for transformers; what its tokenizer saves has our tokens too."""
+    folder = _text_folder(tmp_path / "m")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.eos_token, tokenizer.pad_token, tokenizer.padding_side) == ("<|end|>", "<|end|>", "left")
+    assert tokenizer(["a", "b c"], padding=True)["attention_mask"][0][0] == 0
+    for model in (_load(folder), _load(folder, subfolder="")):
+        assert model.generation_config.eos_token_id == model.generation_config.pad_token_id == small_bpe().end_token
+    tokenizer.save_pretrained(tmp_path / "theirs")
+    assert load_tokeniser(tmp_path / "theirs").digest == load_tokeniser(folder).digest == small_bpe().digest
+
+
+def test_the_options_of_evaluation_harnesses_are_taken(tmp_path):
+    """What lm-eval passes to `from_pretrained` loads the model, and a folder inside the one that is named is found."""
+    folder = write_small_folder(tmp_path / "m")
+    options = {"revision": "main", "dtype": "auto", "gguf_file": None, "quantization_config": None, "subfolder": ""}
+    model = _load(folder, **options, device_map={"": "cpu"})
+    assert model.device.type == "cpu"
+    inner = _load(tmp_path, subfolder="m", load_in_8bit=False)
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in inner.state_dict().items())
+
+
 def test_options_and_masks_that_cannot_be_honoured_are_refused(tmp_path):
-    """Left padding, quantisation and a folder that is not ours raise errors in words; a dtype is taken."""
+    """Masks with holes, quantisation and a folder that is not ours raise errors in words; a dtype is taken."""
     folder = write_small_folder(tmp_path / "m")
     model = _load(folder, dtype=torch.float64)
     assert model.dtype == torch.float64
     mask = torch.ones(1, 9, dtype=torch.int64)
-    mask[0, :3] = 0
-    with pytest.raises(ShapeError, match="pad on the right"):
+    mask[0, 3:5] = 0
+    with pytest.raises(ShapeError, match="hides tokens between others"):
         model(_prompt(), attention_mask=mask)
-    with pytest.raises(
-        InputError, match="was given attn_implementation; a model of dist-attn takes dtype and device_map"
-    ):
+    with pytest.raises(ShapeError, match="hides all tokens of a row"):
+        model(_prompt(), attention_mask=torch.zeros(1, 9))
+    with pytest.raises(ShapeError, match=r"has shape \(1, 8\); needed is \(1, 9\)"):
+        model(_prompt(), attention_mask=torch.ones(1, 8))
+    with pytest.raises(ShapeError, match="padding_side = 'left'"):
+        model.generate(_prompt(), attention_mask=(torch.arange(9) < 7).long()[None], max_new_tokens=1)
+    with pytest.raises(InputError, match="was given attn_implementation; a model of dist-attn takes dtype, device_map"):
         hf.DistAttnForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with pytest.raises(ModelFolderError, match="no model at"):
         hf.DistAttnForCausalLM.from_pretrained(tmp_path / "nowhere")
 
 
-def test_the_shipped_model_loads():
-    """The shipped model's folder is one that transformers knows."""
-    from dist_attn.shipped import default_model_folder
-
-    assert _load(default_model_folder()).config.model_type == "dist_attn"
+@pytest.mark.parametrize("name", ["books-6m", "books-6m-chapters"])
+def test_the_shipped_models_load(name):
+    """The shipped models' folders are ones that transformers knows, with an end token that pads."""
+    folder = resolve_model_folder(name)
+    assert _load(folder).generation_config.pad_token_id == 4095
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 4095
 
 
 def test_without_transformers_one_line_names_the_extra():
@@ -154,4 +235,4 @@ def test_without_transformers_one_line_names_the_extra():
         "except MissingExtraError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
-    assert done.stdout == "dist_attn.hf needs transformers: pip install 'dist-attn[hf]'\n"
+    assert done.stdout == "dist_attn.hf needs transformers: in the checkout, run .venv/bin/pip install -e '.[hf]'\n"

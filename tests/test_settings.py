@@ -1,5 +1,6 @@
 """The settings tree: which source wins, what is refused and how it is said, and that the parts are fed from it."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from dist_attn.control.serve import api_stop_deadline_s
+from dist_attn.commands.serve import api_stop_deadline_s
 from dist_attn.control.settings import ControlSettings, engine_fields
 from dist_attn.errors import ConfigError
 from dist_attn.settings import (
@@ -16,15 +17,17 @@ from dist_attn.settings import (
     Resolved,
     Settings,
     StoreSettings,
+    WaitSettings,
     read_settings,
     settings_keys,
+    user_data_folder,
 )
 from dist_attn.store import StoreLimits
 from service.app import FAREWELL_SECONDS
-from service.settings import Settings as ServiceSettings
+from service.base.settings import Settings as ServiceSettings
 
 HASH = "ab" * 32
-NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "parent", "rank_command"}
+NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "log_format", "parent", "rank_command"}
 
 
 def read(folder: Path, toml: str = "", flags: dict[str, Any] | None = None, **environment: str) -> Resolved:
@@ -53,6 +56,27 @@ def test_the_later_source_wins_and_is_named(tmp_path: Path) -> None:
     }
     assert resolved.settings.http.port == 3
     assert resolved.settings.limits == Settings().limits
+
+
+@pytest.mark.parametrize(
+    ("platform", "environment", "folder"),
+    [
+        ("linux", {"HOME": "/home/ann"}, "/home/ann/.local/share/dist-attn"),
+        ("linux", {"HOME": "/home/ann", "XDG_DATA_HOME": "/big"}, "/big/dist-attn"),
+        ("darwin", {"HOME": "/Users/ann"}, "/Users/ann/Library/Application Support/dist-attn"),
+        ("linux", {"HOME": "nowhere"}, "data"),
+    ],
+)
+def test_data_is_kept_with_the_users_other_data(platform: str, environment: dict[str, str], folder: str) -> None:
+    """The default data folder is the same wherever the command is started, as each system has it."""
+    assert user_data_folder(environment, platform) == Path(folder)
+
+
+def test_the_default_data_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What no source sets is looked up when the settings are read."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    if sys.platform != "darwin":
+        assert read_settings(environment={}).settings.data_dir == tmp_path / "dist-attn"
 
 
 def test_a_variable_may_name_the_file(tmp_path: Path) -> None:
@@ -154,7 +178,7 @@ def test_the_store_gets_its_part() -> None:
     limits = {field.name: field.default for field in msgspec.structs.fields(StoreLimits)}
     store = {name: field.default for name, field in StoreSettings.model_fields.items()}
     assert (store.pop("address"), store.pop("upkeep_s")) == ("", 60)
-    assert store == limits
+    assert {**store, "grace_s": WaitSettings().expired_seconds} == limits
     own = ServiceSettings(api_address="ipc:///x", model=Path("m"), data_dir=Path("d"))
     assert own.store_address == "d/states" and own.store_limits == StoreLimits()
     there = ServiceSettings.of(Settings(model="m", engine={"api_address": "x"}, store={"address": "redis://h"}))
@@ -193,7 +217,7 @@ def test_the_folder_of_files_is_in_the_data(tmp_path: Path) -> None:
     toml = 'model = "m"\n[engine]\napi_address = "x"\n[files]\ncatalogue = "redis://me:word@host/0"\nfile_s = 0\n'
     read_tree = read(tmp_path, toml)
     own = ServiceSettings.of(read_tree.settings)
-    assert own.files_folder == Path("data/files") and own.files.file_s == 0
+    assert own.files_folder == own.data_dir / "files" and own.files.file_s == 0
     elsewhere = own.model_copy(update={"files": FileSettings(folder="/srv/files")})
     assert elsewhere.files_folder == Path("/srv/files")
     assert {key: value for key, value, _ in read_tree.rows()}["files.catalogue"] == "redis://…@host/0"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from dist_attn import cli
 from dist_attn.checkpoints import load_text_encoder
+from dist_attn.commands import cli
+from dist_attn.commands.probe import ProbeSettings, check_model
 from dist_attn.conversion import convert_folder
-from dist_attn.engine.probe import ProbeSettings, check_model
 from dist_attn.text import load_tokeniser
 from tests.support.sentence_encoders import MAX_TOKENS, TEXTS, write_sentence_encoder
 

@@ -1,6 +1,7 @@
 """What an experiment reports: tables of cells for people, every number for machines, and a figure."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,12 +75,29 @@ class TableFinding:
         parts = [
             f"# {self.experiment}",
             self.question,
-            f"`{self.command}`; {self.setting.sentence()}",
+            f"`{self.command}`; put together {self.setting.date} at commit {self.setting.commit}. {self._common()}",
             *(table.as_markdown() for table in self.report.tables),
             "\n".join(f"* {note}" for note in self.report.notes),
             f"{len(self.numbers)} jobs, {sum(number['seconds'] for number in self.numbers) / 60:.0f} minutes in all.",
+            self._origins().as_markdown(),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _common(self) -> str:
+        """What all jobs were measured with: a result may be made of jobs of several commits and machines."""
+        first, *others = [_parts(number["setting"]) for number in self.numbers]
+        common = [part for part in first[1:] if all(part in other for other in others)]
+        return f"All jobs: {', '.join(common)}." if common else ""
+
+    def _origins(self) -> Table:
+        """The commit and machine of every job, the seeds of an arm together where they are the same."""
+        seeds: dict[tuple[str, str, str], list[str]] = {}
+        for number in self.numbers:
+            _, commit, machine, *_ = _parts(number["setting"])
+            where = (number["arm"], commit.removeprefix("commit "), machine)
+            seeds.setdefault(where, []).append(str(number["seed"]))
+        rows = [(arm, ", ".join(found), *where) for (arm, *where), found in seeds.items()]
+        return Table("Where each job was measured", ("job", "seeds", "commit", "machine"), tuple(rows))
 
     def draw(self, path: Path) -> None:
         """The panels beside each other, at most three in a row, and four in two rows."""
@@ -94,7 +112,7 @@ class TableFinding:
             axes.set_title(title, fontsize=10)
             axes.grid(True, alpha=0.3)
             _write_out_ticks(axes)
-        figure.suptitle(f"{self.experiment}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
+        figure.suptitle(f"{self.experiment}, put together {self.setting.date[:10]}", fontsize=9)
         figure.savefig(path, dpi=110)
 
 
@@ -121,6 +139,11 @@ def mean_and_spread(values: Sequence[float], digits: int = 2) -> str:
     if len(values) == 1:
         return f"{values[0]:.{digits}f} (1)"
     return f"{fmean(values):.{digits}f} ± {stdev(values):.{digits}f} ({len(values)})"
+
+
+def _parts(setting: str) -> list[str]:
+    """The parts of `Setting.sentence`: date, commit, machine and the others; cores in brackets are one part."""
+    return re.split(r", (?![^(]*\))", setting.removesuffix("."))
 
 
 def _row(cells: Sequence[str]) -> str:

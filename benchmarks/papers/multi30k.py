@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.papers.made_once import make_once
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.generation import BeamSpec
 from dist_attn.generation.translation import translate
 from dist_attn.models import EncoderDecoder
@@ -67,9 +67,7 @@ def bleu_of(hypotheses: Sequence[str], references: Sequence[str]) -> float:
     try:
         import sacrebleu
     except ImportError:
-        raise ConfigError(
-            "BLEU is counted by sacrebleu, which is not installed: pip install 'dist-attn[dev]'"
-        ) from None
+        raise ConfigError(f"BLEU is counted by sacrebleu, which is not installed: {extra_hint('dev')}") from None
     return float(sacrebleu.corpus_bleu(list(hypotheses), [list(references)]).score)
 
 

@@ -161,6 +161,7 @@ _KIND_OF_CODE: dict[str, type[Refused]] = {
     "internal_error": ServiceFailed,
     "disk_full": ServiceFailed,
     "storage_failed": ServiceFailed,
+    "state_damaged": ServiceFailed,
 }
 _KIND_OF_STATUS: dict[int, type[Refused]] = {
     401: KeyRefused, 403: KeyRefused, 404: Missing, 410: Missing, 409: Conflict, 412: Conflict, 428: Conflict,

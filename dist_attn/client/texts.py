@@ -39,6 +39,8 @@ class Sampling(Drawing, total=False):
     n: int
     best_of: int
     echo: bool
+    min_tokens: int
+    ignore_eos: bool
     priority: Priority
 
 

@@ -3,7 +3,8 @@
 from dist_attn.comm.base import Communicator
 from dist_attn.comm.call import Pending
 from dist_attn.comm.open import open_communicator
+from dist_attn.comm.rendezvous import Rendezvous
 from dist_attn.comm.simulated import run_simulated
 from dist_attn.comm.traffic import Event, Traffic
 
-__all__ = ["Communicator", "Event", "Pending", "Traffic", "open_communicator", "run_simulated"]
+__all__ = ["Communicator", "Event", "Pending", "Rendezvous", "Traffic", "open_communicator", "run_simulated"]

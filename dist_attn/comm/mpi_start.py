@@ -13,7 +13,7 @@ import time
 from types import ModuleType
 
 from dist_attn.comm.mpi_messages import first_line
-from dist_attn.errors import CommError, ConfigError, MissingExtraError
+from dist_attn.errors import CommError, ConfigError, MissingExtraError, extra_hint
 from dist_attn.launchers import is_first_rank, read_launch
 
 __all__ = ["leave_running", "start_mpi"]
@@ -37,7 +37,7 @@ def start_mpi(timeout_s: float) -> ModuleType:
     except (ImportError, RuntimeError) as error:
         # mpi4py without a library to load is a RuntimeError.
         raise MissingExtraError(
-            f"back end mpi needs mpi4py and an MPI library ({first_line(error)}): pip install 'dist-attn[mpi]'"
+            f"back end mpi needs mpi4py and an MPI library ({first_line(error)}): {extra_hint('mpi')}"
         ) from error
     if MPI.Is_finalized():
         raise CommError("MPI has been finalised in this process and cannot be started again")

@@ -7,6 +7,7 @@ import torch
 from dist_attn.comm.base import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.mpi import MpiCommunicator
+from dist_attn.comm.rendezvous import Rendezvous
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import read_launch
@@ -14,16 +15,21 @@ from dist_attn.launchers import read_launch
 __all__ = ["BACKENDS", "open_communicator"]
 
 BACKENDS = ("local", "gloo", "nccl", "mpi")
-TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 
 
 def open_communicator(
-    backend: str | None = None, timeout_s: float = 30.0, device: torch.device | str | None = None
+    backend: str | None = None,
+    timeout_s: float = 30.0,
+    device: torch.device | str | None = None,
+    rendezvous: Rendezvous | None = None,
 ) -> Communicator:
     """The communicator of this process: alone it is local, under torchrun or mpiexec it joins the other ranks.
 
     Without a `backend`, mpiexec means mpi; under torchrun a CUDA `device` means nccl and anything else gloo.
-    `timeout_s` bounds every wait.
+    `timeout_s` bounds every wait. Ranks that were started with RANK and WORLD_SIZE alone, without torchrun, meet at a
+    `rendezvous`.
 
     Units: timeout_s in seconds.
     Raises: ConfigError for a back end that is unknown or does not fit how the process was started; CommError if the
@@ -41,16 +47,19 @@ def open_communicator(
         return LocalCommunicator()
     if backend == "mpi" or (backend is None and launch is not None and launch.launcher == "mpiexec"):
         return MpiCommunicator.connect(timeout_s=timeout_s)
-    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    needed = TORCHRUN_VARIABLES if rendezvous is None else RANK_VARIABLES
+    missing = [name for name in needed if name not in os.environ]
     if missing:
         raise ConfigError(
             f"back end {backend or 'gloo'} needs {', '.join(missing)} in the environment: start the ranks with "
             "`torchrun --nproc-per-node N -m dist_attn …`"
         )
-    return _join_torchrun(backend, timeout_s, torch.device(device) if device is not None else None)
+    return _join(backend, timeout_s, torch.device(device) if device is not None else None, rendezvous)
 
 
-def _join_torchrun(backend: str | None, timeout_s: float, device: torch.device | None) -> Communicator:
+def _join(
+    backend: str | None, timeout_s: float, device: torch.device | None, rendezvous: Rendezvous | None
+) -> Communicator:
     chosen = backend or ("nccl" if device is not None and device.type == "cuda" else "gloo")
     if chosen == "nccl":
         device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -58,4 +67,8 @@ def _join_torchrun(backend: str | None, timeout_s: float, device: torch.device |
             raise ConfigError(f"back end nccl needs a CUDA device, got {device}; use gloo on CPUs")
     else:
         device = torch.device("cpu")
-    return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device)
+    if rendezvous is None:
+        return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device)
+    rank, size = (int(os.environ[name]) for name in RANK_VARIABLES)
+    store = rendezvous.open_store(rank, size)
+    return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device, store=store, rank=rank, size=size)

@@ -9,6 +9,7 @@ from typing import TypeVar, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from dist_attn.comm.base import Communicator
 from dist_attn.comm.call import Call, Pending
@@ -49,11 +50,12 @@ class TorchDistCommunicator(Communicator):
         timeout_s: float,
         device: torch.device,
         init_method: str = "env://",
+        store: Store | None = None,
         rank: int = -1,
         size: int = -1,
         poison: bool = False,
     ) -> "TorchDistCommunicator":
-        """Join the ranks of `init_method` (by default what torchrun put into the environment).
+        """Join the ranks of `init_method` (by default what torchrun put into the environment), or those of a `store`.
 
         A process group that already exists, as FSDP makes one, is used as it is and left open by `close`.
 
@@ -70,12 +72,18 @@ class TorchDistCommunicator(Communicator):
                 os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
             try:
                 dist.init_process_group(
-                    backend, init_method=init_method, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+                    backend,
+                    init_method=init_method if store is None else None,
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=timedelta(seconds=timeout_s),
                 )
             except (RuntimeError, ValueError) as error:
+                place = f" at {init_method}" if store is None else ""
                 raise CommError(
-                    f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group "
-                    f"at {init_method} within {timeout_s:g} s: {_first_line(error)}; are all ranks started?"
+                    f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group"
+                    f"{place} within {timeout_s:g} s: {_first_line(error)}; are all ranks started?"
                 ) from error
         group = dist.group.WORLD
         if group is None:

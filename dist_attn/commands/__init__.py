@@ -1,1 +1,1 @@
-"""Commands that the command line registers: what they share, and a group of them."""
+"""The command line: its commands, what they share, and the start of a whole service."""

@@ -60,7 +60,7 @@ def help_search(
     """
     from rich.text import Text
 
-    from dist_attn.engine.tables import stdout_console
+    from dist_attn.commands.tables import stdout_console
 
     hits = found(context.find_root().command, words)
     if not hits:

@@ -4,9 +4,10 @@ Like all commands they import what they need when they run.
 """
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from dist_attn.commands.options import (
     AsJson,
@@ -22,7 +23,7 @@ from dist_attn.commands.options import (
     leave_to_service,
 )
 
-__all__ = ["bench", "config_show", "doctor", "mixers", "plan", "state", "top"]
+__all__ = ["ShowByDefault", "bench", "config_show", "doctor", "mixers", "plan", "state_show", "top"]
 
 
 def config_show(config: Config = None, as_json: AsJson = False) -> None:
@@ -30,12 +31,21 @@ def config_show(config: Config = None, as_json: AsJson = False) -> None:
 
     Example: dist-attn config show --config serve.toml
     """
-    from dist_attn.engine.show_settings import show_settings
+    from dist_attn.commands.show_settings import show_settings
 
     show_settings(config, as_json=as_json)
 
 
-def state(
+class ShowByDefault(TyperGroup):
+    """A group of commands of which `show` need not be named."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put `show` before what names no command."""
+        named = not args or args[0] in self.commands or args[0] in ctx.help_option_names
+        return super().parse_args(ctx, args if named else ["show", *args])
+
+
+def state_show(
     file: Annotated[Path, typer.Argument(help="A snapshot of a session's state.")],
     as_json: AsJson = False,
 ) -> None:
@@ -43,7 +53,7 @@ def state(
 
     Example: dist-attn state session.state
     """
-    from dist_attn.engine.show_state import show_state
+    from dist_attn.commands.show_state import show_state
 
     show_state(file, as_json=as_json)
 
@@ -67,10 +77,10 @@ def plan(
     if url is not None:
         here = {"gflops": gflops is not None, "measure": measure, "backend": backend != "gloo"}
         leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", weights=weights != "float32", **here)
-        from dist_attn.engine.remote import plan_remotely
+        from dist_attn.commands.remote import plan_remotely
 
         return plan_remotely(url, tokens, model=model, as_json=as_json)
-    from dist_attn.engine.plan import plan as print_plan
+    from dist_attn.commands.plan import plan as print_plan
 
     print_plan(
         tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
@@ -89,7 +99,7 @@ def top(
 
     Example: dist-attn top --once | grep tokens_per_second
     """
-    from dist_attn.engine.top import top as show
+    from dist_attn.commands.top import top as show
 
     show(url, once=once, as_json=as_json)
 
@@ -105,7 +115,7 @@ def mixers(
 
     Example: dist-attn mixers --hidden-size 256 --tokens 1M --ranks 8
     """
-    from dist_attn.engine.mixer_table import print_mixers
+    from dist_attn.commands.mixer_table import print_mixers
 
     print_mixers(tokens, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks, as_json=as_json)
 
@@ -123,11 +133,11 @@ def doctor(
 ) -> None:
     """Try out whether `serve` would work here, with the same settings; what is missing or broken, and what to do.
 
-    Code 1 when it would not.
+    Code 1 when it would not, or when what it needs did not answer in time.
 
     Example: dist-attn doctor --port 8000
     """
-    from dist_attn.engine.doctor import doctor as examine
+    from dist_attn.commands.doctor import doctor as examine
 
     flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir}
     raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
@@ -135,16 +145,18 @@ def doctor(
 
 def bench(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Which benchmark: forward, backward, mixers, million-tokens, …")],
+    name: Annotated[str | None, typer.Argument(help="Which one; without a name, all are listed.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the results there too.")] = None,
     minutes: Annotated[float, typer.Option(help="End it then; experiments go on next time.", min=0.1)] = 30,
 ) -> None:
-    """Run a benchmark or an experiment of the source tree, once its tests are green.
+    """Run a benchmark or an experiment of the source tree, once its tests are green, or list them.
 
     What it does not know itself goes to the benchmark: `--smoke` asks only whether it runs.
 
+    Example: dist-attn bench
+
     Example: dist-attn bench forward --json forward.json
     """
-    from dist_attn.engine.bench import bench as run_benchmark
+    from dist_attn.commands.bench import bench as run_benchmark
 
     raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))

@@ -4,10 +4,10 @@ import os
 import sys
 
 from dist_attn.control.agent import run_agent
-from dist_attn.control.logs import configure_logs
 from dist_attn.control.server import run_controller
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
+from dist_attn.rank_link.logs import configure_logs
 
 RUNNERS = {"controller": run_controller, "agent": run_agent}
 
@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
         return 2
     name = arguments[0]
     settings = ControlSettings.from_flags(arguments[1:], f"python -m dist_attn.control {name}", os.environ)
-    configure_logs(name, settings.log_level)
+    configure_logs(name, settings.log_level, settings.log_format)
     try:
         return RUNNERS[name](settings)
     except ConfigError as error:

@@ -7,17 +7,16 @@ import socket
 import time
 from types import FrameType
 
-import msgspec
 import structlog
 import zmq
 
-from dist_attn.control.host_address import address_towards, free_port
-from dist_attn.control.identities import agent_identity
+from dist_attn.control.host_address import address_towards
 from dist_attn.control.processes import kill_processes
 from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses
 from dist_attn.control.settings import ControlSettings
-from dist_attn.control.tether import adopt_orphans, die_with_parent, parent_is_gone
 from dist_attn.errors import ConfigError, WireError
+from dist_attn.rank_link.identities import agent_identity
+from dist_attn.rank_link.tether import adopt_orphans, die_with_parent, parent_is_gone
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
@@ -170,23 +169,22 @@ class _Agent:
         self._engine = start.engine
         self._clear(but=start.epoch)
         try:
-            if len(start.hosts) > 1 and not start.rendezvous:
-                address = start.hosts[start.node].address
-                start = msgspec.structs.replace(start, rendezvous=f"{address}:{free_port(address)}")
             self._group = RankProcesses(self._settings, start)
         except OSError as error:
             self._group = None
             self._dealer.send(GroupExited(start.epoch, 127, f"the ranks could not be started: {error}"), SEND_S)
             return
-        self._dealer.send(GroupStarted(start.epoch, self._group.launcher_pid, start.rendezvous), SEND_S)
+        self._dealer.send(GroupStarted(start.epoch, self._group.launcher_pid, self._group.rendezvous), SEND_S)
 
     def _look_after_group(self) -> None:
         if self._group is None:
             return
         self._group.forward_output()
+        # Asked first, so that the rank which ended the group is always told of before the group's end is.
+        ended = self._group.exit_code(self._settings.stop_deadline_s / 2) is not None
         for rank, pid in self._group.ended_ranks():
             self._dealer.send(RankExited(self._group.epoch, rank, pid), SEND_S)
-        if self._group.exit_code(self._settings.stop_deadline_s / 2) is not None:
+        if ended:
             self._end_group()
         _reap(keep=self._group)
 

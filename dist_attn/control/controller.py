@@ -7,13 +7,13 @@ import structlog
 
 from dist_attn.control.desk import Desk
 from dist_attn.control.group import Phase, RankGroup
-from dist_attn.control.guard_tally import GuardTally
-from dist_attn.control.identities import beat_identity, rank_identity
 from dist_attn.control.scheduler import Limits, Turn, View, plan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.control.steps import StepBook
 from dist_attn.errors import WireError
+from dist_attn.rank_link.guard_tally import GuardTally
+from dist_attn.rank_link.identities import beat_identity, rank_identity
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,

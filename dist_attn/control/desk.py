@@ -12,11 +12,11 @@ from dist_attn.control.admission import misfit
 from dist_attn.control.backlog import refusal
 from dist_attn.control.outboxes import Outboxes
 from dist_attn.control.pace import Pace
-from dist_attn.control.rows import RowAssembler, RowBatch
 from dist_attn.control.sessions import Session
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_desk import StateDesk
 from dist_attn.control.state_files import StateKeeper
+from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
@@ -166,11 +166,11 @@ class Desk:
         Raises: WireError if they do not fit.
         """
         session = self.sessions.get(pieces.session)
-        if session is None or session.rows is None or self.model is None:
+        form = None if session is None or self.model is None else session.row_form(self.model.hidden_size)
+        if session is None or form is None:
             return
         if session.assembler is None:
-            start = session.begin.position if session.begin else 0
-            session.assembler = RowAssembler(session.rows, self.model.hidden_size, start)
+            session.assembler = RowAssembler(*form, session.begin.position if session.begin else 0)
         batches = session.assembler.add(pieces, session.received if session.final else None)
         self.post_rows(session, batches)
         self.settle(session)
@@ -186,15 +186,16 @@ class Desk:
             self._compare(session, token)
         elif session.draws < session.most_draws:
             self._send_draw(session, token, logprobs)
-        elif token == self.model.end_token:
+        elif session.sampling.ends(token, self.model.end_token):
             session.draws_back = session.draws_asked  # what was asked for beyond it is not drawn
         if session.draining and session.draws_back >= session.draws_asked:
             self.standing.go_back(session)
 
     def _send_draw(self, session: Session, token: int, logprobs: TokenLogprobs | None) -> None:
         assert session.sampling is not None and self.model is not None
-        if token == self.model.end_token:
-            self.post(session.peer, Generated(session.request_id, [], "stop"))
+        if session.sampling.ends(token, self.model.end_token):
+            told = None if logprobs is None or session.scores is None else [logprobs]
+            self.post(session.peer, Generated(session.request_id, [], "stop", told))
             session.draw_limit, session.draws_back = session.draws, session.draws_asked
             self.standing.end_drawing(session)
             return
@@ -241,6 +242,8 @@ class Desk:
             self.standing.commit(session)
             if session.terms.progress:
                 self.post(session.peer, Progress(session.request_id, position))
+            if number in self.sessions:
+                self.settle(session)
 
     @property
     def save_every_s(self) -> float:
@@ -254,9 +257,16 @@ class Desk:
         return further
 
     def settle(self, session: Session) -> None:
-        """End an encoding whose every row has been sent, or a session that stands at its end already."""
+        """End an encoding whose every row has been sent, a completion of no tokens whose prompt has been read, or a
+        session that stands at its end already.
+        """
         if session.work is not None:
             self.standing.settle(session)
+            return
+        undrawn = session.sampling is not None and not session.sampling.max_tokens
+        if undrawn and session.prompt_is_done and not session.ended:
+            self.post(session.peer, Generated(session.request_id, [], "length"))
+            self.standing.end_drawing(session)
             return
         if session.rows is None or not session.final:
             return

@@ -188,6 +188,10 @@ class RankGroup:
         name = self.agents.name_of(identity)
         if exited.epoch != self.epoch or self.phase is Phase.IDLE or name not in self._placement.names:
             return
+        if self.phase is Phase.RUNNING and len(self._placement.names) > 1:
+            # Its ranks may have ended because another host was lost, which shows a moment later.
+            self._suspect(now)
+            return
         if self.phase is not Phase.CLEARING and not self._stopping:
             named = name_culprit(self.ranks.values()) or "the ranks ended"
             self._lose(f"{named} ({name_ending(exited)})", now)

@@ -1,13 +1,15 @@
-"""Where other hosts reach this one: its address, the network interface that has it, a free port of it."""
+"""Where other hosts reach this one: its address, the network interface that has it, a socket that listens there."""
 
 import fcntl
 import socket
 import struct
+import sys
 
-__all__ = ["address_towards", "free_port", "interface_of"]
+__all__ = ["LOOPBACK_INTERFACE", "address_towards", "interface_of", "listen_on"]
 
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def address_towards(address: str) -> str:
@@ -37,10 +39,16 @@ def interface_of(address: str) -> str:
     return ""
 
 
-def free_port(address: str) -> int:
-    """A port of an address of this host that nobody listens on now.
+def listen_on(address: str) -> socket.socket:
+    """A socket that listens on this address of this host alone, at a port that was free.
 
-    Raises: OSError where the address is none of this host's.
+    Raises: OSError where the address is not known, none of this host's, or a name that only this host resolves so.
     """
-    with socket.create_server((address, 0)) as listener:
-        return int(listener.getsockname()[1])
+    found = socket.gethostbyname(address) if address else ""
+    named_loopback = found.startswith("127.") and found != address  # as in Debian's /etc/hosts
+    if found in ("", "0.0.0.0") or named_loopback:
+        raise OSError(
+            f"the address of this host is {address!r}{f', which is {found} here' if named_loopback else ''}: "
+            "set engine.host_address to one that other hosts reach"
+        )
+    return socket.create_server((found, 0))

@@ -3,16 +3,15 @@
 import contextlib
 import os
 import select
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from types import TracebackType
 from typing import Any, Self, final
 
 import msgspec
 
+from dist_attn.control.private_folder import PrivateFolder
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import EngineError
@@ -27,7 +26,9 @@ STOP_MARGIN_S = 3.0
 class EngineHandle:
     """A running controller with everything below it."""
 
-    def __init__(self, settings: ControlSettings, process: subprocess.Popen[bytes], folder: str | None) -> None:
+    def __init__(
+        self, settings: ControlSettings, process: subprocess.Popen[bytes], folder: PrivateFolder | None
+    ) -> None:
         self.settings = settings
         self.api_address = settings.api_address
         self.process = process
@@ -55,7 +56,7 @@ class EngineHandle:
             self.process.kill()
             code = self.process.wait(STOP_MARGIN_S)
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.remove()
         return code
 
     def __enter__(self) -> Self:
@@ -76,22 +77,18 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
     Raises: ConfigError for settings that do not fit, EngineError if the controller does not come up.
     """
     folder = None
-    if settings is None:
-        if "api_address" not in fields:
-            folder = tempfile.mkdtemp(prefix="dist-attn-")
-            fields = {"rank_address": f"ipc://{folder}/ranks", **fields, "api_address": f"ipc://{folder}/api"}
-        try:
-            settings = ControlSettings(**fields)
-        except BaseException:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-    settings = msgspec.structs.replace(settings, parent=os.getpid())
     try:
+        if settings is None:
+            if "api_address" not in fields:
+                folder = PrivateFolder()
+                addresses = {name: f"ipc://{folder.path}/{name}" for name in ("ranks", "api")}
+                fields = {"rank_address": addresses["ranks"], **fields, "api_address": addresses["api"]}
+            settings = ControlSettings(**fields)
+        settings = msgspec.structs.replace(settings, parent=os.getpid())
         return EngineHandle(settings, _start_controller(settings), folder)
     except BaseException:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder.remove()
         raise
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
-from dist_attn.control.rows import GRAIN
+from dist_attn.rank_link.rows import GRAIN
 
 __all__ = ["Pace"]
 

@@ -42,8 +42,8 @@ class Placement:
         self._start(0, "")
 
     def started(self, name: str, message: GroupStarted) -> None:
-        """The launcher of a host runs: the first one says where the ranks of the others find its own."""
-        log.info("launcher runs", epoch=message.epoch, agent=name, pid=message.launcher_pid)
+        """The processes of a host run: the first one says where the ranks of the others find its own."""
+        log.info("processes run", epoch=message.epoch, agent=name, pid=message.launcher_pid)
         if name == self.names[0]:
             waiting, self._waiting = self._waiting, []
             for node in waiting:

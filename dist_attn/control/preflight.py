@@ -4,10 +4,12 @@ import socket
 import tempfile
 from pathlib import Path
 
-from dist_attn.costs import model_kind
-from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError
+from dist_attn.costs import model_kind, read_model_costs
+from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError, extra_hint
 from dist_attn.launchers import lacks_for_mpi
+from dist_attn.shipped.foreign import refuse_foreign
 from dist_attn.shipped.manifest import check_manifest
+from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.weights import WeightPrecision
 
@@ -29,18 +31,21 @@ def check_before_start(
 
     `weights` is how those of the model are to be held.
 
-    Raises: ModelFolderError for a folder that lacks a file or holds a damaged one, MissingExtraError for a back end
-        that is not installed, ConfigError for the others.
+    Raises: ModelFolderError for a folder that lacks a file, holds a damaged one or is Hugging Face's, MissingExtraError
+        for a back end that is not installed, ConfigError for the others and for a config.json that describes no model.
     """
     if backend == "mpi" and (absent := lacks_for_mpi()):
-        raise MissingExtraError(f"back end mpi needs {' and '.join(absent)}: pip install 'dist-attn[mpi]'")
+        raise MissingExtraError(f"back end mpi needs {' and '.join(absent)}: {extra_hint('mpi')}")
     _check_address(host, port)
     _check_data_dir(data_dir)
+    refuse_foreign(folder)
     for name in MODEL_FILES:
         if not (folder / name).is_file():
             raise ModelFolderError(f"{folder} has no {name}; needed is a model folder of this project")
     load_tokeniser(folder)
     check_manifest(folder)
+    if model_kind(folder) in ("", "language_model"):
+        read_model_costs(folder)  # reads the same configuration as the ranks will, without torch
     check_weights_fit(folder, weights)
 
 
@@ -70,7 +75,7 @@ def _check_address(host: str, port: int) -> None:
 
 def _check_data_dir(data_dir: Path) -> None:
     try:
-        data_dir.mkdir(parents=True, exist_ok=True)
+        make_private(data_dir)
         with tempfile.TemporaryFile(dir=data_dir):
             pass
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte

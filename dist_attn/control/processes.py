@@ -1,7 +1,7 @@
 """Finds and kills every process of a rank group, however it was started and whoever its parent is now.
 
-torchrun gives each worker a session of its own, so neither its process group nor its death reaches them. Every process
-of a group therefore carries a mark in its environment, which children inherit.
+A rank may be the child of this host's agent, of one that died, or of mpiexec, which may run on another host. Every
+process of a group therefore carries a mark in its environment, which children inherit.
 """
 
 import contextlib

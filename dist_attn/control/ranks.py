@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -10,8 +11,9 @@ from collections import deque
 from pathlib import Path
 
 import dist_attn
-from dist_attn.control.host_address import interface_of
+from dist_attn.control.host_address import LOOPBACK_INTERFACE, interface_of, listen_on
 from dist_attn.control.passing_on import PassOn
+from dist_attn.control.private_folder import PrivateFolder
 from dist_attn.control.processes import GROUP_MARK, GroupMark, kill_processes
 from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.launchers import find_mpiexec
@@ -25,6 +27,9 @@ TAIL_BYTES = 8192
 STDERR = 2
 READS_PER_TURN = 16  # of 64 KiB each: ranks that print without end do not keep the agent from its other work
 KILL_TIMEOUT_S = 5.0
+# What tells gloo, NCCL, and MPICH's UCX and libfabric the interface on which they listen. The last two are MPI's to
+# choose where it starts ranks on several hosts, whose interfaces may have other names.
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
 
 
 def child_environment() -> dict[str, str]:
@@ -34,12 +39,12 @@ def child_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([source, *others])}
 
 
-def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark) -> list[str]:
-    """The command of the launcher, or of one rank when there is none between; `settings` are this host's."""
+def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark, rendezvous: str = "") -> list[str]:
+    """The command of one rank, or of mpiexec for all; `settings` are this host's, `rendezvous` is a URL."""
     program = [
         *settings.rank_program,
         f"--controller={settings.rank_address}",
-        *([f"--engine={start.engine}"] if start.engine else []),
+        f"--engine={start.engine}",
         f"--epoch={start.epoch}",
         f"--ranks={start.ranks}",
         f"--backend={start.backend}",
@@ -51,35 +56,16 @@ def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark
         f"--exchange-deadline-s={start.exchange_deadline_s}",
         *([f"--weights={start.weights}"] if start.weights != "float32" else []),
         *(["--check-finite"] if start.check_finite else []),
+        *([f"--rendezvous={rendezvous}", f"--start-deadline-s={settings.start_deadline_s}"] if rendezvous else []),
     ]
-    if start.launcher == "torchrun":
-        program = [*_torchrun(start, settings.start_deadline_s), "--no-python", *program]
-    elif start.launcher == "mpiexec":
+    if start.launcher == "mpiexec":
         program = [*_mpiexec(start, mark), *program]
-    return [sys.executable, "-m", "dist_attn.control.tether", str(os.getpid()), *program]
-
-
-def _torchrun(start: StartGroup, deadline_s: float) -> list[str]:
-    """torchrun for this host's ranks, with a rendezvous that no other epoch has used.
-
-    What an old group left in its store must not reach a new one. Over several hosts the order of the hosts is fixed,
-    so that the controller knows whose ranks are where.
-    """
-    name = f"dist-attn-{start.engine or os.getpid()}-{start.epoch}"
-    # Ranks print into this process's pipe: torchrun needs no folder for logs, which it would leave behind.
-    words = f"--nproc-per-node={start.local_ranks} --max-restarts=0 --log-dir={os.devnull} --rdzv-id={name}"
-    if len(start.hosts) == 1:
-        words += " --nnodes=1 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:0"
-    else:
-        address, _, port = start.rendezvous.rpartition(":")
-        words += f" --nnodes={len(start.hosts)} --node-rank={start.node} --rdzv-backend=static"
-        words += f" --master-addr={address} --master-port={port} --rdzv-conf=timeout={max(1, round(deadline_s))}"
-    return [sys.executable, "-m", "torch.distributed.run", *words.split()]
+    return [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid()), *program]
 
 
 def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
     """mpiexec for all ranks, from the first host; where it is missing, the tether says so in the group's output."""
-    command = [find_mpiexec() or "mpiexec", "-n", str(start.ranks)]
+    command = [find_mpiexec(one_host=len(start.hosts) == 1) or "mpiexec", "-n", str(start.ranks)]
     if len(start.hosts) > 1:
         command += ["-host", ",".join(f"{host.address}:{host.ranks}" for host in start.hosts)]
         # Not every MPI hands the environment on to other hosts.
@@ -89,14 +75,15 @@ def _mpiexec(start: StartGroup, mark: GroupMark) -> list[str]:
 
 
 def _rank_environment(start: StartGroup, mark: GroupMark) -> dict[str, str]:
-    """What the launcher and, through it, the ranks are told by their environment."""
+    """What mpiexec and the ranks are told by their environment, where it does not say otherwise already."""
     environment = {**child_environment(), GROUP_MARK: str(mark), "PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(threads_for(start.local_ranks)))
-    interface = interface_of(start.hosts[start.node].address) if len(start.hosts) > 1 else ""
-    if interface:
-        # Else each host's ranks would listen where the host's name points to, which may be the host itself.
-        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            environment.setdefault(variable, interface)
+    # Ranks ask nobody who they are, so on one host they listen on loopback alone. On several they would by themselves
+    # listen where the host's name points to, which may be the host itself.
+    several = len(start.hosts) > 1
+    interface = interface_of(start.hosts[start.node].address) if several else LOOPBACK_INTERFACE
+    for variable in INTERFACE_VARIABLES[: 2 if several else None] if interface else ():
+        environment.setdefault(variable, interface)
     return environment
 
 
@@ -113,24 +100,53 @@ class RankProcesses:
         self._unwatchable: dict[int, int] = {}  # rank -> pid
         self._reported: list[int] = []
         self._ended_at: float | None = None
+        self._folder: PrivateFolder | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.rendezvous = start.rendezvous
+        listener: socket.socket | None = None
+        url = ""
+        if start.launcher == "direct" and len(start.hosts) > 1:
+            if start.node == 0:
+                listener = listen_on(start.hosts[0].address)
+                self.rendezvous = "{}:{}".format(*listener.getsockname())
+            url = f"tcp://{self.rendezvous}"
+        elif start.launcher == "direct" and start.ranks > 1:
+            self._folder = PrivateFolder()  # of this epoch: what an older one left there must not reach it
+            url = (self._folder.path / "store").as_uri()
         self.output, write_end = os.pipe()
         os.set_blocking(self.output, False)
-        command = launch_command(settings, start, self._mark)
-        environment = _rank_environment(start, self._mark)
-        direct = start.launcher == "direct"
-        self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            for local in range(start.local_ranks if direct else 1):
-                if direct:
-                    rank = {"RANK": start.first_rank + local, "LOCAL_RANK": local, "WORLD_SIZE": start.ranks}
-                    environment |= {name: str(value) for name, value in rank.items()}
-                self._processes.append(
-                    subprocess.Popen(
-                        command, stdin=subprocess.DEVNULL, stdout=write_end, stderr=write_end, env=environment
-                    )
-                )
+            self._start(start, launch_command(settings, start, self._mark, url), write_end, listener)
+        except OSError:
+            self.kill()
+            raise
         finally:
             os.close(write_end)
+            if listener is not None:
+                listener.close()
+
+    def _start(self, start: StartGroup, command: list[str], output: int, listener: socket.socket | None) -> None:
+        """Start mpiexec, or each rank of this host; rank 0 is handed the socket at which all of them meet."""
+        environment = _rank_environment(start, self._mark)
+        direct = start.launcher == "direct"
+        for local in range(start.local_ranks if direct else 1):
+            words, descriptors = command, []
+            if direct:
+                rank = {"RANK": start.first_rank + local, "LOCAL_RANK": local, "WORLD_SIZE": start.ranks}
+                environment |= {name: str(value) for name, value in {**rank, "GROUP_RANK": start.node}.items()}
+                if listener is not None and local == 0:
+                    descriptors = [listener.fileno()]
+                    words = [*command, f"--listener={listener.fileno()}"]
+            self._processes.append(
+                subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=descriptors,
+                )
+            )
 
     @property
     def launcher_pid(self) -> int:
@@ -219,5 +235,7 @@ class RankProcesses:
             os.close(descriptor)
         self._watched.clear()
         self.output = -1
+        if self._folder is not None:
+            self._folder.remove()
         tail = b"".join(self._tail)[-TAIL_BYTES:].decode(errors="replace")
         return (code if code is not None else self._processes[0].returncode or 0), tail

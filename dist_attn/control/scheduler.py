@@ -13,8 +13,8 @@ waits. So its rows and its state have the same bits in a busy engine, in an idle
 from itertools import pairwise
 
 from dist_attn.control.places import admitted
-from dist_attn.control.rows import GRAIN
 from dist_attn.control.views import Block, Limits, Plan, SessionView, Turn, View
+from dist_attn.rank_link.rows import GRAIN
 
 __all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "plan", "split"]
 

@@ -1,13 +1,11 @@
 """The controller's process: its two sockets, its clock, its signals, and the agent of this machine."""
 
-import contextlib
 import os
 import re
 import secrets
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import FrameType
@@ -17,20 +15,20 @@ import structlog
 import zmq
 
 from dist_attn.control.controller import Controller
-from dist_attn.control.identities import agent_identity
-from dist_attn.control.logs import say
+from dist_attn.control.private_folder import PrivateFolder, remove_left_over
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
-from dist_attn.control.tether import parent_is_gone
 from dist_attn.errors import ConfigError, WireError
+from dist_attn.rank_link.identities import agent_identity
+from dist_attn.rank_link.logs import say
+from dist_attn.rank_link.tether import parent_is_gone
 from dist_attn.wire.curve import ServerKeys, admit_listed
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.sockets import Router, Sent
 
 __all__ = ["run_controller"]
 
-FOLDER_PREFIX = "dist-attn-"
 TURN_S = 0.02  # while requests are open
 IDLE_TURN_S = 0.2
 AGENT_START_S = 60.0  # until its first hello
@@ -48,8 +46,17 @@ def run_controller(settings: ControlSettings) -> int:
     """
     if not settings.api_address:
         raise ConfigError("api_address is not set; give --api-address, or see --help")
+    if settings.rank_address:
+        return _listen(settings, settings.rank_address)
     # A private folder: nobody else may connect, and its path is short, which the path of a socket has to be.
-    rank_address = settings.rank_address or f"ipc://{tempfile.mkdtemp(prefix=FOLDER_PREFIX)}/ranks"
+    folder = PrivateFolder()
+    try:
+        return _listen(settings, f"ipc://{folder.path}/ranks")
+    finally:
+        folder.remove()
+
+
+def _listen(settings: ControlSettings, rank_address: str) -> int:
     api_keys = ServerKeys.find(settings.keys_dir, "api", settings.api_address)
     agent_keys = ServerKeys.find(settings.keys_dir, "agent", rank_address)
     listed = settings.keys_dir if api_keys or agent_keys else ""
@@ -71,17 +78,14 @@ def run_controller(settings: ControlSettings) -> int:
         context.term()
         for address in (settings.api_address, rank_address):
             _remove(address)
+        remove_left_over()  # that of a parent which was killed, and of an agent that did not stop in time
 
 
 def _remove(address: str) -> None:
-    """Remove the file of a socket, and its folder if that was made for it and is empty now."""
+    """Remove the file of a socket."""
     scheme, _, place = address.partition("://")
     if scheme == "ipc":
-        path = Path(place)
-        path.unlink(missing_ok=True)
-        if path.parent.name.startswith(FOLDER_PREFIX):
-            with contextlib.suppress(OSError):
-                path.parent.rmdir()
+        Path(place).unlink(missing_ok=True)
 
 
 def local_address(address: str) -> str:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 
 from dist_attn.control.journal import Journal
-from dist_attn.control.rows import GRAIN, RowAssembler, row_length, sequence_length
 from dist_attn.control.scheduler import SessionView
 from dist_attn.control.session_states import Arrival, Offers, Saves
 from dist_attn.control.token_queue import TokenQueue
+from dist_attn.rank_link.rows import GRAIN, SCORE_ROWS, RowAssembler, row_length, score_width, sequence_length
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding, RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.session_messages import BeginState, OpenSession
@@ -106,6 +106,22 @@ class Session:
         """Whether every token that a block may hold is in one; a completion's last token is left for decoding."""
         left = self.sampling is not None and self.work is None and self.draws_asked == 0
         return self.final and len(self.queue) <= left
+
+    @property
+    def scores(self) -> int | None:
+        """How many likeliest tokens are told of beside each token of the prompt; None: the prompt is not scored."""
+        return None if self.sampling is None or self.work is not None else self.sampling.prompt_logprobs
+
+    def row_form(self, hidden_size: int) -> tuple[RowSpec, int] | None:
+        """The rows that the ranks make of it and how many numbers are in one; None where they make none."""
+        if self.scores is not None:
+            return SCORE_ROWS, score_width(self.scores)
+        return None if self.rows is None else (self.rows, hidden_size)
+
+    @property
+    def prompt_is_done(self) -> bool:
+        """Whether every rank has answered for all of a completion's prompt that is in blocks."""
+        return self.prefilled and self.read >= self.received - 1
 
     @property
     def may_draw(self) -> bool:
@@ -257,7 +273,8 @@ class Session:
             common = replace(common, overdue=False, blocked=blocked or rests, home=self.number)
             return replace(common, available=len(self.queue), ready=ready, owner=owner)
         if self.sampling is not None:
-            ready = self.prefilled and self.may_draw
+            # A request ends with its last token: by then the scores of its prompt must have come from every rank.
+            ready = self.prefilled and self.may_draw and (self.scores is None or self.prompt_is_done)
             available = 0 if self.prefilled else max(0, len(self.queue) - 1)
             # As those of sessions, states that are kept for others always come of the same blocks.
             overdue = common.overdue and not self.has_states

@@ -11,21 +11,21 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import msgspec
 
-from dist_attn.control.rows import GRAIN
 from dist_attn.errors import ConfigError, InputError
+from dist_attn.log_lines import LogFormat
+from dist_attn.rank_link.rows import GRAIN
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.curve import check_exposure
 from dist_attn.wire.sockets import check_address
 from dist_attn.wire.weights import WeightPrecision
 
-__all__ = ["BACKENDS", "ControlSettings", "Launcher", "engine_fields", "threads_for"]
+__all__ = ["BACKENDS", "ControlSettings", "engine_fields", "threads_for"]
 
 AGENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 BACKENDS = ("local", "gloo", "nccl", "mpi")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-Launcher = Literal["auto", "direct", "torchrun", "mpiexec"]
-CHOICES = {"launcher": Launcher, "weights": WeightPrecision}
+CHOICES = {"weights": WeightPrecision, "log_format": LogFormat}
 
 
 class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +41,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     data_dir: str = "data"
     rank_address: str = ""  # where ranks and agents connect; empty: a socket in a private folder
     log_level: str = "info"
+    log_format: LogFormat = "auto"  # words on a terminal, JSON elsewhere; or one of them everywhere
     keys_dir: str = ""  # folder with the keys for tcp:// addresses
     insecure_network: bool = False  # tcp:// addresses of a network may go without keys
     parent: int = 0  # exit when this process is no longer the parent; 0: nobody in particular
@@ -48,8 +49,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     # the ranks
     ranks: int = 1
     backend: str = "gloo"
-    launcher: Launcher = "auto"  # auto: torchrun or mpiexec for two ranks or more, directly for one
-    rank_command: tuple[str, ...] = ()  # what starts one rank; empty: `python -m dist_attn.engine`
+    rank_command: tuple[str, ...] = ()  # what starts one rank; empty: `python -m dist_attn.rank`
     agents: int = 1  # hosts that share the ranks; a group starts when so many agents are here
     local_agent: bool = True  # start an agent on this machine, and again if it dies
     agent_name: str = ""  # of this host among the agents; empty: the host's own name
@@ -109,8 +109,6 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.weights not in get_args(WeightPrecision):
             known = ", ".join(get_args(WeightPrecision))
             raise ConfigError(f"weights {self.weights!r} are not known; choose one of {known}")
-        if self.ranks > 1 and (self.backend == "mpi") != (self.starts_by == "mpiexec"):
-            raise ConfigError(f"launcher {self.launcher} does not go with backend {self.backend}: choose auto")
         if self.agents > self.ranks:
             raise ConfigError(f"agents is {self.agents} and ranks is {self.ranks}: every agent needs a rank to start")
         if self.agents > 1 and not self.rank_address:
@@ -140,13 +138,9 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ConfigError(f"drain_s is {self.drain_s:g}; it must be 0 (hand over at once) or more")
 
     @property
-    def starts_by(self) -> Literal["direct", "torchrun", "mpiexec"]:
-        """What starts the ranks: a launcher, or the agent one by one."""
-        if self.launcher != "auto":
-            return self.launcher
-        if self.ranks == 1:
-            return "direct"
-        return "mpiexec" if self.backend == "mpi" else "torchrun"
+    def starts_by(self) -> Literal["direct", "mpiexec"]:
+        """What starts the ranks: each host's agent one by one, or MPI's launcher."""
+        return "mpiexec" if self.backend == "mpi" and self.ranks > 1 else "direct"
 
     @property
     def host_name(self) -> str:
@@ -156,7 +150,7 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     @property
     def rank_program(self) -> tuple[str, ...]:
         """The command that starts one rank, without its flags."""
-        return self.rank_command or (sys.executable, "-m", "dist_attn.engine")
+        return self.rank_command or (sys.executable, "-m", "dist_attn.rank")
 
     def to_flags(self) -> list[str]:
         """The command-line flags that `from_flags` reads back to an equal value; defaults are left out."""
@@ -203,6 +197,7 @@ def engine_fields(settings: Settings) -> dict[str, Any]:
         **settings.engine.model_dump(),
         "data_dir": str(settings.data_dir),
         "log_level": settings.log_level,
+        "log_format": settings.log_format,
     }
     if settings.model:
         fields["model"] = str(resolve_model_folder(settings.model))

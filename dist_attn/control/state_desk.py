@@ -2,11 +2,11 @@
 
 from typing import Protocol, final
 
-from dist_attn.control.rows import RowBatch
 from dist_attn.control.sessions import Session
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.control.state_traffic import StateTraffic
+from dist_attn.rank_link.rows import RowBatch
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import RankHello, SavedState
 from dist_attn.wire.session_messages import FinishDrawing, SessionDone, StateCredit, StatePiece, StatesDone

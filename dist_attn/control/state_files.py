@@ -11,6 +11,7 @@ from typing import Protocol, final
 import structlog
 
 from dist_attn.control.processes import is_alive
+from dist_attn.store.private import make_private
 
 __all__ = ["PART_BYTES", "StateFiles", "StateKeeper"]
 
@@ -73,7 +74,7 @@ class StateFiles:
     """A file per session in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         _remove_left_over(folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
 

@@ -224,7 +224,9 @@ def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
     for of_rank, length in zip(ops, block.lengths, strict=True):
         tokens = session.queue.take(length)
         session.journal.give(tokens)
-        of_rank.append(PrefillOp(block.session, block.start, list(block.lengths), tokens))
+        # The last token of a prompt is in no block, so there is always one that follows.
+        following = None if session.scores is None else session.queue.first
+        of_rank.append(PrefillOp(block.session, block.start, list(block.lengths), tokens, following))
     session.dispatched += block.tokens
     session.holder = max(rank for rank, length in enumerate(block.lengths) if length)
     session.journal.cut(session.dispatched)

@@ -27,6 +27,11 @@ class TokenQueue:
             self._pieces.append(memoryview(tokens))
             self._count += len(tokens) // TOKEN_BYTES
 
+    @property
+    def first(self) -> int:
+        """The first token; there must be one."""
+        return int.from_bytes(self._pieces[0][:TOKEN_BYTES], "little")
+
     def take(self, count: int) -> bytes:
         """Remove and return the first `count` tokens; there must be as many."""
         return b"".join(self._first(count))

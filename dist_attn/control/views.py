@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dist_attn.control.rows import GRAIN
+from dist_attn.rank_link.rows import GRAIN
 
 __all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View"]
 

@@ -86,9 +86,9 @@ def name_culprit(ranks: Iterable[RankVitals]) -> str | None:
 
 
 def name_ending(exited: GroupExited) -> str:
-    """How the launcher of a group ended; the end of its output tells why only if it ended by itself."""
+    """How the processes of a group ended; the end of its output tells why only if it ended by itself."""
     if exited.exit_code < 0:
         names = {number.value: number.name for number in signal.Signals}
-        return f"their launcher was killed by {names.get(-exited.exit_code, f'signal {-exited.exit_code}')}"
+        return f"killed by {names.get(-exited.exit_code, f'signal {-exited.exit_code}')}"
     tail = exited.tail.strip().splitlines()[-1:] or ["no output"]
-    return f"launcher's exit code {exited.exit_code}: {tail[0][:300]}"
+    return f"exit code {exited.exit_code}: {tail[0][:300]}"

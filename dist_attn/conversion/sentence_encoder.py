@@ -60,7 +60,7 @@ def _modules(folder: Path) -> dict[str, str]:
     try:
         parts = json.loads(path.read_bytes())
         named = [(str(part["type"]).rpartition(".")[2], str(part["path"])) for part in parts]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise ModelFolderError(f"{path} is not a list of modules with a type and a path each") from None
     names = [name for name, _ in named]
     if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
@@ -103,7 +103,7 @@ def _read(path: Path) -> dict[str, Any]:
         return {}
     try:
         values = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path} is not an object of options")

@@ -142,7 +142,7 @@ def read_source_config(folder: Path) -> SourceConfig:
         raise ModelFolderError(
             f"{path} cannot be read: {error.strerror}; needed is a folder with config.json, {WEIGHTS}, tokenizer.json"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path} is not a configuration; needed is an object with a model_type")
@@ -159,7 +159,7 @@ def read_source_weights(folder: Path) -> SourceWeights:
     if index.is_file() and not (folder / WEIGHTS).is_file():
         try:
             names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise ModelFolderError(f"{index} is not an index of safetensors: it needs a 'weight_map'") from None
     for name in sorted(names):
         path = folder / name

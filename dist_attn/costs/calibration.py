@@ -69,7 +69,7 @@ class Calibration:
         """What a file holds; none of it when it is not a calibration, which is only ever a hint."""
         try:
             return msgspec.json.decode(text, type=Calibration)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             return Calibration()
 
     def write(self, file: Path) -> None:

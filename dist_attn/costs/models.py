@@ -174,8 +174,7 @@ class _Kind(msgspec.Struct, frozen=True):
     kind: str = ""
 
 
-class _ModelConfig(msgspec.Struct, frozen=True):
-    kind: str
+class _ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vocab_size: Count
     hidden_size: Count
     num_layers: Annotated[int, Meta(ge=1, le=10_000)]
@@ -184,11 +183,15 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     positions: str | _LearnedPositions = "none"
     block: _BlockConfig = _BlockConfig()
     readout: Literal["tied", "own"] = "tied"
+    kind: Literal["language_model"] = "language_model"
+    # What the file says to transformers.
+    model_type: str = ""
+    architectures: tuple[str, ...] = ()
 
 
 def model_kind(folder: Path) -> str:
     """What kind of model a folder holds; "" where it does not say so, which `read_model_costs` says more of."""
-    with contextlib.suppress(OSError, msgspec.MsgspecError):
+    with contextlib.suppress(OSError, msgspec.MsgspecError, RecursionError):
         return msgspec.json.decode((folder / "config.json").read_bytes(), type=_Kind).kind
     return ""
 
@@ -207,7 +210,7 @@ def read_model_costs(folder: Path, weights: WeightPrecision = "float32") -> Lang
         config = msgspec.json.decode(data, type=_ModelConfig)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ConfigError(f"{path} is not the configuration of a model: {error}") from None
     return LanguageModelCosts(
         vocab_size=config.vocab_size,

@@ -3,7 +3,7 @@
 from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, length_penalty
 from dist_attn.generation.captured_step import CapturedStep, StepMode, takes_captured_steps
 from dist_attn.generation.decode import generate
-from dist_attn.generation.logprobs import token_logprobs
+from dist_attn.generation.logprobs import sequence_scores, token_logprobs
 from dist_attn.generation.sampling import generator_for, sample
 from dist_attn.generation.state_snapshot import Restored, computation_of, identity_of, pack_state, restore_state
 from dist_attn.generation.step_graphs import StepGraphs
@@ -24,6 +24,7 @@ __all__ = [
     "pack_state",
     "restore_state",
     "sample",
+    "sequence_scores",
     "takes_captured_steps",
     "token_logprobs",
 ]

@@ -30,7 +30,7 @@ def generate(
     on_token: Callable[[int], None] | None = None,
     steps: StepMode = "auto",
 ) -> list[int]:
-    """The tokens drawn after a prompt: `max_tokens` of them, or fewer where `end_token` is drawn, which is left out.
+    """The tokens drawn after a prompt: `max_tokens` of them, or fewer where `end_token` ends them, which is left out.
 
     `on_token` is called with each token as soon as it is drawn. The result of a seed depends on nothing else. `steps`
     says whether they are taken over buffers that stay, see `takes_captured_steps`.
@@ -56,8 +56,8 @@ def generate(
                 logits_BV = captured.step(token_B)
             else:
                 logits_BV, state = model.step(token_B, state)
-            (token,) = sample(logits_BV, [spec], [generator], [counts])
-            if token == end_token:
+            (token,) = sample(logits_BV, [spec], [generator], [counts], [spec.barred(end_token, len(drawn))])
+            if spec.ends(token, end_token):
                 break
             drawn.append(token)
             counts[token] += 1

@@ -37,10 +37,12 @@ def sample(
     specs: list[SamplingSpec],
     generators: list[torch.Generator],
     counts: Sequence[Mapping[int, int]] | None = None,
+    barred: Sequence[int | None] | None = None,
 ) -> list[int]:
     """One token for each sequence: biases and penalties, then top_k, then top_p of what it left, then one draw.
 
-    `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet.
+    `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet. `barred` names a
+    token of each sequence that is not drawn.
 
     Temperature 0 takes the largest logit, the lowest id among equals, and leaves the generator untouched; every
     other draw takes exactly one random number. A logit of -inf is never drawn.
@@ -60,6 +62,9 @@ def sample(
     for row, (logits_V, spec, generator) in enumerate(zip(rows, specs, generators, strict=True)):
         _check_row(logits_V, row)
         from_V = adjust_logits(logits_V, spec, {} if counts is None else counts[row])
+        if barred is not None and (token := barred[row]) is not None:
+            from_V = from_V.clone()
+            from_V[token] = -torch.inf
         drawn.append(int(from_V.argmax()) if spec.temperature == 0 else _draw(from_V, spec, generator))
     return drawn
 

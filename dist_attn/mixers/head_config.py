@@ -26,7 +26,7 @@ class DenominatorConfig(FrozenConfig):
     """The saved form of `ops.Denominator`."""
 
     kind: Literal["floor", "exact", "clamp", "sign_clamp"] = "floor"
-    # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0002).
+    # 0.3 of the carried weight mass trains best of all the policies tried (docs/decisions/0003).
     eps: float = Field(default=0.3, ge=0, allow_inf_nan=False)
 
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dist_attn.mixers import MixerConfig
 from dist_attn.models.mixer_stack import HybridConfig, check_streams, check_uses_all
+from dist_attn.shipped.foreign import OUR_MODEL_TYPE
 
 __all__ = [
     "MAX_LAYERS",
@@ -21,7 +22,7 @@ __all__ = [
 MAX_LAYERS = 10_000
 """More are a mistake: they would be built one by one until memory ends."""
 
-NAMES_FOR_OTHERS = {"model_type": "dist_attn", "architectures": ["DistAttnForCausalLM"]}
+NAMES_FOR_OTHERS = {"model_type": OUR_MODEL_TYPE, "architectures": ["DistAttnForCausalLM"]}
 """What config.json says to transformers, where it is that of a language model."""
 
 

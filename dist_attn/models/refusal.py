@@ -8,6 +8,8 @@ from pydantic import ValidationError
 __all__ = ["refusal"]
 
 GIVEN_CHARACTERS = 80
+PLAIN = {"missing": "it is missing", "extra_forbidden": "there is no such key; leave it out"}
+"""Our words for kinds of errors whose own speak of inputs and fields."""
 WITHOUT_GIVEN = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
 
 
@@ -21,7 +23,9 @@ def refusal(error: ValidationError, values: Any) -> tuple[str, str]:
     about_first = [key for key in keys if key[: len(keys[0])] == keys[0]]
     deepest = max(about_first, key=len)
     chosen = [one for one, key in zip(errors, keys, strict=True) if key == deepest]
-    words = ", or ".join(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in chosen))
+    words = ", or ".join(
+        dict.fromkeys(PLAIN.get(one["type"], one["msg"].removeprefix("Value error, ")) for one in chosen)
+    )
     given = repr(chosen[0]["input"])
     if chosen[0]["type"] not in WITHOUT_GIVEN and len(given) <= GIVEN_CHARACTERS:
         words += f"; given is {given}"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from dist_attn.ops.cache_folder import cache_folder
+from dist_attn.ops.cache_folder import cache_folder, changed_by_others
 
 __all__ = ["NoLibraryError", "load_library"]
 
@@ -64,7 +64,13 @@ def _loaded(source: Path) -> _Result:
             return _Result(_library_in(folder, source), "")
         # What is loaded stays loaded when its file is gone.
         with tempfile.TemporaryDirectory(prefix="dist-attn-kernels-") as temporary:
-            return _Result(_library_in(Path(temporary), source), "")
+            folder = Path(temporary).resolve()
+            if (place := changed_by_others(folder)) is not None:
+                raise NoLibraryError(
+                    f"the C kernels have no safe place: other users can exchange what lies in {place}; "
+                    "set XDG_CACHE_HOME or TMPDIR to a folder that only you can write to"
+                )
+            return _Result(_library_in(folder, source), "")
     except NoLibraryError as error:
         return _Result(None, str(error))
     except (OSError, subprocess.SubprocessError) as error:
@@ -121,12 +127,12 @@ def _is_whole(library: Path) -> bool:
 
 
 def _private_folder() -> Path | None:
-    """Where libraries lie: nobody but this user may write there, since what lies there is run. None: nowhere."""
+    """Where libraries lie: only this user and root may change what is there, since it is run. None: nowhere."""
     folder = cache_folder(os.environ) / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-        if found.st_uid == os.getuid() and not found.st_mode & 0o022 and os.access(folder, os.W_OK):
+        folder = folder.resolve()
+        if changed_by_others(folder) is None and os.access(folder, os.W_OK):
             return folder
     except OSError:
         pass

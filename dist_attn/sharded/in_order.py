@@ -18,7 +18,7 @@ from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys
 from dist_attn.ops.linear_attention import Implementation, check_choice, state_dtype
 from dist_attn.ops.linear_attention.chunkwise import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS
-from dist_attn.sharded.prefix_scan.element import pack, unpack
+from dist_attn.sharded.prefix_scan.state_message import pack, unpack
 from dist_attn.sharded.prefix_scan.steps import LABEL, connected, rows_of, tied
 
 __all__ = ["attention_in_order", "check_grid"]
@@ -59,7 +59,7 @@ def attention_in_order(
     """
     dtype = state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state)
     check_choice(implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=feature_map, state=state, sums=dtype)
-    first = _before_all(k_BHSK, v_BHSV, feature_map, state, dtype)
+    first = _before_all((k_BHSK, v_BHSV), (log_gate_BHS, key_scale_BHS), feature_map, state, dtype)
 
     def absorb(before: LinearState) -> tuple[None, LinearState]:
         after = absorb_by_chunks(
@@ -96,19 +96,32 @@ def attention_in_order(
     out_BHLV = read_by_chunks(
         q_BHLK, v_BHSV, after, feature_map=feature_map, denominator=denominator, implementation=implementation
     )
-    return out_BHLV, after
+    return tied(out_BHLV, after.s_BHMV), after  # without queries nothing else leads back to the exchanges
 
 
 def _before_all(
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
+    keys_and_values: tuple[torch.Tensor, torch.Tensor],
+    gate_and_scale: tuple[torch.Tensor | None, torch.Tensor | None],
     feature_map: FeatureMap | None,
     state: LinearState | None,
     dtype: torch.dtype,
 ) -> LinearState:
-    """No keys yet: the state given, or that of no tokens, in the precision of the sums."""
-    nothing = k_BHSK[:, :, :0], v_BHSV[:, :, :0]
-    return absorb_keys(*nothing, feature_map=feature_map, state=state, dtype=dtype, implementation="streaming")
+    """No keys yet: the state given, or that of no tokens, in the precision of the sums.
+
+    It depends on every input, so that a rank without tokens has gradients too.
+    """
+    k, v = (x[:, :, :0] for x in keys_and_values)
+    log_gate, key_scale = (None if x is None else x[:, :, :0] for x in gate_and_scale)
+    return absorb_keys(
+        k,
+        v,
+        feature_map=feature_map,
+        log_gate_BHS=log_gate,
+        key_scale_BHS=key_scale,
+        state=state,
+        dtype=dtype,
+        implementation="streaming",
+    )
 
 
 def _in_turn(

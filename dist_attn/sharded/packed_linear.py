@@ -16,7 +16,7 @@ from dist_attn.ops.linear_attention import Implementation, check_choice, state_d
 from dist_attn.ops.linear_attention.streaming import check_shapes
 from dist_attn.sharded.carry_scan import for_two_uses
 from dist_attn.sharded.document_exchange import Heard, hear_from_start
-from dist_attn.sharded.prefix_scan.element import pack, unpack
+from dist_attn.sharded.prefix_scan.state_message import pack, unpack
 
 __all__ = ["ranks_heard", "sharded_packed_linear_attention"]
 

@@ -14,7 +14,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops.relative_attention import RelativeState, WindowState, packed_relative_attention
 from dist_attn.ops.relative_attention.both_sides import numerators_around
 from dist_attn.ops.relative_attention.causal import numerators
-from dist_attn.ops.relative_attention.windowed import check_relative_shapes, normalised
+from dist_attn.ops.relative_attention.state import check_relative_shapes, normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from
 
 __all__ = ["sharded_packed_relative_attention"]

@@ -25,7 +25,7 @@ from dist_attn.ops.relative_attention import (
 )
 from dist_attn.ops.relative_attention.both_sides import numerators_around
 from dist_attn.ops.relative_attention.causal import numerators
-from dist_attn.ops.relative_attention.windowed import check_relative_shapes, check_relative_state, normalised
+from dist_attn.ops.relative_attention.state import check_relative_shapes, check_relative_state, normalised
 from dist_attn.sharded.realignment import realign_tokens
 
 __all__ = ["sharded_relative_attention", "sharded_relative_attention_streaming"]

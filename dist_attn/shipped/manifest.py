@@ -20,7 +20,7 @@ def check_manifest(folder: Path) -> None:
     try:
         wanted = json.loads(path.read_bytes())["sha256"]
         pairs = [(str(name), str(digest)) for name, digest in wanted.items()]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
         raise ModelFolderError(f"{path} is not a manifest: it needs an object 'sha256' of file names") from None
     for name, digest in pairs:
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts

@@ -6,6 +6,7 @@ Two things differ from place to place, and each is a small interface: ordered re
 """
 
 from dist_attn.store.entries import Append, Checkpoint, Session, SnapshotInfo, StoreLimits, Usage
+from dist_attn.store.grace import ExpiryGrace
 from dist_attn.store.open import open_records, open_store
 from dist_attn.store.prefixes import PrefixHasher
 from dist_attn.store.state_store import StateStore
@@ -13,6 +14,7 @@ from dist_attn.store.state_store import StateStore
 __all__ = [
     "Append",
     "Checkpoint",
+    "ExpiryGrace",
     "PrefixHasher",
     "Session",
     "SnapshotInfo",

@@ -25,7 +25,7 @@ class Blobs(ABC):
     def read(self, name: str) -> AsyncIterator[bytes]:
         """The bytes of a blob, at most PIECE_BYTES at a time.
 
-        Raises: StorageError when it is not there or cannot be read.
+        Raises: StateDamagedError when it is not there, StorageError when it cannot be read.
         """
 
     @abstractmethod

@@ -14,17 +14,29 @@ from typing import TypeVar, final
 
 import aiosqlite
 
-from dist_attn.errors import StorageError
+from dist_attn.errors import CatalogueDamagedError, StateDamagedError, StorageError
 from dist_attn.store.blobs import PIECE_BYTES, Blobs
+from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn.store.records import BufferedTransaction, Records, RecordView
 
-__all__ = ["DiskBlobs", "DiskRecords"]
+__all__ = ["CATALOGUE", "RESERVE", "SNAPSHOTS", "DiskBlobs", "DiskRecords", "has_records"]
 
 T = TypeVar("T")
 
+CATALOGUE, SNAPSHOTS = "catalogue.sqlite", "snapshots"  # in the folder of a store
 BUSY_S = 20.0  # another process may hold the catalogue so long
 SCHEMA = "CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID"
 WRITING = ".writing"
+RESERVE = "-reserve"  # behind the name of a catalogue
+RESERVE_BYTES = 1 << 20  # of the disk, for the log of changes that make room when nothing else is left
+
+
+def has_records(catalogue: Path) -> bool:
+    """Whether the file is there and not empty; any other becomes a new catalogue when it is opened.
+
+    Raises: OSError.
+    """
+    return catalogue.is_file() and catalogue.stat().st_size > 0
 
 
 @final
@@ -35,49 +47,104 @@ class DiskRecords(Records):
         self._connection = connection
         self._file = file
         self._lock = asyncio.Lock()
+        self._reserve = _reserve_of(file)
+        self._has_reserve = _make_reserve(self._reserve)
 
     @staticmethod
     async def open(file: Path) -> "DiskRecords":
-        """The records in this file, which is made if it is missing.
+        """The records in this file, which is made if it is missing; on a full disk in the room of the reserve.
 
-        Raises: StorageError when it cannot be opened, or is no catalogue.
+        Raises: StorageError when it cannot be opened; CatalogueDamagedError when it is no catalogue, or a damaged one.
         """
-        with _refusals(f"the catalogue {file} cannot be opened"):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            connection = await aiosqlite.connect(file, isolation_level=None, timeout=BUSY_S)
+        with _refusals(f"the catalogue {file} cannot be opened", file):
+            make_private(file.parent)
+            os.close(private_opener(str(file), os.O_RDWR | os.O_CREAT))  # SQLite gives its log the same rights
             try:
-                await connection.execute("PRAGMA journal_mode=WAL")
-                await connection.execute("PRAGMA synchronous=FULL")
-                await connection.execute(SCHEMA)
-            except BaseException:
-                await connection.close()
-                raise
+                connection = await _connect(file)
+            except sqlite3.OperationalError as error:
+                # The second: the index of the log, which lies in a file too, cannot be made.
+                if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR):
+                    raise
+                _reserve_of(file).unlink(missing_ok=True)
+                connection = await _connect(file)
         return DiskRecords(connection, file)
 
     async def transact(self, work: Callable[[BufferedTransaction], Awaitable[T]]) -> T:
-        """Run the work while nobody else writes."""
+        """Run the work while nobody else writes.
+
+        On a full disk a change that makes the catalogue smaller is made all the same, in the room of the reserve.
+        """
         async with self._lock:
-            with _refusals(f"the catalogue {self._file} could not be written"):
+            with _refusals(f"the catalogue {self._file} could not be written", self._file):
+                changes: dict[str, bytes | None] = {}
                 try:
-                    # Inside: who is cancelled here may have begun it all the same, in the thread of the connection.
-                    await self._connection.execute("BEGIN IMMEDIATE")
-                    transaction = BufferedTransaction(_DiskView(self._connection))
-                    result = await work(transaction)
-                    changed = [(key, value) for key, value in transaction.changes.items() if value is not None]
-                    gone = [(key,) for key, value in transaction.changes.items() if value is None]
-                    await self._connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?)", changed)
-                    await self._connection.executemany("DELETE FROM records WHERE key = ?", gone)
-                    await self._connection.execute("COMMIT")
-                except BaseException:
-                    # A full disk may have rolled back already, or nothing was begun.
-                    with contextlib.suppress(sqlite3.Error):
-                        await asyncio.shield(self._connection.execute("ROLLBACK"))
-                    raise
+                    result = await self._attempt(work, changes)
+                except sqlite3.OperationalError as error:
+                    if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_FULL or not await self._shrinks(changes):
+                        raise
+                    await self._use_reserve()
+                    result = await self._attempt(work, changes)
+                if changes and not self._has_reserve:
+                    self._has_reserve = await asyncio.to_thread(_make_reserve, self._reserve)
             return result
+
+    async def _attempt(
+        self, work: Callable[[BufferedTransaction], Awaitable[T]], changes: dict[str, bytes | None]
+    ) -> T:
+        """One try; `changes` is filled with what was to be changed, also where it fails."""
+        try:
+            # Inside: who is cancelled here may have begun it all the same, in the thread of the connection.
+            await self._connection.execute("BEGIN IMMEDIATE")
+            transaction = BufferedTransaction(_DiskView(self._connection))
+            result = await work(transaction)
+            changes |= transaction.changes
+            changed = [(key, value) for key, value in transaction.changes.items() if value is not None]
+            gone = [(key,) for key, value in transaction.changes.items() if value is None]
+            await self._connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?)", changed)
+            await self._connection.executemany("DELETE FROM records WHERE key = ?", gone)
+            await self._connection.execute("COMMIT")
+        except BaseException:
+            # A full disk may have rolled back already, or nothing was begun.
+            with contextlib.suppress(sqlite3.Error):
+                await asyncio.shield(self._connection.execute("ROLLBACK"))
+            raise
+        return result
+
+    async def _shrinks(self, changes: dict[str, bytes | None]) -> bool:
+        """Whether the records take less room after these changes."""
+        before = await _DiskView(self._connection).read(list(changes))
+        grown = 0
+        for (key, new), old in zip(changes.items(), before, strict=True):
+            grown += 0 if new is None else len(key) + len(new)
+            grown -= 0 if old is None else len(key) + len(old)
+        return grown < 0
+
+    async def _use_reserve(self) -> None:
+        """Make room for the log, and let what is in it be overwritten."""
+        self._has_reserve = False
+        await asyncio.to_thread(self._reserve.unlink, missing_ok=True)
+        with contextlib.suppress(sqlite3.Error):
+            await self._connection.execute_fetchall("PRAGMA wal_checkpoint(PASSIVE)")
 
     async def close(self) -> None:
         """Close the file."""
         await self._connection.close()
+
+
+async def _connect(file: Path) -> aiosqlite.Connection:
+    """Raises: sqlite3.Error, CatalogueDamagedError."""
+    connection = await aiosqlite.connect(file, isolation_level=None, timeout=BUSY_S)
+    try:
+        await connection.execute("PRAGMA journal_mode=WAL")
+        await connection.execute("PRAGMA synchronous=FULL")
+        await connection.execute(SCHEMA)
+        ((found,),) = await connection.execute_fetchall("PRAGMA quick_check(1)")
+        if found != "ok":
+            raise _damaged(file, str(found))
+    except BaseException:
+        await connection.close()
+        raise
+    return connection
 
 
 @final
@@ -112,18 +179,19 @@ class DiskBlobs(Blobs):
         self._folder = folder
 
     async def write(self, name: str, pieces: AsyncIterable[bytes]) -> None:
-        """Write beside, sync, rename, and sync the folder."""
+        """Write beside, sync, rename, and sync the names: also the folder's, which another process may have made."""
         path = self._path(name)
         beside = path.with_name(name + WRITING)
         with _refusals("a snapshot could not be written"):
-            await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+            await asyncio.to_thread(make_private, path.parent)
             try:
-                with await asyncio.to_thread(beside.open, "xb") as file:
+                with await asyncio.to_thread(open, beside, "xb", opener=private_opener) as file:
                     async for piece in pieces:
                         await asyncio.to_thread(file.write, piece)
                     await asyncio.to_thread(_settle, file.fileno(), file.flush)
                 await asyncio.to_thread(os.replace, beside, path)
-                await asyncio.to_thread(_sync_folder, path.parent)
+                for folder in (path.parent, self._folder):
+                    await asyncio.to_thread(sync_folder, folder)
             except BaseException:
                 for left in (beside, path):
                     left.unlink(missing_ok=True)
@@ -131,10 +199,14 @@ class DiskBlobs(Blobs):
 
     async def read(self, name: str) -> AsyncIterator[bytes]:
         """The file; one that is deleted meanwhile is read to its end."""
-        what = f"blob {name} cannot be read"
-        with _refusals(what), await asyncio.to_thread(self._path(name).open, "rb") as file:
-            while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
-                yield piece
+        with _refusals(f"blob {name} cannot be read"):
+            try:
+                file = await asyncio.to_thread(self._path(name).open, "rb")
+            except FileNotFoundError:
+                raise StateDamagedError(f"blob {name} is not there: {self._path(name)} was deleted") from None
+            with file:
+                while piece := await asyncio.to_thread(file.read, PIECE_BYTES):
+                    yield piece
 
     async def delete(self, name: str) -> None:
         """Remove the file."""
@@ -155,25 +227,47 @@ class DiskBlobs(Blobs):
         return self._folder / name[-2:] / name
 
 
+def _damaged(file: Path, why: str) -> CatalogueDamagedError:
+    return CatalogueDamagedError(
+        f"the catalogue {file} is damaged ({' '.join(why.split())}); put a backup in its place, or, where it is that "
+        f"of stored states, run `dist-attn state repair {file.parent}`"
+    )
+
+
 @contextlib.contextmanager
-def _refusals(what: str) -> Iterator[None]:
+def _refusals(what: str, catalogue: Path | None = None) -> Iterator[None]:
     """What the system and SQLite say, as a StorageError."""
     try:
         yield
     except OSError as error:
         raise StorageError(f"{what}: {error.strerror or error}; make room, or see to the folder's rights") from None
     except sqlite3.Error as error:
+        # The low byte is the kind of an extended code.
+        if catalogue and (getattr(error, "sqlite_errorcode", 0) & 0xFF) in (
+            sqlite3.SQLITE_CORRUPT,
+            sqlite3.SQLITE_NOTADB,
+        ):
+            raise _damaged(catalogue, str(error)) from None
         raise StorageError(f"{what}: {error}; make room, or see to the file") from None
+
+
+def _reserve_of(catalogue: Path) -> Path:
+    return catalogue.with_name(f"{catalogue.name}{RESERVE}")
+
+
+def _make_reserve(file: Path) -> bool:
+    """Take room of the disk for later; false where there is none. What is there already stays."""
+    try:
+        with open(file, "xb", opener=private_opener) as reserve:
+            reserve.write(os.urandom(RESERVE_BYTES))  # zeros take no room where the file system compresses
+    except FileExistsError:  # perhaps another process has just made it
+        return True
+    except OSError:
+        file.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def _settle(descriptor: int, flush: Callable[[], None]) -> None:
     flush()
     os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

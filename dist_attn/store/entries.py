@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import structs
 
+from dist_attn.errors import StorageError
 from dist_attn.store.owner import has_died
 
 __all__ = [
@@ -45,8 +46,8 @@ class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of everything. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     `tenant_*` are the share of one caller. A snapshot that nobody refers to yet is kept for `hold_s`; bytes without a
-    record, left by a writer that died, for `orphan_s`. A writer of a session that says nothing for `writer_s` is taken
-    for dead.
+    record, left by a writer that died, for `orphan_s`. What has expired is deleted once the clock has run evenly for
+    `grace_s`. A writer of a session that says nothing for `writer_s` is taken for dead.
     """
 
     snapshot_bytes: int = 1 << 30
@@ -60,6 +61,7 @@ class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_ttl_s: float = 90 * 86_400.0
     hold_s: float = 300.0
     orphan_s: float = 3600.0
+    grace_s: float = 3600.0
     writer_s: float = 60.0
     writers: int = 8
 
@@ -212,8 +214,14 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The record that these bytes are."""
-    return msgspec.json.decode(data, type=kind)
+    """The record that these bytes are.
+
+    Raises: StorageError when they are none.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StorageError(f"the catalogue holds what is no {kind.__name__} ({error}); it is damaged") from None
 
 
 changed = structs.replace

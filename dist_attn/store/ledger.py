@@ -1,5 +1,6 @@
 """The books of one transaction: who refers to which snapshot, and how much each caller has."""
 
+from collections.abc import Callable
 from typing import final
 
 from dist_attn.errors import UnknownStateError
@@ -73,9 +74,13 @@ class Ledger:
         self.save_snapshot(name, changed(before, references=before.references + 1), before)
 
     async def release(self, name: str) -> None:
-        """One fewer refers to a snapshot; once nobody does and its time has come, it is collected."""
+        """One fewer refers to a snapshot; it goes at once where that was the last one and nothing holds it."""
         before = await self.snapshot(name)
-        if before is not None:
+        if before is None:
+            return
+        if before.references == 1 and before.held_until <= self.now:
+            await self.drop_snapshot(name, before)
+        else:
             self.save_snapshot(name, changed(before, references=before.references - 1), before)
 
     async def drop_snapshot(self, name: str, record: SnapshotRecord) -> None:
@@ -85,18 +90,24 @@ class Ledger:
         await self.count(record.tenant, size=-record.size, snapshots=-1)
         self.dropped.append(record.blob)
 
-    async def drop_loose(self, limit: int, until: float) -> int:
-        """Forget up to `limit` snapshots that nobody refers to and that are held no longer than `until`; how many."""
-        dropped = 0
-        for key, _ in await self.transaction.scan("loose/", limit):
+    async def drop_loose(
+        self, limit: int, after: str = "", may_go: Callable[[SnapshotRecord], bool] = lambda _: True
+    ) -> tuple[int, str]:
+        """Look at `limit` snapshots behind the key `after` that nobody refers to or holds; forget those that may go.
+
+        How many went, and behind which key there may be more, "" at the end.
+        """
+        dropped, last = 0, ""
+        for key, _ in await self.transaction.scan("loose/", limit, after):
             _, time, name = key.split("/")
-            if time > moment(until):
-                break
-            record = await self.snapshot(name)
+            if time > moment(self.now):
+                return dropped, ""
+            record, last = await self.snapshot(name), key
             assert record is not None
-            await self.drop_snapshot(name, record)
-            dropped += 1
-        return dropped
+            if may_go(record):
+                await self.drop_snapshot(name, record)
+                dropped += 1
+        return dropped, last
 
     # ---- sessions ------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from bisect import bisect_right, insort
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import TypeVar, final
 
-from dist_attn.errors import StorageError
+from dist_attn.errors import StateDamagedError, StorageError
 from dist_attn.store.blobs import PIECE_BYTES, Blobs
 from dist_attn.store.records import BufferedTransaction, Records, RecordView
 
@@ -90,7 +90,7 @@ class MemoryBlobs(Blobs):
     async def read(self, name: str) -> AsyncIterator[bytes]:
         """The bytes."""
         if name not in self._blobs:
-            raise StorageError(f"blob {name} is not there: it was deleted")
+            raise StateDamagedError(f"blob {name} is not there: it was deleted")
         data = self._blobs[name]
         for at in range(0, len(data), PIECE_BYTES):
             yield data[at : at + PIECE_BYTES]

@@ -22,23 +22,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Place:
-    """Records and blobs, the secret that salts every id, and the time in seconds since 1970."""
+    """Records and blobs, the secret that salts every id, the time in seconds since 1970, and a monotonic clock."""
 
     records: Records
     blobs: Blobs
     limits: StoreLimits
     secret: bytes = field(repr=False)
     clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
 
     @staticmethod
     async def open(
-        records: Records, blobs: Blobs, limits: StoreLimits, clock: Callable[[], float] = time.time
+        records: Records,
+        blobs: Blobs,
+        limits: StoreLimits,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> "Place":
         """The place, with the secret that was drawn when it was first opened.
 
         Raises: StorageError.
         """
-        return Place(records, blobs, limits, await secret_of(records), clock)
+        return Place(records, blobs, limits, await secret_of(records), clock, monotonic)
 
     def tenant(self, name: str) -> str:
         """A caller's name as it stands in keys: a salted hash, so that names are neither shown nor misread."""

@@ -11,7 +11,7 @@ import random
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
-from dist_attn.errors import MissingExtraError, StorageError
+from dist_attn.errors import MissingExtraError, StateDamagedError, StorageError, extra_hint
 from dist_attn.store.blobs import PIECE_BYTES, Blobs
 from dist_attn.store.records import BufferedTransaction, Records, RecordView
 
@@ -37,7 +37,7 @@ def connect(url: str) -> "redis.asyncio.Redis":
         import redis.asyncio
     except ImportError:
         raise MissingExtraError(
-            f"states are to be kept at {url.split('@')[-1]}, which needs redis-py: pip install 'dist-attn[redis]'"
+            f"states are to be kept at {url.split('@')[-1]}, which needs redis-py: {extra_hint('redis')}"
         ) from None
     try:
         return redis.asyncio.Redis.from_url(url, socket_timeout=ANSWER_S, socket_connect_timeout=ANSWER_S)
@@ -140,11 +140,11 @@ class RedisBlobs(Blobs):
         with _refusals():
             count = await self._client.llen(key)
             if not count:
-                raise StorageError(f"blob {name} is not there: it was deleted")
+                raise StateDamagedError(f"blob {name} is not there: it was deleted")
             for at in range(count):
                 piece = await self._client.lindex(key, at)
                 if piece is None:
-                    raise StorageError(f"blob {name} was deleted while it was read")
+                    raise StateDamagedError(f"blob {name} was deleted while it was read")
                 for start in range(0, len(piece), PIECE_BYTES):
                     yield piece[start : start + PIECE_BYTES]
 

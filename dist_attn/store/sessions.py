@@ -22,6 +22,7 @@ from dist_attn.store.place import Place
 __all__ = ["Sessions"]
 
 LONGEST_KEY = 256
+LEAST_TTL_S = 1.0
 
 
 @final
@@ -118,7 +119,8 @@ class Sessions:
     async def replace(self, tenant: str, name: str, position: int, snapshot: str, *, instead_of: str) -> Session:
         """The session stands at `position` of another text now, with that snapshot as its only checkpoint.
 
-        `instead_of` is the snapshot that the caller thinks it stands at, "" for a session without any.
+        It forgets the keys of its appends, for what they appended is not in that text. `instead_of` is the snapshot
+        that the caller thinks it stands at, "" for a session without any.
 
         Raises: UnknownStateError for a session or snapshot that is not there; BusyError while somebody writes to it;
             ConflictError when it stands at another snapshot.
@@ -134,7 +136,8 @@ class Sessions:
             for point in before.checkpoints:
                 await ledger.release(point.snapshot)
             point = Checkpoint(position, snapshot, ledger.now)
-            return _save(ledger, name, changed(before, position=position, checkpoints=(point,), writer=None), before)
+            record = changed(before, position=position, checkpoints=(point,), appends=(), writer=None)
+            return _save(ledger, name, record, before)
 
         return await self._place.change(put)
 
@@ -178,8 +181,9 @@ class Sessions:
         """Become the writer of a session: the append under this key, and a token that only this writer has.
 
         A key that is known is the same append: done, it is answered from what it came to and nothing is fed again (the
-        token is ""); half done, it goes on at its `position`, up to which all is in the state. "" is never known.
-        `expected_position` is where the caller thinks the session stands, or stood when the append began.
+        token is ""); half done, it goes on at its `position`, up to which all is in the state; one of which nothing was
+        kept begins anew from where the session stands. "" is never known. `expected_position` is where the caller
+        thinks the session stands, or stood when the append began.
 
         Raises: UnknownStateError; InputError for an unusable key; PositionError when the session stands elsewhere;
             BusyError when somebody else writes to it now; ConflictError when the key was used for other contents.
@@ -198,14 +202,14 @@ class Sessions:
             if append is not None and append.done:
                 return append, ""
             _require_no_writer(name, before, ledger)
-            expected = expected_position if append is None else append.position
-            if expected is not None and expected != before.position:
-                raise PositionError(
-                    f"session {name} stands at {before.position}, not at {expected}; append from there",
-                    expected=expected,
-                    position=before.position,
-                )
-            append = append or Append(key, before.position, before.position, digest)
+            if append is None or append.position == append.start:
+                known_digest = "" if append is None else append.digest
+                append = Append(key, before.position, before.position, digest or known_digest)
+                expected = before.position if expected_position is None else expected_position
+            else:
+                expected = append.position
+            if expected != before.position:
+                raise _stands_elsewhere(name, append, expected, before.position)
             token = secrets.token_hex(8)
             record = changed(
                 before,
@@ -323,10 +327,27 @@ def _require_no_writer(name: str, record: SessionRecord, ledger: Ledger) -> None
         raise BusyError(f"session {name} is being written to; try again when that append has ended", retry_s=left)
 
 
+def _stands_elsewhere(name: str, append: Append, expected: int, position: int) -> PositionError:
+    """Why an append cannot begin, or go on, at the `expected` position of a session that stands at `position`."""
+    if append.position == append.start:
+        words = f"session {name} stands at {position}, not at {expected}; append from there"
+        return PositionError(words, expected=expected, position=position)
+    return PositionError(
+        f"the append under the key {append.key!r} broke off: its tokens from {append.start} to {expected} are in "
+        f"session {name}, and another writer has gone on from there to {position}, so its rest cannot follow; append "
+        f"what is missing under a new key, or fork the session at {expected} and append it there",
+        expected=expected,
+        position=position,
+        start=append.start,
+    )
+
+
 def _same_append(append: Append, digest: str, expected_position: int | None) -> bool:
     """Whether what is sent under a known key may be the same as before."""
     same_digest = not digest or not append.digest or digest == append.digest
-    return same_digest and expected_position in (None, append.start)
+    # An append of which nothing is kept may begin anew elsewhere than at first.
+    nothing_kept = append.position == append.start and not append.done
+    return same_digest and (nothing_kept or expected_position in (None, append.start))
 
 
 def _with(appends: tuple[Append, ...], append: Append, ledger: Ledger) -> tuple[Append, ...]:
@@ -337,8 +358,9 @@ def _with(appends: tuple[Append, ...], append: Append, ledger: Ledger) -> tuple[
 
 def _ttl(ledger: Ledger, seconds: float | None) -> float:
     wanted = ledger.limits.session_ttl_s if seconds is None else seconds
-    if not 0 < wanted <= ledger.limits.longest_ttl_s:
+    longest = ledger.limits.longest_ttl_s
+    if not min(LEAST_TTL_S, longest) <= wanted <= longest:
         raise InputError(
-            f"a session's life of {wanted:g} s was asked for; it has up to {ledger.limits.longest_ttl_s:g}"
+            f"a session's life of {wanted:g} s was asked for; it may have {LEAST_TTL_S:g} to {longest:g} s"
         )
     return wanted

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import AsyncIterable, AsyncIterator
 from typing import final
 
-from dist_attn.errors import ConflictError, QuotaError, StorageError
+from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError
 from dist_attn.store.blobs import new_name, within
 from dist_attn.store.entries import SnapshotInfo, SnapshotRecord, Usage, changed
 from dist_attn.store.ledger import Ledger
@@ -56,17 +56,28 @@ class Snapshots:
                 raise StorageError("an empty snapshot was given; needed is at least one byte")
             return await self._settle(tag, name, digest.hexdigest(), size, spare)
 
+    async def adopt(self, tenant: str, blob: str, digest: str, size: int) -> SnapshotInfo:
+        """Record bytes that lie in the place already as the blob of this name, as `put` would have.
+
+        Raises: QuotaError, StorageError.
+        """
+        return await self._settle(self._place.tenant(tenant), blob, digest, size, spare=False)
+
     async def _settle(self, tag: str, blob: str, digest: str, size: int, spare: bool) -> SnapshotInfo:
         """Record bytes that are written, or let go of them where they are kept already or there is no room."""
         place = self._place
         name = place.salted("snapshot", tag.encode(), bytes.fromhex(digest))
+        there = await place.change(lambda ledger: ledger.snapshot(name))
+        spoilt = "" if there is None or await self._is_sound(name, there) else there.blob
 
         async def enter(ledger: Ledger) -> SnapshotInfo | StorageError:
             hold = ledger.now + place.limits.hold_s
             known = await ledger.snapshot(name)
             if known is not None:
                 record = changed(known, held_until=max(known.held_until, hold))
-                ledger.dropped.append(blob)
+                if known.blob == spoilt:  # the bytes that came now take the place of the damaged ones
+                    record = changed(record, blob=blob)
+                ledger.dropped.append(blob if record.blob != blob else spoilt)
                 ledger.save_snapshot(name, record, known)
                 return record.info(name)
             if (await ledger.usage(tag)).bytes + size > place.limits.tenant_bytes:
@@ -91,17 +102,56 @@ class Snapshots:
         return result
 
     async def get(self, tenant: str, name: str) -> AsyncIterator[bytes]:
-        """The bytes of a snapshot; it is held while it is read.
+        """The bytes of a snapshot; it is held while it is read. The last piece comes once all of them are known sound.
 
-        Raises: UnknownStateError; StorageError when it cannot be read, or at its end when its bytes have changed.
+        Raises: UnknownStateError; StorageError when it cannot be read; StateDamagedError before the last piece when its
+            bytes are gone or have changed.
         """
-        record = await self._hold(tenant, name, self._place.limits.hold_s)
-        digest = hashlib.sha256()
+        try:
+            record = await self._hold(tenant, name, self._place.limits.hold_s)
+        except StorageError:  # a full disk takes no note, and lets it be read all the same
+            tag = self._place.tenant(tenant)
+            record = await self._place.change(lambda ledger: ledger.owned_snapshot(tag, name))
+        async for piece in self._sound_pieces(name, record):
+            yield piece
+
+    async def check(self, tenant: str, name: str) -> None:
+        """Read a snapshot to its end. Cost: a read and a SHA-256 of its bytes.
+
+        Raises: as `get`.
+        """
+        async for _ in self.get(tenant, name):
+            pass
+
+    async def _sound_pieces(self, name: str, record: SnapshotRecord) -> AsyncIterator[bytes]:
+        """The bytes of a blob, the last piece only when all are those of the record.
+
+        Raises: StorageError; StateDamagedError.
+        """
+        digest, withheld = hashlib.sha256(), b""
         async for piece in self._place.blobs.read(record.blob):
             digest.update(piece)
-            yield piece
+            if withheld:
+                yield withheld
+            withheld = piece
         if digest.hexdigest() != record.digest:
-            raise StorageError(f"snapshot {name} is damaged: its bytes are not those that were stored")
+            raise StateDamagedError(
+                f"snapshot {name} is damaged: its bytes are not those that were stored; go on from another checkpoint, "
+                "or read the text again into a new session"
+            )
+        yield withheld
+
+    async def _is_sound(self, name: str, record: SnapshotRecord) -> bool:
+        """Whether the bytes of a snapshot are there as they were stored.
+
+        Raises: StorageError when they cannot be read.
+        """
+        try:
+            async for _ in self._sound_pieces(name, record):
+                pass
+        except StateDamagedError:
+            return False
+        return True
 
     async def stat(self, tenant: str, name: str) -> SnapshotInfo:
         """What is known of a snapshot.

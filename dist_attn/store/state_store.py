@@ -31,13 +31,17 @@ class StateStore:
 
     @staticmethod
     async def over(
-        records: Records, blobs: Blobs, limits: StoreLimits | None = None, clock: Callable[[], float] = time.time
+        records: Records,
+        blobs: Blobs,
+        limits: StoreLimits | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> "StateStore":
         """A store over any place, put in order first.
 
         Raises: StorageError.
         """
-        store = StateStore(await Place.open(records, blobs, limits or StoreLimits(), clock))
+        store = StateStore(await Place.open(records, blobs, limits or StoreLimits(), clock, monotonic))
         await store.upkeep.repair()
         return store
 

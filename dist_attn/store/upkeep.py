@@ -1,8 +1,9 @@
 """Collection, eviction and repair: what expires goes, what is needed stays, and the books agree with the bytes.
 
-When the store, or a caller's share of it, is full, this goes, in this order: snapshots that nobody refers to, sessions
-that have expired, prefixes that were used longest ago, then all but the newest checkpoint of the sessions that end
-soonest. The newest state of a session that lives is never evicted.
+What has expired is deleted after a grace (`grace.py`), as the clock may be wrong. When the store, or a caller's share
+of it, is full, this goes, in this order: sessions that have expired and whose grace is over, snapshots that nobody
+refers to, prefixes that were used longest ago, then all but the newest checkpoint of the sessions that end soonest. The
+newest state of a session is never evicted.
 """
 
 from collections import Counter
@@ -13,15 +14,8 @@ import msgspec
 
 from dist_attn.errors import StorageError
 from dist_attn.store.blobs import born_at
-from dist_attn.store.entries import (
-    PrefixRecord,
-    SessionRecord,
-    SnapshotRecord,
-    Usage,
-    changed,
-    decode,
-    moment,
-)
+from dist_attn.store.entries import PrefixRecord, SessionRecord, SnapshotRecord, Usage, changed, decode, moment
+from dist_attn.store.grace import ExpiryGrace
 from dist_attn.store.ledger import Ledger
 from dist_attn.store.place import Place
 from dist_attn.store.prefix_records import drop_prefix, find_prefix
@@ -47,18 +41,33 @@ class Upkeep:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self.grace = ExpiryGrace(place.limits.grace_s, place.clock, place.monotonic)
 
     async def collect(self) -> Collected:
-        """Remove expired sessions, then snapshots that nobody refers to and nobody holds.
+        """Remove expired sessions, then snapshots that nobody refers to and nobody holds, both after their grace.
 
         Raises: StorageError.
         """
-        sessions = snapshots = 0
-        while found := await self._place.change(_end_expired):
-            sessions += found
-        while found := await self._place.change(lambda ledger: ledger.drop_loose(BATCH, ledger.now)):
-            snapshots += found
+        until = self.grace.deletable_until
+        until()  # a clock that jumps back is seen by this round, also where nothing has expired
+        sessions = await self._all_pages(
+            lambda ledger, after: _end_expired(ledger, after, lambda record: record.expires_at <= until(record.ttl_s))
+        )
+        snapshots = await self._all_pages(
+            lambda ledger, after: ledger.drop_loose(
+                BATCH, after, lambda record: record.held_until <= until(record.held_until - record.made_at)
+            )
+        )
         return Collected(sessions, snapshots)
+
+    async def _all_pages(self, drop: Callable[[Ledger, str], Awaitable[tuple[int, str]]]) -> int:
+        """Drop one page after the other, each in a transaction of its own; how many went in all."""
+        dropped, after = 0, ""
+        while True:
+            found, after = await self._place.change(lambda ledger, after=after: drop(ledger, after))  # type: ignore[misc]
+            dropped += found
+            if not after:
+                return dropped
 
     async def make_room(self, size: int, tenant: str = "", *, checkpoints: bool = True) -> bool:
         """Evict until `size` more bytes fit into the store, or into the share of one caller; whether they do.
@@ -68,7 +77,10 @@ class Upkeep:
 
         Raises: StorageError.
         """
+        if not await self._lacks(size, tenant):
+            return True
         await self.collect()
+        await self._all_pages(lambda ledger, after: ledger.drop_loose(BATCH, after))
         for order in (_prefixes_by_use, _older_checkpoints)[: 1 + checkpoints]:
             after = ""
             for _ in range(PAGES):
@@ -85,15 +97,17 @@ class Upkeep:
         return usage.bytes + size > (limits.tenant_bytes if tenant else limits.store_bytes)
 
     async def repair(self) -> Collected:
-        """Remove bytes that no record names and no writer can still be writing; to be done at every start.
+        """Remove bytes that no record names and no writer can still be writing, after their grace.
 
         Raises: StorageError.
         """
-        orphans = 0
+        orphans, orphan_s = 0, self._place.limits.orphan_s
+        until = self.grace.deletable_until(orphan_s)
+        if until < 0:
+            return Collected()
         names = {record.blob for _, record in await self._all("snapshot/", SnapshotRecord)}
-        now = self._place.clock()
         async for blob in self._place.blobs.names():
-            if blob not in names and born_at(blob) + self._place.limits.orphan_s <= now:
+            if blob not in names and born_at(blob) + orphan_s <= until:
                 await self._place.blobs.delete(blob)
                 orphans += 1
         return Collected(orphans=orphans)
@@ -142,18 +156,20 @@ class Upkeep:
             after = page[-1][0]
 
 
-async def _end_expired(ledger: Ledger) -> int:
-    ended = 0
-    for key, _ in await ledger.transaction.scan("expiry/", BATCH):
+async def _end_expired(ledger: Ledger, after: str, may_go: Callable[[SessionRecord], bool]) -> tuple[int, str]:
+    """End those of one page of expired sessions that may go: how many, and behind which key there may be more."""
+    ended, last = 0, ""
+    for key, _ in await ledger.transaction.scan("expiry/", BATCH, after):
         _, time, name = key.split("/")
         if time > moment(ledger.now):
-            break
-        record = await ledger.session(name)
+            return ended, ""
+        record, last = await ledger.session(name), key
         if record is None:
             raise StorageError(f"the catalogue lists session {name}, which it does not have; it is damaged")
-        await ledger.drop_session(name, record)
-        ended += 1
-    return ended
+        if may_go(record):
+            await ledger.drop_session(name, record)
+            ended += 1
+    return ended, last
 
 
 Order = Callable[[Ledger, str, list[str]], Awaitable[int]]
@@ -164,7 +180,7 @@ async def _evict(ledger: Ledger, order: Order, tenant: str, after: str) -> str:
     prefix = _index(order, tenant)
     page = [key for key, _ in await ledger.transaction.scan(prefix, EVICTED, after)]
     await order(ledger, tenant, page)
-    await ledger.drop_loose(EVICTED * ledger.limits.session_checkpoints, ledger.now)
+    await ledger.drop_loose(EVICTED * ledger.limits.session_checkpoints)
     return page[-1] if page else ""
 
 

@@ -9,10 +9,11 @@ from numpy.typing import NDArray
 
 from dist_attn.errors import TokenError
 
-__all__ = ["TAIL_BYTES", "WORD_TAIL_BYTES", "Bytes", "Tokeniser", "Tokens", "check_bytes"]
+__all__ = ["TAIL_BYTES", "WORD_TAIL_BYTES", "Bytes", "TokenArray", "Tokeniser", "Tokens", "check_bytes"]
 
 Bytes: TypeAlias = bytes | bytearray | memoryview
 Tokens: TypeAlias = Sequence[int] | NDArray[np.integer]
+TokenArray: TypeAlias = NDArray[np.int32]
 
 TAIL_BYTES = 64
 """Bytes that `encode_piece` may leave unconsumed, at most; no cut between tokens looks further ahead than this.

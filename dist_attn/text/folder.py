@@ -2,14 +2,15 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from dist_attn.errors import ModelFolderError, TokenError
 from dist_attn.text.base import Tokeniser
 from dist_attn.text.bpe import BpeTokeniser
 from dist_attn.text.byte_level import ByteLevelTokeniser
 from dist_attn.text.bytes import BYTE_PIECES, ByteTokeniser
-from dist_attn.text.foreign import CONFIG_NAME, ForeignTokeniser
-from dist_attn.text.hugging_face import FILE_NAME, read_tokenizer_json
+from dist_attn.text.foreign import ForeignTokeniser
+from dist_attn.text.hugging_face import CONFIG_NAME, FILE_NAME, WRITTEN_BY, read_tokenizer_json
 from dist_attn.text.pieces import TEXT_PATTERN
 from dist_attn.text.sentence_piece import SentencePieceTokeniser
 from dist_attn.text.vocabulary import Vocabulary
@@ -21,12 +22,13 @@ __all__ = ["load_tokeniser", "read_foreign"]
 def load_tokeniser(folder: Path) -> Tokeniser:
     """The tokeniser that `save` wrote into this folder, with the same ids.
 
-    A folder with a tokenizer_config.json has the tokens of another program.
+    A folder with a tokenizer_config.json that does not carry this project's mark has the tokens of another program.
 
     Raises: ModelFolderError naming the file when it is missing or of another kind.
     """
     path = Path(folder) / FILE_NAME
-    if (Path(folder) / CONFIG_NAME).is_file():
+    about = _read_object(path.with_name(CONFIG_NAME))
+    if about is not None and not WRITTEN_BY.items() <= about.items():
         return read_foreign(Path(folder))
     contents = read_tokenizer_json(path)
     if not contents.merges and contents.pieces == BYTE_PIECES:
@@ -50,26 +52,34 @@ def read_foreign(folder: Path) -> ForeignTokeniser:
 
     Raises: ModelFolderError for files that are missing, unreadable or of a kind that is not supported.
     """
-    path, about = folder / FILE_NAME, {}
-    try:
-        contents = json.loads(path.read_bytes())
-        if (folder / CONFIG_NAME).is_file():
-            about = json.loads((folder / CONFIG_NAME).read_bytes())
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ModelFolderError(f"{path} or {CONFIG_NAME} is not JSON: {error}") from None
-    end = about.get("eos_token") if isinstance(about, dict) else None
+    path = folder / FILE_NAME
+    contents, about = _read_object(path), _read_object(folder / CONFIG_NAME) or {}
+    if contents is None:
+        raise ModelFolderError(f"{path} cannot be read: there is no such file")
+    end = about.get("eos_token")
     end = end.get("content") if isinstance(end, dict) else end
-    model = contents.get("model") if isinstance(contents, dict) else None
+    model = contents.get("model")
     if not isinstance(model, dict):
         raise ModelFolderError(f"{path} has no model; needed is a file of the tokenizers library")
     return _kind(model)(contents, end if isinstance(end, str) else None, str(path))
 
 
-def _kind(model: dict[str, object]) -> type[ForeignTokeniser]:
+def _kind(model: dict[str, Any]) -> type[ForeignTokeniser]:
     if model.get("type") == "WordPiece":
         return WordPieceTokeniser
     if model.get("type") == "Unigram" or model.get("byte_fallback"):
         return SentencePieceTokeniser
     return ByteLevelTokeniser
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    """What a JSON file holds, empty where that is no object; None where there is no file."""
+    try:
+        contents = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} is not JSON: {error}") from None
+    return contents if isinstance(contents, dict) else {}

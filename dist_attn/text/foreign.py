@@ -12,12 +12,10 @@ from tokenizers import Tokenizer
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text.base import Bytes, Tokens
-from dist_attn.text.hugging_face import FILE_NAME
+from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
 from dist_attn.text.vocabulary import Vocabulary
 
-__all__ = ["CONFIG_NAME", "ForeignTokeniser", "ids_of"]
-
-CONFIG_NAME = "tokenizer_config.json"
+__all__ = ["ForeignTokeniser", "ids_of"]
 
 
 class ForeignTokeniser(ABC):
@@ -120,10 +118,8 @@ class ForeignTokeniser(ABC):
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and, with the end token's name, `tokenizer_config.json`."""
-        folder.mkdir(parents=True, exist_ok=True)
+        write_tokenizer_config(folder, self._end_text)
         (folder / FILE_NAME).write_text(json.dumps(self._contents, ensure_ascii=False, indent=1) + "\n", "utf-8")
-        about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end_text}
-        (folder / CONFIG_NAME).write_text(json.dumps(about, indent=1) + "\n", "utf-8")
 
     @staticmethod
     @abstractmethod

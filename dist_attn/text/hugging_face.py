@@ -1,4 +1,4 @@
-"""The file tokenizer.json in the format of Hugging Face `tokenizers`: writing it, and taking it apart."""
+"""tokenizer.json and tokenizer_config.json in the format of Hugging Face: writing them, and taking ours apart."""
 
 import json
 import os
@@ -9,17 +9,23 @@ from dist_attn.errors import ModelFolderError
 from dist_attn.text.vocabulary import Vocabulary
 
 __all__ = [
+    "CONFIG_NAME",
     "END_TEXT",
     "FILE_NAME",
+    "WRITTEN_BY",
     "Contents",
     "printable",
     "raw",
     "read_tokenizer_json",
+    "write_tokenizer_config",
     "write_tokenizer_json",
 ]
 
 FILE_NAME = "tokenizer.json"
+CONFIG_NAME = "tokenizer_config.json"
 END_TEXT = "<|end|>"
+WRITTEN_BY = {"written_by": "dist-attn"}
+"""The entry of tokenizer_config.json that marks a tokeniser of this project; without it the tokens are another's."""
 
 
 def _printable_alphabet() -> str:
@@ -55,7 +61,7 @@ class Contents(NamedTuple):
 def write_tokenizer_json(
     folder: Path, vocabulary: Vocabulary, merges: tuple[tuple[bytes, bytes], ...], *, split_pattern: str | None
 ) -> None:
-    """Write tokenizer.json beside its place and rename it, so that a half-written file is never seen."""
+    """Write tokenizer.json, and tokenizer_config.json before it; neither file is ever seen half-written."""
     ids = {printable(piece): number for number, piece in enumerate(vocabulary.pieces)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": split_pattern}, "behavior": "Isolated", "invert": False}
@@ -87,10 +93,31 @@ def write_tokenizer_json(
             "merges": [[printable(first), printable(second)] for first, second in merges],
         },
     }
+    write_tokenizer_config(folder, END_TEXT, WRITTEN_BY)
+    _write_json(folder / FILE_NAME, contents)
+
+
+def write_tokenizer_config(folder: Path, end_text: str | None, more: dict[str, str] | None = None) -> None:
+    """Write what transformers needs beside tokenizer.json: the end token, which also pads.
+
+    Batches are padded before their texts, because generation goes on from the last column.
+    """
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+        "eos_token": end_text,
+        "pad_token": end_text,
+        "padding_side": "left",
+        "clean_up_tokenization_spaces": False,
+    }
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".{FILE_NAME}.{os.getpid()}.writing"
+    _write_json(folder / CONFIG_NAME, about | (more or {}))
+
+
+def _write_json(path: Path, contents: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     temporary.write_text(json.dumps(contents, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    temporary.rename(folder / FILE_NAME)
+    temporary.rename(path)
 
 
 def read_tokenizer_json(path: Path) -> Contents:
@@ -104,7 +131,7 @@ def read_tokenizer_json(path: Path) -> Contents:
         raise ModelFolderError(
             f"{path} cannot be read ({error.strerror}); a model folder needs the tokenizer.json it was trained with"
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFolderError(f"{path} is not JSON: {error}") from None
     try:
         return _take_apart(contents)

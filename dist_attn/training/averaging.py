@@ -97,7 +97,7 @@ def _read(folder: Path) -> _Origin:
     run = folder.resolve().parent.parent
     try:
         config = TrainingConfig.model_validate(json.loads((run / "config.json").read_bytes()))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         raise ConfigError(
             f"{folder} is neither a model folder nor a checkpoint in the folder of its run: it has no config.json, "
             f"and {run / 'config.json'} is not that of a run"

@@ -12,6 +12,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.models import ModelConfig
 from dist_attn.models.presets import expand_preset
 from dist_attn.models.refusal import refusal
+from dist_attn.shipped import SHIPPED
 from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
 from dist_attn.training.key_names import key_of, nearest_key
 
@@ -35,6 +36,23 @@ DATA_OF: dict[str, tuple[str, ...]] = {
     "encoder_decoder": ("parallel_text",),
 }
 """Which kinds of data a kind of model trains on."""
+
+EXAMPLES = {
+    "model": '[model] with the line preset = "tiny"',
+    "model.vocab_size": "vocab_size = 4096",
+    "model.hidden_size": "hidden_size = 256",
+    "model.num_layers": "num_layers = 6",
+    "model.mlp_size": "mlp_size = 1024",
+    "model.mixer": 'mixer = { kind = "rfa_gate", hidden_size = 256, num_heads = 4, num_random = 64 }',
+    "data": '[data] with the lines folder = "texts", train = ["a.txt"] and validation = "b.txt"',
+    "data.folder": 'folder = "texts"',
+    "data.train": 'train = ["a.txt", "b.txt"]',
+    "data.validation": 'validation = "c.txt"',
+    "run": '[run] with the lines folder = "runs/first" and steps = 1000',
+    "run.folder": 'folder = "runs/first"',
+    "run.steps": "steps = 1000",
+}
+"""What to write where a key that is needed is missing."""
 
 Share = Annotated[float, Field(ge=0, lt=1)]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -196,7 +214,8 @@ class TrainingConfig(_Config):
 def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
     """The configuration of a TOML file, with `section.key=value` overrides (values as TOML, or plain words).
 
-    A `model.preset` stands for the sizes of that name, where the model's section says no others.
+    A `model.preset` stands for the sizes of that name, where the model's section says no others. `data.tokeniser` and
+    `run.begin_from` may be the name of a shipped model, as `--model` may. Paths are relative to the current folder.
 
     Raises: ConfigError naming the file and the key.
     """
@@ -210,6 +229,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
         _apply(values, override)
     if isinstance(values.get("model"), dict) and values["model"].get("kind", "language_model") == "language_model":
         values["model"] = expand_preset(values["model"])
+    _find_shipped(values)
     _take_model(values)
     try:
         return TrainingConfig.model_validate(values)
@@ -220,6 +240,8 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> TrainingConfig:
             nearest = nearest_key(TrainingConfig, first["loc"])
             words = "there is no such key" + (f"; did you mean {nearest}?" if nearest else "")
             key = key_of(TrainingConfig, first["loc"], unknown=True)
+        if key in EXAMPLES and first["type"] == "missing":
+            words += f"; for example: {EXAMPLES[key]}"
         raise ConfigError(f"{path}: {key}{': ' if key else ''}{words}") from None
 
 
@@ -228,6 +250,15 @@ def _first_error(error: ValidationError) -> Any:
     first, *others = error.errors()
     unknown = (e for e in others if e["type"] == "extra_forbidden" and e["loc"][:-1] == first["loc"][:-1])
     return next(unknown, first) if first["type"] == "missing" else first
+
+
+def _find_shipped(values: dict[str, Any]) -> None:
+    """Put the folders of shipped models in the place of their names; a path that exists comes first."""
+    for section, key in (("data", "tokeniser"), ("run", "begin_from")):
+        keys = values.get(section)
+        name = keys.get(key) if isinstance(keys, dict) else None
+        if isinstance(name, str) and not Path(name).exists() and (SHIPPED / name / "config.json").is_file():
+            values[section][key] = str(SHIPPED / name)
 
 
 def _take_model(values: dict[str, Any]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, final
 
-from dist_attn.errors import MissingExtraError
+from dist_attn.errors import MissingExtraError, extra_hint
 from dist_attn.training.run_folder import read_metrics
 from dist_attn.training.run_log import Metrics
 from dist_attn.training.task import Criterion
@@ -28,7 +28,7 @@ class LossPlot:
         try:
             import matplotlib  # noqa: F401
         except ImportError:
-            raise MissingExtraError("it needs matplotlib: pip install 'dist-attn[plot]', or run.plot = false") from None
+            raise MissingExtraError(f"it needs matplotlib: {extra_hint('plot')}, or set run.plot = false") from None
         self._folder, self._unit, self._loss_unit, self._criterion = run_folder, unit, loss_unit, criterion
 
     def write(self, metrics: Metrics) -> None:

@@ -4,7 +4,7 @@ from numbers import Real
 from pathlib import Path
 from typing import final
 
-from dist_attn.errors import MissingExtraError
+from dist_attn.errors import MissingExtraError, extra_hint
 from dist_attn.training.run_log import Metrics
 
 __all__ = ["TensorBoard"]
@@ -22,7 +22,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise MissingExtraError(
-                "they need tensorboard: pip install 'dist-attn[tensorboard]', or run.tensorboard = false"
+                f"they need tensorboard: {extra_hint('tensorboard')}, or set run.tensorboard = false"
             ) from None
         self._writer = SummaryWriter(str(folder), purge_step=step + 1)
         self._skipped = {"step", "steps", unit}

@@ -75,7 +75,7 @@ class WatchRanks(Message, frozen=True):
 
 
 class KillGroup(Message, frozen=True):
-    """Kill every process of `epoch` on this host: the launcher, and the pids that its ranks reported."""
+    """Kill every process of `epoch` on this host: mpiexec, and the pids that its ranks reported."""
 
     epoch: Count
     engine: str
@@ -100,7 +100,10 @@ class AgentHello(Message, frozen=True):
 
 
 class GroupStarted(Message, frozen=True):
-    """The launcher of `epoch` runs; node 0 says where the ranks of all hosts find each other, as HOST:PORT."""
+    """The processes of `epoch` run on this host, `launcher_pid` the first of them.
+
+    Node 0 says where the ranks of all hosts find each other, as HOST:PORT.
+    """
 
     epoch: Count
     launcher_pid: Count
@@ -108,7 +111,7 @@ class GroupStarted(Message, frozen=True):
 
 
 class RankExited(Message, frozen=True):
-    """The process of this rank of `epoch` has ended, whatever the launcher says about it later."""
+    """The process of this rank of `epoch` has ended, whatever mpiexec says about it later."""
 
     epoch: Count
     rank: Count
@@ -116,7 +119,7 @@ class RankExited(Message, frozen=True):
 
 
 class GroupExited(Message, frozen=True):
-    """No process of `epoch` is left; the launcher ended with `exit_code`, `tail` is the end of its output."""
+    """No process of `epoch` is left; one ended the group with `exit_code`, `tail` is the end of their output."""
 
     epoch: Count
     exit_code: int

@@ -23,7 +23,7 @@ from zmq.utils import z85
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["ClientKeys", "ServerKeys", "admit_listed", "check_exposure", "make_keys"]
+__all__ = ["ClientKeys", "ServerKeys", "admit_listed", "check_exposure", "make_keys", "open_to_others"]
 
 Role = Literal["api", "agent"]
 OWNERS = ("controller", "api", "agent")
@@ -179,15 +179,25 @@ def _listed(folder: Path, role: str) -> set[bytes]:
 
 
 def _read_secret(path: Path) -> bytes:
-    """A secret key that nobody else can read; a group may where root owns the file, as where secrets are mounted."""
+    """A secret key that nobody else can read."""
     try:
-        found = path.stat()
+        found = open_to_others(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; {HOW}") from None
-    forbidden = 0o037 if found.st_uid == 0 else 0o077
-    if stat.S_IMODE(found.st_mode) & forbidden:
-        raise ConfigError(f"others may read {path} (mode {stat.S_IMODE(found.st_mode):o}); chmod 600 {path}")
+    if found:
+        raise ConfigError(found)
     return _read_key(path)
+
+
+def open_to_others(path: Path) -> str:
+    """What is wrong with the mode of a file of secrets, and what to do; "" where nobody else may read it.
+
+    A group may read a file of root's, as where secrets are mounted.
+    Raises: OSError for a file that cannot be looked at.
+    """
+    found = path.stat()
+    mode, forbidden = stat.S_IMODE(found.st_mode), 0o037 if found.st_uid == 0 else 0o077
+    return f"others may read {path} (mode {mode:o}); chmod 600 {path}" if mode & forbidden else ""
 
 
 def _read_key(path: Path) -> bytes:

@@ -58,7 +58,7 @@ from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 from dist_attn.wire.terms import Progress as Progress
 from dist_attn.wire.terms import Terms
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
@@ -123,7 +123,11 @@ class Credit(Message, frozen=True):
 
 
 class Rows(Message, frozen=True):
-    """Complete rows [first_row, first_row + n) in order: token ranges and float32 vectors [n, dim]."""
+    """Complete rows [first_row, first_row + n) in order: token ranges and float32 vectors [n, dim].
+
+    Of a completion whose prompt is scored, row i is about token i + 1 of the prompt: its log-probability, the ids of
+    the likeliest tokens there, and their log-probabilities. All of them come before the first drawn token.
+    """
 
     request_id: Name
     first_row: Count
@@ -143,7 +147,8 @@ class EncodingDone(Message, frozen=True):
 class Generated(Message, frozen=True):
     """Newly drawn tokens; `finish_reason` ("stop" or "length") comes with the last ones.
 
-    `logprobs` has one entry per token when the request asked for them.
+    `logprobs` has one entry per token when the request asked for them; where the prompt is scored too, one more for the
+    end token that ended the text.
     """
 
     request_id: Name

@@ -76,13 +76,14 @@ class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
     """Feed block [start, start + sum(lengths)) of a session, split over the ranks by `lengths`.
 
     `tokens` is this rank's slice only (int32). The state before `start` is equal on all ranks, and so
-    is the state after the block.
+    is the state after the block. `following` is the token after the slice, where the tokens of a prompt are scored.
     """
 
     session: Count
     start: Count
     lengths: list[Count]
     tokens: bytes
+    following: Count | None = None
 
 
 class DecodeEntry(msgspec.Struct, frozen=True):
@@ -196,7 +197,8 @@ class RankHello(Message, frozen=True):
 class RowPieces(msgspec.Struct, frozen=True):
     """Sums (pooling mean), last vectors or the model's own over ranges of tokens, in order, float32 [n, dim].
 
-    A range is a whole row or the part of a row that lies in this rank's slice of the block.
+    A range is a whole row or the part of a row that lies in this rank's slice of the block. Of a completion there is a
+    row for each token, about the one that follows it: see `control.rows.score_width`.
     """
 
     session: Count

@@ -17,6 +17,8 @@ def check_sampling(spec: SamplingSpec) -> None:
     """
     if not 1 <= spec.max_tokens <= _LARGEST:
         raise InputError(f"max_tokens is {spec.max_tokens}; it must be at least 1 (and at most {_LARGEST})")
+    if not 0 <= spec.min_tokens <= spec.max_tokens:
+        raise InputError(f"min_tokens is {spec.min_tokens}; it must be from 0 to max_tokens ({spec.max_tokens})")
     if not (math.isfinite(spec.temperature) and spec.temperature >= 0):
         raise InputError(
             f"temperature is {spec.temperature}; it must be a finite number, 0 or more (0 takes the likeliest token)"

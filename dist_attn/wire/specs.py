@@ -26,10 +26,12 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
     `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
-    drawn before, once and once for each time.
+    drawn before, once and once for each time. The end token is not drawn before `min_tokens` others; with `ignore_end`
+    it is a token like any other. `prompt_logprobs` asks for what `logprobs` asks for, of every token of the prompt
+    but the first, given those before it. With `max_tokens` 0 the prompt is read and no token is drawn.
     """
 
-    max_tokens: Annotated[int, Meta(ge=1, le=1 << 53)]
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 53)]
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_k: Count = 0
     top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
@@ -38,6 +40,17 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Meta(ge=-2, le=2)] = 0.0
     logit_bias: Annotated[dict[Count, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] = {}
+    min_tokens: Count = 0
+    ignore_end: bool = False
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+
+    def ends(self, token: int, end_token: int | None) -> bool:
+        """Whether this drawn token ends the text."""
+        return token == end_token and not self.ignore_end
+
+    def barred(self, end_token: int | None, drawn: int) -> int | None:
+        """The token that must not follow so many drawn ones."""
+        return end_token if drawn < self.min_tokens and not self.ignore_end else None
 
     @property
     def penalises(self) -> bool:

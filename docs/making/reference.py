@@ -22,7 +22,7 @@ NOTE = "<!-- Written by `python -m docs.making.reference`; a test compares it wi
 
 def commands_page() -> str:
     """Every command with its arguments and options, from the command line's own declarations."""
-    from dist_attn.cli import app
+    from dist_attn.commands.cli import app
 
     parts = [
         "# Commands\n",
@@ -105,7 +105,7 @@ def configuration_page() -> str:
 def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
     rows = []
     for name, field in fields:
-        default = field.get_default(call_default_factory=True)
+        default = field.get_default()  # one that depends on the machine is in the words
         shown = "" if default in (None, "", ()) else f"`{default}`"
         rows.append((f"`{prefix}{name}`", field.description or "", shown))
     return _table(("key", "what", "default"), rows)
@@ -114,7 +114,7 @@ def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
 def http_page() -> str:
     """Every route and every shape of its bodies, from the service's own OpenAPI text."""
     from service.app import create_app
-    from service.settings import Settings
+    from service.base.settings import Settings
 
     app = create_app(Settings(api_address="ipc:///unused", model=default_model_folder()))
     document = app.openapi()

@@ -7,8 +7,8 @@ from typing import Literal, final
 
 from dist_attn.errors import DistAttnError
 from dist_attn.store import Session
-from service.context import ServiceContext
-from service.errors import ClientGone, Code, NotFound, ServiceError, UnforeseenError
+from service.base.errors import ClientGone, Code, NotFound, ServiceError, UnforeseenError
+from service.engine.context import ServiceContext
 from service.feeding.feed import Feed
 from service.feeding.feeder import Feeder
 from service.sessions.refusals import NO_RETRY, store_refusals

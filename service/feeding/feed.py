@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import final
 
-from service.errors import ServiceError
+from service.base.errors import ServiceError
 from service.uploads.entries import FeedRecord, Segment, UploadRecord
 
 __all__ = ["Feed"]

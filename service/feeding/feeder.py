@@ -14,14 +14,14 @@ from typing import final
 import numpy as np
 
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.context import ServiceContext
-from service.errors import ClientGone, Code, EngineFailure, ServiceError
-from service.exchange import task_group
+from service.base.errors import ClientGone, Code, EngineFailure, ServiceError
+from service.engine.context import ServiceContext
+from service.engine.session_stream import SessionStream, SessionWork
 from service.feeding.feed import Feed
-from service.session_stream import SessionStream, SessionWork
+from service.http.exchange import task_group
 from service.sessions.writer import SessionWriter, writing
-from service.text_check import Utf8Check
-from service.tokenising import TextMark, TextMarks
+from service.text.text_check import Utf8Check
+from service.text.tokenising import TextMark, TextMarks
 from service.uploads.entries import FeedMark, FeedRecord, changed
 from service.uploads.shelf import FileShelf
 

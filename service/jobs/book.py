@@ -14,11 +14,11 @@ from typing import TypeVar, final
 import msgspec
 
 from dist_attn.errors import ConfigError, StorageError
-from dist_attn.store.disk import DiskRecords
+from dist_attn.store.disk import CATALOGUE, DiskRecords, has_records
 from dist_attn.store.owner import has_died, this_process
 from dist_attn.store.records import BufferedTransaction, Records
 from dist_attn.store.redis import RedisRecords, connect
-from service.errors import Code, NotFound, ServiceError
+from service.base.errors import Code, NotFound, ServiceError
 from service.jobs.record import JobRecord, decode_job, encode_job
 
 __all__ = ["JobBook", "JobGone", "JobLimits", "runner_name"]
@@ -66,13 +66,20 @@ class JobBook:
     async def open(address: str, folder: Path, limits: JobLimits) -> "JobBook":
         """The catalogue in a file of this folder, or in Redis.
 
-        Raises: StorageError, ConfigError for an address of another kind, MissingExtraError where redis-py is missing.
+        Raises: StorageError, also for a folder with the files of jobs whose catalogue is lost; ConfigError for an
+            address of another kind; MissingExtraError where redis-py is missing.
         """
         if address and not address.startswith(REDIS_SCHEMES):
             raise ConfigError(f"jobs.address is {address!r}; needed is redis://HOST:PORT/DB, or nothing for a file")
         if address:
             return JobBook(RedisRecords(connect(address), NAMESPACE), limits)
-        return JobBook(await DiskRecords.open(folder / "catalogue.sqlite"), limits)
+        count = 0 if has_records(folder / CATALOGUE) else len([*(folder / "files").glob("??/*")])
+        if count:
+            raise StorageError(
+                f"{folder} holds the files of {count} jobs, and their catalogue {CATALOGUE} is not there or empty; put "
+                "a backup of it in its place; to begin without them move the folder away"
+            )
+        return JobBook(await DiskRecords.open(folder / CATALOGUE), limits)
 
     async def _transact(self, work: Callable[[BufferedTransaction], Awaitable[T]]) -> T:
         try:
@@ -109,7 +116,7 @@ class JobBook:
         """
         value = await self._transact(lambda transaction: transaction.get(f"job/{name}"))
         record = None if value is None else decode_job(value)
-        if record is None or record.deleted or (caller is not None and record.caller != caller):
+        if record is None or self._hidden(record) or (caller is not None and record.caller != caller):
             raise NotFound("there is no such job; it has expired, was deleted, or is another caller's", param="id")
         return record
 
@@ -127,7 +134,7 @@ class JobBook:
                 name = key.rpartition("/")[2]
                 value = await transaction.get(f"job/{name}")
                 record = None if value is None else decode_job(value)
-                if record is not None and not record.deleted and record.state != "receiving":
+                if record is not None and not self._hidden(record) and record.state != "receiving":
                     found.append((name, record))
             return found[:limit]
 
@@ -207,25 +214,28 @@ class JobBook:
 
         return await self._transact(run)
 
-    async def lost(self) -> list[str]:
-        """Jobs that may go: those that have expired or were deleted, and bodies whose receiver died."""
+    async def lost(self, deletable_until: Callable[[float], float]) -> list[str]:
+        """Jobs that may go: those that have expired or were deleted, and bodies whose receiver died.
+
+        Those that live for so many seconds may go if they expired at the time that `deletable_until` gives, or before.
+        """
 
         async def run(transaction: BufferedTransaction) -> list[str]:
-            now, found = self.clock(), []
-            for key, _ in await transaction.scan("expiry/", PAGE):
-                _, moment, name = key.split("/", 2)
-                if float(moment) > now:
-                    break
-                found.append(name)
-            for key, _ in await transaction.scan("open/", PAGE):
-                name = key.rpartition("/")[2]
-                value = await transaction.get(f"job/{name}")
-                record = None if value is None else decode_job(value)
-                if record is not None and (record.state == "receiving" or record.deleted) and self.dead(record, now):
+            found = []
+            for name, record in await _indexed(transaction, "expiry/", f"{self.clock():017.3f}"):
+                if record.expires_at <= deletable_until(record.life_s):
+                    found.append(name)
+            for name, record in await _indexed(transaction, "open/"):
+                unwanted = record.state == "receiving" or record.deleted
+                if unwanted and self.dead(record, deletable_until(self._limits.lease_seconds)):
                     found.append(name)
             return list(dict.fromkeys(found))
 
         return await self._transact(run)
+
+    def _hidden(self, record: JobRecord) -> bool:
+        """Whether callers are not shown it any more: it was deleted, or has expired, and goes later."""
+        return record.deleted or record.expires_at <= self.clock()
 
     def dead(self, record: JobRecord, now: float) -> bool:
         """Whether nobody works on it, as far as this process can know."""
@@ -234,7 +244,7 @@ class JobBook:
         return has_died(record.runner.rpartition("/")[0])
 
     def _waits(self, record: JobRecord, now: float) -> bool:
-        if record.deleted or record.retry_at > now:
+        if self._hidden(record) or record.retry_at > now:
             return False
         return record.state == "queued" or (record.state == "running" and self.dead(record, now))
 
@@ -272,6 +282,20 @@ def _open_key(name: str, record: JobRecord) -> str:
 
 def _caller_key(name: str, record: JobRecord) -> str:
     return f"caller/{record.caller}/{record.created_at:017.3f}/{name}"
+
+
+async def _indexed(transaction: BufferedTransaction, index: str, stop: str = "~") -> list[tuple[str, JobRecord]]:
+    """The jobs of an index by time, up to the time `stop`."""
+    found: list[tuple[str, JobRecord]] = []
+    after = ""
+    while page := await transaction.scan(index, PAGE, after):
+        for after, _ in page:
+            if after.split("/")[1] > stop:
+                return found
+            name = after.rpartition("/")[2]
+            if (value := await transaction.get(f"job/{name}")) is not None:
+                found.append((name, decode_job(value)))
+    return found
 
 
 async def _number(transaction: BufferedTransaction, key: str) -> int:

@@ -1,14 +1,12 @@
 """The completion of a job, drawn into a file."""
 
 import asyncio
-import os
-from pathlib import Path
 from typing import Any, final
 
+from service.engine.served_model import ServedModel
 from service.jobs.files import JobFiles
 from service.jobs.record import JobRecord
 from service.jobs.runner import Complete, Report
-from service.served_model import ServedModel
 
 __all__ = ["CompletionWork"]
 
@@ -37,15 +35,5 @@ class CompletionWork:
 
         report.tokens = lambda: drawn
         result = await self._complete(record.completion, name, draw)
-        await asyncio.to_thread(self._files.make, name)
-        await asyncio.to_thread(_write, self._files.result(name), result)
+        await asyncio.to_thread(self._files.write_result, name, result)
         return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}
-
-
-def _write(path: Path, data: bytes) -> None:
-    beside = path.with_name("result.writing")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)

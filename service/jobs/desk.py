@@ -1,6 +1,7 @@
 """Jobs as their callers deal with them: hand one in, look at it, follow what happens, cancel and delete it."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from functools import partial
@@ -9,16 +10,16 @@ from typing import Any, Literal, final
 import msgspec
 
 from dist_attn.wire.messages import RowSpec
-from service.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
-from service.job_schemas import Job, JobProgress
+from service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from service.base.settings import Settings
+from service.engine.served_model import ServedModel
+from service.engine.workload import Workload
 from service.jobs.book import JobBook
 from service.jobs.files import JobFiles, unbroken
 from service.jobs.record import Event, JobRecord, end_of, with_event
 from service.jobs.runner import JobRunner
 from service.jobs.states import JobStates
-from service.served_model import ServedModel
-from service.settings import Settings
-from service.workload import Workload
+from service.schemas.jobs import Job, JobProgress
 
 __all__ = ["JobDesk"]
 
@@ -54,7 +55,9 @@ class JobDesk:
     async def encoding(
         self, caller: str, spec: RowSpec, body: AsyncIterator[bytes], size: int | None
     ) -> tuple[str, JobRecord]:
-        """A new job that encodes what `body` gives, once all of it is on the disk; `size` is its length, if known.
+        """A new job that encodes what `body` gives; `size` is its length, if known.
+
+        When this returns, all of it is on the disk, where a power cut leaves it.
 
         Raises: ServiceError for an empty body, too many jobs or a full disk, and what `body` raises; then there is no
             job.
@@ -66,12 +69,16 @@ class JobDesk:
         )
         name = await self._book.add(record)
         try:
-            total = await self._receive(name, body, size or 0, lease)
+            total, sha256 = await self._receive(name, body, size or 0, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-            return name, await self._enqueue(name, total)
-        except BaseException:
+            await unbroken(partial(self._files.sync_input, name))
+            return name, await self._enqueue(name, total, sha256)
+        except BaseException as error:
             await asyncio.shield(self._drop(name))
+            if isinstance(error, OSError):
+                words = f"what was sent could not be written to the disk: {error.strerror}; nothing of it is kept"
+                raise ServiceError(words, code=Code.STORAGE_FAILED, status=507) from None
             raise
 
     async def completion(self, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:
@@ -96,10 +103,15 @@ class JobDesk:
             **{"state": "queued", **values},
         )
 
-    async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> int:
-        """Write the body to the job's file; its length."""
+    async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> tuple[int, str]:
+        """Write the body to the job's file; its length, and its SHA-256 in hex."""
         await asyncio.to_thread(self._files.make, name)
-        total, waiting, renewed = 0, bytearray(), self._book.clock()
+        total, waiting, renewed, digest = 0, bytearray(), self._book.clock(), hashlib.sha256()
+
+        def write(data: bytes) -> None:
+            digest.update(data)
+            self._files.add_input(name, data)
+
         async for chunk in body:
             total += len(chunk)
             if total > self._settings.body_bytes:
@@ -110,21 +122,20 @@ class JobDesk:
                 reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
                 await self._book.change(name, _holding(reserved, now + lease))
             if len(waiting) >= WRITE_BYTES:
-                await unbroken(partial(self._files.add_input, name, bytes(waiting)))
+                await unbroken(partial(write, bytes(waiting)))
                 waiting.clear()
-        await unbroken(partial(self._files.add_input, name, bytes(waiting)))
-        return total
+        await unbroken(partial(write, bytes(waiting)))
+        return total, digest.hexdigest()
 
-    async def _enqueue(self, name: str, total: int) -> JobRecord:
+    async def _enqueue(self, name: str, total: int, sha256: str) -> JobRecord:
         ratio = self._workload.ratio.measured()
         expected = None if ratio is None else total * ratio.tokens_per_byte
         now = self._book.clock()
 
         def queued(record: JobRecord) -> JobRecord:
-            record = msgspec.structs.replace(
-                record, state="queued", runner="", lease_until=0.0, input_bytes=total, disk_bytes=total
-            )
-            return with_event(msgspec.structs.replace(record, expected_tokens=expected), "created", now)
+            received = {"input_bytes": total, "input_sha256": sha256, "disk_bytes": total, "expected_tokens": expected}
+            record = msgspec.structs.replace(record, state="queued", runner="", lease_until=0.0, **received)
+            return with_event(record, "created", now)
 
         record = await self._book.change(name, queued)
         self._runner.wake()

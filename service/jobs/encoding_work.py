@@ -1,7 +1,9 @@
 """The encoding of a job: from its file into its files, with states on the way from which it goes on after a death."""
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from math import lcm
 from typing import final
@@ -9,21 +11,22 @@ from typing import final
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.context import ServiceContext
-from service.encoding_run import EncodingRun, RunPoint, Sink
-from service.engine_stream import EngineStream
-from service.errors import Code, NotFound, ServiceError
+from service.base.errors import Code, NotFound, ServiceError
+from service.encodings.encoding_run import EncodingRun, RunPoint, Sink
+from service.encodings.rows import RowBlock
+from service.engine.context import ServiceContext
+from service.engine.session_stream import SessionStream, SessionWork
+from service.engine.stream import EngineStream
+from service.engine.workload import DocumentLoad
 from service.jobs.files import JobFiles, RowFile, unbroken
 from service.jobs.record import JobPoint, JobRecord
 from service.jobs.runner import Report
 from service.jobs.states import JobStates
-from service.rows import RowBlock
-from service.session_stream import SessionStream, SessionWork
-from service.tokenising import TextMarks
-from service.workload import DocumentLoad
+from service.text.tokenising import TextMarks
 
 __all__ = ["EncodingWork"]
 
+CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
 UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
 """What a state is refused with that nothing can be gone on from."""
 
@@ -101,8 +104,7 @@ class EncodingWork:
         """
         record.check_model(self._context.model.identity)
         await self._context.watch.until_ready()
-        if not await asyncio.to_thread(self._files.input(name).is_file):
-            raise NotFound("what was sent with this job is no longer on the disk; send it again as a new job")
+        await self._check_input(name, record)
         report.point = record.point
         rows = self._files.rows(name, self._context.model.hidden_size)
         if record.point is not None and record.point.run.row <= record.rows:
@@ -113,6 +115,22 @@ class EncodingWork:
                 if error.code not in UNUSABLE:
                     raise
         return await self._encode(name, record, report, rows)
+
+    async def _check_input(self, name: str, record: JobRecord) -> None:
+        """Raises: ServiceError (`input_lost`) where the input is not what the caller was told is kept."""
+        size, digest = 0, hashlib.sha256()
+        with suppress(FileNotFoundError):
+            async for block in self._blocks(name, 0, CHECK_BYTES):
+                size += len(block)
+                await asyncio.to_thread(digest.update, block)
+        # Jobs that an earlier version took in have no digest.
+        if size != record.input_bytes or record.input_sha256 not in ("", digest.hexdigest()):
+            others = " other" if size == record.input_bytes else ""
+            raise ServiceError(
+                f"the input of this job was lost or damaged: {record.input_bytes} bytes were sent, and {size}{others} "
+                "bytes are on the disk; send it again as a new job",
+                code=Code.INPUT_LOST,
+            )
 
     async def _encode(
         self,
@@ -170,7 +188,8 @@ class EncodingWork:
         report.settle, report.bytes_per_row = rows.settle, rows.bytes_per_row()
         mark = run.begin.mark
         try:
-            await run.work(stream, self._context.tokeniser.pieces(self._blocks(name, mark.byte), mark))
+            blocks = self._blocks(name, mark.byte, self._context.settings.piece_bytes)
+            await run.work(stream, self._context.tokeniser.pieces(blocks, mark))
         finally:
             self._context.metrics.tokens("encoding", max(0, run.tokens - before))
 
@@ -190,8 +209,7 @@ class EncodingWork:
         unit = lcm(manifest.computed.chunk_tokens, spec.window if spec.granularity == "window" else 1)
         return -(-self._context.settings.checkpoint_tokens // unit) * unit
 
-    async def _blocks(self, name: str, start: int) -> AsyncIterator[bytes]:
-        count = self._context.settings.piece_bytes
+    async def _blocks(self, name: str, start: int, count: int) -> AsyncIterator[bytes]:
         while block := await asyncio.to_thread(self._files.read_input, name, start, count):
             start += len(block)
             yield block

@@ -5,7 +5,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import final
 
-from service.context import ServiceContext
+from service.base.settings import Settings
+from service.engine.context import ServiceContext
 from service.jobs.book import JobBook, JobLimits
 from service.jobs.completion_work import CompletionWork
 from service.jobs.desk import JobDesk
@@ -14,7 +15,6 @@ from service.jobs.files import JobFiles
 from service.jobs.results import JobResults
 from service.jobs.runner import Complete, JobRunner, Work
 from service.jobs.states import JobStates
-from service.settings import Settings
 
 __all__ = ["JobOffice", "job_book"]
 

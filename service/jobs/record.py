@@ -6,8 +6,8 @@ import msgspec
 
 from dist_attn.errors import StorageError
 from dist_attn.wire.messages import RowSpec
-from service.encoding_run import RunPoint
-from service.errors import BadRequest
+from service.base.errors import BadRequest
+from service.encodings.encoding_run import RunPoint
 
 __all__ = ["ENDED", "Event", "JobPoint", "JobRecord", "State", "decode_job", "encode_job", "end_of", "with_event"]
 
@@ -37,6 +37,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
     that works on it is the `runner`, which is taken for dead after `lease_until`. `point` is where it goes on then.
+    `input_sha256` is in hex, of all `input_bytes` of an encoding; empty in records of an earlier version.
     """
 
     caller: str
@@ -48,6 +49,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     spec: RowSpec | None = None
     completion: dict[str, Any] | None = None
     input_bytes: int = 0
+    input_sha256: str = ""
     disk_bytes: int = 0
     expected_tokens: float | None = None
     tokens: int = 0
@@ -64,6 +66,11 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
     point: JobPoint | None = None
     events: tuple[Event, ...] = ()
+
+    @property
+    def life_s(self) -> float:
+        """How long it is kept from its beginning on, or from its end."""
+        return self.expires_at - (self.ended_at or self.created_at)
 
     @property
     def ended(self) -> bool:

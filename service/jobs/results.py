@@ -6,16 +6,16 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar, final
 
-from service.errors import BadRequest, Code, NotFound, ServiceError
-from service.exchange import ResponseWriter
-from service.formats import FORMATS, RowFormat, RowsAhead, make_format
+from service.base.errors import BadRequest, Code, NotFound, ServiceError
+from service.base.settings import Settings
+from service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
+from service.encodings.rows import FLOATS_PER_CALL, RowBlock
+from service.engine.served_model import ServedModel
+from service.http.exchange import ResponseWriter
 from service.jobs.book import JobBook
 from service.jobs.files import JobFiles
 from service.jobs.record import JobRecord
-from service.rows import FLOATS_PER_CALL, RowBlock
-from service.schemas import EncodingSummary, Usage
-from service.served_model import ServedModel
-from service.settings import Settings
+from service.schemas.completions import EncodingSummary, Usage
 
 __all__ = ["JobResults", "ResultWanted", "not_done"]
 

@@ -1,6 +1,7 @@
 """The part of a process that works on jobs: claims those that wait, keeps their progress, and hands them back."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -9,15 +10,16 @@ from typing import Any, final
 
 import msgspec
 
-from service.errors import Code, ServiceError, UnforeseenError
-from service.exchange import task_group
+from dist_attn.store import ExpiryGrace
+from service.base.errors import Code, ServiceError, UnforeseenError
+from service.base.logs import Log, warn_of_jump
+from service.base.settings import Settings
+from service.engine.metrics import Metrics
+from service.http.exchange import task_group
 from service.jobs.book import JobBook, JobGone
 from service.jobs.files import JobFiles, unbroken
 from service.jobs.record import JobPoint, JobRecord, State, end_of, with_event
 from service.jobs.states import JobStates
-from service.logs import Log
-from service.metrics import Metrics
-from service.settings import Settings
 
 __all__ = ["Complete", "JobRunner", "Report", "Work"]
 
@@ -76,6 +78,7 @@ class JobRunner:
         works: Mapping[str, Work],
         log: Log,
         metrics: Metrics,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._book = book
@@ -84,6 +87,7 @@ class JobRunner:
         self._works = works
         self._log = log
         self._metrics = metrics
+        self._grace = ExpiryGrace(settings.expired_seconds, book.clock, monotonic)
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._interrupted: set[str] = set()
@@ -137,8 +141,11 @@ class JobRunner:
                     await self._wake.wait()
 
     async def _sweep(self) -> None:
-        """Remove jobs that have expired, were deleted or lost their receiver, and files that no job has."""
-        for name in await self._book.lost():
+        """Remove jobs that have expired, were deleted or lost their receiver, with their files."""
+        self._grace.deletable_until()  # a jump of the clock is noticed in each round, also where nothing has expired
+        lost = await self._book.lost(self._grace.deletable_until)
+        warn_of_jump(self._log, self._grace, "job")
+        for name in lost:
             self.interrupt(name)
             await asyncio.to_thread(self._files.remove, name)
             await self._book.remove(name)

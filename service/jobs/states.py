@@ -5,9 +5,9 @@ from typing import final
 
 from dist_attn.errors import DistAttnError, QuotaError, StorageError, UnknownStateError
 from dist_attn.store import StateStore
-from service.errors import NotFound
+from service.base.errors import NotFound
+from service.base.logs import Log
 from service.jobs.record import JobPoint
-from service.logs import Log
 
 __all__ = ["JobStates"]
 

@@ -1,6 +1,6 @@
 /** The page: its parts, put together. */
 
-import { Api, ApiError } from "./api/http.js";
+import { Api, ApiError, wordsOf } from "./api/http.js";
 import { AtlasDesk } from "./atlas_desk.js";
 import { DocumentDesk } from "./document_desk.js";
 import { Recipes } from "./recipes.js";
@@ -38,10 +38,12 @@ new AtlasDesk(api, desk, atlas, recipes, (text) => {
     byId("prompt").value = text.trim();
     byId("prompt").focus();
   });
-});
+}, () => model?.capabilities.includes("completions") ?? true);
 const ranks = new RanksView();
 const notice = new Notice(byId("page-notice"));
 let asked = false;
+/** Whether the document or the session says this already. @param {string} words */
+const isSaid = (words) => ["document-notice", "write-notice"].some((id) => byId(id).textContent.includes(words));
 
 const watch = new StatusWatch(
   () => api,
@@ -59,7 +61,9 @@ const watch = new StatusWatch(
     const many = status?.ranks?.length;
     state.className = `state ${ready ? "ready" : "away"}`;
     state.textContent = error ? "Not reached" : ready ? [model?.id ?? status?.model, many && `${many} ${many === 1 ? "rank" : "ranks"}`].filter(Boolean).join(" · ") : "Not ready";
-    if (error) notice.say("wait", error instanceof ApiError ? error.message : String(error));
+    const words = error ? wordsOf(error) : "";
+    if (words && !isSaid(words)) notice.say("wait", words);
+    else if (error) notice.clear();
     else if (!ready) notice.say("wait", `The engine is not ready: ${status.reason}. Work that was begun goes on by itself.`);
     else notice.clear();
   },
@@ -73,7 +77,7 @@ byId("to-session").addEventListener("click", () => {
   const { text, at, name } = desk;
   if (!text) return;
   openTab("continue");
-  writing.read(name, () => text.blob(0, at.size));
+  writing.read(name, at.tokens, () => text.blob(0, at.size));
 });
 startDrop((file) => {
   openTab("document");

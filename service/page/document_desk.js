@@ -1,7 +1,7 @@
 /** A document from the drop to the map: planned, sent, encoded, looked at; and found again after a reload. */
 
 import { beginEncoding, DocumentText, estimate, followJob } from "./api/documents.js";
-import { ApiError, wasStopped, wordsOf } from "./api/http.js";
+import { ApiError, isFinal, wasStopped, wordsOf } from "./api/http.js";
 import { Sending } from "./sending.js";
 import { announce, byId, show } from "./view/dom.js";
 import { bytes, duration, percent } from "./view/figures.js";
@@ -9,7 +9,7 @@ import { Notice } from "./view/notice.js";
 import { PlanView, proposedWindow } from "./view/plan_view.js";
 import { RunView } from "./view/run_view.js";
 
-const FRESH = { size: 0, sent: 0, read: 0, tokens: 0, expected: 0, rows: 0, speed: null, eta: null, seconds: 0 };
+const FRESH = { size: 0, sent: 0, read: 0, tokens: 0, expected: 0, rows: 0, speed: null, eta: null, seconds: 0, waiting: false };
 const UNFINISHED = new Set(["queued", "running"]);
 
 /** Owns the one document that the page is about. Tells `rows` when there is more to draw, `changed` when the phase is another. */
@@ -91,7 +91,9 @@ export class DocumentDesk extends EventTarget {
       announce(`The estimate is ${duration(plan.total_seconds.value)}.`);
       this.recipes.add("estimate", { bytes: file.size, window });
     } catch (error) {
-      if (!wasStopped(error)) this.notice.say("error", wordsOf(error), [{ label: "Try again", act: () => this.estimate(window) }]);
+      if (wasStopped(error) || this.file !== file) return;
+      if (isFinal(error)) this.reset(); // before anything is sent
+      this.notice.say("error", wordsOf(error), isFinal(error) ? [] : [{ label: "Try again", act: () => this.estimate(window) }]);
     }
   }
 
@@ -126,7 +128,7 @@ export class DocumentDesk extends EventTarget {
     await this.guarded(async () => {
       const stored = await this.sending.send(file, {
         signal,
-        sent: (bytes) => this.moved({ sent: bytes }),
+        sent: (bytes) => this.moved({ sent: bytes, waiting: false }),
         told: (error, seconds) => this.waits(error, seconds),
       });
       this.text = new DocumentText(this.api, stored, file);
@@ -171,7 +173,7 @@ export class DocumentDesk extends EventTarget {
   async follow(job) {
     this.become("queued");
     const { signal } = this.stop;
-    const rows = this.atlas.ask("follow", { key: this.api.key, job });
+    const rows = this.atlas.ask("follow", { key: this.api.key, job, stored: this.text?.id, file: this.text?.file });
     const ended = followJob(this.api, job, (seen) => this.seen(seen), signal);
     rows.catch(() => undefined);
     const standing = await ended;
@@ -203,6 +205,7 @@ export class DocumentDesk extends EventTarget {
   /** @param {{job: string, rows: number, tokens: number, bytes: number}} come */
   cameRows(come) {
     if (come.job !== this.job) return;
+    if (this.at.waiting) this.waits(null, 0);
     this.moved({ rows: come.rows, tokens: Math.max(this.at.tokens, come.tokens), read: come.bytes });
     this.dispatchEvent(new Event("rows"));
   }
@@ -236,7 +239,9 @@ export class DocumentDesk extends EventTarget {
     } catch (error) {
       if (wasStopped(error)) return;
       this.stop.abort();
+      this.at.waiting = false;
       this.become("failed");
+      if (isFinal(error)) return this.notice.say("error", wordsOf(error));
       const kept = this.sending.begun?.come ? ` At least ${this.there} is kept; trying again goes on from what is there.` : "";
       const again = this.file ? [{ label: "Try again", act: () => this.start() }] : [{ label: "Look again", act: () => location.reload() }];
       this.notice.say("error", wordsOf(error) + kept, again);
@@ -250,6 +255,7 @@ export class DocumentDesk extends EventTarget {
 
   /** @param {ApiError | null} error what is being waited out @param {number} seconds until it is tried again */
   waits(error, seconds) {
+    this.moved({ waiting: Boolean(error) });
     if (!error) return this.notice.clear();
     const from = this.phase === "sending" && this.at.sent ? ` from ${this.there}` : "";
     const when = seconds < 1 ? "as soon as it can" : `in ${duration(seconds)}`;

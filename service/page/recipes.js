@@ -38,7 +38,7 @@ const RECIPES = {
     python: `${rowsOf(job)}\nnp.save("rows.npy", rows)\nprint(rows.shape)`,
   }),
   search: (url, { input, job }) => ({
-    title: "Find passages",
+    title: "Find passages, by vectors alone",
     curl: [shell(`${url}/v1/embeddings`), `--json ${shell(JSON.stringify({ input }))}`],
     python: `${rowsOf(job)}\nquery = np.array(client.post("/v1/embeddings", json=${python({ input })}).json()["data"][0]["embedding"])\nmean = rows.mean(0)\ncosines = (rows - mean) @ (query - mean) / np.linalg.norm(rows - mean, axis=1) / np.linalg.norm(query - mean)\nfor row in cosines.argsort()[::-1][:6]:\n    print(f"{cosines[row]:.2f}  passage {row + 1}")`,
   }),
@@ -107,7 +107,7 @@ export class Recipes {
 
   /** @param {string[]} parts */
   command(parts) {
-    const key = this.keyed ? ['-H "authorization: Bearer $DIST_ATTN_KEY"'] : [];
+    const key = this.keyed ? ['-H "authorization: Bearer $DIST_ATTN_API_KEY"'] : [];
     return `curl ${[...parts, ...key].join(" \\\n  ")}`;
   }
 
@@ -115,7 +115,7 @@ export class Recipes {
   program(body) {
     const needs = [body.includes("io.") && "import io", body.includes("json.loads") && "import json", this.keyed && "import os"].filter(Boolean);
     const third = ["import httpx", body.includes("np.") && "import numpy as np"].filter(Boolean);
-    const headers = this.keyed ? `, headers={"authorization": f"Bearer {os.environ['DIST_ATTN_KEY']}"}` : "";
+    const headers = this.keyed ? `, headers={"authorization": f"Bearer {os.environ['DIST_ATTN_API_KEY']}"}` : "";
     return `${needs.length ? `${needs.join("\n")}\n\n` : ""}${third.join("\n")}\n\nclient = httpx.Client(base_url="${this.url}"${headers})\n${body}`;
   }
 }

@@ -7,15 +7,15 @@ from typing import Any
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from service.choice_run import Delta
-from service.completions import PreparedCompletion
+from service.base.errors import ClientGone, ServiceError
+from service.base.logs import RequestRecord
+from service.completions.choice_run import Delta
+from service.completions.streamed import PreparedCompletion
+from service.completions.whole import Gathered, gather
 from service.dependencies import Services
-from service.errors import ClientGone, ServiceError
-from service.exchange import RequestBody, ResponseWriter, while_connected
-from service.logs import RequestRecord
-from service.schemas import CompletionUsage, PromptProgress, StreamOptions
-from service.streaming import EventWriter, StreamedResponse
-from service.whole_completions import Gathered, gather
+from service.http.exchange import RequestBody, ResponseWriter, while_connected
+from service.http.streaming import EventWriter, StreamedResponse
+from service.schemas.completions import CompletionUsage, PromptProgress, StreamOptions
 
 __all__ = ["AnswerForm", "answer"]
 
@@ -27,16 +27,16 @@ class AnswerForm(ABC):
         self.prepared = prepared
         self.head: dict[str, Any] = {"id": prepared.id, "created": prepared.created, "model": model}
 
-    def opening(self) -> Iterable[BaseModel]:
-        """The events before any text."""
+    def opening(self, usage: CompletionUsage | None) -> Iterable[BaseModel]:
+        """The events before any text; these and the next two tell the usage so far where it is given."""
         return ()
 
     @abstractmethod
-    def text(self, delta: Delta) -> BaseModel:
+    def text(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
         """The event of more text of a choice."""
 
     @abstractmethod
-    def end(self, delta: Delta) -> BaseModel:
+    def end(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
         """The event of a choice's end."""
 
     @abstractmethod
@@ -74,11 +74,11 @@ async def answer(
     )
     if not stream:
         return await _whole(services, form, body, record)
-    include_usage = options is not None and bool(options.include_usage)
+    told = options or StreamOptions()
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
-            await while_connected(body, _stream(services, form, include_usage, writer, record))
+        with services.open_requests.one(record.holder):
+            await while_connected(body, _stream(services, form, told, writer, record))
 
     return StreamedResponse(
         exchange,
@@ -95,7 +95,7 @@ async def _whole(services: Services, form: AnswerForm, body: RequestBody, record
 
     work = gather(services.completions, form.prepared, record.request_id, counted=counted)
     try:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             choices, usage = await while_connected(body, work)
     except ClientGone:
         record.reason = "client_gone"
@@ -106,23 +106,27 @@ async def _whole(services: Services, form: AnswerForm, body: RequestBody, record
 
 
 async def _stream(
-    services: Services, form: AnswerForm, include_usage: bool, writer: ResponseWriter, record: RequestRecord
+    services: Services, form: AnswerForm, options: StreamOptions, writer: ResponseWriter, record: RequestRecord
 ) -> None:
     events = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
     async with services.completions.open(form.prepared, record.request_id) as run:
+
+        def so_far() -> CompletionUsage | None:
+            return run.usage if options.continuous_usage_stats else None
+
         try:
             await events.start()
-            for event in form.opening():
+            for event in form.opening(so_far()):
                 await events.send(event)
             while not run.finished:
                 delta = await events.alive(run.next())
                 if delta.processed is not None:
                     await events.send(form.progress(run.progress))
                 if delta.text or delta.scored:
-                    await events.send(form.text(delta))
+                    await events.send(form.text(delta, so_far()))
                 if delta.finish_reason is not None:
-                    await events.send(form.end(delta))
-            if include_usage:
+                    await events.send(form.end(delta, so_far()))
+            if options.include_usage:
                 await events.send(form.usage(run.usage))
         finally:
             services.count_completion(record, run.usage)

@@ -11,7 +11,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.chat_schemas import (
+from service.base.parsing import parse_json
+from service.base.request_terms import terms_of
+from service.completions.choice_run import Delta
+from service.completions.whole import Gathered
+from service.dependencies import read_json_body, record_of, services_of
+from service.routers.answering import AnswerForm, answer
+from service.schemas.chat import (
     AssistantMessage,
     ChatChoice,
     ChatChunk,
@@ -24,14 +30,8 @@ from service.chat_schemas import (
     ChatUsageChunk,
     LikelyToken,
 )
-from service.choice_run import Delta
-from service.choice_text import ScoredToken
-from service.dependencies import read_json_body, record_of, services_of
-from service.parsing import parse_json
-from service.request_terms import terms_of
-from service.routers.answering import AnswerForm, answer
-from service.schemas import CompletionUsage, PromptProgress
-from service.whole_completions import Gathered
+from service.schemas.completions import CompletionUsage, PromptProgress
+from service.text.choice_text import ScoredToken
 
 __all__ = ["router"]
 
@@ -73,16 +73,17 @@ async def create_chat_completion(request: Request) -> Response:
 
 @final
 class _ChatForm(AnswerForm):
-    def opening(self) -> Iterable[BaseModel]:
+    def opening(self, usage: CompletionUsage | None) -> Iterable[BaseModel]:
         role = {"role": "assistant", "content": ""}
-        return [self._chunk(ChatChunkChoice(index=planned.index, delta=role)) for planned in self.prepared.choices]
+        choices = [ChatChunkChoice(index=planned.index, delta=role) for planned in self.prepared.choices]
+        return [self._chunk(choice, usage) for choice in choices]
 
-    def text(self, delta: Delta) -> BaseModel:
+    def text(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
         told = _logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
-        return self._chunk(ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=told))
+        return self._chunk(ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=told), usage)
 
-    def end(self, delta: Delta) -> BaseModel:
-        return self._chunk(ChatChunkChoice(index=delta.index, delta={}, finish_reason=delta.finish_reason))
+    def end(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
+        return self._chunk(ChatChunkChoice(index=delta.index, delta={}, finish_reason=delta.finish_reason), usage)
 
     def progress(self, progress: PromptProgress) -> BaseModel:
         return ChatProgressChunk(**self.head, prompt_progress=progress)
@@ -105,7 +106,9 @@ class _ChatForm(AnswerForm):
             usage=usage,
         )
 
-    def _chunk(self, choice: ChatChunkChoice) -> BaseModel:
+    def _chunk(self, choice: ChatChunkChoice, usage: CompletionUsage | None) -> BaseModel:
+        if usage is not None:
+            return ChatUsageChunk(**self.head, choices=[choice], usage=usage)
         return ChatChunk(**self.head, choices=[choice])
 
 
@@ -121,7 +124,7 @@ def _logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChatLogprobs 
                 # the drawn token may stand behind the likeliest ones; here there are as many as were asked for
                 top_logprobs=[
                     LikelyToken(token=text, logprob=value, bytes=_bytes(text))
-                    for text, value in list(token.top.items())[:asked]
+                    for text, value in list((token.top or {}).items())[:asked]
                 ],
             )
             for token in scored

@@ -8,13 +8,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.choice_run import Delta
-from service.choice_text import told_logprobs
+from service.base.parsing import parse_json
+from service.base.request_terms import terms_of
+from service.completions.choice_run import Delta
+from service.completions.whole import Gathered, whole_completion
 from service.dependencies import read_json_body, record_of, services_of
-from service.parsing import parse_json
-from service.request_terms import terms_of
 from service.routers.answering import AnswerForm, answer
-from service.schemas import (
+from service.schemas.completions import (
     Choice,
     Completion,
     CompletionChunk,
@@ -24,7 +24,7 @@ from service.schemas import (
     PromptProgress,
     UsageChunk,
 )
-from service.whole_completions import Gathered, whole_completion
+from service.text.choice_text import told_logprobs
 
 __all__ = ["router"]
 
@@ -63,12 +63,12 @@ async def create_completion(request: Request) -> Response:
 
 @final
 class _CompletionForm(AnswerForm):
-    def text(self, delta: Delta) -> BaseModel:
+    def text(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
         told = told_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
-        return self._chunk(Choice(index=delta.index, text=delta.text, logprobs=told))
+        return self._chunk(Choice(index=delta.index, text=delta.text, logprobs=told), usage)
 
-    def end(self, delta: Delta) -> BaseModel:
-        return self._chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason))
+    def end(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
+        return self._chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason), usage)
 
     def progress(self, progress: PromptProgress) -> BaseModel:
         return ProgressChunk(**self.head, prompt_progress=progress)
@@ -79,5 +79,7 @@ class _CompletionForm(AnswerForm):
     def whole(self, choices: list[Gathered], usage: CompletionUsage) -> BaseModel:
         return whole_completion(self.prepared, self.head["model"], choices, usage)
 
-    def _chunk(self, choice: Choice) -> BaseModel:
+    def _chunk(self, choice: Choice, usage: CompletionUsage | None) -> BaseModel:
+        if usage is not None:
+            return UsageChunk(**self.head, choices=[choice], usage=usage)
         return CompletionChunk(**self.head, choices=[choice])

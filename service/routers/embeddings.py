@@ -4,12 +4,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.base.errors import ClientGone
+from service.base.parsing import parse_json
+from service.base.request_terms import terms_of
 from service.dependencies import read_json_body, record_of, services_of
-from service.errors import ClientGone
-from service.exchange import while_connected
-from service.parsing import parse_json
-from service.request_terms import terms_of
-from service.schemas import Embedding, EmbeddingList, EmbeddingRequest, Usage
+from service.http.exchange import while_connected
+from service.schemas.completions import Embedding, EmbeddingList, EmbeddingRequest, Usage
 
 __all__ = ["router"]
 
@@ -37,7 +37,7 @@ async def create_embeddings(request: Request) -> Response:
     record.note(inputs=len(inputs))
     terms = terms_of(request)
     try:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             vectors = await while_connected(body, services.embeddings.embed(inputs, record.request_id, terms))
     except ClientGone:
         record.reason = "client_gone"

@@ -4,25 +4,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.base.errors import BadRequest, Code, ServiceError
+from service.base.parsing import parse_json, parse_query
+from service.base.request_terms import terms_of
 from service.dependencies import Services, caller_of, media_type, read_json_body, record_of, services_of
-from service.documents import RowsWanted, Source
-from service.errors import BadRequest, Code, ServiceError
-from service.exchange import RequestBody, ResponseWriter
-from service.formats import FORMATS, choose_format
-from service.parsing import parse_json, parse_query
-from service.request_terms import terms_of
+from service.encodings.documents import RowsWanted, Source
+from service.encodings.formats import FORMATS, choose_format
+from service.http.exchange import RequestBody, ResponseWriter
+from service.http.streaming import StreamedResponse
 from service.routers.document_bodies import (
+    DOCUMENTS,
     JSON,
     document_source,
     named_source,
     no_words,
     query_parameters,
-    whole_body,
 )
 from service.routers.jobs import job_response
 from service.routers.prefer import becomes_job
-from service.schemas import EncodingOptions, EncodingRequest
-from service.streaming import StreamedResponse
+from service.schemas.completions import EncodingOptions, EncodingRequest
 
 __all__ = ["router"]
 
@@ -38,8 +38,7 @@ router = APIRouter(tags=["encodings"])
         "requestBody": {
             "required": True,
             "content": {
-                "text/plain": {"schema": {"type": "string"}},
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                **DOCUMENTS,
                 JSON: {"schema": {"$ref": "#/components/schemas/EncodingRequest"}},
             },
         },
@@ -70,12 +69,12 @@ async def create_encoding(request: Request) -> Response:
     _check_length(form, source)
 
     if await becomes_job(services, request.headers, source):
-        with services.open_requests.one():
-            made = await services.jobs.desk.encoding(record.caller, spec, whole_body(source, body), source.size)
+        with services.open_requests.one(record.holder):
+            made = await services.jobs.desk.encoding(record.caller, spec, source.chunks(), source.size)
         return await job_response(services, *made, preference_applied="respond-async")
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             await services.documents.answer(wanted, source, body, writer, record)
 
     return StreamedResponse(
@@ -91,12 +90,12 @@ async def _source(
     request: Request, services: Services, body: RequestBody, options: EncodingOptions
 ) -> tuple[Source, EncodingOptions]:
     """Where the document is, and the options of query and JSON together."""
-    kind = media_type(request)
+    kind = media_type(request, gzip=True)
     if kind == JSON:
         wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EncodingRequest)
         source = await named_source(services, caller_of(request), wanted.input, wanted.file_id)
         return source, _merged(options, wanted)
-    return document_source(request, services), options
+    return document_source(request, services, body), options
 
 
 def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
@@ -116,8 +115,8 @@ def _check_length(form: str, source: Source) -> None:
     """
     if FORMATS[form].needs_count and source.size is None:
         raise BadRequest(
-            f"format={form} has the number of rows in its header, and this body comes without Content-Length: send "
-            "one, or take format=arrow or ndjson",
+            f"format={form} has the number of rows in its header, and this body's length is not known beforehand: "
+            "send it with Content-Length and not in gzip, or take format=arrow or ndjson",
             code=Code.UNSUPPORTED_PARAMETER,
             param="format",
         )

@@ -5,13 +5,14 @@ from contextlib import aclosing
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from service.dependencies import Services, caller_of, read_json_body, services_of
-from service.errors import BadRequest, Code
-from service.estimates import PIECES, Size
-from service.job_schemas import Estimate, EstimateRequest
-from service.parsing import parse_json, utf8
-from service.routers.document_bodies import named_file
-from service.schemas import EncodingOptions
+from service.base.errors import BadRequest, Code
+from service.base.parsing import parse_json, parse_query, utf8
+from service.dependencies import Services, caller_of, media_type, read_json_body, record_of, services_of
+from service.encodings.estimates import PIECES, Size
+from service.routers.document_bodies import JSON, TEXT, named_file
+from service.schemas.completions import EncodingOptions
+from service.schemas.jobs import Estimate, EstimateOptions, EstimateRequest
+from service.text.text_check import TextCheck
 from service.uploads.entries import FileRecord
 
 __all__ = ["router"]
@@ -26,15 +27,20 @@ SAMPLE_BYTES = 1 << 20
     openapi_extra={
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/EstimateRequest"}}},
+            "content": {
+                JSON: {"schema": {"$ref": "#/components/schemas/EstimateRequest"}},
+                TEXT: {"schema": {"type": "string"}},
+            },
         },
     },
 )
 async def create_estimate(request: Request) -> Estimate:
-    """Figures for an encoding, or with `max_tokens` for a completion; nothing is started."""
+    """Figures for an encoding, or with `max_tokens` for a completion; nothing is started.
+
+    A body of text is the `input`, beside the other fields in the query; it is checked as an encoding would check it.
+    """
     services = services_of(request)
-    body = services.body(request)
-    wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EstimateRequest)
+    wanted = await (_with_text if media_type(request, gzip=True) == TEXT else _as_json)(request, services)
     services.check_model(wanted.model)
     if wanted.max_tokens is not None:
         services.check_writes()
@@ -43,6 +49,25 @@ async def create_estimate(request: Request) -> Estimate:
     return await services.estimates.estimate(
         await _size(request, services, wanted), services.rows(options), wanted.max_tokens
     )
+
+
+async def _as_json(request: Request, services: Services) -> EstimateRequest:
+    body = services.body(request)
+    return parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EstimateRequest)
+
+
+async def _with_text(request: Request, services: Services) -> EstimateRequest:
+    """The query, and the body as `input`; beside `bytes` it may end in the middle of a character.
+
+    Raises: BadRequest, ServiceError (415) for what is not plain text, TooLarge.
+    """
+    options = parse_query(request.query_params.multi_items(), EstimateOptions)
+    record = record_of(request)
+    hold = services.json_memory.hold(record.holder, record.at_end.append)
+    sample = await services.body(request).read_all(services.settings.json_body_bytes, hold)
+    TextCheck(TEXT).push(sample, final=len(sample) >= (options.bytes or 0))
+    text = sample.decode("utf-8", errors="ignore")
+    return EstimateRequest.model_validate({**options.model_dump(), "input": text})
 
 
 async def _size(request: Request, services: Services, wanted: EstimateRequest) -> Size:

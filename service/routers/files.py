@@ -9,11 +9,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from service.base.errors import BadRequest, ClientGone, ServiceError
+from service.base.parsing import parse_query, refuse
 from service.dependencies import Services, caller_of, content_length, form_boundary, record_of, services_of
-from service.errors import BadRequest, ClientGone, ServiceError
-from service.exchange import ResponseWriter
-from service.file_schemas import ExpiresAfter, FileDeleted, FileList, FileListOptions, FileObject, UploadRequest
-from service.parsing import parse_query, refuse
+from service.http.exchange import ResponseWriter
+from service.schemas.files import ExpiresAfter, FileDeleted, FileList, FileListOptions, FileObject, UploadRequest
 from service.uploads.entries import Details, FileRecord
 from service.uploads.ranges import byte_range
 from service.uploads.writing import Form
@@ -66,7 +66,7 @@ async def create_file(request: Request) -> Response:
     """Write the file of a form to disk while it arrives."""
     services = services_of(request)
     boundary = form_boundary(request)
-    with services.open_requests.one():
+    with services.open_requests.one(record_of(request).holder):
         name, record = await services.files.add_file(
             caller_of(request),
             boundary,
@@ -166,7 +166,7 @@ class _FileContent(Response):
         """Raises: ServiceError as long as nothing has been sent."""
         writer = ResponseWriter(send, self._body, stall_seconds=self._services.settings.client_stall_seconds)
         try:
-            with self._services.open_requests.one():
+            with self._services.open_requests.one(self._log.holder):
                 await writer.start(BINARY, self._stop - self._start, more=self._more, status=self._code)
                 async with aclosing(self._services.files.read(self._record, self._start, self._stop)) as pieces:
                     async for piece in pieces:

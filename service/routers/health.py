@@ -7,15 +7,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn import __version__
+from service.base.errors import DRAINING, ServiceStopping
 from service.dependencies import services_of
-from service.errors import DRAINING, ServiceStopping
-from service.schemas import RankState, Readiness, ServiceState, Version
+from service.schemas.completions import RankState, Readiness, ServiceState, Version
 
 __all__ = ["router"]
 
 router = APIRouter(tags=["health"])
 
 
+@router.get("/health", include_in_schema=False)  # where other servers of models have it
 @router.get("/livez", summary="The process answers")
 async def livez() -> dict[str, bool]:
     """Alive means no more than that the event loop answers."""

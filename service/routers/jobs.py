@@ -10,24 +10,25 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.base.errors import BadRequest, Code, ServiceError
+from service.base.parsing import parse_json, parse_query, refuse
+from service.base.request_terms import terms_of
 from service.dependencies import Services, media_type, read_json_body, record_of, services_of
-from service.errors import BadRequest, Code, ServiceError
-from service.exchange import RequestBody, ResponseWriter, while_connected
-from service.formats import FORMATS, choose_format
-from service.job_schemas import EventOptions, Job, JobList, JobRequest, ListJobs, ResultOptions
+from service.encodings.formats import FORMATS, choose_format
+from service.http.exchange import RequestBody, ResponseWriter, while_connected
+from service.http.streaming import StreamedResponse
 from service.jobs.record import JobRecord
 from service.jobs.results import ResultWanted
-from service.parsing import parse_json, parse_query, refuse
 from service.routers.document_bodies import (
+    DOCUMENTS,
     JSON,
     document_source,
     named_source,
     no_words,
     query_parameters,
-    whole_body,
 )
-from service.schemas import CompletionRequest, EncodingOptions
-from service.streaming import StreamedResponse
+from service.schemas.completions import CompletionRequest, EncodingOptions
+from service.schemas.jobs import EventOptions, Job, JobList, JobRequest, ListJobs, ResultOptions
 
 __all__ = ["job_response", "router"]
 
@@ -50,8 +51,7 @@ _JOB_ANSWERS: dict[int | str, dict[str, Any]] = {
         "requestBody": {
             "required": True,
             "content": {
-                "text/plain": {"schema": {"type": "string"}},
-                "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+                **DOCUMENTS,
                 JSON: {"schema": {"$ref": "#/components/schemas/JobRequest"}},
             },
         },
@@ -61,24 +61,24 @@ async def create_job(request: Request) -> Response:
     """An encoding of the body (with the query of /v1/encodings), or what a JSON body asks for; 202 with the job."""
     services, record = services_of(request), record_of(request)
     body = services.body(request)
-    if media_type(request) != JSON:
+    if media_type(request, gzip=True) != JSON:
         options = parse_query(request.query_params.multi_items(), EncodingOptions)
         _refuse_format(options)
         services.check_model(options.model)
-        source = document_source(request, services)
-        with services.open_requests.one():
-            chunks = whole_body(source, body)
-            made = await services.jobs.desk.encoding(record.caller, services.rows(options), chunks, source.size)
+        source = document_source(request, services, body)
+        with services.open_requests.one(record.holder):
+            rows = services.rows(options)
+            made = await services.jobs.desk.encoding(record.caller, rows, source.chunks(), source.size)
         return await job_response(services, *made)
     wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), JobRequest)
     services.check_model(wanted.model)
-    with services.open_requests.one():
+    with services.open_requests.one(record.holder):
         if wanted.completion is not None:
-            return await job_response(services, *await _completion(services, record.caller, wanted))
-        return await job_response(services, *await _encoding(services, record.caller, body, wanted))
+            return await job_response(services, *await _completion(services, request, wanted))
+        return await job_response(services, *await _encoding(services, record.caller, wanted))
 
 
-async def _encoding(services: Services, caller: str, body: RequestBody, wanted: JobRequest) -> tuple[str, JobRecord]:
+async def _encoding(services: Services, caller: str, wanted: JobRequest) -> tuple[str, JobRecord]:
     """The text, or the file, is copied to the job's own: a file may be deleted once the job is made."""
     if wanted.input is None and wanted.file_id is None:
         raise BadRequest("send input, file_id or completion", code=Code.MISSING_PARAMETER, param="input")
@@ -87,10 +87,10 @@ async def _encoding(services: Services, caller: str, body: RequestBody, wanted: 
     }
     spec = services.rows(EncodingOptions.model_validate({k: v for k, v in named.items() if v is not None}))
     source = await named_source(services, caller, wanted.input, wanted.file_id)
-    return await services.jobs.desk.encoding(caller, spec, whole_body(source, body), source.size)
+    return await services.jobs.desk.encoding(caller, spec, source.chunks(), source.size)
 
 
-async def _completion(services: Services, caller: str, wanted: JobRequest) -> tuple[str, JobRecord]:
+async def _completion(services: Services, asked: Request, wanted: JobRequest) -> tuple[str, JobRecord]:
     """A completion is checked now, as far as it can be without the engine."""
     for name in ("input", "file_id", "granularity", "window", "pooling"):
         if getattr(wanted, name) is not None:
@@ -103,11 +103,12 @@ async def _completion(services: Services, caller: str, wanted: JobRequest) -> tu
     if request.stream:
         raise BadRequest("stream is not offered in a job; follow its events", param="stream")
     services.check_model(request.model)
+    terms_of(asked, request)
     await services.completions.prepare(request)
     # A seed that is settled now gives the same text when the work is done again.
     seed = secrets.randbits(63) if request.seed is None else request.seed
     options = {**request.model_dump(mode="json", exclude_unset=True), "seed": seed}
-    return await services.jobs.desk.completion(caller, options)
+    return await services.jobs.desk.completion(record_of(asked).caller, options)
 
 
 def _refuse_format(options: EncodingOptions) -> None:
@@ -178,7 +179,7 @@ async def follow_job(request: Request, job_id: str) -> Response:
     body = services.body(request)
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             await while_connected(body, _events(services, record.caller, job_id, after, writer))
 
     return _streamed(services, request, body, exchange, words=_event_error)
@@ -221,7 +222,7 @@ async def get_result(request: Request, job_id: str) -> Response:
     body = services.body(request)
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             await while_connected(body, services.jobs.results.rows(job_id, job, wanted, writer))
 
     return _streamed(

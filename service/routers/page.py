@@ -4,8 +4,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.errors import Code, NotFound
-from service.page_files import PAGE_FILES, PAGE_HEADERS
+from service.base.errors import Code, NotFound
+from service.base.page_files import PAGE_FILES, PAGE_HEADERS
 
 __all__ = ["router"]
 

@@ -1,15 +1,14 @@
 """Whether a request becomes a job: where its client prefers that, or work waits for too long (RFC 7240)."""
 
-import math
 import re
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 
+from service.base.errors import Code, ServiceError, retry_after
 from service.dependencies import Services
-from service.documents import Source
-from service.errors import Code, ServiceError
-from service.estimates import Size
+from service.encodings.documents import Source
+from service.encodings.estimates import Size
 
 __all__ = ["Preference", "becomes_job", "preference_of"]
 
@@ -54,5 +53,5 @@ async def becomes_job(services: Services, headers: Headers, source: Source) -> b
         "becomes a job, or send it later",
         code=Code.OVERLOADED,
         status=429,
-        headers={"retry-after": str(math.ceil(queue))},
+        headers=retry_after(queue),
     )

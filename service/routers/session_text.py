@@ -7,15 +7,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.choice_text import told_logprobs
+from service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+from service.base.logs import RequestRecord
+from service.base.parsing import parse_json, parse_query, utf8
+from service.base.request_terms import terms_of
 from service.dependencies import Services, media_type, read_json_body, read_options, record_of, services_of
-from service.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
-from service.exchange import RequestBody, ResponseWriter, task_group
-from service.logs import RequestRecord
-from service.parsing import parse_json, parse_query, utf8
-from service.request_terms import terms_of
-from service.schemas import Choice, CompletionRequest
-from service.session_schemas import (
+from service.http.exchange import RequestBody, ResponseWriter, task_group
+from service.http.streaming import EventWriter, StreamedResponse
+from service.schemas.completions import Choice, CompletionRequest
+from service.schemas.sessions import (
     AppendOptions,
     AppendRequest,
     GenerateChunk,
@@ -27,7 +27,7 @@ from service.sessions.append import AppendSource
 from service.sessions.generate import GenerateWork, TextPiece
 from service.sessions.headers import idempotency_key
 from service.sessions.outlet import Outlet
-from service.streaming import EventWriter, StreamedResponse
+from service.text.choice_text import told_logprobs
 
 __all__ = ["router"]
 
@@ -85,7 +85,7 @@ async def append_text(request: Request, session_id: str) -> Response:
     source = await _appended(request, services, body)
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             await services.sessions.appends.answer(session_id, source, writer, record)
 
     return StreamedResponse(
@@ -135,12 +135,12 @@ async def generate(request: Request, session_id: str) -> Response:
     )
     record.note(completion_id=work.id, stream=bool(wanted.stream))
     if not wanted.stream:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             answer = await _whole(services, session_id, work, body, record)
         return Response(answer.model_dump_json(), media_type="application/json")
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             await _stream(services, session_id, work, body, record, Outlet(writer))
 
     return StreamedResponse(

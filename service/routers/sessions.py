@@ -4,11 +4,12 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.base.errors import Code, ServiceError, TooLarge
+from service.base.parsing import parse_json, parse_query
 from service.dependencies import media_type, read_options, record_of, services_of
-from service.errors import Code, ServiceError, TooLarge
-from service.exchange import ResponseWriter
-from service.parsing import parse_json, parse_query
-from service.session_schemas import (
+from service.http.exchange import ResponseWriter
+from service.http.streaming import StreamedResponse
+from service.schemas.sessions import (
     CheckpointList,
     CreateSession,
     DeletedSession,
@@ -19,7 +20,6 @@ from service.session_schemas import (
     StateOptions,
 )
 from service.sessions.headers import content_digest, names_tag
-from service.streaming import StreamedResponse
 
 __all__ = ["router"]
 
@@ -116,7 +116,7 @@ async def read_state(request: Request, session_id: str) -> Response:
     body = services.body(request)
 
     async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one():
+        with services.open_requests.one(record.holder):
             await writer.start(STATE, state.snapshot.size, headers)
             async for piece in pieces:
                 await writer.write(piece)
@@ -150,7 +150,7 @@ async def put_state(request: Request, session_id: str) -> Response:
     limit, length = services.settings.store.snapshot_bytes, request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise TooLarge(f"the body has {length} bytes; a state may have {limit}")
-    with services.open_requests.one():
+    with services.open_requests.one(record.holder):
         await services.watch.until_ready()
         served = services.watch.manifest().model
         body = services.body(request)

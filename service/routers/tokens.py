@@ -4,10 +4,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.base.parsing import parse_json, parse_tokens, utf8
 from service.dependencies import read_json_body, services_of
-from service.parsing import parse_json, parse_tokens, utf8
-from service.schemas import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
-from service.tokenising import tokens_of
+from service.schemas.completions import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
+from service.text.tokenising import tokens_of
 
 __all__ = ["router"]
 

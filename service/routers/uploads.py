@@ -8,6 +8,8 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from service.base.parsing import parse_json, refuse
 from service.dependencies import (
     Services,
     caller_of,
@@ -15,13 +17,12 @@ from service.dependencies import (
     form_boundary,
     media_type,
     read_json_body,
+    record_of,
     services_of,
 )
-from service.errors import BadRequest, Code, ServiceError, TooLarge
-from service.exchange import while_connected
-from service.file_schemas import CompleteUploadRequest, UploadObject, UploadPart, UploadRequest, UploadSession
-from service.parsing import parse_json, refuse
+from service.http.exchange import while_connected
 from service.routers.files import details_of, file_object
+from service.schemas.files import CompleteUploadRequest, UploadObject, UploadPart, UploadRequest, UploadSession
 from service.uploads import tus
 from service.uploads.entries import FeedRecord, UploadRecord
 
@@ -166,7 +167,7 @@ async def create_part(request: Request, upload_id: str) -> UploadPart:
     """Write a part to disk while it arrives."""
     services = services_of(request)
     boundary = form_boundary(request)
-    with services.open_requests.one():
+    with services.open_requests.one(record_of(request).holder):
         part, made = await services.files.add_part(
             caller_of(request),
             upload_id,
@@ -271,7 +272,7 @@ async def _feed(request: Request, wanted: UploadRequest) -> FeedRecord | None:
 async def _append(request: Request, name: str, offset: int) -> tuple[UploadRecord, int]:
     services, caller = services_of(request), caller_of(request)
     body, announced = services.body(request), content_length(request)
-    with services.open_requests.one():
+    with services.open_requests.one(record_of(request).holder):
         if (await services.files.catalogue.upload(caller, name)).feed is None:
             return await services.files.append(caller, name, offset, body, announced)
         feed = await services.feeds.begin(caller, name)

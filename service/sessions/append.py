@@ -13,18 +13,18 @@ from pydantic import BaseModel
 
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.context import ServiceContext
-from service.errors import BadRequest, ClientGone, Code, EngineFailure, ServiceError, TooLarge
-from service.exchange import RequestBody, ResponseWriter, task_group
-from service.logs import RequestRecord
-from service.request_terms import RequestTerms
-from service.session_schemas import AppendProgress, AppendSummary
-from service.session_stream import SessionStream, SessionWork
+from service.base.errors import BadRequest, ClientGone, Code, EngineFailure, ServiceError, TooLarge
+from service.base.logs import RequestRecord
+from service.base.request_terms import RequestTerms
+from service.engine.context import ServiceContext
+from service.engine.session_stream import SessionStream, SessionWork
+from service.http.exchange import RequestBody, ResponseWriter, task_group
+from service.schemas.sessions import AppendProgress, AppendSummary
 from service.sessions.fed_tokens import FedTokens
 from service.sessions.outlet import Outlet
 from service.sessions.refusals import NO_RETRY
 from service.sessions.writer import SessionWriter, writing
-from service.text_check import Utf8Check
+from service.text.text_check import Utf8Check
 
 __all__ = ["AppendService", "AppendSource"]
 
@@ -87,9 +87,6 @@ class AppendService:
                 return
             try:
                 await self._work(append, record)
-            except ServiceError as error:
-                error.facts.setdefault("position", writer.kept)
-                raise
             finally:
                 tokens = append.fed.stop - writer.append.start
                 record.note(session=session_id, tokens=tokens, position=writer.kept, input_bytes=append.text_bytes)

@@ -4,7 +4,7 @@ import time
 from typing import final
 
 from dist_attn.store import Session, StateStore
-from service.session_schemas import (
+from service.schemas.sessions import (
     CheckpointList,
     CheckpointObject,
     CreateSession,
@@ -54,12 +54,17 @@ class SessionCatalogue:
             await self._store.sessions.delete(caller, session_id)
 
     async def fork(self, caller: str, session_id: str, wanted: ForkSession) -> SessionObject:
-        """A session that goes on from a checkpoint of this one. Cost: O(1), for any length."""
+        """A session that goes on from a checkpoint of this one, whose state is sound. Cost: a read of that state."""
         with store_refusals():
+            parent = await self._store.sessions.get(caller, session_id)
+            at = parent.position if wanted.position is None else wanted.position
+            for point in parent.checkpoints:
+                if point.position == at:
+                    await self._store.snapshots.check(caller, point.snapshot)
             session = await self._store.sessions.fork(
                 caller,
                 session_id,
-                position=wanted.position,
+                position=at,
                 ttl_s=wanted.ttl_seconds,
                 label=wanted.name or "",
                 metadata=wanted.metadata,

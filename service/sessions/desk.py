@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from service.context import ServiceContext
+from service.engine.context import ServiceContext
 from service.sessions.append import AppendService
 from service.sessions.catalogue import SessionCatalogue
 from service.sessions.generate import GenerateService

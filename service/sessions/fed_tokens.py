@@ -6,7 +6,7 @@ from typing import final
 
 import numpy as np
 
-from service.engine_stream import TokenArray
+from dist_attn.text.base import TokenArray
 
 __all__ = ["FedTokens"]
 

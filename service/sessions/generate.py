@@ -15,17 +15,17 @@ from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated as Drawn
 from dist_attn.wire.messages import SamplingSpec, TokenLogprobs
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.choice_text import ChoiceText, ScoredToken, told_logprobs
-from service.context import ServiceContext
-from service.errors import BadRequest, Code, EngineFailure, ServiceError
-from service.exchange import task_group
-from service.logs import RequestRecord
-from service.request_terms import RequestTerms
-from service.schemas import Choice, CompletionUsage
-from service.session_schemas import Generated, GenerateSummary
-from service.session_stream import SessionStream, SessionWork
+from service.base.errors import BadRequest, Code, EngineFailure, ServiceError
+from service.base.logs import RequestRecord
+from service.base.request_terms import RequestTerms
+from service.engine.context import ServiceContext
+from service.engine.session_stream import SessionStream, SessionWork
+from service.http.exchange import task_group
+from service.schemas.completions import Choice, CompletionUsage
+from service.schemas.sessions import Generated, GenerateSummary
 from service.sessions.refusals import NO_RETRY
 from service.sessions.writer import SessionWriter, writing
+from service.text.choice_text import ChoiceText, ScoredToken, told_logprobs
 
 __all__ = ["GenerateService", "GenerateWork", "TextPiece"]
 

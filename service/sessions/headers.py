@@ -6,7 +6,7 @@ import re
 
 from starlette.datastructures import Headers
 
-from service.errors import BadRequest, Code, ServiceError
+from service.base.errors import BadRequest, Code, ServiceError
 
 __all__ = ["content_digest", "entity_tag", "expected_digest", "idempotency_key", "names_tag", "require_match"]
 

@@ -9,13 +9,21 @@ from typing import final
 
 from dist_attn.errors import StorageError
 from dist_attn.store import StateStore, Usage, open_store
-from service.logs import Log
-from service.settings import Settings
+from dist_attn.store.disk import CATALOGUE, SNAPSHOTS
+from dist_attn.store.open import folder_of
+from dist_attn.store.private import tighten
+from service.base.logs import Log, warn_of_jump
+from service.base.settings import Settings
 
 __all__ = ["KeptStore", "kept_store"]
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
+FOLDERS = ("states", "jobs", "files", "spool")  # in the data folder
+STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*", "dist-attn-states-*")
+JOBS = (f"{CATALOGUE}*", "files")
+FILES = ("files.sqlite*", "bytes")
+OURS = (*FOLDERS, *STATES, *JOBS, *FILES)
 LOOK_SECONDS = 1.0  # whoever asks for the status does not wait longer for a store that is away
 
 
@@ -62,6 +70,7 @@ class KeptStore:
         """
         upkeep, orphan_s = self.store.upkeep, self._settings.store.orphan_s
         removed = await upkeep.collect()
+        warn_of_jump(self._log, upkeep.grace, "state or session")
         if not await upkeep.make_room(0):
             self._log.warning("the store holds more than its limit, and all of it is in use")
         orphans = 0
@@ -80,6 +89,7 @@ async def kept_store(settings: Settings, log: Log) -> AsyncIterator[KeptStore]:
 
     Raises: StorageError, ConfigError or MissingExtraError when it cannot be opened.
     """
+    await asyncio.to_thread(_close_to_others, settings, log)
     async with await open_store(settings.store_address, settings.store_limits) as store:
         kept = KeptStore(store, settings, log)
         task = asyncio.create_task(kept.upkeep(), name="store-upkeep")
@@ -88,3 +98,22 @@ async def kept_store(settings: Settings, log: Log) -> AsyncIterator[KeptStore]:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+
+def _close_to_others(settings: Settings, log: Log) -> None:
+    """Close the folders that an earlier version, or their owner, left open to other users of this machine."""
+    for folder, inside in (
+        (settings.data_dir, ()),
+        (folder_of(settings.store_address), STATES),
+        (settings.data_dir / "jobs", JOBS),
+        (settings.files_folder, FILES),
+    ):
+        closed = None if folder is None else tighten(folder, OURS, inside)
+        if closed:
+            log.warning("a folder was open to other users of this machine; now its owner alone may", folder=str(folder))
+        elif closed is not None:
+            log.warning(
+                "a folder of this service is open to other users of this machine, and is left so, as other things are "
+                "in it; give the service a folder of its own, or run chmod go= on this one",
+                folder=str(folder),
+            )

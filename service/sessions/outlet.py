@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable
 from typing import final
 
-from service.errors import ClientGone
-from service.exchange import RequestBody, ResponseWriter
+from service.base.errors import ClientGone
+from service.http.exchange import RequestBody, ResponseWriter
 
 __all__ = ["Outlet"]
 

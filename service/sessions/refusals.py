@@ -1,6 +1,5 @@
 """What the store refuses, as answers."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,12 +9,13 @@ from dist_attn.errors import (
     InputError,
     PositionError,
     QuotaError,
+    StateDamagedError,
     StateMismatchError,
     StorageError,
     UnknownStateError,
     WireError,
 )
-from service.errors import BadRequest, Code, NotFound, ServiceError
+from service.base.errors import BadRequest, Code, NotFound, ServiceError, retry_after
 
 __all__ = ["NO_RETRY", "store_refusals"]
 
@@ -31,14 +31,18 @@ def store_refusals() -> Iterator[None]:
         raise NotFound(str(error)) from None
     except PositionError as error:
         facts = {"expected_position": error.expected, "position": error.position}
+        if error.start is not None:
+            facts["start"] = error.start
         raise _conflict(str(error), facts) from None
     except BusyError as error:
-        after = {"retry-after": str(max(1, math.ceil(error.retry_s)))}
+        after = retry_after(error.retry_s)
         raise ServiceError(str(error), code=Code.SESSION_BUSY, status=409, headers=after) from None
     except ConflictError as error:
         raise _conflict(str(error), {}) from None
     except QuotaError as error:
         raise ServiceError(str(error), code=Code.INSUFFICIENT_QUOTA, status=429, headers=NO_RETRY) from None
+    except StateDamagedError as error:
+        raise ServiceError(str(error), code=Code.STATE_DAMAGED, status=500, headers=NO_RETRY) from None
     except StorageError as error:
         raise ServiceError(str(error), code=Code.STORAGE_FAILED, status=507, headers=NO_RETRY) from None
     except StateMismatchError as error:

@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from dist_attn.store import SnapshotInfo, StateStore
 from dist_attn.wire.manifest import ModelIdentity, require_same_model
 from dist_attn.wire.snapshot import SnapshotHeader, SnapshotParser
-from service.errors import BadRequest, NotFound, TooLarge
-from service.exchange import RequestBody
+from service.base.errors import BadRequest, NotFound, TooLarge
+from service.http.exchange import RequestBody
 from service.sessions.headers import entity_tag, expected_digest, require_match
 from service.sessions.refusals import store_refusals
 

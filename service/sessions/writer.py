@@ -9,7 +9,8 @@ from typing import final
 
 from dist_attn.errors import DistAttnError, StorageError
 from dist_attn.store import Append, Checkpoint, Session, SnapshotInfo, StateStore
-from service.exchange import task_group
+from service.base.errors import ServiceError
+from service.http.exchange import task_group
 from service.sessions.refusals import store_refusals
 
 __all__ = ["SessionWriter", "writing"]
@@ -93,7 +94,8 @@ async def writing(
     """Be the writer of a session in the block. An append that was done before gives a writer that is `done`.
 
     Raises: ServiceError when the session stands elsewhere, is being written to, or the key was used for other contents;
-        in the block as soon as the store gives the session to somebody else.
+        in the block as soon as the store gives the session to somebody else. What ends the block says in `position` up
+        to where everything is kept.
     """
     with store_refusals():
         append, token = await store.sessions.begin_append(
@@ -109,6 +111,9 @@ async def writing(
             beat = group.create_task(_live(writer, store.limits.writer_s / BEATS))
             yield writer
             beat.cancel()
+    except ServiceError as error:
+        error.facts.setdefault("position", writer.kept)
+        raise
     finally:
         if not writer.done:
             # The store is waited for although this task may be ending: a session that nobody writes to is to be free.

@@ -4,7 +4,7 @@ from typing import final
 
 from dist_attn.settings import FileSettings
 from dist_attn.store.records import BufferedTransaction
-from service.errors import Code, NotFound, ServiceError
+from service.base.errors import Code, NotFound, ServiceError
 from service.uploads.byte_files import NO_RETRY
 from service.uploads.entries import (
     BlobRecord,

@@ -18,7 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import ParamSpec, TypeVar, final
 
-from service.errors import Code, NotFound, ServiceError
+from dist_attn.store.private import make_private, private_opener, sync_folder
+from service.base.errors import Code, NotFound, ServiceError
 from service.uploads.entries import Segment
 
 __all__ = ["NO_RETRY", "BlobWriter", "ByteFolder"]
@@ -38,7 +39,7 @@ class ByteFolder:
     """The folder of all blobs; its work is done in threads."""
 
     def __init__(self, folder: Path, threads: Executor) -> None:
-        self._folder = folder
+        self.place = folder
         self._threads = threads
 
     @asynccontextmanager
@@ -61,7 +62,7 @@ class ByteFolder:
         try:
             async with asyncio.timeout(LOCK_SECONDS):
                 while not await self.beside(_locked, descriptor):
-                    await self.beside(wanted.touch)
+                    await self.beside(wanted.touch, mode=0o600)
                     await asyncio.sleep(LOOK_SECONDS)
         except TimeoutError:
             raise ServiceError(
@@ -133,7 +134,7 @@ class ByteFolder:
 
     async def names(self) -> list[str]:
         """All blobs, and those of which only a mark is left."""
-        return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self._folder.glob("??/*")}))
+        return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self.place.glob("??/*")}))
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`, done in a thread; who is cancelled waits for it, so that no file is closed under it."""
@@ -154,7 +155,7 @@ class ByteFolder:
             before += segment.size
 
     def _path(self, blob: str) -> Path:
-        return self._folder / blob[-2:] / blob
+        return self.place / blob[-2:] / blob
 
 
 @final
@@ -245,14 +246,10 @@ def _reading() -> Iterator[None]:
 
 def _open(path: Path) -> int:
     """A descriptor to write to a blob; a new one has its name on disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    make_private(path.parent)
+    descriptor = private_opener(str(path), os.O_RDWR | os.O_CREAT)
     for folder in (path.parent, path.parent.parent):
-        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+        sync_folder(folder)
     return descriptor
 
 

@@ -12,7 +12,7 @@ from dist_attn.errors import StorageError
 from dist_attn.settings import FileSettings
 from dist_attn.store.records import BufferedTransaction, Records
 from dist_attn.store.secret import secret_of
-from service.errors import Code, NotFound, ServiceError, TooLarge
+from service.base.errors import Code, NotFound, ServiceError, TooLarge
 from service.uploads.books import Books
 from service.uploads.byte_files import NO_RETRY, ByteFolder
 from service.uploads.entries import Details, FeedRecord, FileRecord, Segment, UploadRecord, Usage, changed
@@ -50,8 +50,14 @@ class Catalogue:
     ) -> "Catalogue":
         """The catalogue in these records.
 
-        Raises: StorageError.
+        Raises: StorageError, also for new records over a folder with bytes, which would be swept away as unknown.
         """
+        known = await records.transact(lambda transaction: transaction.get("secret"))
+        if known is None and (count := len(await folder.names())):
+            raise StorageError(
+                f"{folder.place} holds {count} files or parts, and their catalogue is not there or empty; put a "
+                "backup of it in its place; to begin without them move the folder away"
+            )
         return Catalogue(records, await secret_of(records), limits, folder, clock)
 
     def tenant(self, caller: str) -> str:

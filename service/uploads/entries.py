@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from dist_attn.store.entries import decode, encode, moment
-from service.tokenising import TextMark
+from service.text.tokenising import TextMark
 
 __all__ = [
     "BlobRecord",

@@ -3,7 +3,7 @@
 from typing import final
 
 from dist_attn.store.blobs import new_name
-from service.errors import BadRequest, Code, ServiceError, TooLarge
+from service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from service.uploads.books import Books
 from service.uploads.byte_files import NO_RETRY
 from service.uploads.catalogue import Catalogue, known, new_id

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import final
 
-from service.errors import BadRequest, Code, ServiceError
+from service.base.errors import BadRequest, Code, ServiceError
 
 __all__ = ["FieldBytes", "FieldEnd", "FieldStart", "FormEvent", "FormParser", "boundary_of"]
 

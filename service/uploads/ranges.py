@@ -2,7 +2,7 @@
 
 import re
 
-from service.errors import Code, ServiceError
+from service.base.errors import Code, ServiceError
 
 __all__ = ["byte_range"]
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import final
 
-from dist_attn.store import open_records
-from service.errors import BadRequest, Code, ServiceError, TooLarge
-from service.exchange import RequestBody
-from service.logs import Log
-from service.settings import Settings
+from dist_attn.store import ExpiryGrace, open_records
+from service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from service.base.logs import Log, warn_of_jump
+from service.base.settings import Settings
+from service.http.exchange import RequestBody
 from service.uploads.byte_files import NO_RETRY, BlobWriter, ByteFolder
 from service.uploads.catalogue import Catalogue, pending
 from service.uploads.entries import (
@@ -50,13 +50,13 @@ def this_boot() -> str:
 class FileShelf:
     """All files and uploads of a service; any number of processes may have the same."""
 
-    def __init__(self, catalogue: Catalogue, folder: ByteFolder, boot: str) -> None:
+    def __init__(self, catalogue: Catalogue, folder: ByteFolder, boot: str, grace: ExpiryGrace) -> None:
         self._folder = folder
         self._boot = boot
         self._holding = Holding(catalogue)
         self.catalogue = catalogue
         self.files = Filing(catalogue)
-        self.upkeep = Upkeep(catalogue, folder)
+        self.upkeep = Upkeep(catalogue, folder, grace)
 
     @staticmethod
     @asynccontextmanager
@@ -70,7 +70,8 @@ class FileShelf:
             folder = ByteFolder(place / "bytes", threads)
             records = await open_records(settings.files.catalogue or str(place), "files")
             try:
-                shelf = FileShelf(await Catalogue.open(records, settings.files, folder), folder, this_boot())
+                catalogue = await Catalogue.open(records, settings.files, folder)
+                shelf = FileShelf(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
                 await shelf.upkeep.sweep()
                 keeper = asyncio.create_task(shelf._keep(settings.files.upkeep_s, log))
                 try:
@@ -86,6 +87,7 @@ class FileShelf:
             await asyncio.sleep(every_s)
             try:
                 await self.upkeep.sweep()
+                warn_of_jump(log, self.upkeep.grace, "file or upload")
             except Exception as error:
                 log.warning("files could not be put in order; will try again", exc_info=error)
 

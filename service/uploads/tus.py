@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from email.utils import formatdate
 
-from service.errors import BadRequest, Code, ServiceError
+from service.base.errors import BadRequest, Code, ServiceError
 
 __all__ = [
     "EXTENSIONS",

@@ -1,8 +1,10 @@
 """Keeps the folder and its catalogue in order: what has expired goes, and what processes left behind when they died."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from dist_attn.store import ExpiryGrace
 from service.uploads.books import Books
 from service.uploads.byte_files import ByteFolder
 from service.uploads.catalogue import Catalogue
@@ -28,18 +30,24 @@ class Swept:
 class Upkeep:
     """Any process that shares the folder may do this, at any time."""
 
-    def __init__(self, catalogue: Catalogue, folder: ByteFolder) -> None:
+    def __init__(self, catalogue: Catalogue, folder: ByteFolder, grace: ExpiryGrace) -> None:
         self._catalogue = catalogue
         self._folder = folder
+        self.grace = grace
 
     async def sweep(self) -> Swept:
         """One round.
 
         Raises: ServiceError (507) when the catalogue cannot be read or written.
         """
+        self.grace.deletable_until()  # a jump of the clock is noticed in each round, also where nothing has expired
         uploads = files = 0
-        while any(ended := await self._catalogue.change(_end_expired)):
-            uploads, files = uploads + ended[0], files + ended[1]
+        after, more = "", True
+        while more:
+            ended, after, more = await self._catalogue.change(
+                lambda books, after=after: _end_expired(books, after, self.grace.deletable_until)  # type: ignore[misc]
+            )
+            uploads, files = uploads + ended["upload"], files + ended["file"]
         return Swept(uploads, files, await self._give_up_unwritten() + await self._remove_unknown())
 
     async def _give_up_unwritten(self) -> int:
@@ -65,22 +73,29 @@ class Upkeep:
         return removed
 
 
-async def _end_expired(books: Books) -> tuple[int, int]:
-    """Drop some of what has expired: how many uploads, how many files."""
+async def _end_expired(
+    books: Books, after: str, deletable_until: Callable[[float], float]
+) -> tuple[dict[str, int], str, bool]:
+    """Drop those of one page of expired entries whose grace is over: how many, the last key, whether there are more."""
     ended = {"upload": 0, "file": 0}
-    for key, _ in await books.transaction.scan("expiry/", BATCH):
+    page = await books.transaction.scan("expiry/", BATCH, after)
+    for key, _ in page:
         _, time, kind, name = key.split("/")
         if time > moment(books.now):
-            break
-        value = await books.transaction.get(f"{kind}/{name}")
+            return ended, "", False
+        value, after = await books.transaction.get(f"{kind}/{name}"), key
         if value is None:
             books.transaction.delete(key)
-        elif kind == "upload":
-            await books.drop_upload(name, decode(value, UploadRecord))
+            continue
+        record = decode(value, UploadRecord) if kind == "upload" else decode(value, FileRecord)
+        if record.expires_at > deletable_until(record.expires_at - record.made_at):
+            continue
+        if isinstance(record, UploadRecord):
+            await books.drop_upload(name, record)
         else:
-            await books.drop_file(name, decode(value, FileRecord))
+            await books.drop_file(name, record)
         ended[kind] += 1
-    return ended["upload"], ended["file"]
+    return ended, after, len(page) == BATCH
 
 
 async def _held(books: Books, after: str) -> list[tuple[str, float]]:
@@ -98,5 +113,7 @@ async def _release(books: Books, blob: str) -> int:
 
 
 async def _unknown(books: Books, names: list[str]) -> list[str]:
+    if await books.transaction.get("secret") is None:  # a catalogue that was emptied meanwhile says nothing
+        return []
     values = await books.transaction.get_many(f"blob/{name}" for name in names)
     return [name for name, value in zip(names, values, strict=True) if value is None]

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from service.errors import BadRequest, Code, ServiceError
-from service.exchange import RequestBody
+from service.base.errors import BadRequest, Code, ServiceError
+from service.http.exchange import RequestBody
 from service.uploads.byte_files import BlobWriter
 from service.uploads.multipart import FieldBytes, FieldStart, FormParser
 

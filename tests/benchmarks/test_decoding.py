@@ -3,30 +3,38 @@
 import pytest
 import torch
 
-from benchmarks.decoding import EAGER, GPT2, forms, ratios_of, step_costs
+from benchmarks.decoding import CACHED, EAGER, GPT2, forms, ratios_of, step_costs
 from benchmarks.decoding_forms import CachedForm, Gpt2Form, Sizes, StateForm, language_model
 from benchmarks.peers import absent
 from benchmarks.prefill import prefill_costs
+from benchmarks.targets import TARGETS
 from dist_attn.costs import KernelAttention
 
 TINY = Sizes(width=32, layers=2, heads=2, mlp=64, vocabulary=64)
 NO_TRANSFORMERS = bool(absent("transformers"))
 
 
-def test_ratios_take_the_fastest_of_ours_and_name_the_eager_one() -> None:
-    """Seconds over ours, bytes under theirs; without GPT-2 there is no ratio against it."""
-    seconds = {EAGER: 0.02, "ours, bfloat16, compiled": 0.01, "cached, float32": 0.1, GPT2: 0.3}
-    held = {EAGER: 5, "ours, bfloat16, compiled": 5, "cached, float32": 80, GPT2: 100}
+def test_ratios_compare_like_with_like() -> None:
+    """Both eager in float32, or the fastest of each; bytes under theirs; without GPT-2 there is no ratio against it."""
+    seconds = {EAGER: 0.02, "ours, bfloat16, compiled": 0.01, CACHED: 0.1, "cached, bfloat16": 0.08, GPT2: 0.3}
+    held = {EAGER: 5, "ours, bfloat16, compiled": 5, CACHED: 80, GPT2: 100}
     found = ratios_of(16, seconds, held)
     assert found == {
-        "batch 16, cached / ours": 10.0,
-        "batch 16, cached / ours eager": 5.0,
-        "batch 16, gpt2 / ours": 30.0,
-        "batch 16, gpt2 / ours eager": 15.0,
+        "batch 16, cached / ours, eager float32": 5.0,
+        "batch 16, cached / ours, fastest of each": 8.0,
+        "batch 16, gpt2 / ours, eager float32": 15.0,
         "batch 16, memory ours / gpt2": 0.05,
     }
     del seconds[GPT2]
     assert not any("gpt2" in name for name in ratios_of(16, seconds, held))
+
+
+def test_no_target_divides_one_precision_by_another() -> None:
+    """Targets of decoding's speed are ratios of the same precision, both eager, or of the fastest of each."""
+    speeds = [target for target in TARGETS if target.benchmark == "decode" and "cached" in target.ratio]
+    assert len(speeds) == 4
+    assert all(target.ratio.endswith(("eager float32", "fastest of each")) for target in speeds)
+    assert not any(target.ratio.startswith("batch") and "gpt2 / ours" in target.ratio for target in TARGETS)
 
 
 def test_all_forms_step_with_what_they_should_hold() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-pytest.importorskip("triton", reason="needs triton: pip install 'dist-attn[gpu]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 
 def run(*arguments: str, interpreted: bool) -> subprocess.CompletedProcess[str]:

@@ -2,16 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from benchmarks.filed import RESULTS
 from benchmarks.papers import __main__ as command
 from benchmarks.papers.arms import first_scores, mark_seeds, minutes_of, of_arm, parameters_of
 from benchmarks.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch, read_done
-from benchmarks.papers.finding import Report, Table, mean_and_spread
+from benchmarks.papers.finding import Report, Table, TableFinding, mean_and_spread
 from benchmarks.papers.runner import carry_out
 from benchmarks.papers.training_job import model_folder, training_job
+from benchmarks.setting import look_around
+from benchmarks.verify import ROOT
 from dist_attn.errors import ConfigError
 from dist_attn.training.run_log import Metrics
 
@@ -234,6 +238,35 @@ def test_help_says_what_each_experiment_asks(capsys: pytest.CaptureFixture[str])
     said = capsys.readouterr().out
     assert left.value.code == 0 and "exit codes" in said
     assert all(name in said and one.question in said for name, one in command.EXPERIMENTS.items())
+
+
+def test_a_result_names_the_commit_and_machine_of_every_job() -> None:
+    """The heading says what all jobs share, and a table where each was measured, whoever put the result together."""
+    here = look_around()
+    settings = [
+        replace(here, commit=commit, machine=f"{machine}, Linux x86_64", pinned=(0, 1)).sentence()
+        for commit, machine in (("aaa", "Old"), ("bbb", "Old"), ("bbb", "New"), ("bbb", "New"))
+    ]
+    jobs = [("first", 0), ("first", 1), ("second", 0), ("second", 1)]
+    numbers = [
+        {"arm": arm, "seed": seed, "scores": {}, "seconds": 1.0, "settings": {}, "setting": setting}
+        for (arm, seed), setting in zip(jobs, settings, strict=True)
+    ]
+    text = TableFinding("try", "Is it?", "do it", replace(here, commit="ccc"), Report(()), numbers).as_markdown()
+    heading = text.split("\n\n")[2]
+    assert "put together" in heading and "at commit ccc. All jobs: Linux x86_64, cores: " in heading
+    assert not any(part in heading for part in ("aaa", "bbb", "Old", "New"))
+    rows = [line for line in text.splitlines() if line.startswith(("| first", "| second"))]
+    assert rows == ["| first | 0 | aaa | Old |", "| first | 1 | bbb | Old |", "| second | 0, 1 | bbb | New |"]
+
+
+def test_filed_results_name_the_commit_of_every_job() -> None:
+    """Every filed result of the papers names the commits of all its jobs."""
+    for path in (ROOT / RESULTS).glob("paper-*.json"):
+        text = path.with_suffix(".md").read_text()
+        for number in json.loads(path.read_text())["numbers"]:
+            commit = number["setting"].split("commit ")[1].split(",")[0]
+            assert any(row.startswith(f"| {number['arm']} |") and f"| {commit} |" in row for row in text.splitlines())
 
 
 def test_a_mean_says_of_how_many() -> None:

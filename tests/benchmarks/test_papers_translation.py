@@ -67,7 +67,7 @@ def test_more_may_be_better() -> None:
 
 def test_bleu_counts_words() -> None:
     """A translation that is the reference has BLEU 100, one without a common word next to none."""
-    pytest.importorskip("sacrebleu", reason="BLEU needs sacrebleu: pip install 'dist-attn[dev]'")
+    pytest.importorskip("sacrebleu", reason="BLEU needs sacrebleu: pip install -e '.[dev]'")
     reference = ["A man sleeps in a green room on a couch."]
     assert bleu_of(reference, reference) == pytest.approx(100.0)
     assert bleu_of(["Nothing like it was ever seen here before"], reference) < 5

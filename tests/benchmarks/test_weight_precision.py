@@ -7,9 +7,9 @@ import torch
 from benchmarks import weight_precision
 from benchmarks.decoding_forms import Sizes, StateForm, language_model
 from benchmarks.weight_precision import FLOAT32, FORMS, WHOLLY, bits_of_steps, form
-from dist_attn.engine.decode_slots import SLOTS
 from dist_attn.errors import ConfigError
 from dist_attn.models import weight_bytes, weight_precision_of
+from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.training.evaluation import score_tokens
 
 TINY = Sizes(width=32, layers=2, heads=2, mlp=64, vocabulary=64)

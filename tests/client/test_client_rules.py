@@ -27,7 +27,7 @@ from dist_attn.client.sessions import AsyncSessions
 from dist_attn.client.sources import Source
 from dist_attn.client.synchronous import Files, Jobs, Sessions
 from dist_attn.client.transport import SyncTransport, at_once
-from service.errors import Code, ServiceError
+from service.base.errors import Code, ServiceError
 
 LOST = BrokenOff("lost")
 

@@ -151,7 +151,7 @@ def test_a_text_goes_on_through_a_cut_connection(proxy: CuttingProxy) -> None:
         whole = client.complete(prompt, max_tokens=40)
         assert (whole.text, whole.usage.completion_tokens) == (prompt[:40], 40)
         with pytest.raises(Unusable, match="temperature"):
-            client.complete(prompt, temperature=9)
+            client.complete(prompt, temperature=-9)
 
 
 def test_another_text_after_a_break_is_not_passed_off_as_the_same(tmp_path: Path) -> None:

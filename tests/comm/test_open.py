@@ -4,10 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from dist_attn.comm import open_communicator
+from dist_attn.comm import Rendezvous, open_communicator
+from dist_attn.control.host_address import LOOPBACK_INTERFACE
 from dist_attn.errors import CommError, ConfigError, MissingExtraError
 
 VARIABLES = (
@@ -67,36 +69,58 @@ def test_mpiexec_or_a_wish_means_mpi_and_says_what_to_install(
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(MissingExtraError, match=r"^[^\n]*pip install 'dist-attn\[mpi\]'$"):
+    with pytest.raises(MissingExtraError, match=r"^[^\n]*pip install -e '\.\[mpi\]'$"):
         open_communicator(backend)
 
 
-def test_torchrun_environment_joins_gloo() -> None:
-    """Processes with torchrun's environment find each other, and a group they opened is gone after close."""
-    code = (
-        "import torch, torch.distributed as dist\n"
-        "from dist_attn.comm import open_communicator\n"
-        "with open_communicator(timeout_s=60) as comm:\n"
-        "    print(comm.backend, comm.size, int(comm.all_reduce_sum(torch.tensor(comm.rank + 1))))\n"
-        "assert not dist.is_initialized()\n"
-    )
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+JOIN = """
+import sys, psutil, torch, torch.distributed as dist
+from dist_attn.comm import Rendezvous, open_communicator
+url, *listener = sys.argv[1:]
+rendezvous = Rendezvous(url, 60.0, *map(int, listener)) if url else None
+with open_communicator(timeout_s=60, rendezvous=rendezvous) as comm:
+    with comm.split(0) as part:
+        print(comm.backend, comm.size, int(part.all_reduce_sum(torch.tensor(comm.rank + 1))))
+    listening = {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == "LISTEN"}
+assert not dist.is_initialized()
+print("listens on", *listening)
+"""
+
+
+@pytest.mark.parametrize("place", ["torchrun", "file", "tcp", "tcp with its socket"])
+def test_ranks_join_over_gloo(place: str, tmp_path: Path) -> None:
+    """Processes with torchrun's environment, or told where to meet, find each other, and a group they opened is gone
+    after close; those with a store of their own listen on its address alone.
+    """
+    listener = socket.create_server(("127.0.0.1", 0 if "socket" in place else free_port()))
+    port = str(listener.getsockname()[1])
+    if "socket" not in place:
+        listener.close()
+    url = {"torchrun": "", "file": (tmp_path / "sto re").as_uri()}.get(place, f"tcp://127.0.0.1:{port}")
+    shared = {"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
+    if place == "torchrun":
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    given = [listener.fileno()] if "socket" in place else []
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code],
+            [sys.executable, "-c", JOIN, url, *([str(given[0])] if given and rank == 0 else [])],
             env=os.environ | shared | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             text=True,
+            pass_fds=given if rank == 0 else (),
         )
         for rank in range(2)
     ]
+    listener.close()
     try:
         outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0]
-    assert outputs == ["gloo 2 3\n", "gloo 2 3\n"]
+    assert all(output.startswith("gloo 2 3\n") for output in outputs)
+    if place != "torchrun":
+        assert all(output.endswith("listens on 127.0.0.1\n") for output in outputs), outputs
 
 
 def test_ranks_that_never_come_are_a_comm_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +131,18 @@ def test_ranks_that_never_come_are_a_comm_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(CommError, match="rank 0 of 2 could not join the gloo group"):
         open_communicator(timeout_s=1.0)
+
+
+def test_ranks_that_never_come_to_a_rendezvous_are_a_comm_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """So has meeting, and what is no place to meet is refused."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(CommError, match="rank 0 of 2 did not meet all other ranks at file:"):
+        open_communicator(rendezvous=Rendezvous((tmp_path / "store").as_uri(), 1.0))
+    with pytest.raises(ConfigError, match="give file:///PATH or tcp://HOST:PORT"):
+        open_communicator(rendezvous=Rendezvous("10.0.0.1:4567", 1.0))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dist_attn.control.controller import Controller
-from dist_attn.control.identities import beat_identity, rank_identity
 from dist_attn.control.settings import ControlSettings
+from dist_attn.rank_link.identities import beat_identity, rank_identity
 from dist_attn.wire.agent_messages import (
     AgentHello,
     KillGroup,

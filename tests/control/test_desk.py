@@ -205,6 +205,15 @@ def test_a_completion_ends_by_its_length_or_by_the_end_token(counter):
     assert counter.sent[-1] == Generated("b", [], "stop")
 
 
+def test_the_end_token_is_told_of_beside_a_scored_prompt(counter):
+    """Where the prompt is scored the end token's log-probabilities come too: a list of them ends with the last draw."""
+    for prompt_logprobs, told in ((None, None), (0, [TokenLogprobs(-0.25)])):
+        counter.tell(OpenCompletion("a", SamplingSpec(5, logprobs=0, prompt_logprobs=prompt_logprobs)))
+        counter.tokens([1, 2], final=True)
+        counter.desk.take_draw(counter.session.number, 9, TokenLogprobs(-0.25))
+        assert counter.last(Generated) == Generated("a", [], "stop", told)
+
+
 def test_log_probabilities_travel_with_their_token(counter):
     """What a rank told about a draw reaches the API beside the token."""
     counter.tell(OpenCompletion("a", SamplingSpec(2, logprobs=1)))

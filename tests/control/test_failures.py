@@ -2,6 +2,7 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -19,7 +20,6 @@ from dist_attn.wire.messages import RowSpec, SamplingSpec
 from tests.support import fake_rank
 from tests.support.controller_client import ControllerClient
 from tests.support.engines import (
-    FAKE_RANK,
     MARK,
     QUICK,
     processes_of,
@@ -56,13 +56,12 @@ def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(rank):
         assert not set(before) & set(rank_processes(mark))
 
 
-@pytest.mark.parametrize("launcher", ["direct", "torchrun"])
-def test_open_requests_survive_killed_ranks(launcher):
+def test_open_requests_survive_killed_ranks():
     """Rows and tokens are those of an undisturbed run, each once, though ranks are killed while they are made."""
     texts = {f"t{n}": np.arange(30_000 + n) % 900 for n in range(2)}
     slow = np.arange(9_000) % 900
     slow[::BLOCK] = fake_rank.SLOW
-    fields = {"ranks": 2, "save_tokens": 4 * BLOCK, "losses_to_fail": 9, "launcher": launcher}
+    fields = {"ranks": 2, "save_tokens": 4 * BLOCK, "losses_to_fail": 9}
     with running_engine(**fields, wait=False) as (_, client, mark):
         client.wait_ready(60)
         for name, tokens in {**texts, "slow": slow}.items():
@@ -251,12 +250,18 @@ def test_an_address_that_cannot_be_used_is_reported_to_the_starter(tmp_path):
         start_engine(**QUICK, api_address=f"ipc://{tmp_path}/missing/api")
 
 
-def test_ranks_under_torchrun_do_not_survive_their_launcher():
-    """Workers of torchrun sit in sessions of their own, and end with it all the same; a fresh group follows."""
-    with running_engine(ranks=2, launcher="torchrun", rank_command=FAKE_RANK, wait=False) as (_, client, mark):
-        ranks = {rank.pid for rank in client.wait_ready(60).ranks}
-        (launcher,) = processes_of(mark, "torch.distributed.run")
-        os.kill(launcher, signal.SIGKILL)
-        client.wait_for_status(lambda status: status.ready and status.epoch == 2, 60)
-        assert not ranks & set(rank_processes(mark))
-        assert client.encode("a", np.arange(5000) % 900).done.rows == 10
+def test_every_epoch_meets_in_a_private_folder_of_its_own(tmp_path, monkeypatch):
+    """What an old epoch left cannot reach a new one: its folder is gone, also when its agent was killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with running_engine(ranks=2) as (_, client, mark):
+        seen = []
+        for victim in (lambda: rank_processes(mark)[0], lambda: processes_of(mark, "control agent")[0], None):
+            flags = Path(f"/proc/{rank_processes(mark)[0]}/cmdline").read_text().split("\0")
+            (url,) = [flag for flag in flags if flag.startswith("--rendezvous=")]
+            folder = Path(url.removeprefix("--rendezvous=file://")).parent
+            assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+            assert folder not in seen and not any(path.exists() for path in seen)
+            seen.append(folder)
+            if victim is not None:
+                os.kill(victim(), signal.SIGKILL)
+                client.wait_for_status(lambda status: status.ready and status.epoch == len(seen) + 1, 60)

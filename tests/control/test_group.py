@@ -105,7 +105,7 @@ def test_a_group_starts_when_there_is_an_agent_and_runs_when_every_rank_said_hel
     assert "no agent" in scene.group.reason(scene.now)
     scene.agent()
     scene.group.tick(scene.now, None, 0)
-    assert scene.outlet.last(StartGroup) == StartGroup(1, "", [HostShare("127.0.0.1", 2)], 0, "gloo", "torchrun")
+    assert scene.outlet.last(StartGroup) == StartGroup(1, "", [HostShare("127.0.0.1", 2)], 0, "gloo", "direct")
     scene.hello(1)
     assert "1 of 2" in scene.group.reason(scene.now)
     scene.hello(0)
@@ -352,6 +352,24 @@ def test_a_group_is_cleared_when_every_host_has_nothing_left():
     assert scene.group.phase is Phase.CLEARING
     scene.group.group_exited(b"b", GroupExited(1, -9, ""), scene.now)
     assert scene.group.phase is Phase.IDLE
+
+
+def test_a_lost_host_is_named_though_the_ranks_of_another_end_first():
+    """A rank whose exchange broke ends its host's group at once; the host that was switched off is the reason."""
+    scene = Scene(msgspec.structs.replace(SETTINGS, agents=2, rank_address="tcp://127.0.0.1:1"))
+    scene.outlet.agents = {b"a", b"b"}
+    several(scene)
+    scene.group.tick(scene.now, None, 0)
+    scene.group.group_started(b"a", GroupStarted(1, 5, "10.0.0.1:77"))
+    scene.hello(0)
+    scene.hello(1)
+    scene.group.rank_failed(RankFailed(1, 1, 1, "connection reset"), scene.now)
+    scene.group.group_exited(b"b", GroupExited(1, 1, "connection reset"), scene.now)
+    scene.outlet.agents = {b"b"}
+    scene.now += 0.4
+    scene.group.tick(scene.now, None, 0)
+    assert scene.outlet.lost == ["the agent of a (pid 9) died, and rank 0 with it"]
+    assert isinstance(scene.outlet.sent[-1], KillGroup)
 
 
 def test_a_host_that_others_cannot_reach_is_named():

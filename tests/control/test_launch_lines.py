@@ -1,4 +1,4 @@
-"""What an agent starts its ranks with: alone, over several hosts, by torchrun, by mpiexec, and on which interface."""
+"""What an agent starts its ranks with: one by one, by mpiexec, over several hosts, and on which interface."""
 
 import os
 import socket
@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from dist_attn.control.host_address import address_towards, free_port, interface_of
+from dist_attn.control.host_address import LOOPBACK_INTERFACE, address_towards, interface_of, listen_on
 from dist_attn.control.processes import GROUP_MARK, GroupMark, group_processes, kill_processes
 from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
-from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import find_mpiexec
+from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.wire.agent_messages import HostShare, StartGroup
 
 SETTINGS = ControlSettings(model="/models/here", rank_address="tcp://127.0.0.1:9", keys_dir="/keys", agent_name="b")
@@ -21,36 +21,17 @@ HOSTS = [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)]
 MARK = GroupMark("e", 7, "b")
 
 
-def line(launcher, node=0, backend="gloo", hosts=HOSTS):
+def line(launcher, node=0, backend="gloo", hosts=HOSTS, rendezvous=""):
     """The command without its tether."""
-    start = StartGroup(7, "e", hosts, node, backend, launcher, "10.0.0.1:4567")
-    command = launch_command(SETTINGS, start, MARK)
+    start = StartGroup(7, "e", hosts, node, backend, launcher)
+    command = launch_command(SETTINGS, start, MARK, rendezvous)
     return command[command.index(str(os.getpid())) + 1 :]
-
-
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-@pytest.mark.parametrize("node", [0, 1])
-def test_torchrun_over_two_hosts_has_a_fixed_order_and_a_meeting_place_of_its_own(node, backend):
-    """Each host starts its share, as its number says; no restart is left to torchrun, no name is used twice."""
-    command = line("torchrun", node, backend)
-    words = set(command)
-    assert {"--nnodes=2", f"--node-rank={node}", "--rdzv-backend=static", "--max-restarts=0"} <= words
-    assert {"--master-addr=10.0.0.1", "--master-port=4567", "--rdzv-id=dist-attn-e-7"} <= words
-    assert f"--nproc-per-node={2 - node}" in words and "--standalone" not in words
-    assert f"--backend={backend}" in words
-
-
-def test_torchrun_on_one_host_chooses_its_port_itself():
-    """Nothing of it can be reached from other hosts but what the system picks."""
-    words = line("torchrun", hosts=HOSTS[:1])
-    assert "--rdzv-endpoint=127.0.0.1:0" in words and "--nproc-per-node=2" in words
-    assert not any(word.startswith("--master") for word in words)
 
 
 def test_ranks_are_told_this_hosts_places():
     """Model, keys and the way to the controller are the agent's; the rest is what the controller said."""
-    command = line("direct", 1)
-    own = command[command.index("dist_attn.engine") + 1 :]
+    command = line("direct", 1, rendezvous="tcp://10.0.0.1:4567")
+    own = command[command.index("dist_attn.rank") + 1 :]
     os.environ["RANK"], os.environ["WORLD_SIZE"] = "2", "3"
     try:
         rank = RankSettings.from_flags(own)
@@ -58,6 +39,7 @@ def test_ranks_are_told_this_hosts_places():
         del os.environ["RANK"], os.environ["WORLD_SIZE"]
     assert (rank.controller, rank.model, rank.keys_dir) == ("tcp://127.0.0.1:9", "/models/here", "/keys")
     assert (rank.engine, rank.epoch, rank.ranks, rank.rank) == ("e", 7, 3, 2)
+    assert (rank.rendezvous, rank.listener) == ("tcp://10.0.0.1:4567", None)
 
 
 def test_mpiexec_starts_all_hosts_and_hands_the_mark_on():
@@ -78,13 +60,21 @@ def test_mpiexec_takes_the_line():
 
 
 def test_a_host_knows_its_own_address():
-    """The address is that of the way to the controller, its interface has a name, its port is free."""
+    """The address is that of the way to the controller, its interface has a name, a socket listens there alone."""
     assert address_towards("tcp://127.0.0.1:5") == address_towards("ipc:///x") == "127.0.0.1"
     assert address_towards("tcp://no such host:5") == ""
     assert interface_of("127.0.0.1") in [name for _, name in socket.if_nameindex()]
     assert interface_of("203.0.113.9") == ""
-    with socket.create_server(("127.0.0.1", free_port("127.0.0.1"))) as listener:
+    assert interface_of("127.0.0.1") == LOOPBACK_INTERFACE
+    with listen_on("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize("address", ["", "0.0.0.0"])
+def test_ranks_never_meet_on_all_addresses(address):
+    """A host whose own address is not known opens nothing, and the words say which setting is missing."""
+    with pytest.raises(OSError, match=r"set engine\.host_address"):
+        listen_on(address)
 
 
 def test_only_the_processes_of_a_mark_are_killed():

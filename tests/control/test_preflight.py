@@ -23,8 +23,9 @@ def fields(tmp_path):
 
 
 def test_what_is_in_order_passes(fields):
-    """Nothing is raised, the data folder exists afterwards and is empty."""
+    """Nothing is raised, the data folder exists afterwards, is its owner's alone, and is empty."""
     check_before_start(**fields)
+    assert [path.stat().st_mode & 0o777 for path in (fields["data_dir"], fields["data_dir"].parent)] == [0o700, 0o700]
     assert list(fields["data_dir"].iterdir()) == []
 
 
@@ -45,7 +46,9 @@ def test_a_back_end_that_is_not_installed(fields, monkeypatch):
     """Without mpi4py the extra that brings it is named; gloo does not ask for it."""
     monkeypatch.setattr(preflight, "lacks_for_mpi", lambda: ["mpi4py", "mpiexec"])
     check_before_start(**fields, backend="gloo")
-    with pytest.raises(MissingExtraError, match=r"needs mpi4py and mpiexec: pip install 'dist-attn\[mpi\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"needs mpi4py and mpiexec: in the checkout, run .venv/bin/pip install -e '\.\[mpi\]'"
+    ):
         check_before_start(**fields, backend="mpi")
 
 
@@ -76,6 +79,25 @@ def test_a_model_folder_that_is_damaged(fields, spoil, words):
     """The file is named."""
     spoil(fields["folder"])
     with pytest.raises(ModelFolderError, match=words):
+        check_before_start(**fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_layers": None}, r"config.json is not the configuration of a model: .*num_layers"),
+        ({"num_layers": 0}, r"config.json is not the configuration of a model: .*num_layers"),
+        ({"vocab_size": "many"}, r"config.json is not the configuration of a model: .*vocab_size"),
+        ({"n_layer": 2}, r"config.json is not the configuration of a model: .*unknown field `n_layer`"),
+        ({"mixer": {"kind": "rfa_gates"}}, r"config.json.*rfa_gates"),
+    ],
+)
+def test_a_configuration_that_describes_no_model(fields, changes, words):
+    """The file and the key are named before anything is started."""
+    path = fields["folder"] / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    (fields["folder"] / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=words):
         check_before_start(**fields)
 
 

@@ -10,11 +10,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dist_attn.control.controller import Controller
-from dist_attn.control.heartbeat import Pulse
-from dist_attn.control.identities import rank_identity
 from dist_attn.control.settings import ControlSettings
-from dist_attn.engine.rank_settings import RankSettings
-from dist_attn.engine.worker import ReceivedStates, perform
+from dist_attn.rank.rank_settings import RankSettings
+from dist_attn.rank.worker import ReceivedStates, perform
+from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.rank_link.identities import rank_identity
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
@@ -31,7 +31,7 @@ from dist_attn.wire.messages import (
 from dist_attn.wire.rank_messages import CloseOp, DecodeOp, Draws, RankFailed, RankHello, SaveOp, StatePart, Step
 from dist_attn.wire.snapshot import largest_snapshot
 from dist_attn.wire.sockets import Sent
-from tests.support.fake_rank import DIE, END, VOCAB, FakeExecutor, fake_hidden, fake_next
+from tests.support.fake_rank import DIE, END, VOCAB, FakeExecutor, drawn_after, fake_hidden, fake_scores
 from tests.support.states import MemoryStates
 
 RANKS = 2
@@ -203,23 +203,16 @@ class Engine:
         """All that was sent for a request."""
         return [m for m in self.received if getattr(m, "request_id", None) == name]
 
-    def rows(self, name):
+    def rows(self, name, width=4):
         """Starts of rows and their vectors."""
         rows = [m for m in self.of(name) if isinstance(m, Rows)]
         starts = [start for m in rows for start in m.starts]
-        return starts, np.concatenate([np.frombuffer(m.vectors, "<f4").reshape(-1, 4) for m in rows])
+        vectors = [np.frombuffer(m.vectors, "<f4").reshape(-1, width) for m in rows]
+        return starts, np.concatenate([np.empty((0, width), "<f4"), *vectors])
 
     def tokens(self, name):
         """The tokens that were drawn."""
         return [token for m in self.of(name) if isinstance(m, Generated) for token in m.tokens]
-
-
-def drawn_after(token, count, penalises=False):
-    """What the fake model draws after a prompt's last token, up to the end token."""
-    tokens = []
-    while len(tokens) < count and (token := fake_next(token, Counter(tokens) if penalises else None)) != END:
-        tokens.append(token)
-    return tokens
 
 
 def check(engine, texts, prompts):
@@ -244,6 +237,20 @@ def open_all(engine, texts, prompts):
         engine.api(Tokens(name, 0, np.asarray(prompt, dtype="<i4").tobytes(), True))
 
 
+def disturb(engine, chance):
+    """Let the engine work for a while, and kill up to three ranks between any two of its messages."""
+    kills = 3
+    for _ in range(chance.randrange(120)):
+        action = chance.randrange(20)
+        if action == 0 and kills:
+            kills -= 1
+            engine.kill(chance.randrange(RANKS))
+        elif action < 5:
+            engine.turn()
+        else:
+            engine.work(chance.randrange(RANKS), heard=chance.randrange(1, 6))
+
+
 @pytest.mark.parametrize("max_active", [128, 2], ids=["room", "crowded"])
 @given(
     st.lists(st.tuples(st.integers(1, 7000), st.sampled_from([64, 300, 512])), max_size=3),
@@ -256,24 +263,45 @@ def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
     """Kills between any two messages, in prefill, in decoding, between rounds of decoding of one step, while states
     are put aside and during a replay, change no row and no token.
     """
-    chance = random.Random(seed)
     engine = Engine(msgspec.structs.replace(SETTINGS, max_active=max_active))
     texts = {f"t{n}": (np.arange(length) * 7 % 900, window) for n, (length, window) in enumerate(lengths)}
     prompts = {f"p{n}": ((np.arange(length) * 11 + n) % 900, count) for n, (length, count) in enumerate(asked)}
     open_all(engine, texts, prompts)
-    kills = 3
-    for _ in range(chance.randrange(120)):
-        action = chance.randrange(20)
-        if action == 0 and kills:
-            kills -= 1
-            engine.kill(chance.randrange(RANKS))
-        elif action < 5:
-            engine.turn()
-        else:
-            engine.work(chance.randrange(RANKS), heard=chance.randrange(1, 6))
+    disturb(engine, random.Random(seed))
     engine.to_the_end([*texts, *prompts])
     assert not [m for m in engine.received if isinstance(m, Failed)]
     check(engine, texts, prompts)
+    assert not engine.states.kept and not engine.states.unfinished
+
+
+@pytest.mark.parametrize("max_active", [128, 2], ids=["room", "crowded"])
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 9), st.integers(0, 2)), min_size=1, max_size=4),
+    st.integers(0, 1 << 32),
+)
+@example([(1, 0, 1), (513, 0, 0), (4097, 4, 2)], 7)
+@settings(deadline=None)
+def test_scores_of_prompts_outlive_lost_ranks(max_active, asked, seed):
+    """The scores of every prompt token but the first come once, in order and before the drawn tokens, also over the
+    edges of blocks and slices, whichever ranks are killed; where no tokens are asked for, the request ends with them.
+    """
+    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=max_active))
+    prompts = {f"p{n}": (np.arange(length) * 11 + n) % 900 for n, (length, _, _) in enumerate(asked)}
+    for (name, prompt), (_, count, likeliest) in zip(prompts.items(), asked, strict=True):
+        engine.api(OpenCompletion(name, SamplingSpec(count, temperature=0.0, prompt_logprobs=likeliest)))
+        engine.api(Tokens(name, 0, prompt.astype("<i4").tobytes(), True))
+    disturb(engine, random.Random(seed))
+    engine.to_the_end(prompts)
+    assert not [m for m in engine.received if isinstance(m, Failed)]
+    for (name, prompt), (_, count, likeliest) in zip(prompts.items(), asked, strict=True):
+        starts, vectors = engine.rows(name, 1 + 2 * likeliest)
+        assert starts == list(range(len(prompt) - 1))
+        assert np.array_equal(vectors, fake_scores(prompt, likeliest))
+        assert engine.tokens(name) == drawn_after(int(prompt[-1]), count)
+        kinds = [type(m) for m in engine.of(name) if isinstance(m, Rows | Generated)]
+        assert kinds == sorted(kinds, key=[Rows, Generated].index)
+        *_, last = [m for m in engine.of(name) if isinstance(m, Generated)]
+        assert last.finish_reason == ("length" if len(engine.tokens(name)) == count else "stop")
     assert not engine.states.kept and not engine.states.unfinished
 
 

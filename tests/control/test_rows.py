@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.control.rows import GRAIN, RowAssembler, piece_edges, row_length
 from dist_attn.control.scheduler import split
 from dist_attn.errors import WireError
+from dist_attn.rank_link.rows import GRAIN, RowAssembler, piece_edges, row_length
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.control.rows import GRAIN
 from dist_attn.control.scheduler import Limits, SessionView, View, plan, split
+from dist_attn.rank_link.rows import GRAIN
 
 LIMITS = Limits(ranks=2, block_tokens=2048, beside_decode_tokens=512)
 

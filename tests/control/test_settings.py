@@ -8,8 +8,8 @@ from dist_attn.control.launch import start_engine
 from dist_attn.control.processes import GroupMark
 from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
-from dist_attn.engine.rank_settings import RankSettings
 from dist_attn.errors import ConfigError
+from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.shipped import default_model_folder
 from dist_attn.wire.agent_messages import (
     HostShare,
@@ -22,7 +22,7 @@ GIVEN = {"api_address": "ipc:///tmp/a", "model": "m"}
 def test_flags_are_read_back_to_the_same_value():
     """What a parent passes to its child is what the child gets, and defaults need no flag."""
     settings = ControlSettings(
-        **GIVEN, ranks=3, launcher="direct", local_agent=False, rank_command=("a", "b c"), patience_s=0.25
+        **GIVEN, data_dir="d", ranks=3, local_agent=False, rank_command=("a", "b c"), patience_s=0.25
     )
     assert ControlSettings.from_flags(settings.to_flags(), "x") == settings
     assert ControlSettings(**GIVEN).to_flags() == ["--api-address=ipc:///tmp/a", "--model=m"]
@@ -90,13 +90,13 @@ def test_settings_that_do_not_fit_exit_with_code_2(environment, words, capsys):
     [
         ({"ranks": 1}, "direct"),
         ({"ranks": 1, "backend": "mpi"}, "direct"),
-        ({"ranks": 2}, "torchrun"),
+        ({"ranks": 2}, "direct"),
+        ({"ranks": 2, "backend": "nccl"}, "direct"),
         ({"ranks": 2, "backend": "mpi"}, "mpiexec"),
-        ({"ranks": 2, "launcher": "direct"}, "direct"),
     ],
 )
 def test_who_starts_the_ranks(fields, starts_by):
-    """The back end decides between torchrun and mpiexec; one rank needs neither; what is given counts."""
+    """The agents, but for ranks over MPI; one rank needs no mpiexec."""
     assert ControlSettings(**GIVEN, **fields).starts_by == starts_by
 
 
@@ -109,16 +109,9 @@ def test_ranks_that_could_not_talk_are_refused(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("fields", [{"backend": "mpi", "launcher": "torchrun"}, {"launcher": "mpiexec"}])
-def test_a_launcher_that_does_not_go_with_the_back_end_is_refused(fields):
-    """MPI's ranks are mpiexec's and nobody else's."""
-    with pytest.raises(ConfigError, match="choose auto"):
-        ControlSettings(**GIVEN, ranks=2, **fields)
-
-
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--ranks", "two"], ["--ranks", "0"], ["--wat", "1"], ["--launcher", "rocket"], ["--rank-command", "["]],
+    [[], ["--ranks", "two"], ["--ranks", "0"], ["--wat", "1"], ["--weights", "rocket"], ["--rank-command", "["]],
 )
 def test_bad_flags_exit_with_code_2_and_name_the_program(flags, capsys):
     """A command line that cannot be used never gets further."""
@@ -138,7 +131,7 @@ def test_the_search_for_nan_reaches_the_ranks(check):
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").check_finite is check
     start = StartGroup(1, "", [HostShare("", 1)], 0, "local", "direct", check_finite=settings.check_finite)
     command = launch_command(settings, start, GroupMark("", 1, "a"))
-    own = command[command.index("dist_attn.engine") + 1 :]
+    own = command[command.index("dist_attn.rank") + 1 :]
     assert RankSettings.from_flags(own).check_finite is check
 
 
@@ -150,4 +143,4 @@ def test_the_precision_of_weights_reaches_the_ranks(weights):
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").weights == weights
     start = StartGroup(1, "", [HostShare("", 1)], 0, "local", "direct", weights=settings.weights)
     command = launch_command(settings, start, GroupMark("", 1, "a"))
-    assert RankSettings.from_flags(command[command.index("dist_attn.engine") + 1 :]).weights == weights
+    assert RankSettings.from_flags(command[command.index("dist_attn.rank") + 1 :]).weights == weights

@@ -6,7 +6,7 @@ import threading
 
 import numpy as np
 
-from dist_attn.control import serve
+from dist_attn.commands import serve
 from tests.support.engines import rank_processes, running_engine
 
 

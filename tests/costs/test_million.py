@@ -9,9 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.commands.plan import plan
 from dist_attn.costs.million import MillionCosts, read_million_costs
 from dist_attn.costs.whole_sequence import FourierMixing
-from dist_attn.engine.plan import plan
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import MillionConfig, MillionModel, build_model

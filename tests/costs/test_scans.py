@@ -10,7 +10,7 @@ from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from dist_attn.sharded import Exchange, ShardedSequenceOps, exclusive_scan
-from dist_attn.sharded.prefix_scan import element
+from dist_attn.sharded.prefix_scan import LogDecay
 
 HOSTS = {1: ((0,),), 2: ((0,), (1,)), 3: ((0, 1), (2,)), 5: ((0, 1), (2, 3, 4)), 8: ((0, 1, 2, 3), (4, 5, 6, 7))}
 
@@ -36,7 +36,7 @@ def test_bytes_and_messages_of_every_exchange(ranks: int) -> None:
             assert (comm.traffic.bytes_sent, comm.traffic.messages) == (want.bytes_sent, want.messages), exchange
 
     run_simulated(measure, ranks)
-    assert formulas.WEIGHTS == element.WEIGHTS
+    assert LogDecay().weights == formulas.WEIGHTS
 
 
 @pytest.mark.parametrize("tokens", [1_024, 16_384, 262_144])

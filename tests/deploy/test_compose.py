@@ -4,12 +4,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
 
 from tests.support.dockerfile import Image, read_dockerfile
+from tests.support.service_server import eventually
+from tests.support.stores import started_redis, why_no_redis
+
+if TYPE_CHECKING:
+    import redis
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker-compose.yml"
@@ -87,6 +92,36 @@ def test_addresses_fit_together() -> None:
     assert flags["engine"]["--model"] == flags["api"]["--model"]
     assert set(SERVICES["redis"]["networks"]) & set(SERVICES["api"]["networks"])
     assert "DIST_ATTN_STORE__ADDRESS" in SERVICES["api"]["environment"]
+
+
+def test_redis_keeps_what_was_acknowledged(tmp_path: Path) -> None:
+    """With the flags of the compose file, what Redis has answered is there after a kill, and every write is synced."""
+    if problem := why_no_redis():
+        pytest.skip(problem)
+    import redis
+
+    _, *flags = SERVICES["redis"]["command"]
+    place = str(tmp_path)  # of the volume
+    command = [*(place if flag == "/data" else flag for flag in flags), "--dir", place]
+    with started_redis(*command) as (address, process), redis.Redis.from_url(address) as client:
+        client.set("session", "position 7")
+        process.kill()
+        process.wait()
+    with started_redis(*command) as (address, _), redis.Redis.from_url(address) as client:
+        eventually(lambda: answers(client), "the log to be read", 60)
+        assert client.get("session") == b"position 7"
+    assert flags[flags.index("--appendfsync") + 1] == "always"
+    assert flags[flags.index("--dir") + 1] == "/data" and "redis-data:/data" in SERVICES["redis"]["volumes"]
+
+
+def answers(client: "redis.Redis") -> bool:
+    """Whether Redis has read its log."""
+    import redis
+
+    try:
+        return bool(client.ping())
+    except redis.BusyLoadingError:
+        return False
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -66,6 +66,18 @@ def test_nothing_is_fetched_but_packages(image: Image) -> None:
         assert command.count("pip install") == command.count("--no-cache-dir")
 
 
+def test_packages_come_with_hashes(image: Image) -> None:
+    """All that pip installs is held to hashes, but for torch, what its chosen build requires, and this project."""
+    commands = [part for i in image.instructions if i.word == "RUN" for part in i.value.split("&&")]
+    installs = [command.strip() for command in commands if "pip install" in command]
+    unhashed = [command for command in installs if "--require-hashes" not in command]
+    assert len(installs) > len(unhashed)
+    assert all(
+        command.endswith(("-r torch.txt", "--no-build-isolation -c constraints.txt .", "--no-build-isolation ."))
+        for command in unhashed
+    ), unhashed
+
+
 def test_what_is_copied_exists_and_may_be_seen(image: Image) -> None:
     """Each source of a COPY is in the repository and let through by .dockerignore, which shuts everything else out."""
     allowed = (ROOT / ".dockerignore").read_text().splitlines()

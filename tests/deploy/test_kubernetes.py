@@ -156,15 +156,15 @@ def test_probes_ask_what_they_should() -> None:
 
 
 def test_streams_may_end_after_sigterm() -> None:
-    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 5 s of room; the engine drains too."""
+    """The grace is waits.shutdown_seconds, with the pause before SIGTERM and 20 s of room; the engine drains too."""
     waits, engine = settings_of("api").waits, settings_of("engine").engine
     pause = int(container("api")["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 5
-    assert pod("engine")["terminationGracePeriodSeconds"] == engine.drain_s + 2 * engine.stop_deadline_s + 5
+    assert pod("api")["terminationGracePeriodSeconds"] == pause + waits.shutdown_seconds + 20
+    assert pod("engine")["terminationGracePeriodSeconds"] == engine.drain_s + 2 * engine.stop_deadline_s + 20
     assert engine.drain_s > 0
     compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    assert compose["api"]["stop_grace_period"] == f"{waits.shutdown_seconds + 5}s"
-    assert compose["engine"]["stop_grace_period"] == f"{2 * engine.stop_deadline_s + 5:.0f}s"
+    assert compose["api"]["stop_grace_period"] == f"{waits.shutdown_seconds + 20}s"
+    assert compose["engine"]["stop_grace_period"] == f"{2 * engine.stop_deadline_s + 20:.0f}s"
 
 
 def size_of(quantity: str) -> int:
@@ -198,6 +198,7 @@ def test_redis_keeps_what_it_is_given() -> None:
     only, (claim,) = container("redis"), ALL_WORKLOADS["redis"]["spec"]["volumeClaimTemplates"]
     words = dict(pairwise(only["args"]))
     assert (words["--appendonly"], words["--maxmemory-policy"], words["--dir"]) == ("yes", "noeviction", "/data")
+    assert words["--appendfsync"] == "always"
     memory = int(words["--maxmemory"].removesuffix("gb")) << 30
     assert settings_of("api").store.store_bytes < memory < size_of(only["resources"]["limits"]["memory"])
     assert {"name": claim["metadata"]["name"], "mountPath": "/data"} in only["volumeMounts"]

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dist_attn.settings import LimitSettings, settings_keys
 from dist_attn.wire.messages import RankStatus, Status
 from dist_attn.wire.rank_messages import GuardCounts
-from service.engine_port import EngineHealth
-from service.metrics import OUTCOMES, Gauges, Metrics
+from service.engine.metrics import OUTCOMES, Gauges, Metrics
+from service.engine.port import EngineHealth
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -90,6 +90,7 @@ def test_prometheus_reads_the_api() -> None:
     host, port = target.split(":")
     assert f"--port={port}" in SERVICES[host]["command"]
     assert set(SERVICES[host]["networks"]) & set(SERVICES["prometheus"]["networks"])
+    assert host in SERVICES[host]["environment"]["DIST_ATTN_HTTP__ALLOWED_HOSTS"].split(",")  # without keys too
 
 
 def test_grafana_finds_prometheus_and_the_dashboards() -> None:

@@ -1,18 +1,37 @@
-"""The API image's list of packages: the tested versions, no more and no fewer than its source needs, and no torch."""
+"""The images' lists of packages: tested versions with hashes, no more and no fewer than needed, and no torch."""
 
+import re
 import subprocess
 from pathlib import Path
 
-from tests.support.api_image import REQUIREMENTS, ROOT, make_image_environment, needed_distributions, pins
+import pytest
+
+from tests.support.api_image import (
+    REQUIREMENTS,
+    ROOT,
+    make_image_environment,
+    needed_by_engine,
+    needed_distributions,
+    pins,
+)
+
+LISTS = sorted((ROOT / "deploy").glob("requirements-*.txt"))
 
 
-def test_every_version_is_the_tested_one() -> None:
-    """Each line of the list stands in constraints.txt, letter for letter."""
-    tested = pins(ROOT / "constraints.txt")
-    differing = {
-        name: (line, tested.get(name)) for name, line in pins(REQUIREMENTS).items() if line != tested.get(name)
-    }
+@pytest.mark.parametrize("file", LISTS, ids=lambda path: path.name)
+def test_every_version_is_the_tested_one_and_has_hashes(file: Path) -> None:
+    """Each version of a list stands in constraints.txt, and each has the SHA-256 of its files."""
+    tested, listed = pins(ROOT / "constraints.txt"), pins(file)
+    differing = {name: (line, tested.get(name)) for name, line in listed.items() if line != tested.get(name)}
     assert not differing, differing
+    entries = re.findall(r"^\S+==\S+ \\\n(?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+", file.read_text(), re.MULTILINE)
+    assert len(entries) == len(listed) > 0
+
+
+def test_the_engines_list_is_what_the_project_requires() -> None:
+    """It names what pyproject.toml requires and what that requires, but for torch, whose build is chosen."""
+    listed, needed = set(pins(ROOT / "deploy/requirements-engine.txt")), needed_by_engine()
+    assert listed == needed, f"missing: {sorted(needed - listed)}, not needed: {sorted(listed - needed)}"
 
 
 def test_the_list_is_what_the_source_needs() -> None:

@@ -7,7 +7,7 @@ from tests.docs.blocks import Elsewhere, Not, Run, Treatment
 STAYS = "it goes on until it is stopped; tests/system/test_service.py starts it"
 INSTALLS = "it installs; every run of the gate begins with it"
 TORCHRUN = "tests/test_cli.py runs it over two ranks of torchrun"
-MPIEXEC = "tests/comm/test_mpi.py and tests/engine/test_engine.py start ranks by mpiexec"
+MPIEXEC = "tests/comm/test_mpi.py and tests/rank/test_engine.py start ranks by mpiexec"
 SEVERAL_HOSTS = "it needs several hosts; tests/system/test_two_hosts.py runs two network namespaces"
 GATE = "it is the gate itself, or a part of it that takes minutes"
 URL = "--url http://127.0.0.1:8000"
@@ -106,6 +106,11 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     ),
     "docs/how-to/kubernetes.md": (Not("it needs a cluster; tests/deploy/test_kubernetes.py checks the manifests"),),
     "docs/how-to/mpi.md": (Not(f"{INSTALLS}; {MPIEXEC}"), Not(SEVERAL_HOSTS)),
+    "docs/how-to/operate.md": (
+        Not("it stops a service of the system"),
+        Not("a configuration of logrotate"),
+        Not("a part of nginx.conf; tests/deploy/test_nginx.py runs the whole example"),
+    ),
     "docs/how-to/own-model.md": (
         Run(
             "shell",
@@ -129,8 +134,8 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run(
             "shell",
             leave={
-                "dist-attn doctor": "it times exchanges for a minute; tests/engine/test_calibrate.py",
-                "dist-attn plan": "it measures for a minute; tests/engine/test_rehearsal.py",
+                "dist-attn doctor": "it times exchanges for a minute; tests/commands/test_calibrate.py",
+                "dist-attn plan": "it measures for a minute; tests/commands/test_rehearsal.py",
             },
             instead={"top --once": f"top --once {URL}"},
         ),
@@ -152,6 +157,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "docs/service.md": (
         Run("shell", leave={"make serve": STAYS}),
         Run("python"),
+        Run("shell", says=("encoding.summary",)),
         Run("shell"),
         Run("shell", instead={**SMALLER, **BREAKS_OFF, "+5242881": "+5243"}),
         Run("shell", instead={**SMALLER, **BREAKS_OFF}),
@@ -174,6 +180,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
             logits_V = logits_V[0]
             """,
         ),
+        Not("it needs a store that was lost; tests/service/test_lost_catalogue.py repairs one"),
     ),
     "docs/training-data.md": (Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),),
     "docs/training.md": (

@@ -59,7 +59,7 @@ UNSAID: dict[str, tuple[str, ...]] = {
         "a session's life of",
         "[a-z_]+=.* is over this service's limit",
         "[a-z_]+=.* of [0-9]+ prompts makes",
-        "(n|best_of|max_tokens|max_completion_tokens)=",
+        "(n|best_of|min_tokens|max_tokens|max_completion_tokens)=",
         # 1.0 is a whole number to JSON Schema, and names of a form's fields may be anything
         ".* Input should be a valid integer",
         "the multipart body cannot be read: (a field has no name|.* is no header of a field)",
@@ -70,11 +70,8 @@ UNSAID: dict[str, tuple[str, ...]] = {
     "unknown_parameter": ("unknown parameter",),  # of the completion in a job
     "empty_input": ("(input|the body) is empty", "the file is empty"),
     "unsupported_parameter": (
-        "stream_options.include_obfuscation=true",
         "dimensions=",
-        "suffix=",
         "best_of",
-        "logprobs together",
     ),
     "unsupported_media_type": (
         "Content-Type is .*; (needed is application/offset|send JSON)",

@@ -13,9 +13,9 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from service.errors import ServiceError
-from service.file_schemas import CompleteUploadRequest, FileListOptions, UploadRequest
-from service.parsing import parse_json, parse_query
+from service.base.errors import ServiceError
+from service.base.parsing import parse_json, parse_query
+from service.schemas.files import CompleteUploadRequest, FileListOptions, UploadRequest
 from service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
 from service.uploads.ranges import byte_range
 from service.uploads.tus import check_version, parse_count, parse_metadata
@@ -152,4 +152,4 @@ def _by_coverage(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, run, _by_coverage, ["service.uploads", "service.parsing", "service.file_schemas"])
+    main(__doc__, run, _by_coverage, ["service.uploads", "service.base.parsing", "service.schemas.files"])

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from dist_attn.engine.decode_slots import DecodeSlots
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.generation import CapturedStep, StepGraphs, generate, takes_captured_steps
 from dist_attn.generation.decode import prefill
@@ -14,6 +13,7 @@ from dist_attn.generation.step_graphs import Replayed
 from dist_attn.mixers.config import MixerConfig, RandomFeatureConfig, ScaleformerConfig, SoftmaxConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import Watch, watching
+from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn
 

@@ -86,6 +86,11 @@ def test_end_token() -> None:
     seen: list[int] = []
     drawn = generate(small_model(), prompt(9), spec, end_token=end, on_token=seen.append)
     assert seen == drawn == whole[: whole.index(end)]
+    past = generate(small_model(), prompt(9), SamplingSpec(max_tokens=20, seed=7, ignore_end=True), end_token=end)
+    assert past == whole
+    least = SamplingSpec(max_tokens=20, seed=7, min_tokens=12)
+    put_off = generate(small_model(), prompt(9), least, end_token=end)
+    assert end not in put_off[:12] and len(put_off) >= 12
 
 
 def test_refused() -> None:
@@ -95,6 +100,8 @@ def test_refused() -> None:
         generate(model, [], greedy(1))
     with pytest.raises(TokenError, match=f"0 to {VOCAB - 1}"):
         generate(model, [VOCAB, 1], greedy(1))
+    with pytest.raises(InputError, match="min_tokens is 2; it must be from 0 to max_tokens"):
+        generate(model, [1], SamplingSpec(max_tokens=1, min_tokens=2))
     with pytest.raises(InputError, match="top_p"):
         generate(model, [1], SamplingSpec(max_tokens=1, top_p=0.0))
 

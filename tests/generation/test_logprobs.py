@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dist_attn.engine.decode_slots import DecodeSlots
 from dist_attn.generation import token_logprobs
+from dist_attn.rank.decode_slots import DecodeSlots
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry
 from tests.support.models import small_model

@@ -7,10 +7,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dist_attn.cli import app
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.commands.cli import app
+from dist_attn.commands.mixer_table import mixer_facts
 from dist_attn.costs import layer_costs
-from dist_attn.engine.mixer_table import mixer_facts
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (

@@ -20,6 +20,7 @@ from dist_attn.ops.linear_attention.native_call import kernels
 from tests.support.native import needs_kernels
 
 X = torch.ones(1, 2, 3, 4)
+ANOTHER = 65534  # a user of every system: nobody
 
 
 @pytest.fixture
@@ -123,7 +124,10 @@ def test_processes_that_start_together_do_not_disturb_each_other(source, tmp_pat
 
 
 @needs_kernels
-@pytest.mark.parametrize("why", ["others may write", "not a folder", "nobody may write"])
+@pytest.mark.parametrize(
+    "why",
+    ["others may write", "others may write above", "another's", "another's above", "not a folder", "nobody may write"],
+)
 def test_where_nothing_can_be_kept_nothing_is_left_behind(source, tmp_path, why):
     """A folder that is not the user's alone is not used: the library is made in a temporary one, which is removed."""
     folder = tmp_path / "cache" / "dist-attn" / "kernels"
@@ -132,12 +136,38 @@ def test_where_nothing_can_be_kept_nothing_is_left_behind(source, tmp_path, why)
         folder.write_text("")
     else:
         folder.mkdir()
-        folder.chmod(0o777 if why == "others may write" else 0o500)
+        place = folder.parents[1] if "above" in why else folder
+        if "another's" in why:
+            if os.getuid() != 0:
+                pytest.skip("only root can give a folder away")
+            os.chown(place, ANOTHER, ANOTHER)
+        else:
+            place.chmod(0o777 if "others" in why else 0o500)
     if why == "nobody may write" and os.access(folder, os.W_OK):
         pytest.skip("this user may write everywhere")
     assert load_library(source).answer() == 42
     assert not list((tmp_path / "temporary").iterdir())
     assert why == "not a folder" or not list(folder.iterdir())
+
+
+@needs_kernels
+def test_a_shared_folder_with_the_sticky_bit_is_passed_through(source, tmp_path):
+    """As for /tmp, where others cannot rename what is not theirs; what a link leads to is looked at, not the link."""
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o1777)
+    (tmp_path / "cache").symlink_to(tmp_path / "shared")
+    assert load_library(source).answer() == 42
+    assert len(kept(tmp_path)) == 1
+
+
+def test_without_a_safe_place_there_are_no_kernels(source, tmp_path):
+    """Where others can exchange temporary files too, nothing is compiled or loaded, and the folder is named."""
+    for place in (tmp_path / "cache", tmp_path / "temporary"):
+        place.mkdir(exist_ok=True)
+        place.chmod(0o777)
+    with pytest.raises(NoLibraryError, match=f"other users can exchange what lies in {tmp_path}/temporary; set"):
+        load_library(source)
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 def test_without_a_compiler_the_reason_is_said(source, tmp_path, monkeypatch):

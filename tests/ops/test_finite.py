@@ -6,11 +6,11 @@ import torch
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.local import LocalCommunicator
-from dist_attn.engine.executor import ModelExecutor
 from dist_attn.errors import CommError, NotFiniteError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.finite import checked
+from dist_attn.rank.executor import ModelExecutor
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, OpenOp, PrefillOp

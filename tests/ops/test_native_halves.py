@@ -5,7 +5,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from dist_attn.engine.probe import ProbeSettings, check_kernels
+from dist_attn.commands.probe import ProbeSettings, check_kernels
 from dist_attn.ops import Denominator, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import half_products
 from tests.ops.test_native_forms import absorbed, in_two_parts, naive_absorbed

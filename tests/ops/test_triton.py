@@ -13,7 +13,7 @@ from dist_attn.ops.linear_attention import linear_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
-triton = pytest.importorskip("triton", reason="needs triton: pip install 'dist-attn[gpu]'")
+triton = pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 import triton.language as tl  # noqa: E402
 

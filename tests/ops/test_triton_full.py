@@ -17,7 +17,7 @@ from tests.ops.test_triton import DEVICE, SMALL, few, moved
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
-pytest.importorskip("triton", reason="needs triton: pip install 'dist-attn[gpu]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 from triton.runtime.interpreter import GridExecutor
 

@@ -11,7 +11,7 @@ from dist_attn.ops.linear_attention.triton_tiles import Tiles
 from dist_attn.ops.relative_attention import choose_relative, relative_attention_naive
 from tests.support.closeness import assert_close
 
-pytest.importorskip("triton", reason="needs triton: pip install 'dist-attn[gpu]'")
+pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 from dist_attn.ops.relative_attention import triton as kernels
 

@@ -117,6 +117,28 @@ def test_a_document_is_continued(browser: "Browser", service: RunningService) ->
         assert position(service, "lines.txt") == len(text) + 5
 
 
+def test_reading_a_document_shows_how_far_it_is(browser: "Browser", service: RunningService) -> None:
+    """From the first moment: before a token is read, and while the first piece is under way."""
+    text = ("A line of the document, and another one.\n" * 500).encode()
+    with opened_page(browser, service.url) as page:
+        page.set_input_files("#file", files=[{"name": "slow.txt", "mimeType": "text/plain", "buffer": text}])
+        page.wait_for_selector("#plan-figures:not([aria-busy])")
+        page.click("#start")
+        page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        service.engine.paused = True
+        try:
+            page.click("#to-session")
+            page.wait_for_selector("#paper-speed:has-text('Reading · 0 % · 0 of 20,500 tokens')")
+            assert "The model reads the text" in page.inner_text("#paper")
+            assert page.inner_text("#paper-title") == "slow.txt"
+        finally:
+            service.engine_port.resume()
+        page.wait_for_selector(".session.current:has-text('slow.txt') .dot")
+        page.wait_for_selector("#write:enabled")
+        page.locator(".session.current button:text-is('End')").click()
+        page.wait_for_selector("#paper-title:has-text('New session')")
+
+
 def test_what_is_drawn_stays_in_sight(browser: "Browser", service: RunningService) -> None:
     """The paper follows the last token, also past its lower edge; somebody who went back to read is left there."""
     left = "(paper) => paper.scrollHeight - paper.scrollTop - paper.clientHeight"

@@ -1,7 +1,9 @@
 """A document on the page: from the file to the map, with keys, reloads and connections that break."""
 
 import json
+import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,8 @@ import httpx
 import numpy as np
 import pytest
 
+from dist_attn.commands.remote import KEY_VARIABLE
+from dist_attn.settings import read_settings
 from tests.service.test_keys import USER, digest
 from tests.support.breaking_proxy import breaking_proxy
 from tests.support.browser import opened_page
@@ -202,22 +206,99 @@ def test_an_upload_is_found_again_after_a_reload(browser: "Browser", service: Ru
 
 
 def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: RunningService) -> None:
-    """An empty file and one that is no UTF-8 are refused in sentences, and the page goes on with the next file."""
+    """What cannot be read is refused in sentences, with nothing to try again, and the next file is read."""
     with opened_page(browser, service.url) as page:
         page.set_input_files("#file", files=[{"name": "none.txt", "mimeType": "text/plain", "buffer": b""}])
         page.wait_for_selector("#document-notice:has-text('none.txt is empty')")
-        choose(page, b"good " * 100 + b"\xff\xfe bad", "latin.txt")
+        choose(page, b"good " * 60_000 + b"\xff\xfe bad", "latin.txt")
         page.click("#start")
-        page.wait_for_selector("#document-notice.error:has-text('UTF-8')")
-        assert page.inner_text("#run-phase") == "Failed"
+        page.wait_for_selector("#document-notice.error:has-text('iconv -f latin1')")
+        assert page.inner_text("#run-phase") == "Failed" and page.locator("#atlas").is_hidden()
+        assert page.locator("#document-notice button").count() == 0
         page.click("#another")
         choose(page)
         page.click("#start")
         encoded(page)
 
 
-def test_a_wrong_key_is_refused_and_the_right_one_works(browser: "Browser", tmp_path: Path) -> None:
-    """The page asks for a key and says when it is wrong; the right one is kept in the tab and nowhere else."""
+@pytest.mark.parametrize(
+    ("name", "data", "said"),
+    [
+        ("book.pdf", b"%PDF-1.7\n%\xe2\xe3\xcf\xd3\n" + bytes(5000), "This is a PDF,"),
+        ("page.html", b"<!doctype html><title>It was</title>", "This is a web page (HTML),"),
+        ("book.txt", "It was the best of times.".encode("utf-16"), "This is text in UTF-16,"),
+        ("latin.txt", "It was a café.".encode("latin-1") * 20, "is not valid UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused_before_it_is_sent(
+    browser: "Browser", service: RunningService, name: str, data: bytes, said: str
+) -> None:
+    """The page says what it is and which command makes text of it, and sends no more than its beginning."""
+    with opened_page(browser, service.url) as page:
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.set_input_files("#file", files=[{"name": name, "mimeType": "", "buffer": data}])
+        page.wait_for_selector(f"#document-notice.error:has-text('{said}')")
+        words = page.inner_text("#document-notice")
+        assert page.locator("#document-notice code").count() == 1 and "octet-stream" not in words
+        assert page.locator("#document-notice button").count() == 0
+        assert page.locator("#pick").is_visible() and page.locator("#plan").is_hidden()
+        assert not any("/v1/uploads" in url for url in asked)
+        choose(page)
+        assert page.locator("#document-notice").is_hidden() and page.locator("#start").is_visible()
+
+
+def find(page: "Page", words: str) -> list[str]:
+    """The texts that are found, the best first."""
+    page.fill("#query", words)
+    page.press("#query", "Enter")
+    page.wait_for_selector(".hit")
+    texts: list[str] = []
+
+    def are_there() -> bool:
+        texts[:] = page.locator(".hit .text").all_inner_texts()
+        return "…" not in texts
+
+    eventually(are_there, "the texts of what was found")
+    return texts
+
+
+def test_passages_are_found_by_their_words(browser: "Browser", service: RunningService) -> None:
+    """The rare word decides and is marked, in any case and script; the same holds after a reload."""
+    with opened_page(browser, service.url) as page:
+        choose(page, TEXT + "Where is the SÜDLICHE Kap? 南方の海\n".encode() + TEXT)
+        page.click("#start")
+        page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        for _ in ("the file", "the service"):
+            assert "217" in find(page, "paragraph 217 of grün")[0]
+            marks = set(page.locator(".hit").first.locator("mark").all_inner_texts())
+            assert "217" in marks and not marks & {"Paragraph", "of", "grün"}
+            assert "SÜDLICHE" in find(page, "südliche")[0]
+            assert page.locator(".hit").first.locator("mark").inner_text() == "SÜDLICHE"
+            assert "南方" in find(page, "海")[0]
+            page.reload()
+            page.wait_for_selector("#bar[data-phase=done]", state="attached")
+        page.fill("#query", "nowhere at all")
+        page.press("#query", "Enter")
+        page.wait_for_selector(".hit")
+        assert page.locator(".hit").count() == 6 and page.locator(".hit mark").count() == 0
+
+
+def test_a_service_that_is_gone_is_said_once(browser: "Browser", service: RunningService) -> None:
+    """The document says it, and the page above does not repeat it."""
+    with breaking_proxy(service.port) as proxy, opened_page(browser, proxy.url) as page:
+        choose(page)
+        proxy.lose()
+        page.click("#start")
+        page.wait_for_selector("#document-notice:has-text('cannot be reached')")
+        page.wait_for_selector("#service-state:has-text('Not reached')")
+        eventually(lambda: page.inner_text("body").count("cannot be reached") == 1, "one of two to be taken back")
+
+
+def test_a_wrong_key_is_refused_and_the_right_one_works(
+    browser: "Browser", tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong key is refused in words, the right one stays in the tab, and what the page prints runs with it as set."""
     with (
         running_service(tmp_path, FakeEngine(keep=False), api_keys=(digest(USER),)) as running,
         opened_page(browser, running.url) as page,
@@ -235,4 +316,16 @@ def test_a_wrong_key_is_refused_and_the_right_one_works(browser: "Browser", tmp_
         stored = page.evaluate("JSON.stringify({...localStorage})")
         assert USER not in stored and digest(USER) not in stored and "job_" in stored
         page.click("#tab-code")
-        assert "$DIST_ATTN_KEY" in page.inner_text("#recipes") and USER not in page.content()
+        assert USER not in page.content()
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv(KEY_VARIABLE, USER)
+        (tmp_path / "sea.txt").write_bytes(TEXT)
+        for command in page.locator("#recipes code").all_inner_texts():
+            answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+            assert f"${KEY_VARIABLE}" in command and "invalid_api_key" not in answer.stdout
+        page.click("#code-python")
+        for block in page.locator("#recipes code").all_inner_texts():
+            names: dict[str, Any] = {}
+            exec(compile(block, "recipe", "exec"), names)
+            names["client"].close()
+        assert read_settings(environment=os.environ).settings == read_settings(environment={}).settings

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 import service
-from service.page_files import PAGE_FILES
+from service.base.page_files import PAGE_FILES
 from tests.service.test_keys import USER, digest
 from tests.support.service_server import RunningService, running_service
 

@@ -8,10 +8,10 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from service import parsing
-from service.errors import ServiceError
-from service.parsing import parse_query
-from service.schemas import CompletionRequest, DetokenizeRequest, EncodingOptions
+from service.base import parsing
+from service.base.errors import ServiceError
+from service.base.parsing import parse_query
+from service.schemas.completions import CompletionRequest, DetokenizeRequest, EncodingOptions
 from tests.support.service_server import RunningService, running_service
 
 JSON = {"Content-Type": "application/json"}
@@ -41,7 +41,7 @@ def check_problem(answer: httpx.Response, status: int, code: str, param: str | N
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"model": "nope"}, 404, "model_not_found", "model", "'nope'"),
-    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens", "0"),
+    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens", "echo=true"),
     ({"max_tokens": -1}, 400, "invalid_value", "max_tokens", "-1"),
     ({"max_tokens": "5"}, 400, "invalid_value", "max_tokens", "'5'"),
     ({"max_tokens": 1.5}, 400, "invalid_value", "max_tokens", "1.5"),
@@ -50,10 +50,15 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"wat": 1}, 400, "unknown_parameter", "wat", "'wat'"),
     ({"stream_options": {"wat": 1}, "stream": True}, 400, "unknown_parameter", "stream_options.wat", "wat"),
     ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options", "stream=true"),
-    ({"temperature": 3}, 400, "invalid_value", "temperature", "3"),
+    ({"temprature": 3}, 400, "unknown_parameter", "temprature", "did you mean temperature?"),
     ({"temperature": -0.1}, 400, "invalid_value", "temperature", "-0.1"),
     ({"top_p": 0}, 400, "invalid_value", "top_p", "0"),
-    ({"top_k": -1}, 400, "invalid_value", "top_k", "-1"),
+    ({"top_k": -2}, 400, "invalid_value", "top_k", "-2"),
+    ({"min_tokens": 5, "max_tokens": 4}, 400, "invalid_value", "min_tokens", "max_tokens=4"),
+    ({"min_p": 0.05}, 400, "unsupported_parameter", "min_p", "min_p=0.05 is not offered: only 0"),
+    ({"repetition_penalty": 1.1}, 400, "unsupported_parameter", "repetition_penalty", "presence_penalty"),
+    ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format", "text"),
+    ({"store": True}, 400, "unsupported_parameter", "store", "only false"),
     ({"seed": 2**70}, 400, "invalid_value", "seed", ""),
     ({"seed": "x"}, 400, "invalid_value", "seed", "'x'"),
     ({"stream": "yes"}, 400, "invalid_value", "stream", "'yes'"),
@@ -62,7 +67,6 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"n": 17, "prompt": ["a", "b"]}, 400, "invalid_value", "n", "34 choices"),
     ({"best_of": 1, "n": 2}, 400, "invalid_value", "best_of", "less than n=2"),
     ({"best_of": 17, "prompt": ["a", "b"]}, 400, "invalid_value", "best_of", "34 choices"),
-    ({"echo": True, "logprobs": 0}, 400, "unsupported_parameter", "logprobs", "echo"),
     ({"echo": 1}, 400, "invalid_value", "echo", "1"),
     ({"logprobs": 21}, 400, "invalid_value", "logprobs", "20"),
     ({"logprobs": -1}, 400, "invalid_value", "logprobs", "-1"),
@@ -169,8 +173,8 @@ def test_other_media_types_are_refused(service: RunningService) -> None:
         httpx.post(f"{service.url}/v1/encodings", content=b"abc", headers=curl),
         415, "unsupported_media_type", None, "text/plain",
     )  # fmt: skip
-    packed = httpx.post(f"{service.url}/v1/encodings", content=b"abc", headers={"Content-Encoding": "gzip"})
-    check_problem(packed, 415, "unsupported_media_type", None, "gzip")
+    packed = httpx.post(f"{service.url}/v1/encodings", content=b"abc", headers={"Content-Encoding": "br"})
+    check_problem(packed, 415, "unsupported_media_type", None, "br is not offered")
     latin = httpx.post(
         f"{service.url}/v1/encodings", content=b"abc", headers={"Content-Type": "text/plain; charset=latin-1"}
     )
@@ -263,7 +267,7 @@ def test_options_that_contradict_are_refused(service: RunningService) -> None:
 def test_unknown_routes_and_methods_are_problems_too(service: RunningService) -> None:
     """404 and 405 have the same shape as every other error."""
     check_problem(httpx.get(f"{service.url}/v1/nothing"), 404, "not_found", None, "/v1/nothing")
-    check_problem(httpx.get(f"{service.url}/v1/models/"), 404, "not_found", None, "/v1/models/")
+    check_problem(httpx.get(f"{service.url}/v1/models/"), 404, "model_not_found", "model", "''")
     wrong = httpx.get(f"{service.url}/v1/completions")
     check_problem(wrong, 405, "method_not_allowed", None, "POST")
     assert wrong.headers["allow"] == "POST"

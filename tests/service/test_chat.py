@@ -11,7 +11,7 @@ import pytest
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.wire.messages import Tokens
-from service.chat_template import ChatTemplate, TemplateRefusal
+from service.text.chat_template import ChatTemplate, TemplateRefusal
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.service_server import RunningService, eventually, model_folder, running_service
 
@@ -113,7 +113,8 @@ def test_log_probabilities_of_a_chat(service: RunningService) -> None:
         ({"top_logprobs": 1}, "top_logprobs", "logprobs=true"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "limit of 20"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "differ"),
-        ({"tools": []}, "tools", "unknown"),
+        ({"tools": [{"type": "function"}]}, "tools", "only an empty list: no tools are called"),
+        ({"toolz": []}, "toolz", "did you mean tools?"),
     ],
 )
 def test_bad_chats_name_what_is_wrong(service: RunningService, body: dict[str, Any], param: str, word: str) -> None:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import TokenLogprobs
-from service.choice_text import ChoiceText, ScoredToken
-from service.tokenising import ThreadTokeniser
+from service.text.choice_text import ChoiceText, ScoredToken
+from service.text.tokenising import ThreadTokeniser
 
 TOKENISER = ThreadTokeniser(ByteTokeniser(), ThreadPoolExecutor(1))
 

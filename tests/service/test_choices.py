@@ -135,6 +135,68 @@ def test_log_probabilities_end_where_the_text_ends(tmp_path: Path) -> None:
         assert [token for part in told for token in part["tokens"]] == ["o", "n", "e"]
 
 
+def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Log-probabilities that came in pieces, as one."""
+    return {name: [value for part in parts for value in part[name]] for name in parts[0]}
+
+
+@pytest.mark.parametrize("prompt", ["añb", [97, 195, 177, 98]])
+def test_a_prompt_is_scored_with_echo(service: RunningService, prompt: Any) -> None:
+    """With `echo` the lists begin with the prompt's tokens, the first without a value; streamed in pieces too."""
+    options = {"prompt": prompt, "echo": True, "logprobs": 2, "max_tokens": 2, "seed": 0}
+    choice = complete(service, **options)["choices"][0]
+    assert choice["text"] == "añbba" and choice["finish_reason"] == "length"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xb1", "b", "b", "a"]
+    assert logprobs["token_logprobs"] == [None, -0.5, -0.5, -0.5, -0.5, -0.5]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][3] == {"b": -0.5, "c": -1.5}
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 4]
+    (opened,) = [m for m in service.engine.received if isinstance(m, OpenCompletion)][-1:]
+    assert (opened.sampling.logprobs, opened.sampling.prompt_logprobs, opened.sampling.max_tokens) == (2, 2, 2)
+    choices, usage = stream(service, **options)
+    assert "".join(chunk["text"] for chunk in choices[0]) == choice["text"]
+    assert joined([chunk["logprobs"] for chunk in choices[0] if chunk["logprobs"]]) == logprobs
+    assert usage is not None and usage["completion_tokens"] == 2
+    alone = complete(service, **{**options, "logprobs": 0})["choices"][0]["logprobs"]
+    assert alone == {**logprobs, "top_logprobs": None}
+
+
+def test_a_prompt_may_be_scored_alone(service: RunningService) -> None:
+    """`max_tokens=0` draws nothing: the text is the prompt, for each prompt and choice, of a single token too."""
+    whole = complete(service, prompt=["abc", "d"], n=2, echo=True, logprobs=1, max_tokens=0)
+    assert [choice["text"] for choice in whole["choices"]] == ["abc", "abc", "d", "d"]
+    assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
+    tokens = [choice["logprobs"]["token_logprobs"] for choice in whole["choices"]]
+    assert tokens == [[None, -0.5, -0.5], [None, -0.5, -0.5], [None], [None]]
+    assert whole["usage"]["completion_tokens"] == 0 and whole["usage"]["prompt_tokens"] == 4
+    plain = complete(service, prompt="abc", echo=True, max_tokens=0)["choices"][0]
+    assert (plain["text"], plain["logprobs"], plain["finish_reason"]) == ("abc", None, "length")
+    answer = httpx.post(service.url + ROUTE, json={"prompt": "abc", "max_tokens": 0}, timeout=20)
+    assert answer.status_code == 400 and "echo=true" in answer.json()["detail"]
+
+
+def test_the_end_token_counts_among_the_scores(tmp_path: Path) -> None:
+    """A text that ends by itself has its end token in the lists of a scored prompt: whoever wants the prompt alone can
+    take off as many entries as tokens were asked for.
+    """
+    with running_service(tmp_path, FakeEngine(reply=say(b"x"))) as service:
+        choice = complete(service, echo=True, logprobs=1, max_tokens=2)["choices"][0]
+        assert choice["text"] == "abcx" and choice["finish_reason"] == "stop"
+        assert choice["logprobs"]["tokens"] == ["a", "b", "c", "x", ""]
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4]
+        choices, _ = stream(service, echo=True, logprobs=1, max_tokens=2)
+        assert joined([chunk["logprobs"] for chunk in choices[0] if chunk["logprobs"]]) == choice["logprobs"]
+
+
+def test_too_many_scores_are_refused(service: RunningService) -> None:
+    """More log-probabilities of prompts than one answer holds are refused before the engine works."""
+    body = {"prompt": "ab" * 20_000, "echo": True, "logprobs": 5, "max_tokens": 0}
+    answer = httpx.post(service.url + ROUTE, json=body, timeout=20)
+    assert answer.status_code == 400 and "240000 log-probabilities" in answer.json()["detail"]
+    assert answer.json()["error"]["param"] == "logprobs"
+
+
 def test_the_official_client_reads_choices_and_log_probabilities(service: RunningService) -> None:
     """The openai package gets n choices of a list of prompts, with what was asked for about their tokens."""
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
@@ -166,6 +228,8 @@ def test_the_best_of_several_are_answered(tmp_path: Path) -> None:
         assert all(choice["logprobs"] is None for choice in best["choices"])
         assert best["usage"]["completion_tokens"] == 2 * 5 * 3
         assert complete(service, **body | {"n": 1}, logprobs=1)["choices"][0]["logprobs"]["top_logprobs"]
+        scored = complete(service, **body | {"n": 1}, logprobs=0, echo=True)["choices"]
+        assert [choice["text"][1:] for choice in scored] == ranked[::2]
 
 
 def test_penalties_and_biases_reach_the_engine(service: RunningService) -> None:

@@ -103,6 +103,34 @@ def test_sampling_options_reach_the_engine(service: RunningService) -> None:
     assert second.seed is not None  # settled here, so that another controller would draw the same
 
 
+def test_the_end_can_be_ignored_or_put_off(service: RunningService) -> None:
+    """`ignore_eos` and `min_tokens` are the engine's to follow; without them it is told of neither."""
+    complete(service, ignore_eos=True, min_tokens=3, max_tokens=3)
+    complete(service, max_tokens=3)
+    first, second = [m.sampling for m in service.engine.received if isinstance(m, OpenCompletion)][-2:]
+    assert (first.ignore_end, first.min_tokens) == (True, 3)
+    assert (second.ignore_end, second.min_tokens) == (False, 0)
+
+
+def test_stop_strings_wait_for_the_least_number_of_tokens(tmp_path: Path) -> None:
+    """A stop string among the first `min_tokens` tokens is text like any other; a later one ends it."""
+    with running_service(tmp_path, FakeEngine(reply=say(b"one, two, three"))) as service:
+        assert complete(service, stop=",", max_tokens=50)["choices"][0]["text"] == "one"
+        assert complete(service, stop=",", max_tokens=50, min_tokens=4)["choices"][0]["text"] == "one, two"
+        assert complete(service, stop=",", max_tokens=50, min_tokens=9)["choices"][0]["text"] == "one, two, three"
+
+
+@pytest.mark.parametrize("include_usage", [True, False])
+def test_every_chunk_may_tell_the_usage(service: RunningService, include_usage: bool) -> None:
+    """With `continuous_usage_stats` every chunk has the usage so far, which never falls; without it only the last."""
+    options = {"include_usage": include_usage, "continuous_usage_stats": True}
+    told = [event["usage"] for event in events(service, max_tokens=4, stream_options=options)[:-1]]
+    counts = [usage["completion_tokens"] for usage in told]
+    assert counts == sorted(counts) and counts[-1] == 4 and all(usage["prompt_tokens"] == 3 for usage in told)
+    plain = events(service, max_tokens=4, stream_options={"include_usage": include_usage})[:-1]
+    assert sum("usage" in event for event in plain) == include_usage
+
+
 @pytest.mark.parametrize(
     ("stop", "text", "reason", "tokens"),
     [

@@ -1,14 +1,21 @@
 """What a connection may do besides one request after the other: pipelines, old versions, upgrades, half an end."""
 
+import asyncio
 import json
 import socket
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
 
+from service.http.protocol import PIPELINED, BoundedProtocol
 from tests.support.fake_engine import FakeEngine
-from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of
+from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of, send_in_background
 from tests.support.service_server import RunningService, eventually, running_service
 
 
@@ -142,3 +149,152 @@ def test_a_long_path_is_a_long_head(service: RunningService) -> None:
         answer = Answer(connection)
         assert answer.read_head() == 200
         assert lines_of(answer.read_body())[-1]["tokens"] == 5
+
+
+@pytest.mark.parametrize("offering", [1, 2])
+def test_an_offer_to_upgrade_behind_a_body_is_ignored(service: RunningService, offering: int) -> None:
+    """Two requests in one piece have two answers, whichever of them offers: no body is taken for a request."""
+    offer = ("Connection: Upgrade", "Upgrade: h2c")
+    hidden = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    requests = [completion(f"offer-{i}", *(offer if i == offering else ()), prompt=hidden) for i in (1, 2)]
+    with service.connect() as connection:
+        connection.sendall(b"".join(requests) + head("/livez", "Connection: close", *offer, method="GET"))
+        answer = Answer(connection)
+        for name in ("offer-1", "offer-2"):
+            assert answer.read_head() == 200 and answer.headers["x-request-id"] == name
+            assert json.loads(answer.read_body())["usage"]["prompt_tokens"] == len(hidden)
+        assert answer.read_head() == 200 and answer.read_body() == b'{"alive":true}'
+        assert answer.at_end()
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status", "words"),
+    [
+        ("GET /livez HTTP/1.1", 400, "0 headers Host"),
+        ("GET /livez HTTP/1.1\r\nHost: localhost\r\nHost: localhost", 400, "2 headers Host"),
+        ("GET /livez HTTP/1.0\r\nHost: localhost\r\nHost: localhost", 400, "2 headers Host"),
+        ("GET /livez HTTP/2.0\r\nHost: localhost", 505, "send HTTP/1.1"),
+        ("GET /livez HTTP/0.9\r\nHost: localhost", 505, "send HTTP/1.1"),
+        ("POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked", 501, "chunked alone"),
+        ("POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked, chunked", 400, "not valid"),
+        ("POST /tokenize HTTP/1.0\r\nTransfer-Encoding: chunked", 400, "Content-Length"),
+        ("CONNECT localhost:1 HTTP/1.1\r\nHost: localhost", 400, "proxy"),
+    ],
+)
+def test_a_head_that_asks_for_what_is_not_spoken(
+    service: RunningService, request_head: str, status: int, words: str
+) -> None:
+    """It is refused with words and the connection ends, so that nobody can read its body in another way than we do."""
+    with service.connect() as connection:
+        connection.sendall(request_head.encode() + b"\r\n\r\n" + LAST_CHUNK + head("/livez", method="GET"))
+        answer = Answer(connection)
+        assert answer.read_head() == status
+        problem = json.loads(answer.read_body())
+        assert problem["error"]["code"] == "bad_http" and words in problem["detail"]
+        assert answer.at_end()
+
+
+def test_a_request_of_http_1_0_needs_no_host(service: RunningService) -> None:
+    """Host came with HTTP/1.1."""
+    with service.connect() as connection:
+        connection.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+        answer = Answer(connection)
+        assert answer.read_head() == 200 and answer.read_body() == b'{"alive":true}'
+
+
+def test_a_trailer_is_no_header(service: RunningService) -> None:
+    """What stands behind a body cannot pass for a header, such as one that a proxy sets or removes."""
+    with service.connect() as connection:
+        body = chunk(b'{"prompt": "ab", "max_tokens": 4}') + LAST_CHUNK[:-2] + b"x-request-id: trailer\r\n\r\n"
+        connection.sendall(head("/v1/completions", CHUNKED) + body)
+        answer = Answer(connection)
+        assert answer.read_head() == 200 and answer.headers["x-request-id"].startswith("req-")
+
+
+def test_a_body_is_no_part_of_the_head_behind_it(service: RunningService) -> None:
+    """A head that begins in the same piece as a long body ends is measured alone."""
+    text = "ab" * 50_000
+    with service.connect() as connection:
+        connection.sendall(head("/v1/encodings?granularity=document", TEXT, "Content-Length: 100000"))
+        connection.sendall(text.encode() + b"GET /livez HTTP/1.1\r\n")
+        answer = Answer(connection)
+        assert answer.read_head() == 200
+        assert lines_of(answer.read_body())[-1]["tokens"] == 100_000
+        connection.sendall(b"Host: localhost\r\n\r\n")
+        assert answer.read_head() == 200 and answer.read_body() == b'{"alive":true}'
+
+
+FLOODS = {
+    "blank lines": b"\r\n",
+    "headers": b"a:\r\n",
+    "one header": b"a",
+    "trailer": b"a",
+    "requests": head("/livez", method="GET"),
+    "offers": head("/livez", "Connection: upgrade", "Upgrade: x", method="GET"),
+}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+def test_a_flood_is_not_parsed_beyond_its_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flood: str) -> None:
+    """A megabyte of it costs the event loop no more than its first bytes do: each read goes to the parser as it is,
+    none after the refusal, and no head is read that is not going to be answered.
+    """
+    reads, parsed, heads, most_read = [], [], [], 256 << 10
+
+    def counting(owner: type, name: str, seen: list[Any]) -> None:
+        original = getattr(owner, name)
+
+        def counted(self: HttpToolsProtocol, *data: bytes) -> None:
+            seen.extend(data or [b""])
+            original(self, *data)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(HttpToolsProtocol, "data_received", parsed)
+    counting(BoundedProtocol, "data_received", reads)
+    counting(BoundedProtocol, "on_headers_complete", heads)
+    one = FLOODS[flood]
+    with running_service(tmp_path) as service, service.connect() as connection:
+        start = head("/livez", method="GET")[:-2] + b"b: " if "header" in flood else b""
+        if flood == "trailer":
+            start = head("/tokenize", CHUNKED) + LAST_CHUNK[:-2] + b"b: "
+        sender = send_in_background(connection, start + one * ((1 << 20) // len(one)))
+        answer = Answer(connection)
+        assert answer.read_head() in (400, 431)
+        assert json.loads(answer.read_body())["error"]["code"] in ("bad_http", "head_too_large")
+        assert answer.at_end()
+        sender.join()
+        assert len(parsed) <= len(reads)
+        assert sum(map(len, parsed)) <= service.settings.request_head_bytes + most_read
+        assert len(heads) <= 2 * (PIPELINED + 2)  # with an offer to upgrade each is read twice
+
+
+def test_uvicorn_has_what_the_protocol_is_built_on() -> None:
+    """uvicorn promises none of these names: a version without one of them must not be accepted in pyproject.toml."""
+
+    async def made() -> tuple[BoundedProtocol, RequestResponseCycle]:
+        config = uvicorn.Config(lambda *_: None, log_config=None)
+        config.load()
+        protocol = BoundedProtocol(config, ServerState(), {}, asyncio.get_running_loop())
+        protocol.on_message_begin()
+        nothing: list[Any] = [None] * len(signature(RequestResponseCycle).parameters)
+        return protocol, RequestResponseCycle(*nothing)
+
+    protocol, cycle = asyncio.run(made())
+    inherited = (
+        "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete",
+        "send_400_response",
+        "connection_made", "connection_lost", "eof_received", "data_received",
+        "loop", "transport", "flow", "parser", "url", "headers", "scope", "cycle", "pipeline",
+    )  # fmt: skip
+    of_cycle = (
+        "scope", "send", "disconnected", "message_event", "response_started", "response_complete", "chunked_encoding",
+        "expected_content_length",
+    )  # fmt: skip
+    has = dir(HttpToolsProtocol) + list(vars(protocol))
+    gone = [f"HttpToolsProtocol.{name}" for name in inherited if name not in has]
+    gone += [f"RequestResponseCycle.{name}" for name in of_cycle if not hasattr(cycle, name)]
+    assert not gone, (
+        f"uvicorn {uvicorn.__version__} has no {', '.join(gone)} any more: adapt service/http/protocol.py to it, or "
+        "lower the bound of uvicorn in pyproject.toml"
+    )

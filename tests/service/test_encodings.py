@@ -1,5 +1,7 @@
 """POST /v1/encodings over real sockets: both directions at once, nothing lost, nothing left behind."""
 
+import gzip
+import json
 import socket
 import struct
 from collections.abc import Iterator
@@ -334,3 +336,143 @@ def test_tokens_do_not_depend_on_the_cut(service: RunningService) -> None:
         sent = b"".join(m.tokens for m in service.engine.received if isinstance(m, Tokens))
         seen.append((sent, answer))
     assert all(one == seen[0] for one in seen)
+
+
+TEXT_PLAIN = {"content-type": "text/plain"}
+OTHERS = {
+    "PDF": (b"%PDF-1.7 \xe2\xe3" + bytes(3000), "pdftotext book.pdf book.txt"),
+    "HTML": (b" <!doctype html><html><p>It was</html>", "pandoc -f html"),
+    "UTF-16": ("It was".encode("utf-16"), "iconv -f utf-16"),
+    "UTF-8": ("It was in a café, in March.".encode("latin-1"), "iconv -f latin1"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_plain_text_is_refused_before_work_begins(service: RunningService, name: str) -> None:
+    """At each door the answer says what it is and which command makes text of it; however it is cut."""
+    data, command = OTHERS[name]
+    cut = [data[at : at + 1] for at in range(len(data))]
+    file = httpx.post(
+        f"{service.url}/v1/files", files={"file": ("a.txt", data, "text/plain")}, data={"purpose": "user_data"}
+    )
+    named = {"json": {"file_id": file.json()["id"]}}
+    begun = sum(isinstance(message, Tokens) for message in service.engine.received)
+    doors = [
+        (ROUTE, {"content": data, "headers": TEXT_PLAIN}),
+        (ROUTE, {"files": {"file": ("book", data, "text/plain")}}),
+        ("/v1/jobs", {"content": data, "headers": TEXT_PLAIN}),
+        ("/v1/jobs", named),
+        ("/v1/estimate?window=10", {"content": data, "headers": TEXT_PLAIN}),
+    ]
+    if name != "UTF-8":  # which in a file is found while it is read
+        doors += [(ROUTE, named), ("/v1/estimate", named), (ROUTE, {"content": data})]
+        doors += [(ROUTE, {"content": iter(cut), "headers": TEXT_PLAIN})]
+    for path, sent in doors:
+        answer = httpx.post(service.url + path, timeout=20, **sent)  # type: ignore[arg-type]
+        assert answer.status_code in (400, 415), (path, answer.text)
+        said = answer.json()["detail"]
+        assert name in said and command in said, (path, said)
+        assert "octet-stream" not in said and "octet-stream" in answer.json()["hint"]
+    assert begun == sum(isinstance(message, Tokens) for message in service.engine.received)
+    check_rows(encode(service, data, **{"Content-Type": "application/octet-stream"}), data, 512)
+
+
+LONG = "".join(f"Paragraph {i} tells of grün and of {i * 7919 % 1000} ships.\n" for i in range(9000)).encode()
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", "", "application/json"])
+def test_bodies_in_gzip(service: RunningService, kind: str) -> None:
+    """Of one or more members, padded or not, wherever they are cut: the rows are those of what they hold."""
+    data = LONG[:90_000] if kind == "application/json" else LONG
+    body = json.dumps({"input": data.decode()}).encode() if kind == "application/json" else data
+    packed = gzip.compress(body[:70_001]) + gzip.compress(body[70_001:]) + bytes(11)
+    headers = {"Content-Encoding": "gzip"} | ({"Content-Type": kind} if kind else {})
+    check_rows(encode(service, packed, **headers), data, 512)
+    check_rows(encode(service, iter([packed[at : at + 37] for at in range(0, len(packed), 37)]), **headers), data, 512)
+
+
+@pytest.mark.parametrize(
+    ("packed", "said"),
+    [
+        (LONG, "is not gzip"),
+        (gzip.compress(LONG) + b"more", "is not gzip"),
+        (gzip.compress(LONG)[:-9], "ends before its end"),
+        (gzip.compress(LONG)[:-5] + b"\0\0\0\0\0", "is not gzip"),
+        (b"", "empty"),
+    ],
+)
+def test_broken_gzip_is_said_in_words(service: RunningService, packed: bytes, said: str) -> None:
+    """A job of it is a 400 that says how it is broken, and nothing of it stays."""
+    answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=TEXT_PLAIN | {"Content-Encoding": "gzip"})
+    assert answer.status_code == 400 and said in answer.json()["detail"], answer.text
+    assert httpx.get(f"{service.url}/v1/jobs").json()["data"] == []
+
+
+def test_gzip_cannot_hold_more_than_a_document_may(tmp_path: Path) -> None:
+    """The limit counts what comes out, and what grows beyond all measure is refused before the limit."""
+    packed = gzip.compress(bytes(40_000_000), 9)
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/octet-stream"}
+    with running_service(tmp_path, body_bytes=1_000_000) as service:
+        answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=headers, timeout=20)
+        assert answer.status_code == 413 and "1000000 bytes" in answer.json()["detail"]
+        as_json = httpx.post(
+            f"{service.url}{ROUTE}", content=packed, headers=headers | {"Content-Type": "application/json"}
+        )
+        assert as_json.status_code == 413, as_json.text
+    with running_service(tmp_path / "wide", FakeEngine(keep=False), body_bytes=1 << 30) as service:
+        answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=headers, timeout=20)
+        assert answer.status_code == 413 and "200 times" in answer.json()["detail"]
+
+
+def test_the_length_of_a_body_in_gzip_is_not_that_of_its_text(service: RunningService) -> None:
+    """npy, which has the number of rows in its header, is refused for it, and given for a form or `identity`."""
+    packed = {"content": gzip.compress(b"abc"), "headers": TEXT_PLAIN | {"Content-Encoding": "gzip"}}
+    refused = httpx.post(f"{service.url}{ROUTE}?format=npy", **packed)  # type: ignore[arg-type]
+    assert refused.status_code == 400 and "not in gzip" in refused.json()["detail"]
+    plain = {"content": b"abc", "headers": TEXT_PLAIN | {"Content-Encoding": "identity"}}
+    for sent in (plain, {"files": {"file": ("a.txt", b"abc")}}):
+        answer = httpx.post(f"{service.url}{ROUTE}?format=npy", **sent)
+        assert answer.content.startswith(b"\x93NUMPY"), answer.text
+
+
+@pytest.mark.parametrize("coding", ["br", "deflate", "zstd", "gzip, gzip"])
+def test_other_codings_are_refused(service: RunningService, coding: str) -> None:
+    """The answer names the coding and what can be sent."""
+    answer = httpx.post(service.url + ROUTE, content=b"abc", headers=TEXT_PLAIN | {"Content-Encoding": coding})
+    assert answer.status_code == 415 and coding in answer.text and "or in gzip" in answer.text
+
+
+@pytest.mark.parametrize("route", [ROUTE, "/v1/jobs"])
+def test_a_form_with_a_file_is_its_document(service: RunningService, route: str) -> None:
+    """`curl -F file=@book.txt`: rows are those of the file; options stand in the query."""
+    answer = httpx.post(f"{service.url}{route}?window=100", files={"file": ("book.txt", LONG)}, timeout=20)
+    if route == "/v1/jobs":
+        url = f"{service.url}/v1/jobs/{answer.json()['id']}"
+        answer = httpx.get(f"{url}/result", timeout=20)
+        httpx.delete(url)
+    check_rows(lines_of(answer.content), LONG, 100)
+
+
+def test_a_form_in_gzip(service: RunningService) -> None:
+    """The coding is of the whole body."""
+    form = httpx.Request("POST", "http://x", files={"file": ("book.txt", LONG)})
+    packed = gzip.compress(form.read())
+    headers = {"Content-Type": form.headers["content-type"], "Content-Encoding": "gzip"}
+    check_rows(encode(service, packed, **headers), LONG, 512)
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"files": {"file": ("a", b"abc")}, "data": {"window": "7"}}, "?window=512"),
+        ({"files": [("file", ("a", b"abc")), ("more", ("b", b"abc"))]}, "one document at a time"),
+        ({"files": {"file": (None, b"abc")}}, "beside its file"),
+        ({"content": b"--b--\r\n", "headers": {"content-type": "multipart/form-data; boundary=b"}}, "no file"),
+        ({"content": b"abc", "headers": {"content-type": "multipart/form-data"}}, "boundary"),
+        ({"files": {"file": ("a", b"")}}, "empty"),
+    ],
+)
+def test_other_forms_are_refused_in_words(service: RunningService, form: dict[str, Any], said: str) -> None:
+    """Fields beside the file, several files, none, and what is no form."""
+    answer = httpx.post(f"{service.url}/v1/jobs", timeout=20, **form)
+    assert answer.status_code == 400 and said in answer.json()["detail"], answer.text

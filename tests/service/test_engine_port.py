@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dist_attn.wire.messages import Credit, EncodingDone, Generated, Rows, RowSpec, SamplingSpec, Tokens
-from service.completion_stream import CompletionWork
-from service.engine_port import EnginePort, ZmqEnginePort
-from service.engine_stream import EngineStream, StreamLimits
-from service.errors import Code, ServiceError
-from service.logs import make_log
+from service.base.errors import Code, ServiceError
+from service.base.logs import make_log
+from service.engine.completion_stream import CompletionWork
+from service.engine.port import EnginePort, ZmqEnginePort
+from service.engine.stream import EngineStream, StreamLimits
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
 
 SECONDS = 20

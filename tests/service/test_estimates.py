@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from benchmarks.service_eta import compare
 from dist_attn.text import train_bpe
-from service.speed import EngineSpeed, TextRatio
-from service.workload import Workload
+from service.engine.speed import EngineSpeed, TextRatio
+from service.engine.workload import Workload
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.fake_sessions import MANIFEST
 from tests.support.models import write_small_folder

@@ -6,15 +6,20 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from service.errors import ClientGone, ServiceError
-from service.exchange import RequestBody
+from dist_attn.errors import StorageError
+from service.base.errors import ClientGone, ServiceError
+from service.http.exchange import RequestBody
+from service.jobs.book import JobBook, JobLimits
 from service.uploads.audit import audit
+from service.uploads.books import Books
 from service.uploads.entries import Details, Usage
 from service.uploads.shelf import FileShelf
 from service.uploads.writing import Form
 from tests.support.files import opened_shelf
+from tests.support.service_server import running_service
 from tests.support.stores import Clock, redis_server, why_no_redis
 
 DETAILS = Details("a.txt", "text/plain", "user_data")
@@ -94,6 +99,87 @@ def test_what_expires_goes(tmp_path: Path, kind: str) -> None:
 
     where = {"catalogue": redis_server()} if kind == "redis" else {}
     run(tmp_path, work, upload_s=100, file_s=1000, **where)
+
+
+def test_files_without_their_catalogue_are_not_swept_away(tmp_path: Path) -> None:
+    """A new catalogue over bytes is refused with what to do, and one that is emptied meanwhile ends nothing."""
+
+    async def emptied(shelf: FileShelf, _: Clock) -> None:
+        async def forget(books: Books) -> None:
+            for key, _value in await books.transaction.scan("", 1000):
+                books.transaction.delete(key)
+
+        await shelf.catalogue.change(forget)
+        assert (await shelf.upkeep.sweep()).blobs == 0
+
+    async def first(shelf: FileShelf, _: Clock) -> str:
+        return await add(shelf, b"x" * 50)
+
+    async def again(shelf: FileShelf, _: Clock) -> None:
+        record = await shelf.files.get("ann", name)
+        assert b"".join([piece async for piece in shelf.read(record)]) == b"x" * 50
+
+    name = run(tmp_path, first)
+    kept = (tmp_path / "files.sqlite").read_bytes()
+    run(tmp_path, emptied)
+    with pytest.raises(StorageError, match="holds 1 files or parts, and their catalogue is not there"):
+        run(tmp_path, first)
+    for left in tmp_path.glob("files.sqlite*"):
+        left.unlink()
+    (tmp_path / "files.sqlite").write_bytes(kept)
+    run(tmp_path, again)
+
+
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_jobs_without_their_catalogue_stop_the_start(tmp_path: Path, how: str) -> None:
+    """A new catalogue of jobs over the files of jobs is refused with what to do; with the old one they are there."""
+    with running_service(tmp_path) as service:
+        name = httpx.post(f"{service.url}/v1/jobs", content=b"text").json()["id"]
+    catalogue = tmp_path / "data/jobs/catalogue.sqlite"
+    content = catalogue.read_bytes()
+    for left in catalogue.parent.glob("catalogue.sqlite*"):
+        left.unlink()
+    if how == "empty":
+        catalogue.write_bytes(b"")
+    with pytest.raises(StorageError, match=r"holds the files of 1 jobs, and their catalogue .* put a backup"):
+        asyncio.run(opened_jobs(tmp_path / "data"))
+    catalogue.write_bytes(content)
+    with running_service(tmp_path) as service:
+        assert httpx.get(f"{service.url}/v1/jobs/{name}").status_code == 200
+
+
+async def opened_jobs(data: Path) -> None:
+    """Open the catalogue of jobs and close it."""
+    await (await JobBook.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))).close()
+
+
+def test_a_clock_that_is_set_wrong_deletes_nothing(tmp_path: Path) -> None:
+    """Set ahead by more than a life it hides files and uploads; they are there again once it is right, or else go."""
+
+    async def work(shelf: FileShelf, clock: Clock) -> None:
+        stream, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
+        await shelf.append("ann", stream, 0, body(b"y" * 10), None)
+        files = [await add(shelf, b"x" * 50) for _ in range(70)]  # more than one page of those that end
+        clock.now += 200
+        for step in (8 * 86_400.0, 0.0):
+            clock.step = step
+            for _ in range(3):
+                swept = await shelf.upkeep.sweep()
+                assert (swept.uploads, swept.files) == (0, 0) and left_in(tmp_path) == 71
+                clock.now += 40
+            if step:
+                with pytest.raises(ServiceError, match="has expired"):
+                    await shelf.files.get("ann", files[0])
+        assert await shelf.offset(await shelf.catalogue.upload("ann", stream)) == 10
+        found, _more = await shelf.files.page("ann", after=None, limit=100, order="asc", purpose=None)
+        assert {name for name, _ in found} == set(files)
+        clock.step = 8 * 86_400.0
+        await shelf.upkeep.sweep()
+        clock.now += 200
+        swept = await shelf.upkeep.sweep()
+        assert (swept.uploads, swept.files) == (1, 70) and left_in(tmp_path) == 0
+
+    run(tmp_path, work, grace_s=200.0, upload_s=86_400, file_s=86_400)
 
 
 def test_what_a_dead_process_left_is_swept(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
+import openai
 import pytest
 
 from tests.support.fake_engine import FakeEngine
@@ -42,11 +44,32 @@ def test_one_log_line_per_request_says_why_it_ended(service: RunningService) -> 
     assert (line["tokens"], line["rows"], line["input_bytes"]) == (3, 1, 3)
 
 
+def test_health_is_another_name_of_livez(service: RunningService) -> None:
+    """Where other servers of models have their health check, this one answers as at /livez."""
+    health, alive = (httpx.get(f"{service.url}/{name}") for name in ("health", "livez"))
+    assert (health.status_code, health.json()) == (200, alive.json())
+
+
 def test_models_are_listed(service: RunningService) -> None:
     """The list holds the served model, which can be asked for by its id."""
     listed = httpx.get(f"{service.url}/v1/models").json()
     assert listed["object"] == "list" and [m["id"] for m in listed["data"]] == ["tiny"]
     assert httpx.get(f"{service.url}/v1/models/tiny").json() == listed["data"][0]
+
+
+def test_a_model_has_the_names_that_it_is_given(tmp_path: Path) -> None:
+    """It is listed and taken under each of them; the first stands in answers, its folder's name nowhere."""
+    with running_service(tmp_path, served_model_name=("org/name", "alias")) as service:
+        url = f"{service.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["org/name", "alias"]
+            for name in ("org/name", "alias"):
+                assert client.models.retrieve(name).id == name
+                assert client.completions.create(model=name, prompt="abc").model == "org/name"
+                assert client.embeddings.create(model=name, input="abc").model == "org/name"
+            with pytest.raises(openai.NotFoundError, match="'org/name' or 'alias' is"):
+                client.completions.create(model="tiny", prompt="abc")
+        assert httpx.get(f"{service.url}/readyz").json()["model"] == "org/name"
 
 
 def test_ready_follows_the_engine(tmp_path: Path) -> None:
@@ -64,6 +87,30 @@ def test_ready_follows_the_engine(tmp_path: Path) -> None:
         engine.ready, engine.hidden_size = True, 99
         other = httpx.get(f"{service.url}/readyz")
         assert other.status_code == 503 and "same model folder" in other.json()["detail"]
+
+
+def test_an_engine_that_is_missed_for_long_is_asked_for_less_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retry-After of a 503 is the time for which the engine has not been ready, up to two minutes."""
+    engine, later = FakeEngine(), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
+    monkeypatch.setattr("service.engine.watch.time", clock)
+    with running_service(tmp_path, engine) as service:
+
+        def told() -> int:
+            return int(httpx.get(f"{service.url}/readyz").headers["retry-after"])
+
+        engine.ready, engine.reason = False, "rank 2 is stuck in step 40"
+        first = told()
+        later[0] = 50
+        assert first < 40 < 50 <= told() < 100
+        later[0] = 5_000
+        assert told() == 120
+        engine.ready = True
+        assert httpx.get(f"{service.url}/readyz").status_code == 200
+        engine.ready = False
+        assert told() < 40
 
 
 def test_the_documentation_describes_the_routes(service: RunningService) -> None:

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from dist_attn.settings import JobSettings, StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser, train_bpe
 from dist_attn.wire.messages import Failed
+from service.encodings.rows import RowBlock
+from service.jobs.files import RowFile
 from service.jobs.record import JobPoint
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.jobs import point_of
@@ -170,3 +173,28 @@ def test_a_full_store_costs_only_the_states(tmp_path: Path) -> None:
         name = httpx.post(f"{service.url}/v1/jobs?window=64", content=data).json()["id"]
         assert whole(service, name, data)
         assert any("was not kept" in line["event"] for line in service.log_lines())
+
+
+def test_a_process_that_was_taken_for_dead_spoils_no_row(tmp_path: Path) -> None:
+    """What it still writes while another one goes on lands where the same rows belong, and nothing follows them."""
+    vectors_ND, ranges_N4 = np.arange(60, dtype=np.float32).reshape(12, 5), np.arange(48).reshape(12, 4)
+
+    def block(first: int, stop: int) -> RowBlock:
+        return RowBlock(first, ranges_N4[first:stop], vectors_ND[first:stop])
+
+    stale, fresh = RowFile(tmp_path, 5), RowFile(tmp_path, 5)
+    assert stale.begin(0) == 0
+    stale.append(block(0, 5))
+    assert stale.settle() == 5
+    stale.append(block(5, 8))
+    assert fresh.begin(5) == 5
+    fresh.append(block(5, 10))
+    assert fresh.settle() == 10
+    stale.close()
+    fresh.append(block(10, 12))
+    assert fresh.settle() == 12
+    fresh.close()
+    found = fresh.read(0, 12)
+    np.testing.assert_array_equal(found.vectors_ND, vectors_ND)
+    np.testing.assert_array_equal(found.ranges_N4, ranges_N4)
+    assert (tmp_path / "vectors").stat().st_size == 12 * 5 * 4

@@ -1,7 +1,10 @@
 """/v1/jobs over real sockets: work that outlives its connection, is followed, cancelled, and found again."""
 
+import errno
 import io
 import json
+import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -253,6 +256,86 @@ def test_a_body_that_breaks_off_is_no_job(tmp_path: Path) -> None:
         assert get(f"{service.url}/v1/jobs").json()["data"] == []
 
 
+def test_no_other_user_can_read_what_was_sent(tmp_path: Path) -> None:
+    """Whatever the umask is, the folders of jobs and files are 0700, and all in them 0600: catalogues, bytes, rows."""
+    data, before = tmp_path / "data", os.umask(0)
+    try:
+        with running_service(tmp_path, jobs=JobSettings(**QUICK)) as service:
+            ended(service, hand_in(service))
+            drawn = post(f"{service.url}/v1/jobs", json={"completion": {"prompt": "say", "max_tokens": 5}})
+            ended(service, drawn.json()["id"])
+            form = {"data": {"purpose": "user_data"}, "files": {"file": ("book", TEXT_OF_ROWS, "text/plain")}}
+            assert post(f"{service.url}/v1/files", **form).status_code == 200
+            paths = [path for place in ("jobs", "files") for path in (data / place, *(data / place).rglob("*"))]
+            found = {str(path): path.stat().st_mode & 0o777 for path in paths}
+    finally:
+        os.umask(before)
+    assert {path.name for path in paths} >= {"input", "ranges", "result", "catalogue.sqlite-wal", "files.sqlite"}
+    assert {path for path, mode in found.items() if mode != (0o700 if Path(path).is_dir() else 0o600)} == set()
+
+
+def refuse_fsync(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Let fsync fail for whatever has a path of this pattern."""
+    fsync = os.fsync
+
+    def refusing(descriptor: int) -> None:
+        if re.fullmatch(place, os.readlink(f"/proc/self/fd/{descriptor}")):
+            raise OSError(errno.EIO, "the disk does not answer")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+
+
+@pytest.mark.parametrize("place", ["files/../job_[^/]*/input", "files/../job_[^/]*", "files/..", "files"])
+@pytest.mark.parametrize("by", ["body", "file"])
+def test_a_job_is_answered_only_when_it_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, place: str
+) -> None:
+    """The input and every name on the way to it are synced before 202: where one cannot be, there is no job."""
+    jobs = tmp_path / "data/jobs"
+    with running_service(tmp_path, FakeEngine(ready=False), jobs=JobSettings(**QUICK)) as service:
+        url = f"{service.url}/v1/jobs"
+        form = {"data": {"purpose": "user_data"}, "files": {"file": ("book", TEXT_OF_ROWS, "text/plain")}}
+        body: dict[str, Any] = {"content": TEXT_OF_ROWS}
+        if by == "file":
+            body = {"json": {"file_id": post(f"{service.url}/v1/files", **form).json()["id"]}}
+        refuse_fsync(monkeypatch, f"{jobs}/{place}")
+        refused = post(url, **body)
+        assert refused.status_code == 507 and "does not answer" in refused.json()["error"]["message"], refused.text
+        assert get(url).json()["data"] == [] and not [*jobs.glob("files/*/*")]
+        monkeypatch.undo()
+        assert post(url, **body).status_code == 202
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [({"input": "abc"}, "/vectors"), ({"input": "abc"}, "/ranges"), ({"input": "abc"}, ""),
+     ({"completion": {"prompt": "a"}}, "/result.writing"), ({"completion": {"prompt": "a"}}, "")],
+)  # fmt: skip
+def test_a_job_succeeds_only_when_its_result_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any], place: str
+) -> None:
+    """Rows, completions and their names are synced before the job has ended: where one cannot be, it has failed."""
+    engine = FakeEngine(ready=False)
+    with running_service(tmp_path, engine, jobs=JobSettings(**QUICK)) as service:
+        name = post(f"{service.url}/v1/jobs", json=body).json()["id"]
+        refuse_fsync(monkeypatch, f"{tmp_path}/data/jobs/files/../{name}{place}")
+        engine.ready = True
+        failed = ended(service, name, "failed")
+        assert failed["error"]["code"] == "disk_full" and "does not answer" in failed["error"]["message"]
+
+
+@pytest.mark.parametrize("lost", ["vectors", "ranges"])
+def test_rows_that_are_lost_are_not_answered(service: RunningService, lost: str) -> None:
+    """A result whose file is shorter than the catalogue says ends with an error that says so."""
+    name = hand_in(service)
+    ended(service, name)
+    path = service.settings.data_dir / "jobs/files" / name[-2:] / name / lost
+    os.truncate(path, path.stat().st_size - 1)
+    lines = lines_of(get(f"{service.url}/v1/jobs/{name}/result").content)
+    assert lines[-1]["error"]["code"] == "storage_failed" and "no longer on the disk" in lines[-1]["error"]["message"]
+
+
 def test_quotas(tmp_path: Path) -> None:
     """Too many jobs, and more bytes than all may take, are refused with words; what was deleted counts no more."""
     limits = JobSettings(**QUICK, per_caller=2, disk_bytes=20_000)
@@ -271,12 +354,12 @@ def test_quotas(tmp_path: Path) -> None:
 
 
 def test_what_ended_expires(tmp_path: Path) -> None:
-    """After its time a job and its files are gone."""
+    """After its time a job is gone for its caller, and soon its files."""
     with running_service(tmp_path, jobs=JobSettings(**QUICK, keep_s=0.2)) as service:
         name = hand_in(service)
         url = f"{service.url}/v1/jobs/{name}"
-        eventually(lambda: get(url).status_code == 404, "it to be forgotten", 60)
-        assert not [*(tmp_path / "data/jobs/files").glob("*/*")]
+        eventually(lambda: get(url).status_code == 404, "it to be hidden", 60)
+        eventually(lambda: not [*(tmp_path / "data/jobs/files").glob("*/*")], "its files to go", 60)
 
 
 def test_failures_end_a_job_and_restarts_do_not(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Bearer keys: nothing answers without one once keys are set, and what a key opens."""
 
 import hashlib
+import json
 import re
+import socket
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -13,10 +15,10 @@ from starlette.routing import Route
 
 from dist_attn.errors import ConfigError
 from service.app import create_app
-from service.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
-from service.logs import RequestRecord, make_log
-from service.page_files import PAGE_FILES
-from service.settings import Settings
+from service.base.logs import RequestRecord, make_log
+from service.base.page_files import PAGE_FILES
+from service.base.settings import Settings
+from service.http.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
 from tests.support.raw_http import Answer, head
 from tests.support.service_server import RunningService, model_folder, running_service
 
@@ -112,6 +114,17 @@ def test_keys_open_their_routes(service: RunningService) -> None:
         assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed"
 
 
+def test_a_key_may_come_as_x_api_key(service: RunningService) -> None:
+    """`X-API-Key` opens what the same bearer key opens; where both are sent, `Authorization` alone counts."""
+    models = f"{service.url}/v1/models"
+    assert httpx.get(models, headers={"X-API-Key": USER, "x-request-id": "other-header"}).status_code == 200
+    assert service.logged("other-header")["key"] == digest(USER)[:8]
+    assert USER not in service.log.getvalue()
+    assert httpx.get(f"{service.url}/metrics", headers={"X-API-Key": USER}).status_code == 403
+    for headers in ({"X-API-Key": "wrong"}, {"X-API-Key": ""}, {"X-API-Key": USER, **bearer("wrong")}):
+        assert httpx.get(models, headers=headers).status_code == 401
+
+
 def test_the_log_says_which_key(service: RunningService) -> None:
     """The line has the first digits of the key's hash, and the key itself is nowhere in the log."""
     httpx.get(f"{service.url}/v1/models", headers={**bearer(USER), "x-request-id": "who"})
@@ -128,7 +141,7 @@ def test_a_request_knows_its_caller() -> None:
     def caller(ring: KeyRing, key: str) -> str:
         record = RequestRecord("r", "GET", "/v1/models", make_log(StringIO()))
         headers = [(name.lower().encode(), value.encode()) for name, value in bearer(key).items()]
-        scope = {"type": "http", "path": "/v1/models", "headers": headers, "state": {"record": record}}
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": headers, "state": {"record": record}}
         assert ring.refusal(scope) is None
         return record.caller
 
@@ -172,3 +185,90 @@ def test_a_file_without_keys_does_not_open_the_service(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=word) as refused:
             KeyRing.read(settings)
         assert "pass phrase" not in str(refused.value)
+
+
+def asked(service: RunningService, *headers: str, method: str = "POST", path: str = "/tokenize") -> tuple[int, str]:
+    """Status and error code of a request with just these headers."""
+    with service.connect() as connection:
+        body = b'{"prompt": "a"}' if method == "POST" else b""
+        lines = (f"{method} {path} HTTP/1.1", *headers, f"Content-Length: {len(body)}", "Connection: close", "", "")
+        connection.sendall("\r\n".join(lines).encode() + body)
+        answer = Answer(connection)
+        status = answer.read_head()
+        found = answer.read_body() if "content-length" in answer.headers else b"{}"
+        return status, json.loads(found)["error"]["code"] if status >= 400 else ""
+
+
+@pytest.fixture(scope="module")
+def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
+    """A service without keys that has a name of its own."""
+    with running_service(tmp_path_factory.mktemp("keyless"), allowed_hosts=("API.example",)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "LocalHost:8000", "127.0.0.1", "192.168.1.7:80", "[::1]:8000", "api.example:1", "api.example."],
+)
+def test_without_keys_known_names_and_addresses_are_answered(keyless: RunningService, host: str) -> None:
+    """Nobody can make an address point elsewhere, and the rest are names that the operator knows."""
+    assert asked(keyless, f"Host: {host}")[0] == 200
+    assert asked(keyless, f"Host: {socket.gethostname()}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["rebound.evil.example", "localhost.evil.example", "127.0.0.1.evil.example:80", "x@localhost", "[::1", "a b"],
+)
+def test_without_keys_other_names_are_not_answered(keyless: RunningService, service: RunningService, host: str) -> None:
+    """A page whose own name points here by now (DNS rebinding) reads and does nothing; health checks are for all."""
+    for method, path in (("POST", "/v1/sessions"), ("GET", "/v1/jobs"), ("POST", "/v1/completions")):
+        assert asked(keyless, f"Host: {host}", method=method, path=path) == (421, "host_not_allowed")
+    assert asked(keyless, f"Host: {host}", method="GET", path="/livez")[0] == 200
+    assert asked(service, f"Host: {host}", f"Authorization: Bearer {USER}")[0] == 200  # no page has the key
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        ("Sec-Fetch-Site: cross-site", "Origin: https://evil.example"),
+        ("Sec-Fetch-Site: same-site", "Origin: http://localhost:3000"),
+        ("Origin: https://evil.example",),
+        ("Origin: null",),
+        ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate"),
+    ],
+)
+def test_without_keys_pages_of_other_sites_are_refused(keyless: RunningService, headers: tuple[str, ...]) -> None:
+    """A form or a script of theirs does nothing here, though the browser can reach the service and would send it."""
+    assert asked(keyless, "Host: localhost:8000", *headers) == (403, "origin_not_allowed")
+
+
+def test_without_keys_the_own_page_links_and_programs_are_answered(keyless: RunningService) -> None:
+    """The page of the service may do everything, a link to it may be followed, and programs send no such headers."""
+    host = "Host: localhost:8000"
+    assert asked(keyless, host)[0] == 200
+    assert asked(keyless, host, "Origin: http://localhost:8000")[0] == 200
+    assert asked(keyless, host, "Sec-Fetch-Site: same-origin", "Origin: http://localhost:8000")[0] == 200
+    link = ("Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate")
+    assert asked(keyless, host, *link, method="GET", path="/v1/models")[0] == 200
+    assert asked(keyless, host, "Sec-Fetch-Site: cross-site", method="GET", path="/v1/models")[0] == 403
+
+
+def test_only_admin_keys_are_served_before_others(service: RunningService, tmp_path: Path) -> None:
+    """`high` is refused to other keys on every route, jobs too, while there is an admin key; else any key may ask."""
+    body = {"prompt": "a", "max_tokens": 2}
+    tries = (
+        ("/v1/completions", body, {"x-request-priority": "high"}),
+        ("/v1/completions", {**body, "priority": "high"}, {}),
+        ("/v1/embeddings", {"input": "a"}, {"x-request-priority": "HIGH"}),
+        ("/v1/jobs", {"completion": {**body, "priority": "high"}}, {}),
+    )
+    for path, wanted, headers in tries:
+        refused = httpx.post(service.url + path, json=wanted, headers={**bearer(USER), **headers})
+        assert refused.status_code == 403 and refused.json()["error"]["code"] == "admin_key_needed"
+        assert httpx.post(service.url + path, json=wanted, headers={**bearer(ADMIN), **headers}).status_code < 300
+    low = httpx.post(f"{service.url}/v1/completions", json={**body, "priority": "low"}, headers=bearer(USER))
+    assert low.status_code == 200
+    with running_service(tmp_path, api_keys=(digest(USER),)) as other:
+        high = httpx.post(f"{other.url}/v1/completions", json={**body, "priority": "high"}, headers=bearer(USER))
+        assert high.status_code == 200

@@ -1,35 +1,160 @@
-"""What all requests together may take: the memory of JSON bodies is bounded, and given back."""
+"""What all requests together may take: places and the memory of JSON bodies are bounded, shared, and given back."""
 
+import hashlib
 import socket
 import time
+from contextlib import ExitStack
 
 import httpx
 import pytest
 
-from service.errors import ServiceError
-from service.limits import BodyMemory
+from service.base.errors import MOST_RETRY_SECONDS, ServiceError
+from service.http.limits import BodyMemory, OpenRequests
 from tests.support.fake_engine import FakeEngine
+from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
 from tests.support.service_server import eventually, running_service
+
+
+def refused(requests, caller):
+    """What a caller is told for whom there is no place: when to come back, in seconds, and why."""
+    with pytest.raises(ServiceError) as error, requests.one(caller):
+        raise AssertionError("there was a place")
+    assert error.value.status == 429
+    return int(error.value.headers["retry-after"]), error.value.message
+
+
+def test_no_caller_takes_all_places():
+    """A caller may hold half of what others leave: each next one finds a place, until there are hardly any."""
+    requests = OpenRequests(16)
+    with ExitStack() as held:
+        for caller, share in (("a", 8), ("b", 4), ("c", 2), ("d", 1), ("e", 1)):
+            for _ in range(share):
+                held.enter_context(requests.one(caller))
+            if caller != "e":
+                assert "which a caller may hold half" in refused(requests, caller)[1]
+        assert requests.count == 16 and "this service's limit" in refused(requests, "f")[1]
+    assert requests.count == 0
+    with requests.one("a"), requests.one("b"), requests.one("a"):
+        assert requests.count == 3
+
+
+def test_a_single_place_can_be_taken():
+    """The smallest limit refuses nobody for ever."""
+    requests = OpenRequests(1)
+    with requests.one("a"):
+        refused(requests, "a")
+        refused(requests, "b")
+    with requests.one("b"):
+        assert requests.count == 1
+
+
+def test_when_to_come_back_follows_from_how_long_requests_take():
+    """Each that is refused is told a later time, as places come free; another caller does not wait behind them."""
+    now = [0.0]
+    requests = OpenRequests(8, clock=lambda: now[0])
+    for _ in range(3):
+        with requests.one("a"):
+            now[0] += 40
+    with ExitStack() as held:
+        for caller in ("a", "a", "a", "a", "b", "b"):
+            held.enter_context(requests.one(caller))
+        assert [refused(requests, "a")[0] for _ in range(3)] == [10, 20, 30]  # four places, 40 s each
+        assert refused(requests, "b")[0] == 20  # two places
+        now[0] += 300  # nothing has ended: it takes longer than it did
+        assert [refused(requests, "b")[0] for _ in range(3)] == [MOST_RETRY_SECONDS] * 3
+    for _ in range(64):
+        with requests.one("a"):
+            now[0] += 0.1
+    with requests.one("a"), requests.one("a"), requests.one("a"), requests.one("a"):
+        assert refused(requests, "a")[0] == 1
+
+
+def test_those_who_come_back_when_told_find_a_place():
+    """Of many requests at once each is done after few refusals, though no two are served at a time."""
+    now, work = [0.0], 5.0
+    requests = OpenRequests(2, clock=lambda: now[0])
+    waiting, tries, ends = [(0.0, n) for n in range(40)], dict.fromkeys(range(40), 0), []
+    while waiting:
+        at, number = min(waiting)
+        now[0] = at
+        for done in [end for end in ends if end[0] <= at]:
+            now[0] = done[0]
+            done[1].close()
+            ends.remove(done)
+        now[0] = at
+        waiting.remove((at, number))
+        tries[number] += 1
+        place = ExitStack()
+        try:
+            place.enter_context(requests.one("a"))
+            ends.append((at + work, place))
+        except ServiceError as error:
+            waiting.append((at + int(error.headers["retry-after"]), number))
+    assert sum(tries.values()) <= 4 * len(tries)
+
+
+def test_slow_bodies_of_one_caller_leave_places_to_others(tmp_path):
+    """While one key drips as many bodies as it may, another's requests are answered."""
+    keys = {name: {"authorization": f"Bearer {name}"} for name in ("alice", "bob")}
+    digests = tuple(hashlib.sha256(name.encode()).hexdigest() for name in keys)
+    with running_service(tmp_path, FakeEngine(), api_keys=digests, open_requests=4) as service, ExitStack() as held:
+        statuses = []
+        for _ in range(5):
+            slow = held.enter_context(service.connect())
+            slow.sendall(head("/v1/encodings", TEXT, CHUNKED, "Authorization: Bearer alice") + chunk(b"drip"))
+            statuses.append(Answer(slow).read_head())
+        assert statuses == [200, 200, 429, 429, 429]
+        with httpx.Client(base_url=service.url, headers=keys["bob"]) as bob:
+            assert bob.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert bob.post("/v1/encodings", content=b"abc").status_code == 200
+            assert bob.post("/v1/embeddings", json={"input": "abc"}).status_code == 200
+
+
+def test_callers_without_keys_are_told_apart_by_their_addresses(tmp_path):
+    """Whoever comes from one address has one share."""
+    with running_service(tmp_path, FakeEngine(), open_requests=4) as service, ExitStack() as held:
+        for _ in range(2):
+            slow = held.enter_context(service.connect())
+            slow.sendall(head("/v1/encodings", TEXT, CHUNKED) + chunk(b"drip"))
+            assert Answer(slow).read_head() == 200
+        assert httpx.post(f"{service.url}/v1/encodings", content=b"abc").status_code == 429
+        other = httpx.HTTPTransport(local_address="127.0.0.2")
+        with httpx.Client(transport=other) as client:
+            assert client.post(f"{service.url}/v1/encodings", content=b"abc").status_code == 200
 
 
 def test_bodies_together_stay_under_the_limit():
     """The second holder is refused over the limit, and served once the first has given its bytes back."""
     memory, ends = BodyMemory(100), []
-    first, second = memory.hold(ends.append), memory.hold(ends.append)
+    first, second = memory.hold("a", ends.append), memory.hold("b", ends.append)
     first(60)
-    with pytest.raises(ServiceError, match="hold 60 bytes, and the limit is 100") as refused:
+    with pytest.raises(ServiceError, match="hold 60 bytes, 0 of them for this caller, and the limit is 100") as error:
         second(50)
-    assert (refused.value.status, refused.value.headers["retry-after"]) == (429, "2")
+    assert error.value.status == 429 and 1 <= int(error.value.headers["retry-after"]) <= MOST_RETRY_SECONDS
     ends[0]()
     second(50)
     ends[1]()
     assert memory.held == 0
 
 
+def test_bodies_of_one_caller_leave_memory_to_others():
+    """Several of them may hold half of what others leave; the first of a caller may hold all of that."""
+    memory = BodyMemory(100)
+    takes = {name: memory.hold(name[0], lambda _: None) for name in ("a1", "a2", "b1", "b2")}
+    takes["a1"](30)
+    takes["a2"](20)
+    with pytest.raises(ServiceError, match="50 of them for this caller"):
+        takes["a2"](1)
+    takes["b1"](40)
+    with pytest.raises(ServiceError, match="hold 90 bytes"):
+        takes["b2"](1)
+    assert memory.held == 90
+
+
 def test_one_body_alone_may_be_larger():
     """A single body is bounded by its own limit only, so that no setting refuses every request for ever."""
     memory = BodyMemory(10)
-    take = memory.hold(lambda _: None)
+    take = memory.hold("a", lambda _: None)
     take(8)
     take(8)
     assert memory.held == 16
@@ -43,7 +168,7 @@ def test_a_request_that_would_take_too_much_is_told_to_come_back(tmp_path):
         with socket.create_connection((address.host, address.port)) as slow:
             head = (
                 "POST /v1/completions HTTP/1.1",
-                "host: a",
+                "host: localhost",
                 "content-type: application/json",
                 "content-length: 9999",
             )

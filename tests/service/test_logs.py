@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Iterator
 from io import StringIO
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding
-from service.envelope import Envelope
-from service.logs import LibraryLogs, make_log
-from service.metrics import Metrics
-from service.tracing import Tracing
+from service.base.logs import LibraryLogs, make_log
+from service.base.tracing import Tracing
+from service.engine.metrics import Metrics
+from service.http.envelope import Envelope
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, head
 from tests.support.service_server import RunningService, eventually, running_service
@@ -76,6 +77,17 @@ def test_exactly_one_line_per_request(service: RunningService) -> None:
     assert len({line["request_id"] for line in lines}) == 10
 
 
+def test_what_is_polled_is_logged_for_debugging_alone(service: RunningService) -> None:
+    """Answers of health checks, metrics, the page and its polls are logged at debug; those that failed at info."""
+    polled = ["/", "/page/app.js", "/health", "/livez", "/readyz", "/metrics", "/v1/status"]
+    for number, path in enumerate(polled):
+        httpx.get(service.url + path, headers={"x-request-id": f"polled-{number}"})
+    levels = [service.logged(f"polled-{number}")["level"] for number in range(len(polled))]
+    assert levels == ["debug"] * len(polled)
+    httpx.delete(f"{service.url}/v1/status", headers={"x-request-id": "not-a-poll"})
+    assert service.logged("not-a-poll")["level"] == "info"
+
+
 def test_a_line_has_sizes_and_the_engines_step(service: RunningService) -> None:
     """Bytes in and out, tokens, and where the engine was, for every kind of request."""
     document, prompt = b"abcdefgh" * 100, {"prompt": "abc", "max_tokens": 4}
@@ -132,13 +144,13 @@ def test_bytes_that_are_tried_twice_are_counted_once() -> None:
 
     parts = {"log": make_log(stream), "metrics": Metrics(), "tracing": Tracing()}
     envelope = Envelope(**parts, refusal=lambda _: None, whereabouts=dict)
-    scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
     asyncio.run(envelope.around(app)(scope, receive, send))
     assert json.loads(stream.getvalue())["response_bytes"] == 4
 
 
 def test_a_terminal_gets_lines_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSON goes to files and pipes; a terminal gets words, without colours when NO_COLOR asks for that."""
+    """JSON goes to files and pipes, words to a terminal, without colours under NO_COLOR; either may be asked for."""
     file, terminal = StringIO(), Terminal()
     make_log(file).info("started", port=1)
     assert json.loads(file.getvalue())["port"] == 1
@@ -146,6 +158,11 @@ def test_a_terminal_gets_lines_for_people(monkeypatch: pytest.MonkeyPatch) -> No
     make_log(terminal).info("started", port=1)
     assert "started" in terminal.getvalue() and "port=1" in terminal.getvalue()
     assert "{" not in terminal.getvalue() and "\x1b" not in terminal.getvalue()
+    plain, forced = StringIO(), Terminal()
+    make_log(plain, form="plain").info("started", port=1)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[info\] started port=1\n", plain.getvalue())
+    make_log(forced, form="json").info("started", port=1)
+    assert json.loads(forced.getvalue())["port"] == 1
 
 
 def test_the_level_is_kept() -> None:

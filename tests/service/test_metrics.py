@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from dist_attn import __version__
-from service.errors import Code
-from service.metrics import OUTCOMES, UNROUTED
+from service.base.errors import Code
+from service.engine.metrics import OUTCOMES, UNROUTED
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import Samples, samples, value
 from tests.support.raw_http import Answer, head

@@ -9,11 +9,10 @@ import httpx
 import pytest
 from pydantic import BaseModel
 
-from service.chat_schemas import ChatRequest
-from service.errors import Code
-from service.job_schemas import EstimateRequest, JobRequest
-from service.metrics import Metrics
-from service.schemas import (
+from service.base.errors import Code
+from service.engine.metrics import Metrics
+from service.schemas.chat import ChatRequest
+from service.schemas.completions import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -21,6 +20,7 @@ from service.schemas import (
     StreamOptions,
     TokenizeRequest,
 )
+from service.schemas.jobs import EstimateRequest, JobRequest
 from tests.support.fake_engine import HIDDEN
 from tests.support.metrics import samples
 from tests.support.service_server import RunningService, model_folder, running_service
@@ -29,13 +29,38 @@ DOC = (Path(__file__).resolve().parents[2] / "docs/service.md").read_text()
 
 # option -> what works, and what is a 400 (for `model` a 404); other options of the same request stand in a tuple
 Cases = dict[str, tuple[list[Any], list[Any]]]
+NEUTRAL: Cases = {
+    "metadata": ([{}, {"a": "b"}, None], [5]),
+    "safety_identifier": (["me", None], [5]),
+    "prompt_cache_key": (["me", None], [5]),
+    "add_special_tokens": ([True, False, None], ["yes"]),
+    "store": ([False, None], [True, 0]),
+    "service_tier": (["auto", "default", None], ["flex"]),
+    "response_format": (
+        [{"type": "text"}, None],
+        [{"type": "json_object"}, {"type": "json_schema"}],
+    ),
+    "repetition_penalty": ([1, 1.0, None], [1.1, 0, True]),
+    "min_p": ([0, 0.0, None], [0.05, False]),
+    "length_penalty": ([1, 1.0, None], [2]),
+    "use_beam_search": ([False, None], [True]),
+    "early_stopping": ([False, None], [True]),
+    "stop_token_ids": ([[], None], [[5]]),
+    "bad_words": ([[], None], [["a"]]),
+    "include_stop_str_in_output": ([False, None], [True]),
+    "skip_special_tokens": ([True, None], [False]),
+    "spaces_between_special_tokens": ([True, None], [False]),
+    "truncate_prompt_tokens": ([None], [5]),
+}
 COMPLETIONS: Cases = {
     "model": (["tiny", None], ["other"]),
     "prompt": (["a", [97], ["a", "b"], [[97], [98]]], ["", [], [999], 5, ["a"] * 33]),
     "max_tokens": ([1, 16, None], [0, 65_537, "1"]),
-    "temperature": ([0, 0.5, 2, None], [-1, 2.1, "hot"]),
+    "min_tokens": ([0, 16, None], [17, -1, 0.5]),
+    "ignore_eos": ([True, False, None], [1]),
+    "temperature": ([0, 0.5, 2, 3, 1e300, None], [-1, "hot"]),
     "top_p": ([0.1, 1, None], [0, 1.1]),
-    "top_k": ([0, 5, None], [-1, 0.5]),
+    "top_k": ([0, -1, 5, None], [-2, 0.5]),
     "seed": ([0, -5, (1 << 63) - 1, None], [1 << 63, 0.5]),
     "n": ([1, 3, None], [0, 33]),
     "best_of": ([1, 3, None], [0, 33]),
@@ -45,9 +70,11 @@ COMPLETIONS: Cases = {
     "stream": ([True, False, None], ["yes"]),
     "stream_options": ([None], [{"include_usage": True}, {"wat": 1}]),
     "stream_options.include_usage": ([True, False, None], ["yes"]),
+    "stream_options.continuous_usage_stats": ([True, False, None], ["yes"]),
     "stream_options.include_obfuscation": ([False, None], [True]),
     "user": (["me", None], [5]),
     "suffix": (["", None], ["x"]),
+    **NEUTRAL,
     "presence_penalty": ([0, 0.0, 0.5, -2, None], [2.1, "much"]),
     "frequency_penalty": ([0, 1, None], [-2.1]),
     "priority": (["high", "normal", "low", None], ["urgent", 0]),
@@ -56,11 +83,17 @@ COMPLETIONS: Cases = {
     "logit_bias": ([{}, {"97": 1, "256": -100.0}, None], [{"257": 1}, {"a": 1}, {"-1": 1}, {"97": 101}, {"97": None}]),
 }
 MESSAGE = {"role": "user", "content": "abc"}
+ANSWER = {"role": "assistant", "content": "def", "refusal": None, "tool_calls": [], "annotations": [], "audio": None}
+MESSAGES_REFUSED: list[list[dict[str, Any]]] = [
+    [],
+    [{"role": "user"}],
+    *([{**MESSAGE, **more}] for more in ({"role": "stranger"}, {"content": [{"type": "x"}]}, {"tool_calls": [{}]})),
+]
 CHATS: Cases = {
     "model": (["tiny", None], ["other"]),
     "messages": (
-        [[MESSAGE], [{"role": "system", "content": "be brief"}, {**MESSAGE, "name": "me"}]],
-        [[], "abc", [{"role": "user"}], [{**MESSAGE, "role": "stranger"}], [{**MESSAGE, "content": [{"type": "x"}]}]],
+        [[MESSAGE], [{"role": "system", "content": "be brief"}, {**MESSAGE, "name": "me"}], [ANSWER, MESSAGE]],
+        ["abc", *MESSAGES_REFUSED],
     ),
     "max_tokens": ([1, 16, None], [0, 65_537, "1"]),
     "max_completion_tokens": ([1, None], [0, 65_537]),
@@ -69,6 +102,23 @@ CHATS: Cases = {
     "top_logprobs": ([None], [1, 21, -1]),
     **{name: COMPLETIONS[name] for name in ("presence_penalty", "frequency_penalty", "logit_bias", "stream_options")},
     **{name: COMPLETIONS[name] for name in ("priority", "deadline_seconds", "return_progress")},
+    "min_tokens": ([0, 16, None], [1025, -1, 0.5]),
+    "ignore_eos": COMPLETIONS["ignore_eos"],
+    **NEUTRAL,
+    "parallel_tool_calls": ([True, False, None], [5]),
+    "tools": ([[], None], [[{"type": "function", "function": {"name": "f"}}]]),
+    "tool_choice": (["none", "auto", None], ["required"]),
+    "functions": ([[], None], [[{"name": "f"}]]),
+    "function_call": (["none", "auto", None], [{"name": "f"}]),
+    "modalities": ([["text"], None], [["text", "audio"], []]),
+    "audio": ([None], [{"voice": "alloy"}]),
+    "prediction": ([None], [{"type": "content", "content": "a"}]),
+    "reasoning_effort": ([None], ["low"]),
+    "verbosity": ([None], ["low"]),
+    "web_search_options": ([None], [{}]),
+    "chat_template_kwargs": ([{}, None], [{"a": 1}]),
+    "add_generation_prompt": ([True, None], [False]),
+    "continue_final_message": ([False, None], [True]),
 }
 EMBEDDINGS: Cases = {
     "model": (["tiny", None], ["other"]),
@@ -76,6 +126,9 @@ EMBEDDINGS: Cases = {
     "encoding_format": (["float", "base64", None], ["hex"]),
     "dimensions": ([HIDDEN, None], [HIDDEN - 1, 0]),
     "user": (["me", None], [5]),
+    "safety_identifier": (["me", None], [5]),
+    "truncate_prompt_tokens": ([None], [5]),
+    "add_special_tokens": ([True, None], [False]),
 }
 ENCODINGS: Cases = {
     "model": (["tiny", None], ["other"]),
@@ -189,9 +242,9 @@ def test_every_option_works_or_is_refused_by_name(
 
 
 def test_two_that_exclude_each_other(service: RunningService) -> None:
-    """`echo` with `logprobs` is refused, `stream_options` without `stream`, and a `best_of` that cannot be."""
+    """`stream_options` without `stream`, no tokens without `echo`, and a `best_of` that cannot be are refused."""
     for body, param in (
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {}}, "stream_options"),
         ({"best_of": 2, "n": 3}, "best_of"),
         ({"best_of": 2, "stream": True}, "best_of"),

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dist_attn.settings import PrefixSettings, StoreSettings
 from dist_attn.wire.messages import OpenCompletion, SamplingSpec, Tokens
-from service.metrics import PREFIX_LOOKUPS
-from service.prefixes import kept_positions
+from service.completions.prefixes import kept_positions
+from service.engine.metrics import PREFIX_LOOKUPS
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import GRID, MANIFEST
 from tests.support.metrics import samples, value
@@ -135,6 +135,9 @@ def test_every_choice_begins_with_the_state_and_prompts_count_once(service: Runn
     assert cached(best) == 4 * GRID and len(best["choices"]) == 1
     echoed = complete(service, BOOK, echo=True)
     assert text(echoed) == BOOK + expected(BOOK) and cached(echoed) == 4 * GRID
+    scored = complete(service, BOOK, echo=True, logprobs=0)
+    assert text(scored) == BOOK + expected(BOOK) and cached(scored) == 0
+    assert None not in scored["choices"][0]["logprobs"]["token_logprobs"][1:]
 
 
 def test_a_stream_says_what_it_took_over(service: RunningService) -> None:

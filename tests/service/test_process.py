@@ -1,5 +1,6 @@
 """`python -m service` as a process of its own, with a controller on the other side of a real socket."""
 
+import re
 import signal
 import socket
 import subprocess
@@ -34,6 +35,38 @@ def test_a_service_by_itself(tmp_path: Path) -> None:
         assert process.wait(SECONDS) == 0
         log = (tmp_path / "log").read_text()
         assert "Warning" not in log and "Traceback" not in log
+
+
+def test_ready_is_said_once_the_engine_is(tmp_path: Path) -> None:
+    """Until the engine is ready the service says that it loads; then it says so, with URL, model and data folder."""
+    engine = FakeEngine(ready=False)
+    with (
+        fake_controller(engine, f"ipc://{tmp_path}/c") as address,
+        running_process(tmp_path, address) as (process, url),  # which has said that it loads
+    ):
+        assert process.stdout is not None
+        assert httpx.get(f"{url}/readyz").status_code == 503
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.append(process.stdout.readline()))
+        reader.start()
+        engine.ready = True
+        reader.join(SECONDS)
+        assert re.fullmatch(rf"ready after \d+\.\d s: {url}  model tiny  data in {tmp_path}/data\n", said[0])
+
+
+def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
+    """The warning names the file, its mode and the command that mends it; a file of the owner alone is not named."""
+    keys, admins = tmp_path / "keys.txt", tmp_path / "admins.txt"
+    for file, mode in ((keys, 0o644), (admins, 0o600)):
+        file.write_text("a-key\n")
+        file.chmod(mode)
+    with (
+        fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as address,
+        running_process(tmp_path, address, api_keys_file=str(keys), admin_keys_file=str(admins)) as (_, url),
+    ):
+        assert httpx.get(f"{url}/v1/models", headers={"Authorization": "Bearer a-key"}).status_code == 200
+    (warning,) = [line for line in (tmp_path / "log").read_text().splitlines() if '"warning"' in line]
+    assert f"others may read {keys} (mode 644); chmod 600 {keys}" in warning
 
 
 def test_memory_is_flat_with_a_client_that_does_not_read(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import httpx
 import pytest
 
-from service.reference_page import render_reference
+from service.http.reference_page import render_reference
 from tests.support.service_server import RunningService, running_service
 
 

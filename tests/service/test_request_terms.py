@@ -8,7 +8,7 @@ import pytest
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding
 from dist_attn.wire.session_messages import OpenSession
 from dist_attn.wire.terms import Terms
-from service.request_terms import DeadlineExceeded, RequestTerms
+from service.base.request_terms import DeadlineExceeded, RequestTerms
 from tests.service.test_chat import templated
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import running_service
@@ -99,7 +99,7 @@ def test_a_deadline_that_has_passed_is_a_504_that_is_not_retried(tmp_path):
     assert (late.value.status, late.value.headers) == (504, {"x-should-retry": "false"})
 
 
-@pytest.mark.parametrize(("given", "sent"), [(37, "37"), (None, "2")])
+@pytest.mark.parametrize(("given", "sent"), [(37, "37"), (None, "1"), (999, "120")])
 def test_retry_after_is_what_the_engine_says(tmp_path, given, sent):
     """An engine that is full knows when there may be room."""
     with running_service(tmp_path, FakeEngine(refuse="overloaded", retry_after_s=given)) as service:

@@ -25,14 +25,14 @@ from dist_attn.wire.messages import (
 )
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit
 from dist_attn.wire.terms import Terms
-from service.completion_stream import CompletionWork
-from service.engine_port import ZmqEnginePort
-from service.engine_stream import EngineStream, StreamLimits
-from service.errors import Code, EngineFailure, ServiceError
-from service.logs import make_log
-from service.open_streams import OpenStreams
-from service.resending import Delivered
-from service.session_stream import SessionWork
+from service.base.errors import Code, EngineFailure, ServiceError
+from service.base.logs import make_log
+from service.engine.completion_stream import CompletionWork
+from service.engine.open_streams import OpenStreams
+from service.engine.port import ZmqEnginePort
+from service.engine.resending import Delivered
+from service.engine.session_stream import SessionWork
+from service.engine.stream import EngineStream, StreamLimits
 from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
 from tests.support.fake_sessions import MANIFEST
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 
-from service.engine_port import ZmqEnginePort
-from service.engine_stream import StreamLimits
-from service.engine_watch import EngineWatch
-from service.logs import make_log
-from service.served_model import ServedModel
-from service.settings import Settings
+from service.base.logs import make_log
+from service.base.settings import Settings
+from service.engine.port import ZmqEnginePort
+from service.engine.served_model import ServedModel
+from service.engine.stream import StreamLimits
+from service.engine.watch import EngineWatch
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
 from tests.support.service_server import RunningService, eventually, model_folder, running_service

@@ -11,10 +11,10 @@ import httpx
 import numpy as np
 import pytest
 
-from service.errors import EngineFailure
-from service.formats import RowsAhead, choose_format, make_format
-from service.rows import RowBlock
-from service.schemas import EncodingSummary, Usage
+from service.base.errors import EngineFailure
+from service.encodings.formats import RowsAhead, choose_format, make_format
+from service.encodings.rows import RowBlock
+from service.schemas.completions import EncodingSummary, Usage
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head, lines_of, send_in_background
 from tests.support.service_server import RunningService, eventually, running_service
@@ -118,7 +118,7 @@ def test_arrow_where_pyarrow_is_missing(service: RunningService, monkeypatch: py
     """400 that says what to install; the other formats do not need it."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     answer = httpx.post(f"{service.url}{ROUTE}?format=arrow", content=b"abc")
-    assert answer.status_code == 400 and "dist-attn[arrow]" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "pip install -e '.[arrow]'" in answer.json()["error"]["message"]
     assert answer.json()["error"]["param"] == "format"
     ask(service, "format=npy")
 

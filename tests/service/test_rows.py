@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.wire.messages import Rows, RowSpec
-from service.errors import EngineFailure
-from service.rows import ByteOffsets, format_rows, row_block, shortest_float32
+from service.base.errors import EngineFailure
+from service.base.floats import shortest_float32
+from service.encodings.rows import ByteOffsets, format_rows, row_block
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))

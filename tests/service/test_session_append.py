@@ -19,7 +19,7 @@ from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.state_store import StateStore
 from dist_attn.wire.messages import Failed, Status, Tokens
 from dist_attn.wire.session_messages import OpenSession
-from service.errors import Code, ServiceError
+from service.base.errors import Code, ServiceError
 from service.sessions.writer import writing
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, stored
@@ -175,6 +175,22 @@ def test_another_text_does_not_go_on_with_half_an_append(service: RunningService
     assert client.append(session, BOOK, "k").position == len(BOOK)
 
 
+def test_half_an_append_with_another_behind_it(service: RunningService) -> None:
+    """Its rest cannot follow: a 409 tells which part is kept and where the session stands; a fork there takes it."""
+    client = SessionClient(service.url)
+    session = client.make()
+    client.append(session, b"first ")
+    broken_off(service, session, "k", BOOK[:3000], 2560)
+    kept = position(client, session)
+    client.append(session, b"another")
+    refused = client.append_lines(session, BOOK, "k")[-1]
+    assert (refused["status"], refused["error"]["code"]) == (409, "conflict")
+    assert (refused["start"], refused["expected_position"], refused["position"]) == (6, kept, kept + 7)
+    fork = client.post(f"/v1/sessions/{session}/fork", json={"position": refused["expected_position"]}).json()["id"]
+    assert client.append(fork, BOOK[refused["expected_position"] - 6 :], "rest").position == 6 + len(BOOK)
+    assert client.state(fork).content == stored(after(0, b"first " + BOOK), 6 + len(BOOK))
+
+
 def test_a_client_that_leaves_after_the_text_is_read_on(tmp_path: Path) -> None:
     """Once the whole text has been sent nobody needs to wait for the answer: it is read and kept."""
     with running_service(tmp_path) as service:
@@ -218,7 +234,7 @@ def test_one_writes_at_a_time(tmp_path: Path) -> None:
 
 
 def test_a_writer_that_was_taken_for_dead_changes_nothing() -> None:
-    """One that lives keeps the session however long it takes; one that was silent finds it in other hands."""
+    """One that lives keeps the session however long it takes; one that was silent is told up to where it wrote."""
 
     async def work() -> None:
         clock = Clock()
@@ -232,12 +248,13 @@ def test_a_writer_that_was_taken_for_dead_changes_nothing() -> None:
                         async with writing(store, "ann", session, "b", None):
                             pass
                 await writer.advance(5, await writer.keep(stream(b"five")))
-            with pytest.raises(ServiceError, match="given to another writer"):
+            with pytest.raises(ServiceError, match="given to another writer") as lost:
                 async with writing(store, "ann", session, "a", 0) as writer:
                     assert writer.kept == 5
                     clock.now += 10
                     await store.sessions.begin_append("ann", session, "c")
                     await asyncio.sleep(20)
+            assert lost.value.facts == {"position": 5}
             assert (await store.sessions.get("ann", session)).position == 5
 
     asyncio.run(asyncio.wait_for(work(), 15))

@@ -95,7 +95,7 @@ def test_the_sampling_options_reach_the_engine(service: RunningService) -> None:
     assert sampling is not None
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.9)
     assert (sampling.seed, sampling.logit_bias) == (7, {5: 2.0})
-    for name, value in (("max_tokens", 0), ("max_tokens", 65_537), ("temperature", 3), ("stop", [""]), ("n", 2)):
+    for name, value in (("max_tokens", 0), ("max_tokens", 65_537), ("temperature", -1), ("stop", [""]), ("n", 2)):
         refused = generate(client, session, **{name: value})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text
     assert generate(client, session, model="other").status_code == 404

@@ -140,16 +140,27 @@ def test_spoilt_files_are_never_an_error_of_ours(service: RunningService) -> Non
     assert 400 in seen
 
 
-def test_a_damaged_blob_is_seen_by_who_reads_it(tmp_path: Path) -> None:
-    """Bytes that have changed on the disk: the answer breaks off, so that nobody takes it for the state."""
+@pytest.mark.parametrize("damage", ["cut", "a flipped bit", "gone"])
+def test_a_damaged_state_is_said(tmp_path: Path, damage: str) -> None:
+    """Bytes that have changed on the disk are neither sent, gone on from nor forked: 500 `state_damaged` in words."""
     with running_service(tmp_path, store=StoreSettings(address=str(tmp_path / "states"))) as service:
         client = SessionClient(service.url)
         session = client.make()
         client.append(session, TEXT)
         (blob,) = [path for path in (tmp_path / "states/snapshots").glob("*/*") if path.is_file()]
-        blob.write_bytes(blob.read_bytes()[:-1])
-        with pytest.raises(httpx.RemoteProtocolError):
-            client.state(session)
-        lines = client.append_lines(session, b"more")
-        assert lines[-1]["object"] == "error" or lines[-1]["status"] >= 500
+        data = blob.read_bytes()
+        if damage == "gone":
+            blob.unlink()
+        else:
+            blob.write_bytes(data[:-1] if damage == "cut" else data[:-1] + bytes([data[-1] ^ 1]))
+        path = f"/v1/sessions/{session}"
+        answers = client.state(session), client.post(f"{path}/fork"), client.post(f"{path}/generate", json={})
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "state_damaged"), answer.text
+            assert answer.headers["x-should-retry"] == "false"
+        last = client.append_lines(session, b"more")[-1]
+        assert (last["error"]["code"], last["position"]) == ("state_damaged", len(TEXT))
         assert not [line for line in service.log_lines() if line.get("event") == "unexpected error"]
+        again = client.make()
+        client.append(again, TEXT)  # comes to the same state, which mends the damaged one
+        assert client.state(session).content == client.state(again).content == data

@@ -8,9 +8,9 @@ import pytest
 
 from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone, StatePiece
-from service.engine_port import EnginePort
-from service.errors import Code, ServiceError
-from service.session_stream import SessionEvent, SessionStream, SessionWork
+from service.base.errors import Code, ServiceError
+from service.engine.port import EnginePort
+from service.engine.session_stream import SessionEvent, SessionStream, SessionWork
 from tests.service.test_engine_port import run, until
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored

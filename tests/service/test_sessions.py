@@ -12,8 +12,8 @@ import pytest
 from dist_attn.errors import StorageError
 from dist_attn.settings import StoreSettings
 from service.app import create_app
-from service.errors import Code
-from service.settings import Settings
+from service.base.errors import Code
+from service.base.settings import Settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import samples, value
 from tests.support.service_server import RunningService, eventually, model_folder, running_service
@@ -54,6 +54,7 @@ def test_a_session_is_made_looked_at_and_ended(service: RunningService) -> None:
         ({"metadata": {"x": "y" * 513}}, "metadata"),
         ({"metadata": {"x": 5}}, "metadata"),
         ({"ttl_seconds": 0}, "ttl_seconds"),
+        ({"ttl_seconds": 1e-300}, "ttl_seconds"),
         ({"ttl_seconds": 1e9}, None),
         ({"path": "/etc"}, "path"),
     ],
@@ -148,9 +149,9 @@ def test_what_a_caller_may_keep_is_bounded(tmp_path: Path) -> None:
 def test_sessions_that_nobody_uses_end(tmp_path: Path) -> None:
     """After its life a session is not there any more, and a round of upkeep has let go of what it kept."""
     store = StoreSettings(address="memory:", upkeep_s=0.05, hold_s=0.01)
-    with running_service(tmp_path, store=store) as service:
+    with running_service(tmp_path, store=store, expired_seconds=0.1) as service:
         client = SessionClient(service.url)
-        session = client.make(ttl_seconds=0.4)
+        session = client.make(ttl_seconds=1)
         client.append(session, "soon forgotten")
         stays = client.make()
         assert value(samples(service), "dist_attn_stored_bytes") > 1000
@@ -177,6 +178,34 @@ def test_sessions_are_there_after_a_restart(tmp_path: Path) -> None:
         assert client.get(f"/v1/sessions/{session}").json()["position"] == first.position
         second = client.append(session, "And gone on from.", expected_position=first.position)
         assert (second.restored_position, second.recomputed_tokens, second.bit_exact) == (first.position, 0, True)
+
+
+def test_folders_that_others_can_read_are_tightened(tmp_path: Path) -> None:
+    """At the start, with a line of log for each: the data folder, and states, jobs and files in it."""
+    data = tmp_path / "data"
+    open_to_others = [data, data / "states", data / "jobs", data / "files"]
+    for folder in open_to_others:
+        folder.mkdir(parents=True)
+        folder.chmod(0o755)
+    with running_service(tmp_path, store=StoreSettings()) as service:
+        SessionClient(service.url).make()
+        said = [line["folder"] for line in service.log_lines() if "open to other users" in line["event"]]
+    assert said == list(map(str, open_to_others))
+    assert [folder.stat().st_mode & 0o777 for folder in open_to_others] == [0o700] * 4
+
+
+def test_a_folder_that_is_not_ours_alone_keeps_its_rights(tmp_path: Path) -> None:
+    """States in a folder with other things, such as a checkout: those keep their rights, and a warning says so."""
+    place = tmp_path / "checkout"
+    (place / "page").mkdir(parents=True)
+    (place / "page" / "run.sh").write_text("")
+    for path in (place, place / "page", place / "page" / "run.sh"):
+        path.chmod(0o755)
+    with running_service(tmp_path, store=StoreSettings(address=str(place))) as service:
+        SessionClient(service.url).make()
+        said = [line["folder"] for line in service.log_lines() if "other things are in it" in line["event"]]
+    assert {path.stat().st_mode & 0o777 for path in (place, place / "page", place / "page" / "run.sh")} == {0o755}
+    assert said == [str(place)]
 
 
 def test_a_store_that_cannot_be_opened_stops_the_start(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.stopping import StopScanner
+from service.text.stopping import StopScanner
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dist_attn.text import ByteTokeniser, Tokeniser
-from service.tokenising import Piece, TextMark, TextMarks, ThreadTokeniser
+from service.text.tokenising import Piece, TextMark, TextMarks, ThreadTokeniser
 from tests.support.tokenisers import PROSE, foreign_bpe, small_bpe, unigram
 
 TEXT = (PROSE + "  ünïcode — “quoted” 😀   12345\n\n").encode() * 4

@@ -16,9 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from dist_attn.errors import ConfigError
 from dist_attn.settings import TracingSettings
 from dist_attn.wire.messages import Generated, RowSpec
-from service.engine_stream import StreamLimits
-from service.open_streams import OpenStreams
-from service.tracing import Tracing
+from service.base.tracing import Tracing
+from service.engine.open_streams import OpenStreams
+from service.engine.stream import StreamLimits
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service
 
@@ -123,7 +123,7 @@ def test_nothing_is_imported_where_tracing_is_off() -> None:
     """A service without an endpoint loads neither the SDK nor an exporter; the interface alone comes with FastAPI."""
     program = (
         "import service.app, service.__main__, sys\n"
-        "from service.tracing import Tracing, engine_trace\n"
+        "from service.base.tracing import Tracing, engine_trace\n"
         "with Tracing().request({'path': '/x'}): engine_trace('x').ended(0, '')\n"
         "print([n for n in sys.modules if n.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )
@@ -134,6 +134,6 @@ def test_nothing_is_imported_where_tracing_is_off() -> None:
 def test_an_endpoint_needs_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the packages are missing, the start says which extra to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"dist-attn\[otel\]"):
+    with pytest.raises(ConfigError, match=r"pip install -e '\.\[otel\]'"):
         Tracing.of(TracingSettings(endpoint="http://127.0.0.1:4318/v1/traces"))
     assert Tracing.of(TracingSettings()).close() is None

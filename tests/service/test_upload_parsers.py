@@ -5,7 +5,7 @@ import random
 import httpx
 import pytest
 
-from service.errors import ServiceError
+from service.base.errors import ServiceError
 from service.uploads.multipart import HEAD_BYTES, FieldBytes, FieldStart, FormParser, boundary_of
 from service.uploads.ranges import byte_range
 from service.uploads.tus import parse_count, parse_metadata

@@ -11,10 +11,10 @@ from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, make_keys
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.sockets import Router
 from service.__main__ import main
-from service.engine_port import ZmqEnginePort
-from service.engine_stream import StreamLimits
-from service.errors import Code, ServiceError
-from service.logs import make_log
+from service.base.errors import Code, ServiceError
+from service.base.logs import make_log
+from service.engine.port import ZmqEnginePort
+from service.engine.stream import StreamLimits
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.programs import free_port
 from tests.support.service_server import model_folder

@@ -77,6 +77,34 @@ def test_the_same_bits_for_any_number_of_ranks(gate, causal, gradients):
 
 
 @pytest.mark.usefixtures("computed_by")
+@pytest.mark.parametrize("lengths", [(64, 0, 832, 128), (0, 0, 1024, 0), (512, 512, 0, 0)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_ranks_without_tokens_have_all_gradients(lengths, causal):
+    """Every input of every rank has a gradient, of no elements where it has no tokens, and they are one rank's."""
+    case = Inputs.random(1024, 1024, gate=True, scale=True, state=True)
+
+    def body(comm: Communicator, layout: SequenceLayout) -> tuple[torch.Tensor, ...]:
+        leaves = case.leaves(*layout.range(comm.rank))
+        qkv, kwargs = leaves.arguments()
+        out, _ = ShardedSequenceOps(comm, layout, deterministic=True).linear_attention(*qkv, causal=causal, **kwargs)
+        return torch.autograd.grad(out.square().sum(), list(leaves.sequence.values()))
+
+    def gradients(layout: SequenceLayout) -> list[torch.Tensor]:
+        ranks = run_simulated(partial(body, layout=layout), layout.size)
+        return [torch.cat(parts, 2) for parts in zip(*ranks, strict=True)]
+
+    want = gradients(SequenceLayout.from_lengths([1024]))
+    leaves = case.leaves()
+    qkv, kwargs = leaves.arguments()
+    out, _ = linear_attention(*qkv, causal=causal, **kwargs)
+    fast = torch.autograd.grad(out.square().sum(), list(leaves.sequence.values()))
+    got = gradients(SequenceLayout.from_lengths(lengths))
+    for name, gradient, one_rank, other in zip(case.sequence, got, want, fast, strict=True):
+        assert_close(gradient, one_rank, kind="gradient", what=name)
+        assert_close(gradient, other, kind="gradient", what=name)
+
+
+@pytest.mark.usefixtures("computed_by")
 def test_it_is_linear_attention():
     """The deterministic form computes what the fast form computes, to rounding."""
     case = inputs(gate=True)

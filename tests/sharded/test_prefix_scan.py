@@ -12,7 +12,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.costs import Calibration, ScanTime
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan
+from dist_attn.sharded.prefix_scan import Exchange, LogDecay, Matrix, Monoid, exclusive_scan, scan_over_ranks
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
@@ -226,3 +226,65 @@ def test_the_choice_is_what_was_measured() -> None:
 def test_two_levels_find_their_hosts() -> None:
     """Without hosts being named, those of the launcher are taken: threads of one process are on one."""
     check("simulated", Exchange("two_level"), 3)
+
+
+MONOIDS = {"a decay for each row": LogDecay(3), "numbers that only add up": LogDecay(2, added=3), "a matrix": Matrix(3)}
+
+
+def messages(monoid: Monoid, size: int) -> list[torch.Tensor]:
+    """What lies before all ranks, and the message of each rank, four columns of sums."""
+    generator = torch.Generator().manual_seed(size)
+    drawn = 0.4 * torch.randn((size + 1, 2, 4 * monoid.rows + monoid.weights), generator=generator, dtype=torch.float64)
+    return [message.requires_grad_() for message in drawn]
+
+
+def scanned(comm: Communicator, monoid: Monoid, exchange: Exchange):
+    """One rank's results, its gradients, and those of a function of its gradients."""
+    initial, *own = messages(monoid, comm.size)
+    leaves = [own[comm.rank], initial]
+    results = scan_over_ranks(comm, monoid, own[comm.rank], initial, exchange)
+    loss = weighted_sum(*(t.sin() for t in results), seed=comm.rank)
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    second = torch.autograd.grad(weighted_sum(*(g.cos() for g in grads[:1]), seed=comm.rank), leaves)
+    return [[t.detach() for t in part] for part in (results, grads, second)]
+
+
+def folded(monoid: Monoid, size: int):
+    """The same of all ranks by plain folds."""
+    initial, *own = messages(monoid, size)
+    prefixes = [initial]
+    for message in own:
+        prefixes.append(monoid.combine(prefixes[-1], message))
+    results = [(prefixes[rank], prefixes[-1]) for rank in range(size)]
+    losses = [weighted_sum(*(t.sin() for t in both), seed=rank) for rank, both in enumerate(results)]
+    grads = torch.autograd.grad(torch.stack(losses).sum(), [*own, initial], create_graph=True)
+    sums = [weighted_sum(grad.cos(), seed=rank) for rank, grad in enumerate(grads[:-1])]
+    return results, grads, torch.autograd.grad(torch.stack(sums).sum(), [*own, initial])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level")], ids=name_of)
+@pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())
+def test_every_monoid_over_every_exchange_is_the_fold(monoid: Monoid, exchange: Exchange, size: int) -> None:
+    """Decays by row and matrices give the results, gradients and second gradients of a left fold."""
+    if exchange.algorithm == "two_level":
+        exchange = replace(exchange, hosts=hosts(size) if size < 3 else hosts(2, size - 2))
+    results, *grads = folded(monoid, size)
+    ranks = run_simulated(partial(scanned, monoid=monoid, exchange=exchange), size)
+    for rank, (got, *got_grads) in enumerate(ranks):
+        for one, want in zip(got, results[rank], strict=True):
+            assert_close(one, want, kind="state", what=f"rank {rank}")
+        for one, want in zip(got_grads, grads, strict=True):
+            assert_close(one[0], want[rank], kind="gradient", what=f"rank {rank}")
+    for order, want in enumerate(grads, 1):
+        shares = torch.stack([rank[order][1] for rank in ranks])
+        assert_close(shares.sum(0), want[-1], kind="gradient", what="initial")
+
+
+@pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())
+def test_monoids_are_associative(monoid: Monoid) -> None:
+    """It does not matter which of three messages are combined first, and zeros on either side change no bit."""
+    a, b, c = messages(monoid, 2)
+    assert_close(monoid.combine(monoid.combine(a, b), c), monoid.combine(a, monoid.combine(b, c)), kind="state")
+    nothing = torch.zeros_like(a)
+    assert torch.equal(monoid.combine(nothing, a), a) and torch.equal(monoid.combine(a, nothing), a)

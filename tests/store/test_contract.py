@@ -10,12 +10,12 @@ from dist_attn.errors import (
     BusyError,
     ConflictError,
     InputError,
-    PositionError,
     QuotaError,
     StorageError,
     UnknownStateError,
 )
 from dist_attn.store import Usage
+from dist_attn.store.upkeep import Collected
 from tests.support.stores import kept, read, stream, written
 
 DATA = random.Random(0).randbytes(70_000)
@@ -91,11 +91,66 @@ def test_a_session_ends_by_itself(place):
         assert (await store.upkeep.collect()).sessions == 1
         place.clock.now += 1000
         await store.upkeep.collect()
-        with pytest.raises(InputError, match="life of 0 s"):
-            await store.sessions.create("ann", ttl_s=0)
+        for life in (0, 1e-300, 0.99, 1e9):
+            with pytest.raises(InputError, match="s was asked for; it may have 1 to 7"):
+                await store.sessions.create("ann", ttl_s=life)
         return await store.snapshots.usage("ann")
 
     assert place.run(work, hold_s=1.0) == Usage()
+
+
+def test_a_clock_that_is_set_wrong_ends_no_session(place):
+    """Set ahead by more than a life it hides sessions and deletes none; once it is right they are there as before."""
+
+    async def work(store):
+        session = await written(store, "ann", await store.sessions.create("ann"), 4, DATA)
+        pinned = await kept(store, "ann", DATA[:9])
+        await store.snapshots.pin("ann", pinned, 3 * 86_400.0)
+        before = await store.snapshots.usage("ann")
+        place.clock.now += 1000
+        assert await store.upkeep.collect() == Collected()
+        place.clock.step = 8 * 86_400.0
+        for _ in range(9):
+            assert await store.upkeep.collect() == await store.upkeep.repair() == Collected()
+            assert await store.sessions.listed("ann") == []
+            with pytest.raises(UnknownStateError, match="expired"):
+                await store.sessions.get("ann", session.id)
+            place.clock.now += 11
+        assert store.upkeep.grace.take_jump() == 8 * 86_400.0
+        place.clock.step = 0.0
+        await store.upkeep.collect()
+        place.clock.now += 1000
+        place.clock.step = 8 * 86_400.0
+        assert await store.upkeep.collect() == Collected()
+        place.clock.step = 0.0
+        assert await store.sessions.listed("ann") == [session]
+        assert await read(store, "ann", session.checkpoints[0].snapshot) == DATA
+        assert await read(store, "ann", pinned) == DATA[:9]
+        return await store.snapshots.usage("ann") == before
+
+    assert place.run(work, grace_s=100.0)
+
+
+def test_what_has_expired_goes_after_its_grace(place):
+    """A clock that stays ahead is believed in the end, by the process that has seen it run evenly for so long."""
+
+    async def work():
+        async with place.open(grace_s=100.0) as store:
+            session = await written(store, "ann", await store.sessions.create("ann"), 4, DATA)
+            place.clock.step = 8 * 86_400.0
+            await store.upkeep.collect()
+            place.clock.now += 99
+            assert await store.upkeep.collect() == Collected()
+        async with place.open(grace_s=100.0) as store:  # a restart begins anew
+            place.clock.now += 99
+            assert await store.upkeep.collect() == Collected()
+            place.clock.now += 1
+            assert (await store.upkeep.collect()).sessions == 1
+            with pytest.raises(UnknownStateError):
+                await read(store, "ann", session.checkpoints[0].snapshot)
+            return await store.upkeep.audit(), await store.snapshots.usage("ann")
+
+    assert asyncio.run(work()) == ([], Usage())
 
 
 def test_forks_share_bytes_and_nothing_else(place):
@@ -124,60 +179,6 @@ def test_forks_share_bytes_and_nothing_else(place):
         return states == [f"{parent.id} {position}".encode() for position in (1500, 512)]
 
     assert place.run(work)
-
-
-def test_an_append_that_comes_again_is_not_fed_again(place):
-    """A key that is done answers with its result, half done it goes on, and for other contents it is refused."""
-
-    async def work(store):
-        session, sessions = await store.sessions.create("ann"), store.sessions
-        append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
-        assert (append.start, append.position, append.done) == (0, 0, False)
-        await sessions.advance("ann", session.id, token, 512, await kept(store, "ann", b"512"))
-        await sessions.stop_writing("ann", session.id, token)
-        append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
-        assert (append.start, append.position) == (0, 512)
-        await sessions.advance(
-            "ann", session.id, token, 700, await kept(store, "ann", b"700"), done=True, result="usage"
-        )
-        append, token = await sessions.begin_append("ann", session.id, "key", expected_position=0, digest="d1")
-        assert (append.position, append.done, append.result, token) == (700, True, "usage", "")
-        for position, digest in ((0, "d2"), (5, "d1")):
-            with pytest.raises(ConflictError, match="used for another append, which began at 0"):
-                await sessions.begin_append("ann", session.id, "key", expected_position=position, digest=digest)
-        with pytest.raises(PositionError, match="stands at 700, not at 512") as refused:
-            await sessions.begin_append("ann", session.id, "new", expected_position=512)
-        assert (refused.value.expected, refused.value.position) == (512, 700)
-        with pytest.raises(InputError, match="up to 256"):
-            await sessions.begin_append("ann", session.id, "k" * 257)
-        return await sessions.get("ann", session.id)
-
-    session = place.run(work)
-    assert [point.position for point in session.checkpoints] == [512, 700]
-
-
-def test_an_append_without_a_key_is_always_another_one(place):
-    """Two of them both feed; what has been fed, and the digest of the whole, are kept with those that have a key."""
-
-    async def work(store):
-        session, sessions = await store.sessions.create("ann"), store.sessions
-        for position in (3, 5):
-            append, token = await sessions.begin_append("ann", session.id, "")
-            assert (append.start, append.done) == (3 if position == 5 else 0, False)
-            state = await kept(store, "ann", b"state at %d" % position)
-            await sessions.advance("ann", session.id, token, position, state, done=True)
-        _, token = await sessions.begin_append("ann", session.id, "key")
-        state = await kept(store, "ann", b"state at 8")
-        await sessions.advance("ann", session.id, token, 8, state, fed="f8")
-        await sessions.stop_writing("ann", session.id, token)
-        append, token = await sessions.begin_append("ann", session.id, "key")
-        assert (append.start, append.position, append.fed, append.digest) == (5, 8, "f8", "")
-        await sessions.advance("ann", session.id, token, 9, state, done=True, digest="whole")
-        with pytest.raises(ConflictError, match="used for another append"):
-            await sessions.begin_append("ann", session.id, "key", digest="other")
-        return (await sessions.begin_append("ann", session.id, "key", digest="whole"))[0]
-
-    assert place.run(work).done
 
 
 def test_a_state_takes_the_place_of_another(place):

@@ -7,16 +7,19 @@ import random
 import resource
 import signal
 import sqlite3
+import stat
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 
 from dist_attn.errors import ConfigError, StorageError
-from dist_attn.store import StoreLimits, Usage, open_store
+from dist_attn.store import StoreLimits, Usage, disk, open_store
 from dist_attn.store.disk import DiskRecords
+from dist_attn.store.private import private_opener, tighten
 from dist_attn.store.records import BufferedTransaction
 from tests.support.stores import stream
 
@@ -67,7 +70,7 @@ def test_a_kill_at_any_point_loses_nothing_that_was_kept(tmp_path):
     rng = random.Random(0)
 
     async def look(lines):
-        limits = StoreLimits(hold_s=0.01, orphan_s=0.0)
+        limits = StoreLimits(hold_s=0.01, orphan_s=0.0, grace_s=0.0)
         async with await open_store(str(tmp_path), limits) as store:  # which repairs it
             assert await store.upkeep.audit() == []
             _, session, position, digest = lines[-1]
@@ -133,6 +136,107 @@ def test_a_full_disk_leaves_the_store_sound(tmp_path):
     assert asyncio.run(work()) == (5, 2)
 
 
+@contextlib.contextmanager
+def small_disk(folder, megabytes):
+    """A file system of its own, and so small that it can be filled."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    refused = subprocess.run(mount, capture_output=True, text=True)
+    if refused.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {refused.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(file):
+    """Take what is left of a disk, byte for byte."""
+    with file.open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+        for size in (1 << 16, 1 << 10, 1):
+            with contextlib.suppress(OSError):
+                while filler.write(bytes(size)):
+                    pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a tmpfs")
+def test_room_can_be_made_on_a_full_disk(tmp_path):
+    """With no byte left states are read and sessions deleted, and what they took is free; nothing new is taken."""
+
+    async def work(disk):
+        async with await open_store(str(disk / "states"), StoreLimits(hold_s=0.01)) as store:
+            sessions = []
+            for number in range(8):
+                session = await store.sessions.create("ann")
+                info = await store.snapshots.put("ann", stream(bytes([number]) * 200_000))
+                sessions.append(await store.sessions.replace("ann", session.id, 5, info.id, instead_of=""))
+            await asyncio.sleep(0.05)  # until nothing holds the states
+            fill(disk / "filler")
+            refused = 0
+            while refused < 3:  # until the log has no room left either
+                fill(disk / f"filler {refused}")
+                try:
+                    await store.sessions.create("ann")
+                except StorageError:
+                    refused += 1
+            for number, session in enumerate(sessions):
+                assert [bytes([number]) * 200_000] == [
+                    piece async for piece in store.snapshots.get("ann", session.checkpoints[0].snapshot)
+                ]
+            with contextlib.suppress(StorageError):
+                await store.sessions.create("ann")
+            for session in sessions:
+                await store.sessions.delete("ann", session.id)
+            assert await store.upkeep.audit() == []
+            assert (await store.snapshots.usage("ann")).bytes < 8 * 200_000
+            info = await store.snapshots.put("ann", stream(b"new" * 1000))
+            return info.size, (disk / "states" / "catalogue.sqlite-reserve").stat().st_size
+
+    with small_disk(tmp_path / "disk", 8) as disk:
+        assert asyncio.run(work(disk)) == (3000, 1 << 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a tmpfs")
+def test_a_store_can_be_opened_on_a_full_disk(tmp_path):
+    """With no byte left what was kept is there again, as the log of the catalogue takes the room of the reserve."""
+
+    async def kept(disk):
+        async with await open_store(str(disk / "states"), StoreLimits(hold_s=0.01)) as store:
+            session = await store.sessions.create("ann")
+            info = await store.snapshots.put("ann", stream(b"state" * 1000))
+            return await store.sessions.replace("ann", session.id, 5, info.id, instead_of="")
+
+    async def again(disk, session):
+        async with await open_store(str(disk / "states"), StoreLimits(hold_s=0.01)) as store:
+            assert await store.upkeep.audit() == []
+            found = [piece async for piece in store.snapshots.get("ann", session.checkpoints[0].snapshot)]
+            await store.sessions.delete("ann", session.id)
+            return found
+
+    with small_disk(tmp_path / "disk", 8) as place:
+        session = asyncio.run(kept(place))
+        fill(place / "filler")
+        assert asyncio.run(again(place, session)) == [b"state" * 1000]
+
+
+def test_a_reserve_is_made_once_and_takes_its_room(tmp_path, monkeypatch):
+    """One that another process makes at the same moment stays as it is, and no file system can compress it away."""
+
+    async def reserve(folder):
+        await (await DiskRecords.open(folder / "catalogue.sqlite")).close()
+        return (folder / "catalogue.sqlite-reserve").read_bytes()
+
+    def another_is_faster(path, flags):
+        if path.endswith("-reserve"):
+            Path(path).write_bytes(b"of another process")
+        return private_opener(path, flags)
+
+    alone = asyncio.run(reserve(tmp_path / "alone"))
+    assert len(zlib.compress(alone)) >= len(alone) == 1 << 20
+    monkeypatch.setattr(disk, "private_opener", another_is_faster)
+    assert asyncio.run(reserve(tmp_path / "shared")) == b"of another process"
+
+
 def test_processes_share_a_folder(tmp_path):
     """Two processes that write to one folder wait for each other, and the books agree while both go on."""
     processes = [start(tmp_path, seed) for seed in range(2)]
@@ -162,12 +266,97 @@ def test_processes_share_a_folder(tmp_path):
     assert asyncio.run(audit()) == []
 
 
+@contextlib.contextmanager
+def umask(mask):
+    """New files get these rights at most."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def rights(folder):
+    """The rights of a folder and of all in it."""
+    return {oct(stat.S_IMODE(path.stat().st_mode)) for path in (folder, *folder.rglob("*"))}
+
+
+def test_no_other_user_can_read_the_store(tmp_path):
+    """Folders are 0700 and files 0600 whatever the umask is: catalogue, its log, and states."""
+    folder = tmp_path / "data" / "states"
+
+    async def work():
+        async with await open_store(str(folder)) as store:
+            await store.snapshots.put("ann", stream(b"state"))
+            assert (folder / "catalogue.sqlite-wal").exists() and (folder / "catalogue.sqlite-shm").exists()
+            return rights(tmp_path / "data")
+
+    with umask(0):
+        assert asyncio.run(work()) == {"0o700", "0o600"}
+
+
+def test_a_state_is_synced_with_every_name_on_the_way_to_it(tmp_path, monkeypatch):
+    """The file, its folder and the folder of that, which is new to the disk too; at the start all that was missing."""
+    synced, fsync = set(), os.fsync
+
+    def recording(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix(f"{tmp_path}/"))
+        fsync(descriptor)
+
+    async def work():
+        async with await open_store(str(tmp_path / "data" / "states")) as store:
+            at_start = synced.copy()
+            synced.clear()
+            await store.snapshots.put("ann", stream(b"state"))
+            return at_start
+
+    monkeypatch.setattr(os, "fsync", recording)
+    assert asyncio.run(work()) >= {str(tmp_path), "data"}
+    (blob,) = (tmp_path / "data/states/snapshots").glob("??/*")
+    place = f"data/states/snapshots/{blob.parent.name}"
+    assert synced >= {f"{place}/{blob.name}.writing", place, "data/states/snapshots", "data/states"}
+
+
+def test_rights_of_others_are_taken_away(tmp_path):
+    """A folder of ours that others may enter is closed with what is named in it; a shared one, or a link, stays."""
+    folder, shared, outside = tmp_path / "states", tmp_path / "shared", tmp_path / "outside"
+    with umask(0):
+        (folder / "ab").mkdir(parents=True)
+        (folder / "ab" / "state").write_bytes(b"state")
+        outside.write_bytes(b"")
+        (folder / "link").symlink_to(outside)
+        shared.mkdir()
+        shared.chmod(0o1777)
+    closed = [tighten(place, ["a?", "link"], ["*"]) for place in (folder, folder, shared, folder / "no")]
+    assert closed == [True, None, None, None]
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o666
+    (folder / "link").unlink()
+    assert rights(folder) == {"0o700", "0o600"} and rights(shared) == {"0o1777"}
+
+
+def test_a_folder_with_other_things_in_it_keeps_its_rights(tmp_path):
+    """Such as a home or a checkout: only what is named as ours is closed, with all in it, and nothing else changes."""
+    with umask(0o022):
+        (tmp_path / "snapshots" / "ab").mkdir(parents=True)
+        (tmp_path / "snapshots" / "ab" / "state").write_bytes(b"state")
+        (tmp_path / "page").mkdir()
+        (tmp_path / "page" / "run.sh").write_text("")
+        (tmp_path / "page" / "run.sh").chmod(0o755)
+    tmp_path.chmod(0o755)
+    assert tighten(tmp_path, ["snapshots"], ["snapshots"]) is False
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    assert rights(tmp_path / "page") == {"0o755"} and rights(tmp_path / "snapshots") == {"0o700", "0o600"}
+
+
 def test_what_is_no_store_is_refused(tmp_path):
     """A catalogue that is another file, and a folder that cannot be one, are said with what to do."""
     (tmp_path / "catalogue.sqlite").write_bytes(b"not a database, but long enough to be looked at" * 20)
     (tmp_path / "file").write_text("")
-    for address in (tmp_path, tmp_path / "file" / "folder"):
-        with pytest.raises(StorageError, match="cannot be opened"):
+    for address, words in (
+        (tmp_path, "is damaged .* state repair"),
+        (tmp_path / "file" / "folder", "cannot be opened"),
+    ):
+        with pytest.raises(StorageError, match=words):
             asyncio.run(open_store(str(address)))
     for address in ("", "http://example.com"):
         with pytest.raises(ConfigError, match="needed is a folder"):

@@ -80,7 +80,7 @@ def test_without_the_library_one_is_told_what_to_install(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     for name in [name for name in sys.modules if name == "redis" or name.startswith("redis.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(MissingExtraError, match=r"dist-attn\[redis\]") as refused:
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[redis\]'") as refused:
         asyncio.run(open_store("redis://user:secret@host:6379"))
     assert "secret" not in str(refused.value)
 

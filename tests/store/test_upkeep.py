@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dist_attn.errors import ConflictError, QuotaError, StorageError, UnknownStateError
+from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError, UnknownStateError
 from dist_attn.store import Usage
 from dist_attn.store.entries import changed
 from tests.support.stores import kept, place_of, read, stream, written
@@ -149,16 +149,37 @@ def test_damaged_bytes_are_not_passed_off_as_sound(place):
             name = await kept(store, "ann", DATA)
             record = await store._place.change(lambda ledger: ledger.snapshot(name))
             await store._place.blobs.delete(record.blob)
-            with pytest.raises(StorageError, match=record.blob):
+            with pytest.raises(StateDamagedError, match=record.blob):
                 await read(store, "ann", name)
             assert await store.upkeep.audit() == [f"the bytes of snapshot {name} are missing"]
             await store._place.blobs.write(record.blob, stream(DATA[:-1] + b"\0"))
-            with pytest.raises(StorageError, match=f"{name} is damaged"):
-                await read(store, "ann", name)
+            with pytest.raises(StateDamagedError, match=f"{name} is damaged"):
+                await store.snapshots.check("ann", name)
+            assert await kept(store, "ann", DATA) == name  # the same bytes again mend it
+            assert await read(store, "ann", name) == DATA and await store.upkeep.audit() == []
             await store._place.change(lambda ledger: _miscount(ledger, name))
             return await store.upkeep.audit()
 
     assert "counts 3 references; there are 0" in asyncio.run(work())[0]
+
+
+@pytest.mark.parametrize("size", [10, (3 << 20) + 5])
+def test_damaged_bytes_are_never_handed_out_whole(place, size):
+    """The last piece of a snapshot is withheld until all of its bytes are known to be those that were stored."""
+    data = random.Random(1).randbytes(size)
+
+    async def work(store):
+        name = await kept(store, "ann", data)
+        record = await store._place.change(lambda ledger: ledger.snapshot(name))
+        await store._place.blobs.delete(record.blob)
+        await store._place.blobs.write(record.blob, stream(bytes([data[0] ^ 1]) + data[1:]))
+        seen = 0
+        with pytest.raises(StateDamagedError, match="not those that were stored"):
+            async for piece in store.snapshots.get("ann", name):
+                seen += len(piece)
+        return seen
+
+    assert place.run(work) < size
 
 
 async def _miscount(ledger, name):

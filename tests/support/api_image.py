@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+import tomllib
 import venv
 from importlib.metadata import Distribution, distribution, packages_distributions
 from pathlib import Path
@@ -18,9 +19,9 @@ LOADED_BY_NAME = {"uvloop", "httptools"}
 
 
 def pins(file: Path) -> dict[str, str]:
-    """The `name==version` lines of a requirements file, by normalised name."""
-    lines = (line.strip() for line in file.read_text().splitlines())
-    return {normalised(line.split("==")[0]): line for line in lines if line and not line.startswith("#")}
+    """`name==version`, with the name in its one spelling, for each line of a requirements file; by that name."""
+    found = re.findall(r"^([\w.-]+)==([^\s;]+)", file.read_text(), re.MULTILINE)
+    return {normalised(name): f"{normalised(name)}=={version}" for name, version in found}
 
 
 def normalised(name: str) -> str:
@@ -37,6 +38,17 @@ def needed_distributions() -> set[str]:
         if module not in sys.stdlib_module_names and module not in ("dist_attn", "service")
         for owner in owners[module]
     } | LOADED_BY_NAME
+    return _with_what_they_require(waiting)
+
+
+def needed_by_engine() -> set[str]:
+    """What this project requires, and what that requires in turn, but for torch and what only its builds require."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = _with_what_they_require({normalised(Requirement(line).name) for line in project["dependencies"]})
+    return {name for name in needed if name not in ("torch", "triton") and not name.startswith(("nvidia-", "cuda-"))}
+
+
+def _with_what_they_require(waiting: set[str]) -> set[str]:
     needed: set[str] = set()
     while waiting:
         name = waiting.pop()

@@ -17,7 +17,6 @@ FAKE_RANK = (sys.executable, "-m", "tests.support.fake_rank")
 
 QUICK = {
     "model": "fake",
-    "launcher": "direct",
     "rank_command": FAKE_RANK,
     "heartbeat_s": 0.1,
     "heartbeat_deadline_s": 2.0,
@@ -60,7 +59,7 @@ def processes_of(mark, what):
 
 def rank_processes(mark):
     """The ids of the ranks that carry the mark; only a rank has a flag that names its controller."""
-    return sorted(set(processes_of(mark, "--controller=")) - set(processes_of(mark, "torch.distributed.run")))
+    return processes_of(mark, "--controller=")
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from dist_attn.wire.messages import (
     OpenEncoding,
     Progress,
     RankStatus,
+    Rows,
     RowSpec,
     SamplingSpec,
     Status,
@@ -36,12 +37,12 @@ from dist_attn.wire.messages import (
 from dist_attn.wire.rank_messages import GuardCounts
 from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
 from dist_attn.wire.terms import Terms
-from service.completion_stream import CompletionStream, CompletionWork
-from service.engine_port import EngineHealth
-from service.engine_stream import EngineStream, StreamLimits
-from service.errors import Code, EngineUnavailable
-from service.open_streams import OpenStreams
-from service.session_stream import SessionStream, SessionWork
+from service.base.errors import Code, EngineUnavailable
+from service.engine.completion_stream import CompletionStream, CompletionWork
+from service.engine.open_streams import OpenStreams
+from service.engine.port import EngineHealth
+from service.engine.session_stream import SessionStream, SessionWork
+from service.engine.stream import EngineStream, StreamLimits
 from tests.support.fake_prompts import FakePrompts
 from tests.support.fake_rows import HIDDEN, RowMaker, row_vector
 from tests.support.fake_sessions import MANIFEST, SESSION_CREDIT, FakeSessions
@@ -84,6 +85,18 @@ def told_of(tokens: list[int], sampling: SamplingSpec, by_token: bool = False) -
     own = [(token - VOCAB) / VOCAB if by_token else -0.5 for token in tokens]
     return [
         TokenLogprobs(value, ids, [value - k for k in range(len(ids))]) for value, ids in zip(own, near, strict=True)
+    ]
+
+
+def scores_of(name: str, tokens: list[int], count: int) -> list[AnyMessage]:
+    """The scores of a prompt's tokens but the first, as `told_of` tells them, in two messages."""
+    told = told_of(tokens[1:], SamplingSpec(1, logprobs=count)) or []
+    values = [[one.drawn, *one.top_tokens, *one.top_logprobs] for one in told]
+    cuts = [(0, len(told) // 2), (len(told) // 2, len(told))]
+    return [
+        Rows(name, a, list(range(a, b)), list(range(a + 1, b + 1)), np.array(values[a:b], dtype="<f4").tobytes())
+        for a, b in cuts
+        if a < b
     ]
 
 
@@ -260,15 +273,21 @@ class FakeEngine:
         wanted = self.reply(work.tokens.tolist(), sampling)
         drawn = wanted[: sampling.max_tokens]
         reason = "length" if len(drawn) == sampling.max_tokens else "stop"
-        if reason == "stop":
+        asked = sampling.prompt_logprobs
+        if reason == "stop" and asked is None:
             drawn = [*drawn, VOCAB - 1]
         del self._work[name]
         step = self.tokens_per_message
-        cuts = [drawn[i : i + step] for i in range(0, len(drawn), step)]
-        return [
-            Generated(name, cut, reason if i == len(cuts) - 1 else None, told_of(cut, sampling, self.told_by_token))
-            for i, cut in enumerate(cuts)
-        ]
+        cuts = [drawn[i : i + step] for i in range(0, len(drawn), step)] or [[]]
+        last = Generated(name, cuts[-1], reason, told_of(cuts[-1], sampling, self.told_by_token))
+        if reason == "stop" and asked is not None:
+            end = Generated(name, [], "stop", told_of([VOCAB - 1], sampling))
+            return [*scores_of(name, work.tokens.tolist(), asked), *self._draws(name, cuts, sampling), end]
+        scores = [] if asked is None else scores_of(name, work.tokens.tolist(), asked)
+        return [*scores, *self._draws(name, cuts[:-1], sampling), last]
+
+    def _draws(self, name: str, cuts: list[list[int]], sampling: SamplingSpec) -> list[AnyMessage]:
+        return [Generated(name, cut, None, told_of(cut, sampling, self.told_by_token)) for cut in cuts]
 
 
 class FakeEnginePort:

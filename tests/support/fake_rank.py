@@ -11,10 +11,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from dist_attn.control.heartbeat import Pulse
-from dist_attn.control.rows import piece_edges
-from dist_attn.engine.rank_settings import RankSettings
-from dist_attn.engine.worker import run_rank
+from dist_attn.rank.rank_settings import RankSettings
+from dist_attn.rank.worker import run_rank
+from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.rank_link.rows import piece_edges
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import (
     DecodeEntry,
@@ -48,6 +48,14 @@ def fake_next(token, counts=None):
     return (token * 7 + 3 + sum(other * times for other, times in (counts or {}).items())) % 900
 
 
+def fake_scores(tokens, count):
+    """The scores of all these tokens but the first, [n - 1, 1 + 2 count]: of each pair of neighbours something else."""
+    before, after = np.asarray(tokens[:-1]), np.asarray(tokens[1:])
+    columns = [-(before * 3 + after) / 1000.0]
+    columns += [(after + k) % VOCAB for k in range(count)] + [-(before + k) / 1000.0 for k in range(count)]
+    return np.stack(columns, axis=1).astype("<f4")
+
+
 def fake_manifest(chunk_tokens=1024, ranks=2):
     """What the states of this model say about themselves."""
     return manifest(vocab_size=VOCAB, hidden_size=DIM, mixers=["rfa"], chunk_tokens=chunk_tokens, ranks=ranks)
@@ -73,6 +81,7 @@ class FakeExecutor:
         self.last: dict[int, int] = {}
         self.draws: dict[int, int] = {}
         self.counts: dict[int, Counter[int] | None] = {}
+        self.scored: dict[int, int | None] = {}
         self.denominators = 0
         self.kept: dict[int, bool] = {}  # sessions that draw from kept logits, and whether this rank has them
         self.ended: set[int] = set()
@@ -83,6 +92,7 @@ class FakeExecutor:
         assert op.session not in self.position, "opened twice"
         self.rows[op.session], self.position[op.session] = op.rows, 0
         self.draws[op.session] = 0
+        self.scored[op.session] = None if op.sampling is None else op.sampling.prompt_logprobs
         penalises = op.sampling is not None and op.sampling.penalises
         self.counts[op.session] = Counter(op.counts) if penalises else None
         self.ended.discard(op.session)
@@ -131,9 +141,13 @@ class FakeExecutor:
         if has_last:
             self.last[op.session] = int(tokens[-1])
         spec = self.rows[op.session]
+        start = op.start + sum(op.lengths[: self.rank])
+        if len(tokens) and (count := self.scored[op.session]) is not None:
+            positions = list(range(start, start + len(tokens) + 1))
+            scores = fake_scores([*tokens.tolist(), op.following], count)
+            return RowPieces(op.session, positions[:-1], positions[1:], scores.tobytes())
         if spec is None or not len(tokens):
             return None
-        start = op.start + sum(op.lengths[: self.rank])
         edges = piece_edges(start, start + len(tokens), spec)
         hidden = fake_hidden(tokens, start)
         if spec.pooling == "mean":
@@ -211,3 +225,11 @@ if __name__ == "__main__":
     if os.path.exists(os.environ.get("FAKE_RANK_CRASHES", "")):
         sys.exit("the fake rank was asked to crash at its start")
     sys.exit(run_rank(RankSettings.from_flags(sys.argv[1:]), FakeExecutor))
+
+
+def drawn_after(token, count, penalises=False):
+    """What the fake model draws after a prompt's last token, up to the end token."""
+    tokens = []
+    while len(tokens) < count and (token := fake_next(token, Counter(tokens) if penalises else None)) != END:
+        tokens.append(token)
+    return tokens

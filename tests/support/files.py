@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from dist_attn.settings import FileSettings
-from dist_attn.store import open_records
+from dist_attn.store import ExpiryGrace, open_records
 from service.uploads.audit import audit
 from service.uploads.byte_files import ByteFolder
 from service.uploads.catalogue import Catalogue
@@ -64,15 +64,16 @@ def break_off(connection: socket.socket, answer: Answer | None = None) -> None:
 
 @contextlib.asynccontextmanager
 async def opened_shelf(
-    folder: Path, *, catalogue: str = "", boot: str = "", clock: Clock | None = None, **limits: Any
+    folder: Path, *, catalogue: str = "", boot: str = "", clock: Clock | None = None, grace_s: float = 0, **limits: Any
 ) -> AsyncIterator[FileShelf]:
-    """The shelf of a folder, without a service in front of it."""
+    """The shelf of a folder, without a service in front of it; what has expired goes after `grace_s`."""
+    clock = clock or Clock()
     with ThreadPoolExecutor(4) as threads:
         files = ByteFolder(folder / "bytes", threads)
         records = await open_records(catalogue or str(folder), "files")
         try:
-            books = await Catalogue.open(records, FileSettings(**limits), files, clock or Clock())
-            yield FileShelf(books, files, boot or this_boot())
+            books = await Catalogue.open(records, FileSettings(**limits), files, clock)
+            yield FileShelf(books, files, boot or this_boot(), ExpiryGrace(grace_s, clock, clock.monotonic))
         finally:
             await records.close()
 

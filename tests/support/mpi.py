@@ -25,7 +25,7 @@ MPI_DEADLINE_S = 90.0
 def why_no_mpi() -> str | None:
     """Why tests marked mpi cannot run; None when they can."""
     absent = lacks_for_mpi()
-    return f"needs {' and '.join(absent)}: pip install 'dist-attn[mpi]'" if absent else None
+    return f"needs {' and '.join(absent)}: pip install -e '.[mpi]'" if absent else None
 
 
 def start_under_mpiexec(
@@ -93,7 +93,7 @@ def _rank_main(folder: str, timeout_s: str) -> None:
     import torch
 
     from dist_attn.comm.mpi import MpiCommunicator
-    from dist_attn.control.tether import die_with_parent
+    from dist_attn.rank_link.tether import die_with_parent
 
     die_with_parent()
     torch.set_num_threads(1)

@@ -39,6 +39,12 @@ class Host:
         listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         return [psutil.Process(int(pid)) for pid in listed.stdout.split() if psutil.pid_exists(int(pid))]
 
+    def listening(self) -> list[str]:
+        """HOST:PORT of every TCP socket that listens there."""
+        command = [*self.prefix, "ss", "-H", "-l", "-t", "-n"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [line.split()[3] for line in listed.stdout.splitlines()]
+
     def switch_off(self) -> None:
         """Kill everything that runs there, at once."""
         for process in self.processes():

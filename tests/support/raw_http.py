@@ -8,7 +8,7 @@ from typing import Any
 
 def head(path: str, *headers: str, method: str = "POST") -> bytes:
     """The head of a request."""
-    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: x", *headers, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: localhost", *headers, "", ""]).encode()
 
 
 def chunk(data: bytes) -> bytes:

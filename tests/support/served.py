@@ -20,10 +20,10 @@ ROLES = {
     "api": r"-m service\b",
     "controller": r"-m dist_attn\.control controller",
     "agent": r"-m dist_attn\.control agent",
-    "rank": r"-m dist_attn\.engine --controller",
+    "rank": r"-m dist_attn\.rank --controller",
 }
-# Launchers have the rank's command in their own: torchrun for as long as it runs, a tether until it becomes the rank.
-LAUNCHERS = r"torch\.distributed\.run|control\.tether"
+# These have the rank's command in their own: mpiexec for as long as it runs, a tether until it becomes the rank.
+LAUNCHERS = r"mpiexec|control\.tether"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,16 @@ class Served:
                 ranks = sum(name.startswith("rank") for name in found)
                 found[f"rank {ranks + 1}" if role == "rank" else role] = process
         return found
+
+    def listening(self) -> list[tuple[str, str]]:
+        """Every TCP socket that listens, as the role of its process (or its command) and HOST:PORT."""
+        roles = {process.pid: role for role, process in self.parts().items()}
+        return [
+            (roles.get(process.pid) or " ".join(process.cmdline()), f"{connection.laddr.ip}:{connection.laddr.port}")
+            for process in self.program.family()
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
 
     def status(self) -> dict[str, object]:
         """What /readyz says, empty while it is not ready."""

@@ -40,9 +40,9 @@ def running_process(
         try:
             assert process.stdout is not None
             announced = process.stdout.readline()
-            assert announced.startswith("listening on http://127.0.0.1:"), (folder / "log").read_text()
-            assert "tiny" in announced and "Ctrl-C" in announced
-            yield process, announced.split()[2]
+            assert announced.startswith("loading tiny, listening on http://127.0.0.1:"), (folder / "log").read_text()
+            assert "Ctrl-C" in announced
+            yield process, announced.split()[4]
         finally:
             process.kill()
             process.wait(SECONDS)

@@ -15,9 +15,9 @@ from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
 from service.__main__ import ApiServer, server_config
 from service.app import create_app, stream_limits
-from service.logs import make_log
-from service.settings import Settings
-from service.tracing import Tracing
+from service.base.logs import make_log
+from service.base.settings import Settings
+from service.base.tracing import Tracing
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
 
 PATIENCE_SECONDS = 20.0

@@ -40,11 +40,16 @@ START_S = 20.0
 
 @dataclass
 class Clock:
-    """A time that only moves when it is told to."""
+    """A time that only moves when it is told to; `step` is how far its wall clock was set away from it."""
 
     now: float = 1_000_000.0
+    step: float = 0.0
 
     def __call__(self) -> float:
+        return self.now + self.step
+
+    def monotonic(self) -> float:
+        """The clock that nobody sets."""
         return self.now
 
 
@@ -57,9 +62,10 @@ class StorePlace:
 
     @contextlib.asynccontextmanager
     async def open(self, **limits: Any) -> AsyncIterator[StateStore]:
-        """A store here; what it keeps is there when it is opened again."""
+        """A store here; what it keeps is there when it is opened again. Unless `grace_s` is given it has none."""
         records, blobs = await self.halves()
-        async with await StateStore.over(records, blobs, StoreLimits(**limits), self.clock) as store:
+        kept = StoreLimits(**{"grace_s": 0.0, **limits})
+        async with await StateStore.over(records, blobs, kept, self.clock, self.clock.monotonic) as store:
             yield store
 
     def run(self, work: Callable[[StateStore], Awaitable[Any]], **limits: Any) -> Any:
@@ -132,7 +138,7 @@ async def written(
 def why_no_redis() -> str:
     """Why tests with Redis cannot run; empty when they can."""
     if find_spec("redis") is None:
-        return "needs redis-py: pip install 'dist-attn[redis]'"
+        return "needs redis-py: pip install -e '.[redis]'"
     return "" if shutil.which("redis-server") else "needs redis-server: apt-get install redis-server"
 
 

@@ -38,6 +38,10 @@ def complete(client: openai.OpenAI, model: str) -> None:
     cut = client.completions.create(**options, stop=[stop]).choices[0]
     assert cut.finish_reason == "stop" and stop not in cut.text
     assert client.completions.create(**options, echo=True).choices[0].text == "It was" + one.choices[0].text
+    scores = client.completions.create(**{**options, "max_tokens": 0}, echo=True, logprobs=2).choices[0]
+    assert scores.text == "It was" and scores.finish_reason == "length"
+    assert scores.logprobs.token_logprobs[0] is None and "".join(scores.logprobs.tokens) == "It was"
+    assert all(value < 0 for value in scores.logprobs.token_logprobs[1:])
     best = client.completions.create(**options, best_of=3, presence_penalty=1, frequency_penalty=0.5)
     assert len(best.choices) == 1 and best.usage.completion_tokens >= 8
     ruled_out = client.completions.create(**{**options, "temperature": 0}, logit_bias={"97": -100, "98": 2})

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from dist_attn.client import Client
+from dist_attn.control.private_folder import PREFIX
 from tests.support.served import ROOT, Served, served
 from tests.support.service_server import eventually
 
@@ -71,20 +73,58 @@ def test_the_file_reaches_the_api(whole: Served) -> None:
 
 def test_every_listening_socket_was_printed(whole: Served) -> None:
     """With one rank only the API listens on the network, and it and the controller's sockets stand in the output."""
-    listening = {
-        f"{connection.laddr.ip}:{connection.laddr.port}"
-        for process in whole.program.family()
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    }
-    assert listening == {whole.url.removeprefix("http://")}
+    assert whole.listening() == [("api", whole.url.removeprefix("http://"))]
     assert f"listening on {whole.url}" in whole.program.output
+    assert re.search(rf"ready after \d+\.\d s: {whole.url}  model tiny", whole.program.output)
     local = {
         connection.laddr
         for connection in whole.parts()["controller"].net_connections("unix")
         if connection.laddr and connection.laddr.startswith("/")
     }
     assert local and all(f"controller listens on ipc://{path}" in whole.program.output for path in local)
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_nothing_listens_beyond_loopback(tmp_path: Path, backend: str) -> None:
+    """Two ranks exchange tensors over loopback, and nothing that `serve` starts can be reached from other hosts."""
+    with served(tmp_path, f"--backend={backend}", ranks=2) as whole:
+        listening = whole.listening()
+        assert {"rank 1", "rank 2"} <= {role for role, _ in listening}  # or the interface was not looked at
+        assert [entry for entry in listening if not entry[1].startswith("127.0.0.1:")] == []
+        assert complete(whole).status_code == 200
+
+
+def test_a_first_start_has_nothing_to_warn_of(tmp_path: Path) -> None:
+    """With the umask that most systems have every folder of the data is its owner's alone, and no warning is logged."""
+    before = os.umask(0o022)
+    try:
+        with served(tmp_path) as whole:
+            lines = [json.loads(line) for line in whole.program.output.splitlines() if line.startswith("{")]
+            modes = {path.name: path.stat().st_mode & 0o777 for path in [whole.data, *whole.data.iterdir()]}
+    finally:
+        os.umask(before)
+    assert [line for line in lines if line["level"] not in ("debug", "info")] == []
+    assert modes == dict.fromkeys(("data", "states", "spool", "jobs", "files"), 0o700)
+
+
+def test_folders_of_killed_services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When all of it was killed the next start removes what is left; kill -9 of `serve` alone leaves nothing behind."""
+    temporary = tmp_path / "t"
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    for name in ("t", "a", "b"):
+        (tmp_path / name).mkdir()
+    with served(tmp_path / "a") as whole:
+        family = whole.program.family()
+        for process in family:
+            process.kill()
+        psutil.wait_procs(family, SECONDS)
+    left = set(temporary.glob(f"{PREFIX}*"))
+    assert left
+    with served(tmp_path / "b") as whole:
+        own = set(temporary.glob(f"{PREFIX}*"))
+        assert own and not own & left
+        whole.program.process.kill()
+        eventually(lambda: not list(temporary.glob(f"{PREFIX}*")), "the folders to go", SECONDS)
 
 
 def test_a_prompt_that_comes_again_is_not_read_again(whole: Served) -> None:

@@ -9,10 +9,10 @@ import numpy as np
 from dist_attn.control.launch import start_engine
 from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.engine_port import ZmqEnginePort
-from service.engine_stream import StreamLimits
-from service.logs import make_log
-from service.session_stream import SessionEvent, SessionStream, SessionWork
+from service.base.logs import make_log
+from service.engine.port import ZmqEnginePort
+from service.engine.session_stream import SessionEvent, SessionStream, SessionWork
+from service.engine.stream import StreamLimits
 from tests.support.models import write_small_folder
 
 SECONDS = 240

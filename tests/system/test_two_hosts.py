@@ -120,8 +120,13 @@ def test_ranks_on_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
     wanted = rows_of_one_host(tmp_path / "one", hosts.model)
     assert len(wanted) == 80
     assert rows_of(hosts.request("POST", "/v1/encodings?window=500", TEXT)[1]) == wanted
-    ranks = [process for host in (hosts.first, hosts.second) for process in host.processes() if is_rank(process)]
-    assert len(ranks) == 2
+    ranks = [[process for process in host.processes() if is_rank(process)] for host in (hosts.first, hosts.second)]
+    for host, own in zip((hosts.first, hosts.second), ranks, strict=True):
+        assert len(own) == 1
+        assert {socket.rpartition(":")[0] for socket in host.listening()} <= {host.address, "127.0.0.1"}
+    (url,) = {word.partition("=")[2] for own in ranks for word in own[0].cmdline() if word.startswith("--rendezvous=")}
+    store = url.removeprefix("tcp://")  # on the host whose agent came first
+    assert store in hosts.first.listening() + hosts.second.listening() and not store.startswith("127.")
 
     def text() -> Iterator[bytes]:
         yield TEXT[:16_000]
@@ -140,4 +145,4 @@ def test_ranks_on_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
 def is_rank(process: psutil.Process) -> bool:
     """Whether it is a rank itself, not what launched it."""
     command = " ".join(process.cmdline())
-    return "-m dist_attn.engine" in command and "torch.distributed.run" not in command and "tether" not in command
+    return "-m dist_attn.rank" in command and "tether" not in command

@@ -6,6 +6,7 @@ import pytest
 
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
+from dist_attn.text import load_tokeniser
 from dist_attn.training.config import DATA_OF, read_config
 from tests.support.tasks import small_task
 from tests.support.training import small_run, write_toml
@@ -27,6 +28,15 @@ def test_a_file_gives_the_configuration(file, tmp_path):
 def test_the_shipped_recipe_is_accepted():
     """The example that reproduces the shipped model is a valid configuration."""
     assert read_config(SHIPPED_RECIPE).model.vocab_size == 4096
+
+
+@pytest.mark.parametrize("recipe", ["train-books", "train-books-chapters", "train-books-softmax"])
+def test_the_recipes_work_from_any_folder(recipe, tmp_path, monkeypatch):
+    """The tokeniser and the model to begin from are found by their shipped names, wherever the command is started."""
+    monkeypatch.chdir(tmp_path)
+    config = read_config(EXAMPLES / f"{recipe}.toml")
+    assert load_tokeniser(config.data.tokeniser).vocab_size == config.model.vocab_size == 4096
+    assert config.run.begin_from is None or (config.run.begin_from / "model.safetensors").is_file()
 
 
 def test_the_softmax_twin_differs_only_in_its_mixer():
@@ -81,7 +91,7 @@ def test_overrides_replace_single_keys(file):
         ("model.mixer.num_heads=0", "toml: model.mixer.num_heads: Input should be greater"),
         ("model.mixer.num=1", "toml: model.mixer.num: there is no such key"),
         ("model.positions=learned", "toml: model.positions: .*LearnedPositions; given is 'learned'"),
-        ("model.positions={kind='learned'}", "toml: model.positions.length: Field required"),
+        ("model.positions={kind='learned'}", "toml: model.positions.length: it is missing"),
     ],
 )
 def test_bad_values_are_named(file, override, words):
@@ -97,7 +107,7 @@ def test_bad_values_are_named(file, override, words):
         (None, "cannot be read: No such file"),
         (b"[run\n", "is not TOML"),
         (b"\xff\xfe", "is not TOML"),
-        (b"", "model: Field required"),
+        (b"", r'model: it is missing; for example: \[model\] with the line preset = "tiny"'),
     ],
 )
 def test_files_that_are_no_configuration_are_named(tmp_path, contents, words):

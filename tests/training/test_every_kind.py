@@ -10,7 +10,7 @@ import torch
 
 from dist_attn.checkpoints import load_any_model, load_model, save_model
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.engine.encode_file import encode_file
+from dist_attn.commands.encode_file import encode_file
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.generation import generate
 from dist_attn.mixers import MixerConfig

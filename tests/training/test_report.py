@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dist_attn.errors import extra_hint
 from dist_attn.training import loss_plot, report, train
 from dist_attn.training.loss_plot import draw
 from dist_attn.training.report import Spare
@@ -57,7 +58,7 @@ def _events(folder):
 
 def test_tensorboard_reads_what_the_run_reported(tmp_path):
     """Loss, learning rate, speed and validation are in the event files at the steps of metrics.jsonl."""
-    pytest.importorskip("tensorboard", reason="needs pip install 'dist-attn[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="needs pip install -e '.[tensorboard]'")
     config = small_run(tmp_path, tensorboard=True)
     train(config)
     events = _events(tmp_path / "run" / "tensorboard")
@@ -70,7 +71,7 @@ def test_tensorboard_reads_what_the_run_reported(tmp_path):
 
 def test_a_resumed_run_takes_back_later_events(tmp_path, monkeypatch):
     """Events of steps behind the checkpoint, which come again, are in TensorBoard once, from the resumed run."""
-    pytest.importorskip("tensorboard", reason="needs pip install 'dist-attn[tensorboard]'")
+    pytest.importorskip("tensorboard", reason="needs pip install -e '.[tensorboard]'")
     config, reports = small_run(tmp_path, tensorboard=True, log_every=1), []
 
     def until_5(metrics):
@@ -88,7 +89,7 @@ def test_a_resumed_run_takes_back_later_events(tmp_path, monkeypatch):
 
 def test_a_run_leaves_a_picture(tmp_path, monkeypatch):
     """loss.png is drawn at every validation and at the end, from the whole run, and put in place whole."""
-    pytest.importorskip("matplotlib", reason="needs pip install 'dist-attn[plot]'")
+    pytest.importorskip("matplotlib", reason="needs pip install -e '.[plot]'")
     drawn, whole = [], loss_plot.draw
 
     def counted(reports, out, *rest):
@@ -105,7 +106,7 @@ def test_a_run_leaves_a_picture(tmp_path, monkeypatch):
 @pytest.mark.parametrize("criterion", [None, Criterion("bits_per_byte", "lower"), Criterion("accuracy", "higher")])
 def test_a_picture_of_a_long_run_with_numbers_that_are_none(tmp_path, criterion):
     """Runs with and without validation, of either direction, with NaN in between, have a picture."""
-    pytest.importorskip("matplotlib", reason="needs pip install 'dist-attn[plot]'")
+    pytest.importorskip("matplotlib", reason="needs pip install -e '.[plot]'")
     reports = [
         {"step": n, "tokens": 100 * n, "loss": float("nan") if n == 7 else 5 / n, "learning_rate": 1e-3}
         for n in range(1, 100)
@@ -122,9 +123,9 @@ def test_missing_libraries_are_told_once(tmp_path, monkeypatch):
     last = train(small_run(tmp_path, tensorboard=True, plot=True), tell=told.append)
     assert last["step"] == 6
     assert told == [
-        "no events for TensorBoard: they need tensorboard: pip install 'dist-attn[tensorboard]', "
-        "or run.tensorboard = false",
-        "no loss.png: it needs matplotlib: pip install 'dist-attn[plot]', or run.plot = false",
+        f"no events for TensorBoard: they need tensorboard: {extra_hint('tensorboard')}, "
+        "or set run.tensorboard = false",
+        f"no loss.png: it needs matplotlib: {extra_hint('plot')}, or set run.plot = false",
     ]
     assert not (tmp_path / "run" / "tensorboard").exists()
 

@@ -119,11 +119,11 @@ def test_all_ranks_end_when_one_cannot_write(tmp_path, monkeypatch):
 
 
 def test_the_command_says_it_in_one_line(tmp_path):
-    """`dist-attn train` on a full disk prints one line and ends with code 1."""
+    """`dist-attn train` on a full disk prints one line and ends with code 2."""
     toml = write_toml(small_run(tmp_path, bf16=False), tmp_path / "run.toml")
     run = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
     run += f"sys.argv = ['dist-attn', 'train', {str(toml)!r}]; runpy.run_module('dist_attn', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=120, check=False)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("dist-attn: the checkpoint of step 3 could not be written: ")

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.dense_space.krylov import columns_of_powers, matrix_power, rows_of_powers
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.scan import scan
 
 __all__ = ["absorb_dense_inputs", "dense_scan"]
 

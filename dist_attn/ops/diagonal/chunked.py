@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.diagonal.powers import powers
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.scan import scan
 
 __all__ = ["absorb_inputs", "diagonal_scan", "state_types"]
 

@@ -12,7 +12,7 @@ import torch
 from dist_attn.errors import ShapeError
 from dist_attn.ops.legs.state import LegsState
 from dist_attn.ops.legs.transition import forgetting
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.scan import scan
 
 __all__ = ["CHUNK_TOKENS", "absorb_signal", "legs_memory", "side_by_side"]
 

@@ -31,7 +31,7 @@ def attend_by_chunks(
 
     The backward pass keeps the state before every chunk.
     """
-    outputs = [v_BHLV[:, :, :0]]
+    outputs = [_no_outputs(q_BHLK, v_BHLV)]
     for start, stop in chunk_ranges(k_BHLK.shape[2]):
         out, state = linear_attention(
             _chunk(q_BHLK, start, stop),
@@ -83,7 +83,7 @@ def read_by_chunks(
 ) -> torch.Tensor:
     """Attention of queries that all see exactly `state`; of `v` only the sizes and the type count."""
     nothing = q_BHLK[:, :, :0], v_BHSV[:, :, :0]
-    outputs = [v_BHSV[:, :, :0]]
+    outputs = [_no_outputs(q_BHLK, v_BHSV)]
     for start, stop in chunk_ranges(q_BHLK.shape[2]):
         chunk = _chunk(q_BHLK, start, stop)
         out, _ = linear_attention(
@@ -102,6 +102,11 @@ def read_by_chunks(
 def chunk_ranges(tokens: int) -> list[tuple[int, int]]:
     """Token ranges of the chunks; the last one may be shorter."""
     return [(start, min(start + CHUNK_TOKENS, tokens)) for start in range(0, tokens, CHUNK_TOKENS)]
+
+
+def _no_outputs(q_BHLK: torch.Tensor, v_BHSV: torch.Tensor) -> torch.Tensor:
+    """The outputs of no tokens, which still depend on q and v: without tokens both get a gradient of no elements."""
+    return v_BHSV[:, :, :0] + q_BHLK[:, :, :0].sum(-1, keepdim=True).to(v_BHSV.dtype)
 
 
 def _chunk(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:

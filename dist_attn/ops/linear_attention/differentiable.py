@@ -12,7 +12,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import bounded
-from dist_attn.ops.linear_attention.plain_scan import plain_gradients
+from dist_attn.ops.plain_scan import plain_gradients
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import watching
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
 from dist_attn.ops.linear_attention.native_call import kernels
@@ -200,7 +200,7 @@ def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | 
     if v_BHSV.device.type != "cuda" and not (interpreted_is_fine and interpreted):
         return f"the tensors are on {v_BHSV.device.type}: kernels need a GPU, or TRITON_INTERPRET=1 for tests"
     if find_spec("triton") is None:
-        return "triton is not installed (pip install 'dist-attn[gpu]')"
+        return f"triton is not installed; {extra_hint('gpu')}"
     if torch.compiler.is_compiling():
         return "the call is being compiled, and a compiled graph takes the streaming form"
     return None

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from dist_attn.ops.c_library import load_library
+from dist_attn.ops.c_library import NoLibraryError, load_library
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 
@@ -85,14 +85,21 @@ def kernels() -> ctypes.CDLL:
 
     Raises: NoLibraryError where there are none.
     """
-    library = load_library(Path(__file__).parent / "native" / "attention.c")
+    library = load_library(Path(__file__).parent / "csrc" / "attention.c")
     for counted in (
+        library.dist_attn_call_bytes,
         library.dist_attn_half_products,
         library.dist_attn_state_floats,
         library.dist_attn_forward_floats,
         library.dist_attn_backward_floats,
     ):
         counted.restype = _INT
+    read, written = library.dist_attn_call_bytes(), ctypes.sizeof(Call)
+    if read != written:
+        raise NoLibraryError(
+            f"the C kernels read calls of {read} bytes and Python writes {written}: "
+            "native/call.h and native_call.py must have the same fields in the same order"
+        )
     return library
 
 

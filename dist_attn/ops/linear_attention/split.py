@@ -15,13 +15,13 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import check_documents, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, bounded
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.differentiable import attention_again
 from dist_attn.ops.linear_attention.implementation import Choice, Implementation, choose
 from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native import native_attention
 from dist_attn.ops.linear_attention.native_forms import natively_completed
 from dist_attn.ops.linear_attention.streaming import block_ranges, check_shapes, prepare, state_dtype, to_state
+from dist_attn.ops.scan import scan
 from dist_attn.ops.state import LinearState
 
 __all__ = ["complete_sums", "local_sums", "tokens_until_forgotten"]

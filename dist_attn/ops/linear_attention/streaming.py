@@ -12,12 +12,12 @@ from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import check_documents, document_runs, split_tokens, start_flags
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.implementation import Choice, Implementation, choose
 from dist_attn.ops.linear_attention.joined import Rooms
 from dist_attn.ops.linear_attention.native_forms import natively, natively_absorbed
 from dist_attn.ops.linear_attention.prefix import check_prefix, prefix_then_causal
 from dist_attn.ops.linear_attention.together import attend_together
+from dist_attn.ops.scan import scan
 from dist_attn.ops.state import LinearState
 
 __all__ = ["absorb_keys", "linear_attention", "state_dtype"]

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops.documents import same_document
 from dist_attn.ops.linear_attention.block import AttentionBlock, bounded
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
+from dist_attn.ops.scan import scan
 
 __all__ = ["attend_together"]
 

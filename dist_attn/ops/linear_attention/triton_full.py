@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import bounded
-from dist_attn.ops.linear_attention.plain_scan import plain_gradients
 from dist_attn.ops.linear_attention.triton_backward import Rows, Side, features_gradient, given_rows, policy_rows
 from dist_attn.ops.linear_attention.triton_forward import (
     Gates,
@@ -27,6 +26,7 @@ from dist_attn.ops.linear_attention.triton_forward import (
 )
 from dist_attn.ops.linear_attention.triton_sums import read_kernel
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
+from dist_attn.ops.plain_scan import plain_gradients
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import current_watch
 

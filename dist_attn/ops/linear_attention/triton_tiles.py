@@ -129,7 +129,7 @@ def kept_tiles(file: Path, key: str) -> Tiles | None:
     """What was measured for this key; None when it was not, or the file cannot be read."""
     try:
         return Tiles(**json.loads(file.read_text())[key])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -137,7 +137,7 @@ def keep_tiles(file: Path, key: str, tiles: Tiles) -> None:
     """Write down what was measured, beside what is there; a file that cannot be read is replaced."""
     try:
         kept = json.loads(file.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         kept = {}
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".{file.name}.{os.getpid()}")

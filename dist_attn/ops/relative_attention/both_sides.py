@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.relative_attention.causal import numerators
 from dist_attn.ops.relative_attention.chunk_scores import CHUNK_TOKENS, scores_on_both_sides
 from dist_attn.ops.relative_attention.state import WindowState
+from dist_attn.ops.scan import scan
 
 __all__ = ["numerators_around", "numerators_of_all"]
 

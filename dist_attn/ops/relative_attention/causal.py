@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dist_attn.ops.linear_attention.checkpointed_scan import scan
 from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.relative_attention.chunk_scores import CHUNK_TOKENS, scores_before
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
+from dist_attn.ops.scan import scan
 
 __all__ = ["carry_of", "numerators", "walk"]
 

@@ -19,7 +19,13 @@ from dist_attn.ops.relative_attention.both_sides import numerators_of_all
 from dist_attn.ops.relative_attention.causal import carry_of, numerators, walk
 from dist_attn.ops.relative_attention.implementation import choose_relative
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
-from dist_attn.ops.relative_attention.state import RelativeState, WindowState
+from dist_attn.ops.relative_attention.state import (
+    RelativeState,
+    WindowState,
+    check_relative_shapes,
+    check_relative_state,
+    normalised,
+)
 
 __all__ = [
     "Form",
@@ -150,14 +156,6 @@ def relative_attention_step(
     return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
-def normalised(num_BHLW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numerators over the row sums in their last column; 0, and no gradient, where a row has no weight at all."""
-    den_BHL1 = num_BHLW[..., -1:]
-    nothing_BHL1 = den_BHL1 == 0
-    out_BHLV = num_BHLW[..., :-1] / den_BHL1.masked_fill(nothing_BHL1, 1.0)
-    return out_BHLV.masked_fill(nothing_BHL1, 0.0).to(dtype)
-
-
 def _widened(
     phi_q: torch.Tensor,
     phi_k: torch.Tensor,
@@ -173,30 +171,3 @@ def _widened(
 def _fit(x_BHLK: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` tokens, with zeros behind where there are fewer."""
     return F.pad(x_BHLK[:, :, :length], (0, 0, 0, max(0, length - x_BHLK.shape[2])))
-
-
-def check_relative_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rp: torch.Tensor) -> None:
-    """Raises ShapeError in words when the inputs of relative attention do not fit together."""
-    if not (q.dim() == k.dim() == v.dim() == 4 and rp.dim() == 3):
-        raise ShapeError(
-            f"phi_q {tuple(q.shape)}, phi_k {tuple(k.shape)}, v {tuple(v.shape)}, phi_rp {tuple(rp.shape)}: needed are "
-            "[B, H, L, K], [B, H, S, K], [B, H, S, V] and [H, R, K]"
-        )
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise ShapeError(
-            f"phi_q {tuple(q.shape)}, phi_k {tuple(k.shape)}, v {tuple(v.shape)}: batch, heads and size must be equal, "
-            "the length equal in phi_k and v"
-        )
-    if rp.shape[0] != q.shape[1] or rp.shape[2] != q.shape[3] or rp.shape[1] % 2 == 0:
-        raise ShapeError(
-            f"phi_rp has shape {tuple(rp.shape)}; needed is [{q.shape[1]}, R, {q.shape[3]}] with R = 2 k + 1 odd"
-        )
-
-
-def check_relative_state(state: RelativeState, k_BHLK: torch.Tensor, v1_BHLW: torch.Tensor, reach: int) -> None:
-    """Raises ShapeError when the state is not one of these keys and values, with positions clipped at `reach`."""
-    batch, heads, _, columns = v1_BHLW.shape
-    wanted = [(batch, heads, size, columns) for size in (k_BHLK.shape[3], max(reach - 1, 0))]
-    given = [tuple(state.sz_BHMW.shape), tuple(state.window.near_BHTW.shape)]
-    if given != wanted:
-        raise ShapeError(f"the state's sums and window have shapes {given}; these inputs need {wanted}")

@@ -4,19 +4,17 @@ Reference: Hillis and Steele, Data Parallel Algorithms (1986); the form for any 
 of MPI_Scan over recursive doubling.
 """
 
-from collections.abc import Callable
-
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
-from dist_attn.sharded.prefix_scan.element import combine
-from dist_attn.sharded.prefix_scan.steps import LABEL, from_one, swap, swap_start
+from dist_attn.sharded.prefix_scan.monoid import Monoid
+from dist_attn.sharded.prefix_scan.steps import LABEL, Finish, from_one, swap, swap_start
 
 __all__ = ["start"]
 
 
-def start(comm: Communicator, element_BHX: torch.Tensor) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+def start(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor) -> Finish:
     """Launch the first step; waiting does the others and gives the elements before this rank and of all, combined.
 
     Where P is not a power of two the upper blocks have gaps: the ranks before the last have no whole total then, and
@@ -33,10 +31,10 @@ def start(comm: Communicator, element_BHX: torch.Tensor) -> Callable[[], tuple[t
         received_BHX = from_one(first.wait())
         while True:
             if comm.rank & distance:
-                before_BHX = combine(received_BHX, before_BHX)
-                block_BHX = combine(received_BHX, block_BHX)
+                before_BHX = monoid.combine(received_BHX, before_BHX)
+                block_BHX = monoid.combine(received_BHX, block_BHX)
             else:
-                block_BHX = combine(block_BHX, received_BHX)
+                block_BHX = monoid.combine(block_BHX, received_BHX)
             distance *= 2
             if distance >= comm.size:
                 break

@@ -1,29 +1,25 @@
 """The scan along a ring in pieces: while a rank adds its part to one piece, the next piece is on its way to it."""
 
-from collections.abc import Callable
-
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
-from dist_attn.sharded.prefix_scan.element import combine, join_pieces, split_pieces
-from dist_attn.sharded.prefix_scan.steps import LABEL, connected, rows_of
+from dist_attn.sharded.prefix_scan.monoid import Monoid, join_pieces, split_pieces
+from dist_attn.sharded.prefix_scan.steps import LABEL, Finish, connected, rows_of
 
 __all__ = ["start"]
 
 
-def start(
-    comm: Communicator, element_BHX: torch.Tensor, pieces: int
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+def start(comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor, pieces: int) -> Finish:
     """Launch the first step; waiting does the others and gives the elements before this rank and of all, combined.
 
     Piece k of the elements up to rank r leaves it in step r + k; the total turns round at the last rank and reaches
     rank r in step P - 1 + k + r.
 
-    Cost: 2 P + pieces - 3 steps. A rank sends at most twice the element, cut in pieces that each carry the log decay:
-        4 B H (ceil(N / pieces) + 1) bytes a piece, N = M V + M + 1. Backward the same.
+    Cost: 2 P + pieces - 3 steps. A rank sends at most twice the element, cut in pieces that each carry the weights:
+        4 B H (K ceil(n / pieces) + W) bytes a piece. Backward the same.
     """
-    ring = _Ring(comm, element_BHX, pieces)
+    ring = _Ring(comm, monoid, element_BHX, pieces)
     ring.launch(0)
 
     def finish() -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,9 +35,9 @@ def start(
 class _Ring:
     """One rank's pieces, and which of them it sends and receives in each step."""
 
-    def __init__(self, comm: Communicator, element_BHX: torch.Tensor, pieces: int) -> None:
-        self._comm, self._columns = comm, element_BHX.shape[-1]
-        self._own = split_pieces(element_BHX, pieces)
+    def __init__(self, comm: Communicator, monoid: Monoid, element_BHX: torch.Tensor, pieces: int) -> None:
+        self._comm, self._monoid, self._columns = comm, monoid, element_BHX.shape[-1]
+        self._own = split_pieces(monoid, element_BHX, pieces)
         self._before = [torch.zeros_like(piece) for piece in self._own]
         self._total = [torch.zeros_like(piece) for piece in self._own]
         self._previous = torch.stack(self._own)
@@ -52,7 +48,7 @@ class _Ring:
         messages = []
         up_to = _index(step - rank, self._own)
         if up_to is not None:  # the last rank's sum up to itself is the total
-            messages.append(combine(self._before[up_to], self._own[up_to]))
+            messages.append(self._monoid.combine(self._before[up_to], self._own[up_to]))
             if rank == size - 1:
                 self._total[up_to] = messages[-1]
         whole = _index(step - size - rank, self._own)
@@ -76,8 +72,8 @@ class _Ring:
 
     def results(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The elements before this rank and those of all, combined."""
-        before_BHX = join_pieces(self._before, self._columns)
-        return connected(before_BHX, self._previous), join_pieces(self._total, self._columns)
+        before_BHX = join_pieces(self._monoid, self._before, self._columns)
+        return connected(before_BHX, self._previous), join_pieces(self._monoid, self._total, self._columns)
 
     def _expected(self, step: int) -> tuple[int | None, int | None]:
         """The piece of the elements before this rank and the piece of the total that arrive in a step."""

@@ -1,10 +1,10 @@
-"""The exclusive scan of states over ranks: one interface, several exchanges, the same result to rounding."""
+"""The exclusive scan over ranks: one interface, several exchanges, the same result to rounding."""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, cast, final, get_args
+from typing import Generic, Literal, TypeVar, cast, final, get_args
 
 import torch
 
@@ -13,7 +13,9 @@ from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
 from dist_attn.sharded.prefix_scan import exscan, gather, log_step, pair, pipelined_ring, serial_ring, two_level
-from dist_attn.sharded.prefix_scan.element import pack, unpack
+from dist_attn.sharded.prefix_scan.monoid import LogDecay, Monoid
+from dist_attn.sharded.prefix_scan.state_message import pack, unpack
+from dist_attn.sharded.prefix_scan.steps import Finish
 
 __all__ = [
     "Algorithm",
@@ -21,9 +23,12 @@ __all__ = [
     "RunningScan",
     "exclusive_scan",
     "exclusive_scan_start",
+    "scan_over_ranks",
+    "scan_over_ranks_start",
     "settle",
 ]
 
+Value = TypeVar("Value")
 Algorithm = Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"]
 
 
@@ -76,67 +81,90 @@ def settle(comm: Communicator, exchange: Exchange) -> Exchange:
 
 
 @final
-class RunningScan:
+class RunningScan(Generic[Value]):
     """A scan that is under way; `wait` on every rank, once."""
 
-    def __init__(self, finish: Callable[[], tuple[LinearState, LinearState]]) -> None:
+    def __init__(self, finish: Callable[[], tuple[Value, Value]]) -> None:
         self._finish = finish
 
-    def wait(self) -> tuple[LinearState, LinearState]:
-        """The state before this rank's first token and the one after the last token of all ranks."""
+    def wait(self) -> tuple[Value, Value]:
+        """What lies before this rank's first token and what is there after the last token of all ranks."""
         return self._finish()
+
+
+def scan_over_ranks(
+    comm: Communicator,
+    monoid: Monoid,
+    own: torch.Tensor,
+    initial: torch.Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The messages of all ranks before this one, combined, and of all ranks; both behind `initial`.
+
+    `own` is the message of this rank's tokens by themselves, `initial` that of what lies before the first global token,
+    equal on all ranks. Every rank takes part, forward and backward; gradients of `initial` are this rank's share.
+
+    Shapes: own, initial [..., X] -> twice [..., X].
+    Cost: that of the exchange with |x| bytes in a message: see the `start` of each algorithm and `costs.scan_cost`.
+        One rank alone exchanges nothing.
+    """
+    return scan_over_ranks_start(comm, monoid, own, initial, exchange).wait()
+
+
+def scan_over_ranks_start(
+    comm: Communicator,
+    monoid: Monoid,
+    own: torch.Tensor,
+    initial: torch.Tensor | None = None,
+    exchange: Exchange | None = None,
+) -> RunningScan[torch.Tensor]:
+    """Launch `scan_over_ranks`: what its algorithm can send before it has received anything is under way."""
+    first = torch.zeros_like(own)
+    if initial is not None:  # on every rank in the same graph
+        first = torch.where(torch.tensor(comm.rank == 0, device=own.device), initial, first)
+    with_first = monoid.combine(first, own)
+    if comm.size == 1:
+        return RunningScan(lambda: (first, with_first))
+    settled = settle(comm, Exchange() if exchange is None else exchange)
+    chosen = settled.resolved(comm, with_first.numel() * with_first.element_size())
+    finish = _starter(chosen)(comm, monoid, with_first)
+
+    def results() -> tuple[torch.Tensor, torch.Tensor]:
+        # Through one tensor: whichever of the two a loss depends on, its gradient goes through the whole exchange.
+        before, after = torch.stack(finish()).unbind(0)
+        return monoid.combine(first, before), after
+
+    return RunningScan(results)
 
 
 def exclusive_scan(
     comm: Communicator, element: LinearState, initial: LinearState | None = None, exchange: Exchange | None = None
 ) -> tuple[LinearState, LinearState]:
-    """The state before this rank's first token and the one after the last token of all ranks.
+    """`scan_over_ranks` of the states of kernel attention: that before this rank's first token, and the global last.
 
-    `element` is what this rank's tokens leave behind by themselves, `initial` the state before the first global token,
-    equal on all ranks. Every rank takes part, forward and backward; gradients of `initial` are this rank's share.
-
-    Cost: with |x| = 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64), that of the exchange: see the
-        `start` of each algorithm and `costs.scan_cost`. One rank alone exchanges nothing.
+    Cost: |x| = 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64).
     """
     return exclusive_scan_start(comm, element, initial, exchange).wait()
 
 
 def exclusive_scan_start(
     comm: Communicator, element: LinearState, initial: LinearState | None = None, exchange: Exchange | None = None
-) -> RunningScan:
-    """Launch an `exclusive_scan`: what its algorithm can send before it has received anything is under way."""
-    first = _on_first_rank(comm, element, initial)
-    if comm.size == 1:
-        return RunningScan(lambda: (first, first.combine(element)))
-    packed_BHX = pack(first.combine(element))
-    settled = settle(comm, Exchange() if exchange is None else exchange)
-    chosen = settled.resolved(comm, packed_BHX.numel() * packed_BHX.element_size())
-    finish = _starter(chosen)(comm, packed_BHX)
+) -> RunningScan[LinearState]:
+    """Launch an `exclusive_scan`."""
+    before_all = None if initial is None else pack(initial)
+    running = scan_over_ranks_start(comm, LogDecay(), pack(element), before_all, exchange)
 
     def states() -> tuple[LinearState, LinearState]:
-        # Through one tensor: whichever of the two a loss depends on, its gradient goes through the whole exchange.
-        before_BHX, after_BHX = torch.stack(finish()).unbind(0)
-        after = unpack(after_BHX, element)
+        before_BHX, after_BHX = running.wait()
+        before, after = unpack(before_BHX, element), unpack(after_BHX, element)
         if initial is not None:  # no document starts among the elements, but one may have before them
-            after = replace(after, reset_BH=initial.reset_BH)
-        return first.combine(unpack(before_BHX, element)), after
+            before, after = (replace(state, reset_BH=initial.reset_BH) for state in (before, after))
+        return before, after
 
     return RunningScan(states)
 
 
-def _on_first_rank(comm: Communicator, element: LinearState, initial: LinearState | None) -> LinearState:
-    """`initial` on rank 0 and the identity elsewhere, in the same graph."""
-    if initial is None:
-        batch, heads, features, values = element.s_BHMV.shape
-        dtype, device = element.s_BHMV.dtype, element.s_BHMV.device
-        return LinearState.identity(batch, heads, features, values, dtype=dtype, device=device)
-    here = torch.tensor(comm.rank == 0, device=element.s_BHMV.device)
-    return LinearState(*(torch.where(here, t, torch.zeros_like(t)) for t in initial.tensors()))
-
-
-def _starter(
-    exchange: Exchange,
-) -> Callable[[Communicator, torch.Tensor], Callable[[], tuple[torch.Tensor, torch.Tensor]]]:
+def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor], Finish]:
     if exchange.algorithm == "two_level":
         return partial(two_level.start, hosts=exchange.hosts)
     if exchange.algorithm == "pipelined_ring":

@@ -4,7 +4,7 @@ A rank without a part in a step makes the call all the same, and what it compute
 which there are none, so that no number changes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -12,9 +12,12 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 
-__all__ = ["LABEL", "connected", "from_one", "rows_of", "swap", "swap_start", "tied"]
+__all__ = ["LABEL", "Finish", "connected", "from_one", "rows_of", "swap", "swap_start", "tied"]
 
 LABEL = "carry"  # in the traffic log
+
+Finish = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Waits for an exchange: the messages of the ranks before this one, combined, and those of all ranks."""
 
 
 def rows_of(messages: Sequence[torch.Tensor], previous: torch.Tensor) -> torch.Tensor:

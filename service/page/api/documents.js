@@ -8,16 +8,13 @@ const LONGEST_WORD = 48; // bytes of a word that are looked for beyond an edge
 const SPACES = new Set([...new TextEncoder().encode(" \n\r\t")]);
 
 /**
- * What it would take. @param {import("./http.js").Api} api @param {File} file @param {number} window
+ * What it would take; the service looks at the beginning, and refuses what is no plain text. @param {import("./http.js").Api} api @param {File} file @param {number} window
  * @returns {Promise<any>} the service's estimate
  */
 export async function estimate(api, file, window) {
-  const sample = await file.slice(0, SAMPLE_BYTES).text();
-  // A sample that is cut in the middle of a character may be longer than its bytes; the whole text is counted as it is.
-  const whole = file.size <= SAMPLE_BYTES;
-  const input = whole ? sample : sample.replace(/\uFFFD+$/, "");
-  const json = whole ? { input, window } : { input, bytes: file.size, window };
-  return again(() => api.json("/v1/estimate", { method: "POST", json }));
+  const headers = { "content-type": "text/plain" };
+  const body = file.slice(0, SAMPLE_BYTES);
+  return again(() => api.json(`/v1/estimate?bytes=${file.size}&window=${window}`, { method: "POST", body, headers }));
 }
 
 /**
@@ -81,11 +78,18 @@ export class DocumentText {
   /** @param {number} begin @param {number} end */
   async fetched(begin, end) {
     if (end <= begin) return "";
-    const from = Math.max(0, begin - LONGEST_WORD);
-    const blob = await this.blob(from, end + LONGEST_WORD);
-    const words = wholeWords(new Uint8Array(await blob.arrayBuffer()), begin - from, end - from);
+    return (await this.passages([{ begin, end }]))[0];
+  }
+
+  /** The texts of passages that follow each other, in one reading. @param {{begin: number, end: number}[]} ranges @returns {Promise<string[]>} */
+  async passages(ranges) {
+    const from = Math.max(0, ranges[0].begin - LONGEST_WORD);
+    const blob = await this.blob(from, ranges[ranges.length - 1].end + LONGEST_WORD);
+    const bytes = new Uint8Array(await blob.arrayBuffer());
     // Where a script has no spaces a passage may still begin or end inside a character.
-    return new TextDecoder().decode(words).replace(/^\uFFFD+|\uFFFD+$/g, "");
+    return ranges.map(({ begin, end }) =>
+      new TextDecoder().decode(wholeWords(bytes, begin - from, end - from)).replace(/^\uFFFD+|\uFFFD+$/g, ""),
+    );
   }
 
   /** Bytes [begin, end). A file that was moved or changed since is left for what the service has. @param {number} begin @param {number} end */

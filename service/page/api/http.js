@@ -24,6 +24,11 @@ const TRIES = 12;
 /** Whether somebody ended this on purpose. @param {unknown} error */
 export const wasStopped = (error) => error instanceof DOMException && error.name === "AbortError";
 
+const FINAL = new Set(["unsupported_media_type", "invalid_utf8", "empty_input", "body_too_large", "context_length_exceeded"]);
+
+/** Whether the document itself is refused, however often it is sent. @param {unknown} error */
+export const isFinal = (error) => error instanceof ApiError && FINAL.has(error.code);
+
 /** The words for any error. @param {unknown} error @returns {string} */
 export const wordsOf = (error) => (error instanceof Error ? error.message : String(error));
 

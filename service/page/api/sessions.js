@@ -27,7 +27,7 @@ export const forkSession = (api, id, position, name) =>
 /**
  * Append a text in pieces that end before a blank, each of them once however often it is sent.
  * @param {import("./http.js").Api} api @param {any} session @param {Blob} text
- * @param {{signal?: AbortSignal, seen?: (bytes: number, position: number) => void, told?: (error: ApiError | null) => void}} [options]
+ * @param {{signal?: AbortSignal, seen?: (position: number) => void, told?: (error: ApiError | null) => void}} [options]
  * @returns {Promise<number>} where the session stands then
  */
 export async function appendText(api, session, text, options = {}) {
@@ -36,12 +36,12 @@ export async function appendText(api, session, text, options = {}) {
     const bytes = new Uint8Array(await text.slice(at, at + PIECE_BYTES).arrayBuffer());
     const count = at + bytes.length < text.size ? cut(bytes) : bytes.length;
     const name = `page-${position}-${at}-${count}-${text.size}`;
-    position = await again(() => appendPiece(api, session.id, bytes.subarray(0, count), position, name, options.signal), {
+    position = await again(() => appendPiece(api, session.id, bytes.subarray(0, count), position, name, options), {
       signal: options.signal,
       told: options.told,
     });
     at += count;
-    options.seen?.(at, position);
+    options.seen?.(position);
   }
   return position;
 }
@@ -56,15 +56,16 @@ function cut(bytes) {
 
 /**
  * @param {import("./http.js").Api} api @param {string} id @param {Uint8Array<ArrayBuffer>} bytes @param {number} position
- * @param {string} name @param {AbortSignal} [signal] @returns {Promise<number>}
+ * @param {string} name @param {{signal?: AbortSignal, seen?: (position: number) => void}} options @returns {Promise<number>}
  */
-async function appendPiece(api, id, bytes, position, name, signal) {
+async function appendPiece(api, id, bytes, position, name, { signal, seen }) {
   const headers = { "content-type": "application/octet-stream", "idempotency-key": name };
   const path = `/v1/sessions/${id}/append?expected_position=${position}`;
   const response = await busyAgain(() => api.send(path, { method: "POST", body: bytes, headers, signal }));
   for await (const line of jsonLines(response)) {
     if (line.object === "session.append") return line.position;
     if (line.object === "error") throw new ApiError(sentence(line.error.message), { retry: line.error.type === "server_error" });
+    seen?.(line.position);
   }
   throw new ApiError("The connection broke off.", { retry: true });
 }

@@ -111,7 +111,7 @@ export class ContinueDesk {
     if (!this.session) await this.open(await createSession(this.api, text.replace(/\s+/g, " ").trim().slice(0, NAME_LENGTH)));
     const { session } = this;
     if (text) {
-      await appendText(this.api, session, new Blob([text]), { signal, seen: (_, position) => this.stands(position) });
+      await appendText(this.api, session, new Blob([text]), { signal, seen: (position) => this.stands(position) });
       this.paper.add(session.id, "read", text);
       byId("prompt").value = "";
       byId("prompt-label").textContent = "Text to add before it goes on (may be empty)";
@@ -147,20 +147,23 @@ export class ContinueDesk {
     await this.refresh();
   }
 
-  /** A new session that reads a whole document. @param {string} name @param {() => Promise<Blob>} text */
-  read(name, text) {
+  /** A new session that reads a whole document. @param {string} name @param {number} tokens of it @param {() => Promise<Blob>} text */
+  read(name, tokens, text) {
     return this.guarded(async (signal) => {
-      this.paper.open(null, name);
-      this.paper.tell("Reading …");
+      const reads = (/** @type {number} */ position) => this.paper.tell(`Reading · ${percent(position / tokens)} · ${count(position)} of ${count(tokens)} tokens`);
+      this.paper.reads(name);
+      reads(0);
       const blob = await text();
       await this.open(await createSession(this.api, name.slice(0, 256)));
       const { session } = this;
+      this.paper.reads(name);
+      reads(0);
       this.recipes.add("append", { session: session.id, file: name });
       await appendText(this.api, session, blob, {
         signal,
-        seen: (bytes, position) => {
+        seen: (position) => {
           this.stands(position);
-          this.paper.tell(`Reading · ${percent(bytes / blob.size)} · ${count(position)} tokens`);
+          reads(position);
         },
         told: (error) => (error ? this.notice.say("wait", `${error.message} Going on by itself as soon as it can.`) : this.notice.clear()),
       });

@@ -33,6 +33,12 @@ export class Paper {
     else this.hint("Write a beginning above, or open a session. What the model draws appears here, token by token.");
   }
 
+  /** A document is being read into the session that is open. @param {string} name */
+  reads(name) {
+    byId("paper-title").textContent = name;
+    this.hint("The model reads the text from its beginning. It can go on with it when that is done.");
+  }
+
   /** @param {string} words */
   hint(words) {
     this.end = this.sheet = null;

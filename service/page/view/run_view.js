@@ -30,7 +30,7 @@ export class RunView {
 
   /**
    * @param {Phase} phase
-   * @param {{size: number, sent: number, read: number, tokens: number, expected: number, rows: number, speed: number | null, eta: number | null, seconds: number}} at
+   * @param {{size: number, sent: number, read: number, tokens: number, expected: number, rows: number, speed: number | null, eta: number | null, seconds: number, waiting: boolean}} at
    */
   show(phase, at) {
     const running = phase === "sending" || phase === "queued" || phase === "reading";
@@ -39,11 +39,12 @@ export class RunView {
     this.bar.firstElementChild.style.transform = `scaleX(${Math.min(1, fraction)})`;
     this.bar.setAttribute("aria-valuenow", String(Math.floor(100 * Math.min(1, fraction))));
     this.bar.setAttribute("aria-valuetext", `${WORDS[phase]}, ${percent(fraction)}`);
-    const words = running && phase !== "queued" ? `${WORDS[phase]} · ${percent(fraction)}` : WORDS[phase];
+    const words = at.waiting ? `Interrupted · ${percent(fraction)}` : running && phase !== "queued" ? `${WORDS[phase]} · ${percent(fraction)}` : WORDS[phase];
     byId("run-phase").textContent = words;
     byId("run-figures").replaceChildren(
       ...this.figures(phase, at).map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))),
     );
+    show(byId("atlas"), phase !== "failed" || at.rows > 0);
     show(byId("cancel"), running);
     for (const id of ["to-session", "save-rows"]) show(byId(id), phase === "done");
     show(byId("another"), !running);

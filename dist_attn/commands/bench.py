@@ -1,0 +1,62 @@
+"""`dist-attn bench`: the benchmarks of a source tree, which an installed package does not carry."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import dist_attn
+from dist_attn.control.ranks import child_environment
+from dist_attn.errors import EngineError, InputError
+
+__all__ = ["bench"]
+
+DEADLINE_S = 1800.0
+# What an experiment that is told to stop takes to save itself and to report what it has found.
+STOPPING_S = 120.0
+
+
+def bench(
+    name: str | None,
+    json_file: Path | None,
+    *,
+    options: Sequence[str] = (),
+    deadline_s: float = DEADLINE_S,
+    root: Path | None = None,
+) -> int:
+    """Run one benchmark of the source tree at `root` (by default this package's) in a process; its exit code.
+
+    Without a name it lists them all.
+
+    `options` are the benchmark's own. At the deadline it is told to stop; an experiment then saves how far it is.
+
+    Units: deadline_s in seconds.
+    Raises: InputError where there are no benchmarks, EngineError when they do not end.
+    """
+    root = Path(dist_attn.__file__).resolve().parents[1] if root is None else root
+    if not (root / "benchmarks" / "run.py").is_file():
+        raise InputError(
+            f"there are no benchmarks at {root}: an installed package does not carry them; in a source tree, run "
+            f"`make bench ARGS={name or '--list'}`"
+        )
+    command = [sys.executable, "-m", "benchmarks.run", name or "--list", *options]
+    if json_file is not None:
+        command.append(f"--json={json_file.absolute()}")
+    process = subprocess.Popen(command, cwd=root, env=child_environment())
+    try:
+        return process.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(STOPPING_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        raise EngineError(
+            f"benchmark {name} did not end within {deadline_s:g} s; run it on a quieter machine, or give it longer by "
+            "--minutes: an experiment goes on where it was stopped"
+        ) from None
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise

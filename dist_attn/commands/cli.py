@@ -1,0 +1,439 @@
+"""The command line: argument parsing and one call per command.
+
+Those that only look and tell are in `commands/looking.py`. Commands import what they need when they run, so
+`dist-attn --help` and `serve` never load torch.
+Bad input, and a file or disk that cannot be read or written, ends with exit code 2 and one line on stderr; a failure
+of the work with exit code 1 and one line.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dist_attn import __version__
+from dist_attn.commands import looking
+from dist_attn.commands.help_search import help_search
+from dist_attn.commands.models import models
+from dist_attn.commands.options import (
+    AsJson,
+    Config,
+    DataDir,
+    Host,
+    Model,
+    Port,
+    StateExchange,
+    Url,
+    Weights,
+    leave_to_service,
+)
+from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
+from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
+from dist_attn.wire.weights import WeightPrecision
+
+__all__ = ["app", "main"]
+
+# typer carries its own copy of click in newer releases; this is the base of its usage errors in either.
+UsageErrors = tuple(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException" and issubclass(kind, Exception)
+)
+
+PATIENCE_S = 2.0  # of a rank that could report a failed exchange, for each rank before it that could as well
+
+_OUT_OF_MEMORY = (
+    "there is not enough memory for this: take a smaller model, batch or segment, or more ranks "
+    "(`dist-attn plan` says what a model needs)"
+)
+
+app = typer.Typer(
+    name="dist-attn",
+    epilog="Try: dist-attn serve; dist-attn COMMAND --help; each has an example. dist-attn help WORD searches them.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+configuration = typer.Typer(name="config", help="The settings of `serve`.", no_args_is_help=True)
+app.add_typer(configuration)
+
+states = typer.Typer(
+    name="state", help="The file of a state, or a folder of them.", cls=looking.ShowByDefault, no_args_is_help=True
+)
+app.add_typer(states)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"dist-attn {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_say_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Long sequences through attention with a constant-size state: encode, generate, train, serve."""
+
+
+def main() -> None:
+    """Run the command line and exit: 0 done, 1 the work failed, 2 the input was not usable."""
+    try:
+        code = _run()
+    except (typer.Abort, KeyboardInterrupt):
+        code = 130
+    except UsageErrors as error:
+        code = _complain(_usage(error), 2)
+    except (InputError, StorageError) as error:
+        code = _complain(str(error), 2)
+    except CommError as error:
+        _let_the_first_rank_speak()
+        code = _complain(str(error), 1, instead_of_first=True)
+    except DistAttnError as error:
+        code = _complain(str(error), 1)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): that is its right, and no error of ours.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except OSError as error:
+        # A full disk, or a file that went away during the work.
+        where = f"{error.filename}: " if error.filename else ""
+        code = _complain(f"{where}{error.strerror or error}", 2)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_of_memory(error):
+            raise
+        code = _complain(_OUT_OF_MEMORY, 1)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _run() -> object:
+    if not sys.stdout.isatty():
+        app.rich_markup_mode = configuration.rich_markup_mode = None  # help without boxes, for grep and files
+    try:
+        code = app(standalone_mode=False)
+    except SystemExit as stop:
+        # Typer turns a broken pipe into an exit of its own, with code 1.
+        if isinstance(stop.__context__, BrokenPipeError):
+            raise stop.__context__ from None
+        raise
+    # Now, while a broken pipe can still be met; at the interpreter's exit it would be a traceback.
+    sys.stdout.flush()
+    return code
+
+
+def _is_of_memory(error: Exception) -> bool:
+    """Whether memory ran out; torch has a kind of its own for devices, and says it in words for the CPU."""
+    return isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "out of memory", "not enough memory")
+    )
+
+
+def _usage(error: Exception) -> str:
+    """What is wrong with the arguments, in click's words; none are needed where the help is shown instead."""
+    words = str(getattr(error, "format_message", error.__str__)())
+    if type(error).__name__ == "NoArgsIsHelpError":  # its words are the help; typer shows it itself on a terminal
+        print(words)
+        words = ""
+    return words or "which command? They are listed above"
+
+
+def _let_the_first_rank_speak() -> None:
+    """Wait where this is not rank 0: when that ends with an error its launcher ends all, and nothing is said twice."""
+    launch = read_launch(os.environ)
+    time.sleep(PATIENCE_S * ((launch and launch.rank) or 0))
+
+
+def _complain(message: str, code: int, *, instead_of_first: bool = False) -> int:
+    # One rank speaks for all: under torchrun or mpiexec every rank meets the same bad input.
+    if instead_of_first or is_first_rank(os.environ):
+        print(f"dist-attn: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+@app.command()
+def encode(
+    file: Annotated[Path, typer.Argument(help="The text to encode.")],
+    out: Annotated[Path, typer.Option(help="Where the vectors go: a NumPy file (.npy) with one in each row, float32.")],
+    granularity: Annotated[
+        Literal["token", "window", "document"],
+        typer.Option(
+            help="What gets a vector: every token (a piece of a word), every passage of --window, or the text."
+        ),
+    ] = "window",
+    window: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a passage (default: 512, or all the model reads at once).", min=1, max=1 << 53),
+    ] = None,
+    pooling: Annotated[
+        Literal["mean", "last"] | None,
+        typer.Option(help="A passage's vector is the mean of its tokens' or the last one (default: mean)."),
+    ] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bytes by any number of processes; slower.")
+    ] = False,
+    exchange: StateExchange = "auto",
+    model: Model = None,
+    url: Url = None,
+) -> None:
+    """Turn a text into vectors, one for each passage; here, over the processes of torchrun or mpiexec, or by a service.
+
+    Example: dist-attn encode book.txt --out book.npy
+
+    Example: dist-attn encode book.txt --out book.npy --url http://127.0.0.1:8000
+    """
+    from dist_attn.wire.row_choice import RowsAsked
+
+    rows = RowsAsked(granularity, window, pooling, model)
+    _require_plain_text(file)
+    try:
+        with ended_in_order():
+            if url is None:
+                from dist_attn.commands.encode_here import encode_here
+
+                report = encode_here(file, out, rows, deterministic=deterministic, exchange=exchange)
+            else:
+                leave_to_service(deterministic=deterministic, exchange=exchange != "auto")
+                from dist_attn.commands.remote import encode_remotely
+
+                report = encode_remotely(url, file, out, rows) if is_first_rank(os.environ) else None
+    except KeyboardInterrupt:
+        raise typer.Exit(_complain(f"stopped by Ctrl-C; {out} was not written", 130)) from None
+    if report is not None:
+        print(json.dumps(report))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to draw at most.")] = 200,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0,
+    length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6,
+    model: Model = None,
+    weights: Weights = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
+    url: Url = None,
+) -> None:
+    """Continue a text, token by token, from the recurrent state; here, or by a running service.
+
+    Example: dist-attn generate --prompt "It was the best of times" --max-tokens 100
+    """
+    if not is_first_rank(os.environ):
+        return  # one state, one stream of tokens: there is nothing to share
+    if (prompt is None) == (prompt_file is None):
+        raise InputError("give either --prompt TEXT or --prompt-file FILE")
+    data = _read(prompt_file) if prompt_file is not None else (prompt or "").encode(errors="surrogateescape")
+    from dist_attn.wire.messages import SamplingSpec
+
+    spec = SamplingSpec(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+
+    def show(text: str) -> None:
+        if not as_json:
+            print(text, end="", flush=True)
+
+    if url is not None:
+        leave_to_service(beams=beams > 0, weights=weights != "float32")
+        from dist_attn.commands.remote import generate_remotely
+
+        result = generate_remotely(url, data, spec, model=model, on_text=show)
+    elif beams:
+        from dist_attn.generation.text import search_text
+
+        result = search_text(model, data, width=beams, max_tokens=max_tokens, penalty=length_penalty, weights=weights)
+        show(result["text"])
+    else:
+        from dist_attn.generation.text import generate_text
+
+        result = generate_text(model, data, spec, on_text=show, weights=weights)
+    print(json.dumps(result) if as_json else "")
+
+
+@app.command()
+def evaluate(
+    file: Annotated[Path, typer.Argument(help="The text to score.")],
+    context: Annotated[
+        int | None,
+        typer.Option(help="Read in windows of so many tokens, half overlapping; without it the state is carried on."),
+    ] = None,
+    model: Model = None,
+    weights: Weights = "float32",
+) -> None:
+    """Bits per byte of a text under a model, read as one stream or in windows.
+
+    Example: dist-attn evaluate book.txt
+    """
+    if not is_first_rank(os.environ):
+        return
+    from dist_attn.training.evaluation import evaluate_file
+
+    print(json.dumps(evaluate_file(file, _read(file), model, context, weights=weights)))
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="The training configuration (TOML).")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100")
+    ] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the run folder.")] = False,
+) -> None:
+    """Train a model, alone or over all ranks of torchrun or mpiexec; the run folder gets checkpoints, metrics and it.
+
+    Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
+    """
+    from dist_attn.commands.train_here import train_here
+    from dist_attn.training.config import read_config
+
+    settings = read_config(config, set_ or ())
+    with ended_in_order():
+        said, code = train_here(settings, resume=resume)
+    if said:
+        raise typer.Exit(_complain(said, code))
+
+
+@app.command()
+def average(
+    checkpoints: Annotated[list[Path], typer.Argument(help="Checkpoints of a run, or model folders.")],
+    out: Annotated[Path, typer.Option(help="Where the model folder goes.")],
+) -> None:
+    """Average checkpoints into one model folder.
+
+    Example: dist-attn average runs/first/checkpoints/step-* --out averaged
+    """
+    if not is_first_rank(os.environ):
+        return
+    from dist_attn.training.averaging import average_folders
+
+    print(json.dumps(average_folders(checkpoints, out)))
+
+
+@app.command()
+def convert(
+    folder: Annotated[Path, typer.Argument(help="A Hugging Face folder: config.json, safetensors, tokenizer.json.")],
+    out: Annotated[Path, typer.Option(help="Where the model folder goes; it must not exist yet.")],
+    to: Annotated[
+        Literal["softmax", "rfa", "elu"],
+        typer.Option(help="Exact, or the same weights with kernel attention (elu: encoders only), to be trained."),
+    ] = "softmax",
+    num_random: Annotated[int, typer.Option(help="Random vectors per head of rfa.", min=1, max=1 << 16)] = 64,
+    seed: Annotated[int, typer.Option(help="What decides the random vectors of rfa.", min=0, max=1 << 53)] = 0,
+    exact_layer: Annotated[
+        list[int] | None,
+        typer.Option(help="A layer, from 0, that stays exact beside kernel attention; repeatable.", min=0),
+    ] = None,
+) -> None:
+    """Make a GPT-2, Llama, GPT-NeoX (Pythia) or BERT-shaped (MiniLM) model into a model folder for other commands.
+
+    Example: dist-attn convert downloads/pythia-70m --out models/pythia
+    """
+    if not is_first_rank(os.environ):
+        return
+    from dist_attn.conversion import Conversion, convert_folder
+
+    print(json.dumps(convert_folder(folder, out, Conversion(to, num_random, seed, tuple(exact_layer or ())))))
+
+
+@app.command()
+def serve(
+    config: Config = None,
+    model: Model = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
+    ] = None,
+    backend: Annotated[
+        Literal["gloo", "nccl", "mpi"] | None,
+        typer.Option(help="How ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs (default: gloo)."),
+    ] = None,
+    weights: Annotated[WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: DataDir = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="What is logged (default: info).")
+    ] = None,
+) -> None:
+    """Start the HTTP service with its engine on this machine; `dist-attn config show` lists all that can be set.
+
+    Example: dist-attn serve --ranks 4 --port 8000
+    """
+    from dist_attn.commands.serve import serve as run_service
+
+    engine = {"engine.ranks": ranks, "engine.backend": backend, "engine.weights": weights}
+    own = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "log_level": log_level}
+    raise typer.Exit(run_service(config, {**engine, **own}))
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where the keys go; those that are there stay.")],
+) -> None:
+    """Make the keys with which API, controller and agents on several hosts speak to each other.
+
+    Example: dist-attn keys /etc/dist-attn/keys
+    """
+    from dist_attn.wire.curve import make_keys
+
+    written = make_keys(folder)
+    print(f"{len(written)} files written to {folder}" if written else f"{folder} has all keys already")
+
+
+@states.command("repair")
+def state_repair(
+    folder: Annotated[Path, typer.Argument(help="The folder of the states: `states` of data_dir, or store.address.")],
+    key_hash: Annotated[
+        str, typer.Argument(help="SHA-256 in hex of the API key that gets them; none where the service asks for none.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Make a new catalogue for states whose own was lost or damaged: one session for each sound state.
+
+    Names, owners and idempotency keys stood in the catalogue alone. Nothing is deleted. Stop the service first.
+
+    Example: dist-attn state repair data/states
+    """
+    if key_hash and not re.fullmatch("[0-9a-f]{64}", key_hash):
+        raise InputError(
+            f"the hash of a key is {key_hash[:80]!r}; needed are 64 digits: printf %s YOUR-KEY | sha256sum"
+        )
+    from dist_attn.commands.repair_states import repair_states
+
+    repair_states(folder, caller=key_hash, as_json=as_json)
+
+
+configuration.command("show")(looking.config_show)
+states.command("show")(looking.state_show)
+for look in (looking.plan, looking.top, looking.mixers, looking.doctor):
+    app.command()(look)
+app.command()(models)
+app.command("help")(help_search)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(looking.bench)
+
+
+def _require_plain_text(file: Path) -> None:
+    """Raises: InputError for a file whose first bytes say that it is something else; a pipe is read as it is."""
+    from dist_attn.text.plain import HEAD_BYTES, refusal_of
+
+    if not os.path.isfile(file):
+        return
+    with suppress(OSError), file.open("rb") as opened:
+        if (words := refusal_of(opened.read(HEAD_BYTES))) is not None:
+            raise InputError(f"{file}: {words} (what is piped into encode /dev/stdin is read as it is)")
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from None

@@ -1,0 +1,185 @@
+"""Whether the service would work on this machine, found out by trying; every try has a deadline."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.text import Text
+
+from dist_attn.commands import machine
+from dist_attn.commands.calibrate import calibrate
+from dist_attn.commands.finding import Finding, broken, unknown
+from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
+from dist_attn.commands.tables import stdout_console
+from dist_attn.control.ranks import child_environment
+from dist_attn.costs import estimate, read_model_costs
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.launchers import find_mpiexec
+from dist_attn.settings import Settings, read_settings
+from dist_attn.shipped import resolve_model_folder
+from dist_attn.wire.weights import WeightPrecision
+
+__all__ = ["doctor", "examine", "probe", "probe_mpi"]
+
+PROBE_DEADLINE_S = 60.0  # torch alone takes 20 s to load beside other work
+END_DEADLINE_S = 1.0
+QUIETER = "the machine is slow or busy: run it again when it is quieter"
+NEEDED_BY_BACKEND = {"nccl": ("cuda", "nccl"), "mpi": ("mpi",)}  # optional for who takes another back end
+USUAL_MESSAGE_BYTES = 1 << 17
+STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "unknown": "yellow"}
+
+
+def doctor(config: Path | None, flags: Mapping[str, Any], *, as_json: bool, exchanges: bool = False) -> int:
+    """Print what was found, one line each; 0 when `dist-attn serve` with these settings would work.
+
+    1 when it would not, or when something that it needs did not answer in time.
+
+    `config` and `flags` are those of `serve`, and so is the environment. `exchanges` times these as well and keeps the
+    times, by which ranks choose from then on.
+    Raises: ConfigError for settings that do not fit.
+    """
+    findings = examine(read_settings(config, environment=os.environ, flags=flags).settings)
+    if exchanges:
+        findings += calibrate()
+    blocking = [finding.name for finding in findings if finding.blocks]
+    untold = [finding.name for finding in findings if finding.needed and finding.status == "unknown"]
+    works = None if untold and not blocking else not blocking
+    if as_json:
+        items = [msgspec.to_builtins(finding) for finding in findings]
+        print(json.dumps({"object": "doctor", "serve_works": works, "findings": items}))
+    else:
+        _print(findings, blocking, untold)
+    return 0 if works else 1
+
+
+def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list[Finding]:
+    """Everything that was looked at, in the order in which it matters."""
+    ranks = settings.engine.ranks
+    problems: list[Finding] = []
+    folder: Path | None = None
+    try:
+        folder = resolve_model_folder(settings.model)
+    except ModelFolderError as error:
+        problems.append(broken("model", str(error), "name another with --model DIR"))
+    rank_bytes, message_bytes = _needs(folder, ranks, settings.engine.weights)
+    at_once = [
+        machine.check_python(),
+        machine.check_libraries(),
+        machine.check_cores(),
+        machine.check_memory(rank_bytes, ranks),
+        machine.check_disk(settings.data_dir),
+        machine.check_port(settings.http.host, settings.http.port),
+    ]
+    tried = probe(folder, message_bytes, deadline_s)
+    findings = [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
+    needed = NEEDED_BY_BACKEND.get(settings.engine.backend, ())
+    return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
+
+
+def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:
+    """What two processes found out about torch, gloo, speed and the model.
+
+    What they did not get to is unknown where the time was over, and broken where they ended before.
+    """
+    with tempfile.TemporaryDirectory(prefix="dist-attn-doctor-") as private:
+        ranks = [
+            ProbeSettings(
+                rank=rank,
+                folder=private,
+                model="" if folder is None else str(folder.resolve()),
+                message_bytes=message_bytes,
+                timeout_s=deadline_s / 2,  # so that a partner who does not come is still reported
+            )
+            for rank in (0, 1)
+        ]
+        ended, late = _run([_command(settings) for settings in reversed(ranks)], Path(private), deadline_s)
+        found = findings_in(ranks[0])
+    known = {finding.name for finding in found}
+    waiting = [name for name in ranks[0].checks if name not in known]
+    told = unknown if late else broken
+    for name in waiting[:1]:
+        found.append(told(name, ended, QUIETER if late else ADVICE.get(name, ""), needed=name not in OPTIONAL))
+    for name in waiting[1:]:
+        found.append(told(name, f"not tried, {waiting[0]} came first", "", needed=name not in OPTIONAL))
+    return found
+
+
+def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
+    """MPI with a timed exchange between two ranks of mpiexec, or what it lacks."""
+    finding, mpiexec = machine.check_mpi(), find_mpiexec()
+    if finding.status != "ok" or mpiexec is None:
+        return finding
+    with tempfile.TemporaryDirectory(prefix="dist-attn-doctor-") as private:
+        settings = ProbeSettings(
+            rank=0, folder=private, message_bytes=message_bytes, timeout_s=deadline_s / 2, backend="mpi"
+        )
+        ended, late = _run([[mpiexec, "-n", "2", *_command(settings)]], Path(private), deadline_s)
+        for found in findings_in(settings):
+            return msgspec.structs.replace(found, detail=f"{finding.detail}: {found.detail}")
+    told, advice = (unknown, QUIETER) if late else (broken, ADVICE["mpi"])
+    return told("mpi", f"{finding.detail}: {ended}", advice, needed=False)
+
+
+def _command(settings: ProbeSettings) -> list[str]:
+    return [sys.executable, "-m", "dist_attn.commands.probe", msgspec.json.encode(settings).decode()]
+
+
+def _run(commands: list[list[str]], private: Path, deadline_s: float) -> tuple[str, bool]:
+    """Run these until the last of them has ended or the time is over: how it ended in words, whether it was late."""
+    words = private / "stderr"
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with words.open("wb") as stderr:
+            for command in commands:
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                        stderr=stderr,
+                        env=child_environment(),
+                    )
+                )
+        code = processes[-1].wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {deadline_s:g} s", True
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_DEADLINE_S)
+    said = words.read_text(errors="replace").strip().splitlines()
+    return f"the process that tried it ended with code {code}" + (f": {said[-1]}" if said else ""), False
+
+
+def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[int, int]:
+    """Bytes of memory a rank needs and of the state it sends; usual figures for a model without formulas."""
+    if folder is not None:
+        with contextlib.suppress(ConfigError):
+            model = read_model_costs(folder, weights)
+            at = estimate(model, 1 << 20, ranks=ranks)
+            return at.memory.peak, model.carry_bytes or USUAL_MESSAGE_BYTES
+    return 0, USUAL_MESSAGE_BYTES
+
+
+def _print(findings: list[Finding], blocking: list[str], untold: list[str]) -> None:
+    console = stdout_console()
+    for finding in findings:
+        line = Text(finding.line())
+        line.stylize(STYLES[finding.status], 0, len(finding.status))
+        console.print(line, soft_wrap=True)
+    if blocking:
+        console.print(f"`dist-attn serve` would not work because of: {', '.join(blocking)}", soft_wrap=True)
+    elif untold:
+        names = ", ".join(untold)
+        console.print(f"not known whether `dist-attn serve` would work: no answer in time of {names}", soft_wrap=True)
+    else:
+        console.print("`dist-attn serve` would work", soft_wrap=True)

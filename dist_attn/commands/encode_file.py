@@ -1,0 +1,230 @@
+"""Encode one file over all ranks of a communicator, block by block, in memory that does not grow with the file."""
+
+import contextlib
+import io
+import resource
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from dist_attn.comm import Communicator
+from dist_attn.commands.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
+from dist_attn.commands.encode_blocks import Seconds, encode_blocks
+from dist_attn.commands.row_file import RowFile, row_file
+from dist_attn.errors import InputError
+from dist_attn.models import LanguageModel, MillionModel, TextEncoder
+from dist_attn.ops.denormals import denormals_flushed
+from dist_attn.ops.row_blocks import RowBlocks
+from dist_attn.rank_link.rows import GRAIN, RowAssembler, RowBatch
+from dist_attn.sharded import Algorithm
+from dist_attn.text import Tokeniser
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.rank_messages import RowPieces
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+__all__ = ["BLOCK_TOKENS_PER_RANK", "EncodeReport", "encode_file"]
+
+BLOCK_TOKENS_PER_RANK = 4 * GRAIN
+_READ_BYTES = 1 << 18
+_READ_TURN_S = 0.5
+
+
+@dataclass(frozen=True)
+class EncodeReport:
+    """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block.
+
+    Of the ring exchanges it is all that rank 0 passes on in a block. Where the time of rank 0 went is told as `plan`
+    tells it beforehand (see `engine.encode_blocks.Seconds`); opening and writing files is what lacks to `seconds`.
+    """
+
+    tokens: int
+    rows: int
+    seconds: float
+    tokens_per_second: float
+    ranks: int
+    backend: str
+    peak_rss_mib: list[float]
+    carry_bytes_per_rank: int
+    compute_seconds: float
+    exchange_seconds: float
+    text_seconds: float
+    handing_seconds: float
+
+
+@torch.inference_mode()
+def encode_file(
+    comm: Communicator,
+    model: LanguageModel | TextEncoder | MillionModel,
+    tokeniser: Tokeniser,
+    source: Path,
+    target: Path,
+    spec: RowSpec,
+    *,
+    deterministic: bool = False,
+    exchange: Algorithm = "auto",
+    on_progress: Callable[[int], None] = lambda _: None,
+) -> EncodeReport | None:
+    """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
+
+    Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
+    encoder reads sequences that stand alone, a row's window each or as much as it can, and a million-scale model all of
+    the text, up to its `max_tokens` at once. `on_progress` gets the bytes
+    read so far. The target appears only when it is complete. `exchange` is how states travel between ranks; it changes
+    nothing but the time and the last bits. `deterministic` gives the same bytes for any number of ranks with equally
+    many threads; it is slower.
+
+    Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged), or a
+        model that cannot be `deterministic`.
+    """
+    started = time.perf_counter()
+    reader: BlockReader
+    if isinstance(model, TextEncoder):
+        reader = SequenceReader(comm, model, spec, deterministic=deterministic)
+    elif isinstance(model, MillionModel):
+        reader = WholeReader(comm, model, spec, deterministic=deterministic)
+    else:
+        reader = StreamReader(comm, model, spec, exchange=exchange, deterministic=deterministic)
+    tokens, carry_bytes, spent = 0, 0, Seconds()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(denormals_flushed())
+        if deterministic:
+            stack.enter_context(RowBlocks())
+        blocks, writer = _open_together(comm, stack, tokeniser, source, target, reader, spec, on_progress)
+        for block in encode_blocks(comm, reader, blocks):
+            if writer is not None:
+                for pieces in block.pieces:
+                    writer.add(pieces)
+            tokens, carry_bytes, spent = tokens + block.tokens, block.carry_bytes, spent + block.seconds
+        if writer is not None:
+            writer.finish(tokens)
+    seconds = time.perf_counter() - started
+    peaks = comm.all_gather(torch.tensor([_peak_rss_mib()], dtype=torch.float64))[:, 0].tolist()
+    if writer is None:
+        return None
+    return EncodeReport(
+        tokens=tokens,
+        rows=writer.rows,
+        seconds=round(seconds, 3),
+        tokens_per_second=round(tokens / seconds, 1),
+        ranks=comm.size,
+        backend=comm.backend,
+        peak_rss_mib=[round(peak, 1) for peak in peaks],
+        carry_bytes_per_rank=carry_bytes,
+        compute_seconds=round(spent.compute, 3),
+        exchange_seconds=round(spent.exchange, 3),
+        text_seconds=round(spent.text, 3),
+        handing_seconds=round(spent.handing, 3),
+    )
+
+
+def _open_together(
+    comm: Communicator,
+    stack: contextlib.ExitStack,
+    tokeniser: Tokeniser,
+    source: Path,
+    target: Path,
+    reader: BlockReader,
+    spec: RowSpec,
+    on_progress: Callable[[int], None],
+) -> tuple[Iterator[np.ndarray] | None, "_RowWriter | None"]:
+    """The token blocks and the writer on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
+    problem, blocks, writer = "", None, None
+    if comm.rank == 0:
+        try:
+            text = stack.enter_context(_open_text(source))
+            writer = _RowWriter(stack.enter_context(row_file(target, source)), reader.dim, spec)
+            blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress)
+        except InputError as error:
+            problem = str(error)
+    note = torch.frombuffer(bytearray(problem.encode()[:1024].ljust(1024, b"\0")), dtype=torch.uint8)
+    words = bytes(comm.broadcast(note, 0).tolist()).rstrip(b"\0").decode(errors="replace")
+    if words:
+        raise InputError(words)
+    return blocks, writer
+
+
+def _block_tokens(comm: Communicator, reader: BlockReader) -> int:
+    """Tokens of a block: some for each rank, in whole grains; of a sequence that lies over all ranks, all of it."""
+    if isinstance(reader, WholeReader):
+        return reader.grain
+    return max(1, comm.size * BLOCK_TOKENS_PER_RANK // reader.grain) * reader.grain
+
+
+class _WaitingFile(io.FileIO):
+    """A file, or a pipe that is waited for in short turns.
+
+    A signal that comes just before a blocking read is handled only after it; between turns it always is.
+    """
+
+    def readinto(self, buffer: "WriteableBuffer") -> int | None:
+        while not select.select([self], [], [], _READ_TURN_S)[0]:
+            pass
+        return super().readinto(buffer)
+
+
+def _open_text(source: Path) -> IO[bytes]:
+    try:
+        file = io.BufferedReader(_WaitingFile(source))
+        empty = not file.peek(1)
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {error.strerror}") from None
+    if empty:
+        file.close()
+        raise InputError(f"{source} is empty; encoding needs at least one byte")
+    return file
+
+
+def _token_blocks(
+    text: IO[bytes], tokeniser: Tokeniser, size: int, on_progress: Callable[[int], None]
+) -> Iterator[np.ndarray]:
+    """The text's tokens in blocks of `size`; the last one is shorter."""
+    tail, waiting, read = b"", np.empty(0, dtype=np.int32), 0
+    while True:
+        piece = text.read(_READ_BYTES)
+        read += len(piece)
+        tokens, consumed = tokeniser.encode_piece(tail + piece, final=not piece)
+        tail = (tail + piece)[consumed:]
+        waiting = np.concatenate([waiting, tokens])
+        while len(waiting) >= size or (not piece and len(waiting)):
+            block, waiting = waiting[:size], waiting[size:]
+            yield block
+            on_progress(read)
+        if not piece:
+            return
+
+
+class _RowWriter:
+    """Pieces of rows, in whichever order ranks give them, into the file."""
+
+    def __init__(self, file: RowFile, dim: int, spec: RowSpec) -> None:
+        self._file = file
+        self._assembler = RowAssembler(spec, dim)
+
+    @property
+    def rows(self) -> int:
+        return self._file.rows
+
+    def add(self, pieces: RowPieces) -> None:
+        self._write(self._assembler.add(pieces, None))
+
+    def finish(self, total: int) -> None:
+        self._write(self._assembler.finish(total))
+        self._file.finish()
+
+    def _write(self, batches: list[RowBatch]) -> None:
+        for batch in batches:
+            self._file.write(batch.vectors)
+
+
+def _peak_rss_mib() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20) if sys.platform == "darwin" else peak / (1 << 10)

@@ -1,0 +1,180 @@
+"""What this machine offers, asked of the system and of the installed packages; nothing is loaded or measured."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+from dist_attn.commands.finding import Finding, broken, missing, ok
+from dist_attn.commands.tables import byte_size
+from dist_attn.errors import extra_hint
+from dist_attn.launchers import find_mpiexec
+
+__all__ = ["EXTRAS", "LIBRARIES", "check_cores", "check_disk", "check_extras", "check_libraries", "check_memory",
+           "check_mpi", "check_port", "check_python"]  # fmt: skip
+
+OLDEST_PYTHON = (3, 11)
+FREE_DISK_BYTES = 1 << 30
+CGROUP = Path("/sys/fs/cgroup")
+GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver, on Linux and in WSL
+
+# What the service needs, by the names of pyproject.toml.
+LIBRARIES = (
+    "torch", "numpy", "safetensors", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "httptools", "pydantic",
+    "prometheus-client", "structlog", "typer", "rich", "scipy", "aiosqlite", "jinja2", "httpx", "anyio",
+)  # fmt: skip
+# What each optional extra brings, and what for. [mpi] is looked at with the back ends.
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "gpu": (("triton",), "kernels for NVIDIA GPUs"),
+    "arrow": (("pyarrow",), "encodings as Arrow"),
+    "redis": (("redis",), "states shared by several controllers"),
+    "hf": (("transformers",), "models in Hugging Face's Auto classes"),
+    "plot": (("matplotlib",), "pictures of training runs"),
+    "tensorboard": (("tensorboard",), "training runs in TensorBoard"),
+    "otel": (("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"), "traces"),
+    "bench": (("matplotlib", "transformers", "performer-pytorch", "flash-linear-attention"), "peers of the benchmarks"),
+    "docs": (("mkdocs", "mkdocs-material", "mkdocstrings", "matplotlib"), "the documentation as a site"),
+    "browser": (("playwright",), "tests of the web page"),
+}
+
+
+def check_python() -> Finding:
+    """The interpreter's version."""
+    name = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()} {platform.machine()}"
+    if sys.version_info >= OLDEST_PYTHON:
+        return ok("python", name)
+    needed = ".".join(map(str, OLDEST_PYTHON))
+    return broken("python", f"{name}, needed is {needed} or newer", f"install Python {needed}")
+
+
+def check_libraries() -> Finding:
+    """The libraries that the service cannot do without, by their installed versions."""
+    versions = {name: _version(name) for name in LIBRARIES}
+    absent = [name for name, version in versions.items() if version is None]
+    if absent:
+        advice = f"`{sys.executable} -m pip install {' '.join(absent)}`, or `make setup`"
+        return missing("libraries", f"not installed: {', '.join(absent)}", advice, needed=True)
+    return ok("libraries", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def check_extras() -> list[Finding]:
+    """The optional extras, each with what it is for."""
+    findings = []
+    for extra, (packages, purpose) in EXTRAS.items():
+        versions = {name: _version(name) for name in packages}
+        installed = ", ".join(f"{name} {version}" for name, version in versions.items())
+        if all(versions.values()) and extra == "gpu" and not any(device.exists() for device in GPU_DEVICES):
+            findings.append(missing(extra, f"optional, {installed} is installed; no GPU", "models run on the CPU"))
+        elif all(versions.values()):
+            findings.append(ok(extra, installed))
+        else:
+            findings.append(missing(extra, f"optional, for {purpose}", extra_hint(extra)))
+    return findings
+
+
+def check_mpi() -> Finding:
+    """mpi4py and an mpiexec."""
+    version, program = _version("mpi4py"), find_mpiexec()
+    if version is None or program is None:
+        absent = " and ".join(name for name, found in (("mpi4py", version), ("mpiexec", program)) if found is None)
+        return missing("mpi", f"optional back end, lacks {absent}", extra_hint("mpi"))
+    return ok("mpi", f"mpi4py {version}, {program}")
+
+
+def check_cores() -> Finding:
+    """The processor cores this process may use, by affinity and by the container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    detail = f"{cores} cores" if cores != 1 else "1 core"
+    if quota is not None and quota < cores:
+        detail += f", limited to {quota:g} by the container"
+    if threads:
+        detail += f", OMP_NUM_THREADS={threads}"
+    return ok("cpu", detail, cores=cores if quota is None else min(cores, quota))
+
+
+def check_memory(rank_bytes: int, ranks: int = 1) -> Finding:
+    """Memory that is free to use, against what each of the ranks needs (0: not known)."""
+    total, available = _memory()
+    if available is None:
+        return ok("memory", "not known on this system")
+    detail = f"{byte_size(available)} available" + (f" of {byte_size(total)}" if total else "")
+    if rank_bytes:
+        each = "one rank needs" if ranks == 1 else f"each of {ranks} ranks needs"
+        detail += f"; {each} about {byte_size(rank_bytes)}"
+    if rank_bytes * ranks > available:
+        return broken("memory", detail, "free memory, or take fewer ranks or a smaller model")
+    return ok("memory", detail, available_bytes=available)
+
+
+def check_port(host: str, port: int) -> Finding:
+    """Whether the service could listen here."""
+    advice = "stop what listens there, or choose another with `dist-attn serve --port N`"
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: a host that is no name, such as one with a part of more than 63 characters.
+        why = getattr(error, "strerror", error)
+        return broken("port", f"{host}:{port} cannot be listened on: {why}", advice)
+    return ok("port", f"{host}:{port} is free")
+
+
+def check_disk(data_dir: Path) -> Finding:
+    """Whether the data folder can be written to and has room; the folder itself may not be there yet."""
+    place = data_dir.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    advice = "choose another folder with `dist-attn serve --data-dir DIR`"
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        return broken("disk", f"{place} is not a folder that can be written to", advice)
+    free = shutil.disk_usage(place).free
+    detail = f"{byte_size(free)} free for {data_dir}"
+    if free < FREE_DISK_BYTES:
+        return broken("disk", f"{detail}, needed is {byte_size(FREE_DISK_BYTES)}", f"make room, or {advice}")
+    return ok("disk", detail, free_bytes=free)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time that the container may use; None without a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (CGROUP / "cpu.max").read_text().split()
+        return int(quota) / int(period)
+    return None
+
+
+def _memory() -> tuple[int | None, int | None]:
+    """Bytes in all and bytes available, within the container's limit; None where the system does not say."""
+    total = available = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in _lines(Path("/proc/meminfo"))}
+        total, available = fields.get("MemTotal"), fields.get("MemAvailable")
+    if total is None:
+        with contextlib.suppress(OSError, ValueError):
+            total = available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, ValueError):
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        # Pages of files that nobody used of late count as used, but are given up first.
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = limit - used + int(stat.get("inactive_file", 0))
+        total = limit if total is None else min(total, limit)
+        available = free if available is None else min(available, free)
+    return total, available
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in path.read_text().splitlines() if ":" in line]

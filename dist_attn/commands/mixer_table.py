@@ -1,0 +1,140 @@
+"""Every token mixer in one table, by kind and form: its paradigm, what it can do, and what one layer of it costs."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from pydantic import ValidationError
+
+from dist_attn.commands.tables import Table, byte_size, print_tables
+from dist_attn.costs import layer_costs, parse_count
+from dist_attn.errors import InputError
+from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import BidirectionalConfig, MixerConfig, Paradigm, build_mixer
+
+__all__ = ["MixerFacts", "mixer_facts", "print_mixers"]
+
+# Options that make another row of a kind: it sees both sides, or takes the sequence whole, and costs otherwise.
+FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("static_kernel", "over all keys", {"bidirectional": True}),
+    ("convolution", "centred", {"centred": True}),
+    ("s4d", "as a convolution", {"form": "convolution"}),
+    ("s4", "as a convolution", {"form": "convolution"}),
+)
+
+
+@dataclass(frozen=True)
+class MixerFacts:
+    """One kind of mixer, in the `form` that is named or as its defaults have it where none is.
+
+    Units: floating-point operations; bytes. `bytes_sent` is what the rank that sends most sends, forward; `state_bytes`
+    what a session keeps after all tokens.
+    """
+
+    kind: str
+    form: str
+    paradigm: Paradigm
+    causal: bool
+    streams: bool
+    parameters: int
+    flops_per_token: float
+    state_bytes: int
+    travels: str
+    bytes_sent: int
+
+
+def mixer_facts(tokens: int, *, hidden_size: int, num_heads: int, ranks: int) -> list[MixerFacts]:
+    """The facts of all kinds, for a layer of this width over a sequence of `tokens` in equal parts on `ranks` ranks.
+
+    Raises: InputError for sizes that do not make a mixer.
+    """
+    lengths = SequenceLayout.even(tokens, ranks).lengths
+    facts = []
+    for form, config in _configs(hidden_size, num_heads, tokens):
+        costs = layer_costs(config.model_dump(mode="json"))
+        facts.append(
+            MixerFacts(
+                kind=config.kind,
+                form=form,
+                paradigm=_paradigm(config.kind, form),
+                causal=config.causal,
+                streams=config.streams,
+                parameters=costs.parameters,
+                flops_per_token=costs.prefill_flops(tokens, ranks).total,
+                state_bytes=costs.state_bytes(tokens),
+                travels=costs.travels if ranks > 1 else "",
+                bytes_sent=max(costs.bytes_sent(lengths, rank) for rank in range(ranks)),
+            )
+        )
+    return facts
+
+
+def print_mixers(tokens: str, *, hidden_size: int, num_heads: int, ranks: int, as_json: bool) -> None:
+    """Print the table, or a JSON object.
+
+    Raises: InputError for a count that cannot be read or sizes that do not make a mixer.
+    """
+    count = parse_count(tokens)
+    facts = mixer_facts(count, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks)
+    if as_json:
+        about = {"tokens": count, "ranks": ranks, "hidden_size": hidden_size, "num_heads": num_heads}
+        print(json.dumps({"object": "mixers", **about, "mixers": [_as_object(one) for one in facts]}))
+        return
+    header = ("kind", "paradigm", "causal", "streams", "parameters", "flop/token", "state", "a rank sends", "of")
+    rows = [
+        (
+            f"{one.kind}, {one.form}" if one.form else one.kind,
+            f"{one.paradigm.value} {one.paradigm}",
+            "yes" if one.causal else "no",
+            "yes" if one.streams else "no",
+            f"{one.parameters:,}",
+            f"{one.flops_per_token:,.0f}",
+            byte_size(one.state_bytes) if one.streams else "",
+            byte_size(one.bytes_sent) if ranks > 1 else "",
+            one.travels,
+        )
+        for one in facts
+    ]
+    on = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
+    print_tables(
+        f"One layer of width {hidden_size:,} with {num_heads} heads over {count:,} tokens on {on}",
+        [Table("Token mixers", rows, header)],
+        [
+            "Options as they are by default, but for what a row names; bidirectional is over all keys, with the "
+            "attention named. Paradigms are those of the unified view of long-sequence models (Sec. 2), which counts "
+            "state spaces as dependent on the input.",
+            "Causal: no token sees a later one. Streams: a state goes on, so a language model can have it. What a rank "
+            "sends is for the whole sequence, forward.",
+        ],
+    )
+
+
+def _configs(hidden_size: int, num_heads: int, tokens: int) -> list[tuple[str, MixerConfig | BidirectionalConfig]]:
+    """A configuration of every kind and form, with what has no default."""
+    needed = {"hidden_size": hidden_size, "num_heads": num_heads, "length": tokens, "token_mlp_size": hidden_size}
+    configs: list[tuple[str, MixerConfig | BidirectionalConfig]] = []
+    for config in get_args(get_args(MixerConfig)[0]):
+        given = {name: needed[name] for name, field in config.model_fields.items() if name in needed}
+        for kind in get_args(config.model_fields["kind"].annotation):
+            forms = [("", dict[str, Any]()), *((form, options) for of, form, options in FORMS if of == kind)]
+            try:
+                configs += [(form, config(kind=kind, **given, **options)) for form, options in forms]
+            except ValidationError as error:
+                said = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise InputError(f"{kind} cannot have these sizes: {said}") from None
+    for attention in get_args(BidirectionalConfig.model_fields["attention"].annotation):
+        all_keys = BidirectionalConfig(hidden_size=hidden_size, num_heads=num_heads, attention=attention)
+        configs.append((attention, all_keys))
+    return configs
+
+
+def _paradigm(kind: str, form: str) -> Paradigm:
+    """That of the kind's class; sizes do not enter."""
+    (small,) = (config for of, config in _configs(4, 1, 4) if (config.kind, of) == (kind, form))
+    return build_mixer(small).paradigm
+
+
+def _as_object(facts: MixerFacts) -> dict[str, Any]:
+    paradigm = facts.paradigm
+    named = {"number": paradigm.value, "learned": paradigm.learned, "dependent": paradigm.dependent}
+    return {**asdict(facts), "paradigm": named}

@@ -1,0 +1,175 @@
+"""What a document will cost before anything is started: the figures of `costs`, as a table or as JSON."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+from dist_attn.commands.million_plan import plan_million
+from dist_attn.commands.rehearsal import measured_rates
+from dist_attn.commands.tables import Table, byte_size, duration, print_tables
+from dist_attn.costs import (
+    Estimate,
+    LanguageModelCosts,
+    Rates,
+    calibration_file,
+    estimate,
+    model_kind,
+    parse_count,
+    read_calibration,
+    read_model_costs,
+)
+from dist_attn.errors import InputError
+from dist_attn.rank_link.rows import GRAIN
+from dist_attn.shipped import resolve_model_folder
+from dist_attn.wire.weights import WeightPrecision
+
+__all__ = ["BLOCK_TOKENS", "plan"]
+
+BLOCK_TOKENS = 4 * GRAIN  # per rank, as `encode` and the controller cut
+
+
+def plan(
+    tokens: str,
+    *,
+    ranks: int,
+    model: str | None,
+    gflops: float | None,
+    as_json: bool,
+    measure: bool = False,
+    backend: str = "gloo",
+    exchange: str = "auto",
+    weights: WeightPrecision = "float32",
+) -> None:
+    """Print what reading `tokens` (like 2M) costs on `ranks` ranks of one machine.
+
+    `gflops` is one rank's matmul rate; with `measure`, that many ranks encode for a few seconds to find all rates.
+    `backend`, `exchange` and `weights` are those of the run that is planned: auto is what it would choose here.
+
+    Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError or
+        MissingExtraError when measuring fails.
+    """
+    count = parse_count(tokens)
+    folder = resolve_model_folder(model)
+    rates = Rates()
+    if gflops is not None:
+        if not 0 < gflops < float("inf"):
+            raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
+        rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
+    if model_kind(folder) == "million":
+        if measure or exchange != "auto" or weights != "float32":
+            raise InputError(
+                "--measure, --exchange or --weights was given; a million-scale model has no states to exchange, holds "
+                "its weights in float32, and its costs are those expected by formula: leave them out"
+            )
+        return plan_million(folder, count, ranks=ranks, rates=rates, as_json=as_json)
+    costs = read_model_costs(folder, weights)
+    if measure:
+        if weights != "float32":
+            raise InputError(
+                f"--measure and --weights {weights} were given; ranks are timed with float32 weights: leave one out"
+            )
+        if gflops is not None:
+            raise InputError("--measure and --gflops were given; needed is one of them, or none")
+        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=backend, exchange=exchange)
+    chosen = _chosen(costs, ranks, backend) if exchange == "auto" else exchange
+    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=chosen)
+    name = folder.resolve().name
+    if as_json:
+        print(json.dumps(_as_object(name, result)))
+    else:
+        _print(name, result, "Measured" if measure else "Assumed")
+
+
+def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:
+    """The exchange that ranks choose on this machine: the one measured fastest, if any was; None without a choice."""
+    messages = [message for mixer in costs.kinds if (message := mixer.scan_message()) is not None]
+    if not messages or ranks < 2:
+        return None
+    message = max(messages, key=lambda one: one.bytes)
+    known = read_calibration(calibration_file(os.environ))
+    return known.choose(backend, ranks, message.bytes, (tuple(range(ranks)),))
+
+
+def _as_object(model: str, result: Estimate) -> dict[str, Any]:
+    values = asdict(result)
+    memory, rates = values.pop("memory"), values.pop("rates")
+    return {
+        "object": "plan",
+        "model": model,
+        **values,
+        "prefill_seconds": result.prefill_seconds,
+        "memory_bytes_per_rank": {**memory, "peak": result.memory.peak},
+        "assumed_rates_per_rank": rates,
+    }
+
+
+def _print(model: str, result: Estimate, source: str) -> None:
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks:,} ranks"
+    print_tables(
+        f"{result.tokens:,} tokens on {ranks} with {model} ({result.parameters:,} parameters)",
+        [_memory(result), _exchange(result), _time(result), _output(result)],
+        _notes(result, source),
+    )
+
+
+def _memory(result: Estimate) -> Table:
+    memory = result.memory
+    rows = [
+        ("Python and libraries", byte_size(memory.process)),
+        ("weights" if result.weights == "float32" else f"weights, {result.weights}", byte_size(memory.weights)),
+        ("state of one session", byte_size(memory.state)),
+        ("temporary tensors of a block", byte_size(memory.activations)),
+        ("other ranks' states", byte_size(memory.exchange)),
+        ("while weights are read", byte_size(memory.loading)),
+        ("peak", byte_size(memory.peak)),
+    ]
+    return Table("Memory per rank", rows)
+
+
+def _exchange(result: Estimate) -> Table:
+    states = f"states, by {result.exchange}" if result.exchange else "states"
+    rows = [
+        (states, byte_size(result.carry_message_bytes), byte_size(result.carry_bytes_sent)),
+        ("edge tokens", byte_size(result.halo_message_bytes), byte_size(result.halo_bytes_sent)),
+    ]
+    if result.key_bytes_sent:
+        rows.append(("queries, keys and outputs", "", byte_size(result.key_bytes_sent)))
+    return Table("Exchange per rank", rows, ("", "a layer and block", "sent in all"))
+
+
+def _time(result: Estimate) -> Table:
+    rows = [
+        ("computing", duration(result.compute_seconds)),
+        ("held up by exchanges", duration(result.exchange_seconds)),
+        ("reading and tokenising", duration(result.text_seconds)),
+        ("handing tokens out and rows back", duration(result.handing_seconds)),
+        ("the document in all", duration(result.prefill_seconds)),
+        ("tokens read per second", f"{result.tokens / result.prefill_seconds:,.0f}"),
+        ("tokens written per second", f"{result.decode_tokens_per_second:,.0f}"),
+    ]
+    return Table("Time", rows)
+
+
+def _output(result: Estimate) -> Table:
+    titles = {"token": "a row per token", "window": "a row per 512 tokens", "document": "one row in all"}
+    rows = [(titles[name], *(byte_size(size) for size in sizes.values())) for name, sizes in result.output.items()]
+    return Table("Output", rows, ("", *next(iter(result.output.values()))))
+
+
+def _notes(result: Estimate, source: str) -> list[str]:
+    rates = result.rates
+    told = [
+        f"{source} for each rank: {rates.matmul_flops_per_s / 1e9:.3g} GFLOP/s in matrix products, of which reading "
+        f"reaches {rates.prefill_efficiency:.0%}; {rates.memory_bytes_per_s / 1e9:.3g} GB/s of memory, which bounds "
+        f"writing; {rates.link.latency_s * 1e6:.3g} us and {rates.link.bytes_per_s / 1e9:.3g} GB/s between ranks.",
+    ]
+    if rates.exposed_s:
+        told.append(f"{source}: the exchanges of a layer and block hold a rank up for {duration(rates.exposed_s)}.")
+    if source == "Assumed":
+        told.append("With --measure the ranks read for a few seconds and find the rates of this machine.")
+    told.append(
+        f"Times are for a machine that does nothing else; in the last minute {os.getloadavg()[0]:.1f} processes wanted "
+        f"to run here, on {os.cpu_count()} cores."
+    )
+    return told

@@ -1,0 +1,254 @@
+"""`python -m dist_attn.commands.probe`: one of two short-lived processes that try out torch, or MPI, for `doctor`.
+
+Both join a group and gather a message. Rank 0 writes each finding to a file as soon as it has it, so that whoever
+waits for it knows how far it came, whatever happens to it then.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from dist_attn.commands.finding import Finding, broken, missing, ok
+from dist_attn.commands.tables import byte_size, duration
+from dist_attn.launchers import is_first_rank
+from dist_attn.rank_link.tether import die_with_parent
+
+if TYPE_CHECKING:
+    from dist_attn.comm import Communicator
+
+__all__ = ["ADVICE", "OPTIONAL", "ProbeSettings", "findings_in"]
+
+MATMUL_SIZE = 1024
+MATMUL_S = 0.4
+COPY_BYTES = 64 << 20
+ROUNDS = 21
+WARM_UP_ROUNDS = 3
+ERROR_CHARACTERS = 500
+
+
+class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of the two processes is told."""
+
+    rank: int  # of gloo; mpiexec tells its ranks itself
+    folder: str  # private to this probe: where the ranks meet and where the findings go
+    model: str = ""
+    message_bytes: int = 1
+    timeout_s: float = 10.0
+    backend: Literal["gloo", "mpi"] = "gloo"
+
+    @property
+    def report(self) -> Path:
+        """Where the findings go, one JSON object per line."""
+        return Path(self.folder) / "findings"
+
+    @property
+    def checks(self) -> list[str]:
+        """What rank 0 tries, in order."""
+        if self.backend == "mpi":
+            return ["mpi"]
+        return [name for name in CHECKS if name != "mpi" and (name != "model" or self.model)]
+
+    @property
+    def store(self) -> str:
+        """Where the two ranks meet."""
+        return (Path(self.folder) / "store").as_uri()
+
+
+def findings_in(settings: ProbeSettings) -> list[Finding]:
+    """What has been written so far; a line that is not whole is left out."""
+    if not settings.report.exists():
+        return []
+    lines = settings.report.read_bytes().split(b"\n")[:-1]
+    return [msgspec.json.decode(line, type=Finding) for line in lines]
+
+
+def run(settings: ProbeSettings) -> None:
+    """Perform this rank's part."""
+    if not (is_first_rank(os.environ) if settings.backend == "mpi" else settings.rank == 0):
+        _gather_times(settings)
+        return
+    with settings.report.open("ab", buffering=0) as report:
+        for name in settings.checks:
+            finding = _tried(name, CHECKS[name], settings)
+            report.write(msgspec.json.encode(finding) + b"\n")
+            if name == "torch" and finding.blocks:
+                return
+
+
+def _tried(name: str, check: Callable[[ProbeSettings], Finding], settings: ProbeSettings) -> Finding:
+    try:
+        return check(settings)
+    except Exception as error:
+        # Whatever a broken installation raises is a finding, not a failure of the doctor.
+        text = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+        return broken(name, text, ADVICE.get(name, ""), needed=name not in OPTIONAL)
+
+
+def check_torch(_: ProbeSettings) -> Finding:
+    """That torch can be imported, and how it was built."""
+    import torch
+
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    threads = torch.get_num_threads()
+    detail = f"torch {torch.__version__} ({built}), {threads} compute thread{'s' if threads > 1 else ''}"
+    return ok("torch", detail, threads=threads)
+
+
+def check_cuda(_: ProbeSettings) -> Finding:
+    """The GPUs that torch can use."""
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU or driver"
+        return missing("cuda", f"optional, {why}", "models run on the CPU")
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ok("cuda", ", ".join(f"{d.name} with {byte_size(d.total_memory)}" for d in found), devices=len(found))
+
+
+def check_nccl(_: ProbeSettings) -> Finding:
+    """The back end between GPUs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return missing("nccl", "optional back end between NVIDIA GPUs; there is none", "use gloo")
+    from torch.cuda import nccl
+
+    return ok("nccl", f"NCCL {'.'.join(map(str, nccl.version()))}")
+
+
+def check_exchange(settings: ProbeSettings) -> Finding:
+    """A real all-gather between the two processes, timed."""
+    seconds = _gather_times(settings)
+    median = statistics.median(seconds)
+    detail = (
+        f"all-gather of a {byte_size(settings.message_bytes)} state between 2 processes in {duration(median)} "
+        f"(slowest of {len(seconds)}: {duration(max(seconds))})"
+    )
+    return ok(settings.backend, detail, all_gather_seconds=median, message_bytes=settings.message_bytes)
+
+
+def check_matmul(_: ProbeSettings) -> Finding:
+    """How fast this process multiplies float32 matrices and copies memory."""
+    import torch
+
+    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
+    rate = 2 * MATMUL_SIZE**3 / statistics.median(_times(lambda: a @ b, MATMUL_S))
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    moved = 2 * COPY_BYTES / statistics.median(_times(lambda: target.copy_(source), MATMUL_S / 4))
+    threads = torch.get_num_threads()
+    detail = (
+        f"{rate / 1e9:.0f} GFLOP/s in float32 products with {threads} thread{'s' if threads > 1 else ''}, "
+        f"{moved / 1e9:.1f} GB/s in copies: `dist-attn plan --gflops {rate / 1e9:.0f}`"
+    )
+    return ok("speed", detail, matmul_gflops=rate / 1e9, copy_gb_per_s=moved / 1e9)
+
+
+def check_kernels(_: ProbeSettings) -> Finding:
+    """Whether linear attention has its C kernels here; they are compiled when they have not been."""
+    from dist_attn.ops.linear_attention import half_products, why_no_library
+
+    why_not = why_no_library()
+    if why_not is not None:
+        return missing(
+            "kernels", f"optional, {why_not}", "linear attention takes four times as long: install gcc and libc6-dev"
+        )
+    halves = "its bfloat16 instructions" if half_products() else "float32 instructions: it has no bfloat16 ones"
+    return ok("kernels", f"linear attention by C kernels, compiled for this processor; bfloat16 tensors by {halves}")
+
+
+def check_model(settings: ProbeSettings) -> Finding:
+    """That the model and its tokeniser load, and that its manifest lists exactly these files."""
+    from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
+    from dist_attn.text import load_tokeniser
+
+    folder = Path(settings.model)
+    model = load_text_encoder(folder) if kind_of_model(folder) == "text_encoder" else load_model(folder)
+    tokeniser = load_tokeniser(folder)
+    parameters = sum(p.numel() for p in model.parameters())
+    if tokeniser.vocab_size > model.config.vocab_size:
+        raise ValueError(f"{tokeniser.vocab_size} tokens in tokenizer.json, {model.config.vocab_size} in the model")
+    detail = f"{folder.name} loads, {parameters:,} parameters"
+    if not (folder / "manifest.json").is_file():
+        return missing("model", f"{detail}, no manifest.json", "its files cannot be checked", needed=False)
+    return ok("model", f"{detail}, manifest right", parameters=parameters)
+
+
+# In this order: what the service needs comes before what is only good to know.
+CHECKS: dict[str, Callable[[ProbeSettings], Finding]] = {
+    "torch": check_torch,
+    "cuda": check_cuda,
+    "nccl": check_nccl,
+    "gloo": check_exchange,
+    "model": check_model,
+    "speed": check_matmul,
+    "kernels": check_kernels,
+    "mpi": check_exchange,
+}
+OPTIONAL = {"cuda", "nccl", "speed", "kernels", "mpi"}
+ADVICE = {
+    "torch": "`make setup`, or `pip install torch`",
+    "gloo": "ranks on one machine need a network interface: try GLOO_SOCKET_IFNAME=lo",
+    "mpi": "try `mpiexec -n 2 python -c 'from mpi4py import MPI'`, or use gloo",
+    "model": "fetch the model folder again, or name another with --model DIR",
+}
+
+
+def _gather_times(settings: ProbeSettings) -> list[float]:
+    """Seconds of each all-gather, after a few that are not counted; both ranks call this."""
+    import torch
+
+    message = torch.zeros(settings.message_bytes, dtype=torch.uint8)
+    with _join(settings) as comm:
+        times = []
+        for _ in range(WARM_UP_ROUNDS + ROUNDS):
+            began = time.perf_counter()
+            comm.all_gather(message)
+            times.append(time.perf_counter() - began)
+        return times[WARM_UP_ROUNDS:]
+
+
+def _join(settings: ProbeSettings) -> "Communicator":
+    import torch
+
+    from dist_attn.comm.mpi import MpiCommunicator
+    from dist_attn.comm.torch_dist import TorchDistCommunicator
+
+    if settings.backend == "mpi":
+        return MpiCommunicator.connect(timeout_s=settings.timeout_s)
+    return TorchDistCommunicator.connect(
+        "gloo",
+        timeout_s=settings.timeout_s,
+        device=torch.device("cpu"),
+        init_method=settings.store,
+        rank=settings.rank,
+        size=2,
+    )
+
+
+def _times(work: Callable[[], object], at_most_s: float) -> list[float]:
+    """Seconds of each run of `work`, at least three after one that is not counted, until the time is spent."""
+    work()
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < at_most_s:
+        began = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+def main(arguments: list[str]) -> None:
+    """Run the part that the one argument, `ProbeSettings` as JSON, describes."""
+    die_with_parent()
+    (text,) = arguments
+    run(msgspec.json.decode(text, type=ProbeSettings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

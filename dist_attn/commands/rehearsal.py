@@ -1,0 +1,288 @@
+"""`python -m dist_attn.commands.rehearsal`: ranks that encode for a moment, so `plan` knows how fast this machine is.
+
+As many processes as the plan has ranks go through the loop of `encode` at the same time: they share cores and memory,
+wait for each other in the same exchanges, and hand tokens and rows over as an encoding does.
+"""
+
+import contextlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dist_attn.control.ranks import child_environment
+from dist_attn.control.settings import threads_for
+from dist_attn.costs import LanguageModelCosts, Link, Rates
+from dist_attn.errors import EngineError, MissingExtraError, extra_hint
+from dist_attn.launchers import find_mpiexec, lacks_for_mpi
+from dist_attn.rank_link.tether import die_with_parent
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from dist_attn.comm import Communicator
+    from dist_attn.text import Tokeniser
+
+__all__ = ["RehearsalSettings", "measured_rates"]
+
+READ_S = 5.0
+WARM_UP_BLOCKS = 1
+TEXT_BYTES = 1 << 18  # as much as `encode` reads at once
+MATMUL_S = 0.3
+MATMUL_SIZE = 768
+GATHERS = 20
+WARM_UP_GATHERS = 5
+SMALL_MESSAGE_BYTES = 1024
+DEADLINE_S = 120.0
+END_S = 10.0
+LOOK_S = 0.05
+
+
+class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of the processes is told; under mpiexec, which tells the rank itself, all are told the same."""
+
+    rank: int
+    ranks: int
+    folder: str
+    model: str
+    block_tokens: int
+    message_bytes: int
+    backend: str = "gloo"
+    exchange: str = "auto"
+    read_s: float = READ_S
+    timeout_s: float = DEADLINE_S / 2
+
+
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What the processes found: times of a block as rank 0 spends them, the rest medians over the ranks.
+
+    `blocks` were timed, after WARM_UP_BLOCKS.
+    """
+
+    blocks: int
+    compute_s: float
+    exchange_s: float
+    handing_s: float
+    text_tokens_per_s: float
+    matmul_flops_per_s: float
+    copied_bytes_per_s: float
+    gather_small_s: float
+    gather_message_s: float
+
+
+def measured_rates(
+    folder: Path,
+    costs: LanguageModelCosts,
+    ranks: int,
+    block_tokens: int,
+    read_s: float = READ_S,
+    *,
+    backend: str = "gloo",
+    exchange: str = "auto",
+) -> Rates:
+    """The rates of one rank while `ranks` of them encode on this machine for `read_s` and do a little more.
+
+    Raises: EngineError when the processes cannot be started, fail or are late; MissingExtraError for a back end that is
+        not installed.
+    """
+    message_bytes = max(costs.carry_bytes, 2 * SMALL_MESSAGE_BYTES)
+    settings = RehearsalSettings(
+        rank=0,
+        ranks=ranks,
+        folder="",
+        model=str(folder.resolve()),
+        block_tokens=block_tokens,
+        message_bytes=message_bytes,
+        backend=backend if ranks > 1 else "gloo",
+        exchange=exchange,
+        read_s=read_s,
+    )
+    measured = _rehearse(settings)
+    done = [_operations(costs, WARM_UP_BLOCKS + more, ranks, block_tokens) for more in (0, measured.blocks)]
+    reached = (done[1] - done[0]) / (measured.blocks * measured.compute_s)
+    return Rates(
+        matmul_flops_per_s=measured.matmul_flops_per_s,
+        memory_bytes_per_s=measured.copied_bytes_per_s,
+        prefill_efficiency=reached / measured.matmul_flops_per_s,
+        link=_link(measured, message_bytes, ranks),
+        text_tokens_per_s=measured.text_tokens_per_s,
+        exposed_s=measured.exchange_s / costs.num_layers if ranks > 1 else 0.0,
+        handing_s=measured.handing_s,
+    )
+
+
+def _operations(costs: LanguageModelCosts, blocks: int, ranks: int, block_tokens: int) -> float:
+    """Of one rank in the first `blocks` blocks of a document."""
+    return blocks * block_tokens * costs.prefill_flops(blocks * ranks * block_tokens, ranks).total
+
+
+def _link(measured: Measured, message_bytes: int, ranks: int) -> Link:
+    """Latency and bandwidth of the alpha-beta model, from both times; noise never makes the bandwidth endless."""
+    if ranks == 1:
+        return Rates().link
+    more_s = max(measured.gather_message_s - measured.gather_small_s, 0.1 * measured.gather_message_s)
+    bandwidth = (ranks - 1) * (message_bytes - SMALL_MESSAGE_BYTES) / more_s
+    return Link(latency_s=measured.gather_small_s / (ranks - 1), bytes_per_s=bandwidth)
+
+
+def _rehearse(settings: RehearsalSettings) -> Measured:
+    """Run the ranks until the first has the result, or one of them fails."""
+    ranks, environment = settings.ranks, child_environment()
+    environment.setdefault("OMP_NUM_THREADS", str(threads_for(ranks)))
+    with tempfile.TemporaryDirectory(prefix="dist-attn-plan-") as private, contextlib.ExitStack() as stack:
+        words, result = Path(private) / "stderr", Path(private) / "measured"
+        stderr = stack.enter_context(words.open("wb"))
+        processes: list[subprocess.Popen[bytes]] = []
+        for command in _commands(msgspec.structs.replace(settings, folder=private)):
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr, env=environment)
+            stack.callback(process.wait, END_S)
+            stack.callback(process.kill)
+            processes.append(process)
+        until, codes = time.monotonic() + DEADLINE_S, [process.poll() for process in processes]
+        while codes[0] is None and not any(codes):
+            if time.monotonic() > until:
+                raise EngineError(f"{ranks} ranks did not finish measuring within {DEADLINE_S:g} s")
+            time.sleep(LOOK_S)
+            codes = [process.poll() for process in processes]
+        if any(codes) or not result.exists():
+            said = words.read_text(errors="replace").strip().splitlines() or [f"exit codes {codes}"]
+            raise EngineError(f"measuring with {ranks} rank(s) failed: {said[-1]}; try `dist-attn doctor`")
+        return msgspec.json.decode(result.read_bytes(), type=Measured)
+
+
+def _commands(settings: RehearsalSettings) -> list[list[str]]:
+    """What starts the ranks: a process each, or one mpiexec for all."""
+
+    def command(rank: int) -> list[str]:
+        text = msgspec.json.encode(msgspec.structs.replace(settings, rank=rank)).decode()
+        return [sys.executable, "-m", "dist_attn.commands.rehearsal", text]
+
+    if settings.backend != "mpi":
+        return [command(rank) for rank in range(settings.ranks)]
+    mpiexec = find_mpiexec()
+    if mpiexec is None or lacks_for_mpi():
+        raise MissingExtraError(
+            f"measuring over MPI needs {' and '.join(lacks_for_mpi())}: {extra_hint('mpi')}, or plan with gloo"
+        )
+    return [[mpiexec, "-n", str(settings.ranks), *command(0)]]
+
+
+def _run(settings: RehearsalSettings) -> None:
+    """This rank's part; rank 0 writes the result."""
+    import torch
+
+    from dist_attn.checkpoints import load_model_and_tokeniser
+    from dist_attn.commands.block_readers import StreamReader
+    from dist_attn.commands.encode_blocks import Seconds, encode_blocks
+    from dist_attn.wire.messages import RowSpec
+
+    model, tokeniser = load_model_and_tokeniser(settings.model)
+    with torch.inference_mode(), _join(settings) as comm:
+        text_rate, tokens = _tokenised(tokeniser)
+        blocks = _blocks(tokens, settings) if comm.rank == 0 else None
+        reader = StreamReader(comm, model, RowSpec(), exchange=settings.exchange)  # type: ignore[arg-type]
+        spent, counted = Seconds(), -WARM_UP_BLOCKS
+        for block in encode_blocks(comm, reader, blocks):
+            counted += 1
+            spent += block.seconds if counted > 0 else Seconds()
+        own = [text_rate, *_speeds(comm), *(_gather_s(comm, n) for n in (SMALL_MESSAGE_BYTES, settings.message_bytes))]
+        of_all = comm.all_gather(torch.tensor(own, dtype=torch.float64)).median(dim=0).values.tolist()
+        first = comm.rank == 0
+    if first:
+        times = [counted, spent.compute / counted, spent.exchange / counted, spent.handing / counted]
+        found = Measured(**dict(zip(Measured.__struct_fields__, [*times, *of_all], strict=True)))
+        result = Path(settings.folder) / "measured"
+        result.write_bytes(msgspec.json.encode(found))
+
+
+def _join(settings: RehearsalSettings) -> "Communicator":
+    import torch
+
+    from dist_attn.comm import open_communicator
+    from dist_attn.comm.torch_dist import TorchDistCommunicator
+
+    if settings.ranks == 1:
+        return open_communicator("local")
+    if settings.backend == "mpi":
+        return open_communicator("mpi", timeout_s=settings.timeout_s)
+    return TorchDistCommunicator.connect(
+        settings.backend,
+        timeout_s=settings.timeout_s,
+        device=torch.device("cpu"),
+        init_method=(Path(settings.folder) / "store").as_uri(),
+        rank=settings.rank,
+        size=settings.ranks,
+    )
+
+
+def _tokenised(tokeniser: "Tokeniser") -> tuple[float, "np.ndarray"]:
+    """Tokens per second, and the tokens, of a text that is always at hand: the source of this package."""
+    import dist_attn
+
+    began, text = time.perf_counter(), b""
+    for file in sorted(Path(dist_attn.__file__).parent.rglob("*.py")):
+        text += file.read_bytes()
+        if len(text) >= TEXT_BYTES:
+            break
+    tokens = tokeniser.encode(text[:TEXT_BYTES])
+    return len(tokens) / (time.perf_counter() - began), tokens
+
+
+def _blocks(tokens: "np.ndarray", settings: RehearsalSettings) -> Iterator["np.ndarray"]:
+    """Whole blocks of these tokens over and over: those to warm up, then some until the time is over."""
+    import numpy as np
+
+    size, at, until = settings.ranks * settings.block_tokens, 0, float("inf")
+    while at <= WARM_UP_BLOCKS or time.perf_counter() < until:
+        if at == WARM_UP_BLOCKS:
+            until = time.perf_counter() + settings.read_s
+        yield np.take(tokens, range(at * size, (at + 1) * size), mode="wrap")
+        at += 1
+
+
+def _speeds(comm: "Communicator") -> list[float]:
+    """Operations per second in a matrix product, and bytes read and written per second in a copy, all ranks at once."""
+    import torch
+
+    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
+    source = torch.zeros(32 << 20, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def per_second(work: Callable[[], object]) -> float:
+        work()
+        comm.barrier()
+        began, times = time.perf_counter(), 0
+        while time.perf_counter() - began < MATMUL_S:
+            work()
+            times += 1
+        return times / (time.perf_counter() - began)
+
+    return [2 * MATMUL_SIZE**3 * per_second(lambda: a @ b), 2 * len(source) * per_second(lambda: target.copy_(source))]
+
+
+def _gather_s(comm: "Communicator", size: int) -> float:
+    import torch
+
+    message, seconds = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(WARM_UP_GATHERS + GATHERS):
+        began = time.perf_counter()
+        comm.all_gather(message)
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[WARM_UP_GATHERS:])
+
+
+def main(arguments: list[str]) -> None:
+    """Run the part that the one argument, `RehearsalSettings` as JSON, describes."""
+    die_with_parent()
+    (text,) = arguments
+    _run(msgspec.json.decode(text, type=RehearsalSettings))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,142 @@
+"""`dist-attn state repair`: a new catalogue for a folder of states whose own was lost or damaged."""
+
+import asyncio
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from dist_attn.commands.tables import Table, byte_size, print_tables
+from dist_attn.errors import CatalogueDamagedError, InputError, WireError
+from dist_attn.store import StateStore, StoreLimits
+from dist_attn.store.disk import CATALOGUE, RESERVE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
+from dist_attn.store.private import make_private
+from dist_attn.wire.snapshot import PIECE_BYTES, SnapshotParser
+
+__all__ = ["repair_states"]
+
+UNFINISHED = "catalogue.repaired.sqlite"
+WITHOUT_BOUND = 1 << 62
+NOT_RESTORED = (
+    "not restored, as only the catalogue knew it: whose states these were, names and metadata of sessions, which "
+    "states were of one session, idempotency keys, and the index of prefixes"
+)
+
+
+class Restored(msgspec.Struct, frozen=True):
+    """A state that has a session now."""
+
+    session: str
+    position: int
+    bytes: int
+    file: str
+
+
+class Repaired(msgspec.Struct, frozen=True):
+    """What was made of a folder: sessions, files that hold no sound state with the reason, and where those lie now."""
+
+    sessions: list[Restored] = []
+    refused: dict[str, str] = {}
+    aside: str = ""
+
+
+def repair_states(folder: Path, *, caller: str, as_json: bool) -> None:
+    """Give every sound state of a folder a session of this caller.
+
+    Nothing is deleted: what cannot be used is moved to a folder `aside-TIME` in it. `caller` is the SHA-256 in hex
+    of an API key, "" for a service without keys.
+
+    Raises: InputError for a folder that holds no states or whose catalogue is sound; StorageError for a catalogue of
+        which neither can be told, such as one that another process has locked, and where the new one cannot be written.
+    """
+    if not (folder / SNAPSHOTS).is_dir():
+        raise InputError(f"{folder} holds no states: it has no folder {SNAPSHOTS}; name the one of store.address")
+    catalogue = folder / CATALOGUE
+    if has_records(catalogue) and asyncio.run(_is_sound(catalogue)):
+        raise InputError(f"the catalogue of {folder} is sound; there is nothing to repair, and nothing was changed")
+    aside = folder / time.strftime("aside-%Y%m%dT%H%M%S")
+    for left in folder.glob(f"{UNFINISHED}*"):
+        left.unlink()
+    done = asyncio.run(_rebuild(folder, aside, caller))
+    for path in sorted(folder.glob(f"{CATALOGUE}*")):
+        if not path.name.endswith(RESERVE):
+            _move(path, aside / path.name)
+    (folder / f"{UNFINISHED}{RESERVE}").unlink(missing_ok=True)
+    os.replace(folder / UNFINISHED, catalogue)
+    _tell(folder, msgspec.structs.replace(done, aside=str(aside) if aside.exists() else ""), as_json=as_json)
+
+
+async def _is_sound(catalogue: Path) -> bool:
+    try:
+        records = await DiskRecords.open(catalogue)
+        try:
+            return await records.transact(lambda transaction: transaction.get("secret")) is not None
+        finally:
+            await records.close()
+    except CatalogueDamagedError:
+        return False
+
+
+async def _rebuild(folder: Path, aside: Path, caller: str) -> Repaired:
+    """Sessions in a catalogue beside the one that is lost, so that a repair that is cut off can be done again."""
+    done = Repaired()
+    limits = StoreLimits(tenant_bytes=WITHOUT_BOUND, store_bytes=WITHOUT_BOUND, tenant_sessions=WITHOUT_BOUND)
+    seen: set[str] = set()
+    records, blobs = await DiskRecords.open(folder / UNFINISHED), DiskBlobs(folder / SNAPSHOTS)
+    async with await StateStore.over(records, blobs, limits) as store:
+        for path in sorted((folder / SNAPSHOTS).glob("??/*")):
+            try:
+                position, size, digest = _checked(path)
+                if digest in seen:
+                    raise WireError("its bytes are those of another file")
+            except (OSError, WireError) as error:
+                _move(path, aside / SNAPSHOTS / path.parent.name / path.name)
+                done.refused[path.name] = str(error)
+                continue
+            seen.add(digest)
+            info = await store.snapshots.adopt(caller, path.name, digest, size)
+            session = await store.sessions.create(caller, label=f"restored {path.name}")
+            await store.sessions.replace(caller, session.id, position, info.id, instead_of="")
+            done.sessions.append(Restored(session.id, position, size, path.name))
+    return done
+
+
+def _checked(path: Path) -> tuple[int, int, str]:
+    """Position, bytes and SHA-256 of a file that holds a sound state.
+
+    Raises: OSError, WireError.
+    """
+    parser, digest, size = SnapshotParser(max_bytes=WITHOUT_BOUND), hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while data := file.read(PIECE_BYTES):
+            parser.feed(data)
+            digest.update(data)
+            size += len(data)
+    header = parser.finish().header
+    if not header.position:
+        raise WireError("it has seen no token")
+    return header.position, size, digest.hexdigest()
+
+
+def _move(path: Path, to: Path) -> None:
+    make_private(to.parent)
+    os.replace(path, to)
+
+
+def _tell(folder: Path, done: Repaired, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(done)))
+        return
+    tables = []
+    if done.sessions:
+        rows = [(one.session, str(one.position), byte_size(one.bytes), one.file) for one in done.sessions]
+        tables.append(Table("sessions", rows, ("session", "position", "bytes", "file")))
+    if done.refused:
+        tables.append(Table("no sound states", list(done.refused.items()), ("file", "why")))
+    notes = [NOT_RESTORED] if done.sessions else []
+    if done.aside:
+        notes.append(f"what could not be used lies in {done.aside}; nothing was deleted")
+    print_tables(f"states in {folder}", tables, notes)

@@ -1,0 +1,80 @@
+"""Rows as a .npy file that grows beside its final name and appears there when it is complete; never loads torch."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.errors import InputError, StorageError
+
+__all__ = ["RowFile", "row_file"]
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@final
+class RowFile:
+    """A file of float32 [rows, dim] whose number of rows is known at the end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._dim: int | None = None
+        self.rows = 0
+        self.finished = False
+
+    def write(self, rows_ND: npt.NDArray[Any]) -> None:
+        """Append rows; all have as many numbers as the first ones."""
+        if self._dim is None:
+            self._dim = rows_ND.shape[1]
+            self._header()
+        self._file.write(np.ascontiguousarray(rows_ND, dtype="<f4").tobytes())
+        self.rows += len(rows_ND)
+
+    def finish(self) -> None:
+        """Say that this was all."""
+        self._file.seek(0)
+        self._header()
+        self.finished = True
+
+    def _header(self) -> None:
+        # numpy pads the header so that the first dimension can grow in place: the same length for any row count.
+        header = {"descr": "<f4", "fortran_order": False, "shape": (self.rows, self._dim or 0)}
+        np.lib.format.write_array_header_1_0(self._file, header)
+
+
+@contextlib.contextmanager
+def row_file(target: Path, source: Path) -> Iterator[RowFile]:
+    """A .npy file of the rows of `source`; nothing is left behind when it is not finished.
+
+    Raises: InputError when there is no folder to write it to, the name is not a file's, or it is that of the text;
+        StorageError when the disk has no room for it.
+    """
+    try:
+        if target.exists() and not target.is_file():
+            # Renaming onto a device would replace it, /dev/null too.
+            raise InputError(f"{target} is a folder or a device; give the name of a file for the rows")
+        if target.exists() and os.path.exists(source) and target.samefile(source):
+            raise InputError(f"{target} is the text itself, which the rows would replace; give another name for them")
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.writing")
+        file = temporary.open("wb")
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}; its folder must exist") from None
+    try:
+        with file:
+            rows = RowFile(file)
+            yield rows
+        if rows.finished:
+            temporary.rename(target)
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        raise StorageError(
+            f"{target} cannot be written: {error.strerror}; make room there, or name a file elsewhere"
+        ) from None
+    finally:
+        temporary.unlink(missing_ok=True)

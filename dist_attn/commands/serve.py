@@ -1,0 +1,105 @@
+"""The whole service on this machine: an engine and an API process, started and ended together."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_attn.control.launch import EngineHandle, start_engine
+from dist_attn.control.preflight import check_before_start
+from dist_attn.control.ranks import child_environment
+from dist_attn.control.settings import engine_fields
+from dist_attn.rank_link.logs import say
+from dist_attn.settings import Settings, read_settings
+from dist_attn.shipped import resolve_model_folder
+
+__all__ = ["api_stop_deadline_s", "serve"]
+
+POLL_S = 0.2
+DEATHS_TO_END, DEATHS_WITHIN_S = 4, 60.0
+API_FAREWELL_S = 5.0  # the API's last words to what did not finish, and its exit
+
+
+def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
+    """Run until SIGTERM or Ctrl-C, or until a part ends by itself; the exit code.
+
+    `flags` are values of dist_attn.settings by key, None for those that were not given.
+    Raises: ModelFolderError for an unknown or damaged model, ConfigError for settings that do not fit, a port that is
+        taken and a data folder that cannot be written to, EngineError when the controller does not come up.
+    """
+    settings = read_settings(config, environment=os.environ, flags=flags).settings
+    folder = resolve_model_folder(settings.model)
+    check_before_start(
+        folder=folder,
+        host=settings.http.host,
+        port=settings.http.port,
+        data_dir=settings.data_dir,
+        backend=settings.engine.backend,
+        weights=settings.engine.weights,
+    )
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    with start_engine(**{**engine_fields(settings), "model": str(folder)}) as engine:
+        say(f"controller listens on {engine.api_address} for the API")
+        if engine.settings.rank_address:
+            say(f"controller listens on {engine.settings.rank_address} for agent and ranks")
+        api = _start_api(engine, config, settings, folder)
+        try:
+            return _watch(engine, api, stopped)
+        finally:
+            _stop_api(api, api_stop_deadline_s(settings))
+
+
+def _start_api(engine: EngineHandle, config: Path | None, settings: Settings, folder: Path) -> subprocess.Popen[bytes]:
+    # File and environment are read again by the API itself, so that nothing secret stands in a command line.
+    flags = [f"--config={config}"] if config is not None else []
+    flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={engine.api_address}"]
+    flags += [f"--model={folder}", f"--data-dir={settings.data_dir}", f"--log-level={settings.log_level}"]
+    tied = [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid())]
+    command = [*tied, sys.executable, "-m", "service", *flags]
+    # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends both parts in order.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True)
+
+
+def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threading.Event) -> int:
+    """Wait for the end: 0 when asked to stop, else the code of the part that ended.
+
+    A controller that dies is started again: the API keeps its connections and uploads, and its requests wait for the
+    new ranks. One that dies again and again ends the service.
+    """
+    deaths: deque[float] = deque(maxlen=DEATHS_TO_END)
+    while not stopped.wait(POLL_S):
+        code = api.poll()
+        if code is not None:
+            return code
+        code = engine.exit_code()
+        if code is None:
+            continue
+        deaths.append(time.monotonic())
+        say(f"dist-attn: the controller ended with exit code {code}; see above", sys.stderr)
+        if len(deaths) == DEATHS_TO_END and deaths[-1] - deaths[0] < DEATHS_WITHIN_S:
+            return code or 1
+        engine.restart()
+        say("dist-attn: a new controller is started", sys.stderr)
+    return 0
+
+
+def api_stop_deadline_s(settings: Settings) -> float:
+    """How long the API may take to end by itself: it lets open streams finish first."""
+    return settings.waits.shutdown_seconds + API_FAREWELL_S
+
+
+def _stop_api(api: subprocess.Popen[bytes], deadline_s: float) -> None:
+    api.terminate()
+    try:
+        api.wait(deadline_s)
+    except subprocess.TimeoutExpired:
+        api.kill()
+        api.wait()

@@ -1,0 +1,37 @@
+"""How a line of log is written: JSON for programs, words for a person at a terminal."""
+
+import os
+from typing import Any, Literal, TextIO
+
+import structlog
+
+__all__ = ["LogFormat", "line_processors"]
+
+LogFormat = Literal["auto", "plain", "json"]
+
+
+def line_processors(stream: TextIO, form: LogFormat = "auto") -> list[Any]:
+    """What makes a line of an event; `auto` is plain where `stream` is a terminal and JSON elsewhere.
+
+    A plain line has the local time of day and no colours where NO_COLOR is set or no terminal is.
+    """
+    terminal = stream.isatty()
+    if form == "json" or (form == "auto" and not terminal):
+        shape: list[Any] = [
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    else:
+        colours = terminal and not os.environ.get("NO_COLOR")
+        shape = [
+            structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False),
+            structlog.dev.ConsoleRenderer(
+                colors=colours,
+                pad_event_to=0,
+                pad_level=False,
+                sort_keys=False,
+                exception_formatter=structlog.dev.plain_traceback,  # without the values of locals, which may be texts
+            ),
+        ]
+    return [structlog.processors.add_log_level, *shape]

@@ -1,0 +1,194 @@
+"""A loop over blocks of a sequence whose memory does not grow with the sequence, forward or backward.
+
+The forward pass keeps the carry only at every sqrt(N)-th block. The backward pass walks the blocks from the
+last to the first: it re-derives the carries of one stretch from its kept one, then differentiates block after
+block. One driver serves causal attention, state absorption and read-out, so their gradients are one piece of code.
+
+A backward pass that is to be differentiated again (`create_graph=True`) goes through `plain_scan` instead.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from dist_attn.ops.plain_scan import BlockBody, plain_gradients, plain_scan, slices
+from dist_attn.ops.watch import watching
+
+__all__ = ["BlockBody", "scan"]
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+class _Plan(NamedTuple):
+    body: BlockBody
+    blocks: tuple[tuple[int, int], ...]
+    num_sequence: int
+    num_carry: int
+    output_shape: tuple[int, ...]
+    output_dtype: torch.dtype
+
+
+def scan(
+    body: BlockBody,
+    blocks: Sequence[tuple[int, int]],
+    sequence: _Optional,
+    carry: _Tensors,
+    parameters: _Tensors,
+    *,
+    output_shape: tuple[int, ...] = (),
+    output_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, _Tensors]:
+    """Run `body` over `blocks` (token ranges of dim 2) from first to last.
+
+    Returns the outputs of all blocks side by side along dim 2, shape `output_shape` (empty for a body without
+    output), and the carry after the last block. Differentiable in every tensor, to any order; only the first order has
+    memory that does not grow with the length.
+    """
+    if torch.compiler.is_compiling():
+        return plain_scan(
+            body, blocks, sequence, carry, parameters, output_shape=output_shape, output_dtype=output_dtype
+        )
+    plan = _Plan(body, tuple(blocks), len(sequence), len(carry), output_shape, output_dtype)
+    results = cast(_Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
+    if body.has_output:
+        return results[0], results[1:]
+    return torch.empty(0), results
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor | None) -> Any:
+        sequence, carry, parameters = _split(plan, tensors)
+        stride = max(1, math.isqrt(len(plan.blocks)))
+        kept: list[torch.Tensor] = []
+        device = next(t for t in tensors if t is not None).device
+        output = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=device)
+        keep = any(ctx.needs_input_grad)
+        with torch.autocast(device.type, enabled=False):
+            for number, (start, stop) in enumerate(plan.blocks):
+                if keep and number % stride == 0:
+                    kept.extend(carry)
+                out, carry = plan.body.run(slices(sequence, start, stop), carry, parameters)
+                if out is not None:
+                    output[:, :, start:stop] = out
+        ctx.plan, ctx.stride, ctx.num_inputs = plan, stride, len(tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        # A carry that came through untouched must not be returned as the input itself.
+        after = tuple(c.clone() if any(c is t for t in tensors) else c for c in carry)
+        return (output, *after) if plan.body.has_output else after
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        plan: _Plan = ctx.plan
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+        # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
+        if torch.is_grad_enabled():
+            return (None, *_composite(plan, tensors, ctx.needs_input_grad[1:], grads))
+        sequence, _, parameters = _split(plan, tensors)
+        needs = ctx.needs_input_grad[1:]
+        grad_output = grads[0] if plan.body.has_output else None
+        grad_carry = tuple(grads[1:] if plan.body.has_output else grads)
+        totals = _Gradients(plan, tensors, needs, grad_carry)
+        starts = list(range(0, len(plan.blocks), ctx.stride))
+        device = next(t for t in tensors if t is not None).device
+        # What the forward pass has reported is not reported again.
+        with torch.autocast(device.type, enabled=False), watching(None):
+            for index in reversed(range(len(starts))):
+                first = starts[index]
+                blocks = plan.blocks[first : first + ctx.stride]
+                carry: _Tensors = kept[index * plan.num_carry : (index + 1) * plan.num_carry]
+                carries = [carry]
+                with torch.no_grad():
+                    for start, stop in blocks[:-1]:
+                        carry = plan.body.advance(slices(sequence, start, stop), carry, parameters)
+                        carries.append(carry)
+                for (start, stop), carry in zip(reversed(blocks), reversed(carries), strict=True):
+                    grad_block = None if grad_output is None else grad_output[:, :, start:stop]
+                    totals.add_block(start, stop, slices(sequence, start, stop), carry, parameters, grad_block)
+        return (None, *totals.results())
+
+
+def _composite(plan: _Plan, tensors: _Optional, needs: Sequence[bool], grads: _Tensors) -> list[torch.Tensor | None]:
+    """The gradients of all inputs as differentiable functions of the inputs and of `grads`."""
+    # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
+    inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
+    shape, dtype = plan.output_shape, plan.output_dtype
+    with watching(None):
+        output, carry = plain_scan(
+            plan.body, plan.blocks, *_split(plan, inputs), output_shape=shape, output_dtype=dtype
+        )
+    results = (output, *carry) if plan.body.has_output else carry
+    return plain_gradients(results, grads, inputs, needs)
+
+
+def _split(plan: _Plan, tensors: _Optional) -> tuple[_Optional, _Tensors, _Tensors]:
+    first, second = plan.num_sequence, plan.num_sequence + plan.num_carry
+    # Only the sequence has optional members: gates, key scales.
+    return tensors[:first], cast(_Tensors, tensors[first:second]), cast(_Tensors, tensors[second:])
+
+
+class _Gradients:
+    """The gradients of all inputs, filled block by block from the last block to the first."""
+
+    def __init__(self, plan: _Plan, tensors: _Optional, needs: Sequence[bool], grad_carry: _Optional) -> None:
+        self._plan, self._needs = plan, needs
+        self._carry = grad_carry
+        sequence, _, parameters = _split(plan, tensors)
+        self._sequence = [
+            torch.empty_like(t) if need and t is not None else None for t, need in zip(sequence, needs, strict=False)
+        ]
+        parameter_needs = needs[plan.num_sequence + plan.num_carry :]
+        self._parameters = [
+            torch.zeros_like(t) if need and t is not None else None
+            for t, need in zip(parameters, parameter_needs, strict=True)
+        ]
+
+    def add_block(
+        self,
+        start: int,
+        stop: int,
+        sequence: _Optional,
+        carry: _Tensors,
+        parameters: _Tensors,
+        grad_block: torch.Tensor | None,
+    ) -> None:
+        first = len(sequence)
+        leaves = [
+            None if t is None else t.detach().requires_grad_(want)
+            for t, want in zip(
+                (*sequence, *carry, *parameters),
+                (
+                    *(g is not None for g in self._sequence),
+                    *(True for _ in carry),
+                    *(g is not None for g in self._parameters),
+                ),
+                strict=True,
+            )
+        ]
+        wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        with torch.enable_grad():
+            out, after = self._plan.body.run(*_split(self._plan, tuple(leaves)))
+        roots, root_grads = [], []
+        for root, grad in zip((out, *after), (grad_block, *self._carry), strict=True):
+            if root is not None and grad is not None and root.requires_grad:
+                roots.append(root)
+                root_grads.append(grad.to(root.dtype))
+        found = iter(torch.autograd.grad(roots, wanted, root_grads, allow_unused=True, materialize_grads=True))
+        grads = [next(found) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        for total, grad in zip(self._sequence, grads[:first], strict=True):
+            if total is not None and grad is not None:
+                total[:, :, start:stop] = grad
+        self._carry = tuple(grads[first : first + len(carry)])
+        for total, grad in zip(self._parameters, grads[first + len(carry) :], strict=True):
+            if total is not None and grad is not None:
+                total += grad
+
+    def results(self) -> list[torch.Tensor | None]:
+        """One gradient per input, None where none was asked for."""
+        carry_needs = self._needs[self._plan.num_sequence : self._plan.num_sequence + self._plan.num_carry]
+        carry = [grad if need else None for grad, need in zip(self._carry, carry_needs, strict=True)]
+        return [*self._sequence, *carry, *self._parameters]

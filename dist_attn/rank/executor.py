@@ -1,0 +1,311 @@
+"""The model on this rank's device: opens, prefills, decodes and closes sessions as the steps say."""
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import cast, final
+
+import numpy as np
+import torch
+
+from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
+from dist_attn.comm import Communicator, Rendezvous, open_communicator
+from dist_attn.control.preflight import check_weights_fit
+from dist_attn.errors import EngineError, StateMismatchError, WireError
+from dist_attn.generation import computation_of, identity_of
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import LanguageModel, ModelState, hold_weights_as
+from dist_attn.models.blocks import Block
+from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
+from dist_attn.ops.finite import checked
+from dist_attn.ops.linear_attention import why_no_library
+from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
+from dist_attn.rank.rank_settings import RankSettings
+from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
+from dist_attn.rank.sequence_executor import SequenceExecutor
+from dist_attn.rank.state_bytes import read_state, state_size, write_state
+from dist_attn.rank.stored_states import pack_session, unpack_session
+from dist_attn.rank_link.guard_tally import GuardTally
+from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.sharded import CacheKept, ShardedSequenceOps
+from dist_attn.shipped import resolve_model_folder
+from dist_attn.text import load_tokeniser
+from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import (
+    DecodeEntry,
+    DecodeOp,
+    Drawn,
+    GuardCounts,
+    OpenOp,
+    PrefillOp,
+    RowPieces,
+    SavedState,
+    SessionFault,
+)
+
+__all__ = ["ModelExecutor", "open_executor"]
+
+
+@dataclass
+class _Prefilling:
+    """A session whose input is not complete; the state is equal on all ranks but for the keys of an encoding."""
+
+    state: ModelState
+    rows: RowSpec | None
+    sampling: SamplingSpec | None
+    position: int = 0
+    from_logits: bool = False
+    logits_V: torch.Tensor | None = None  # after its last token, as they were stored
+    last_D: torch.Tensor | None = None  # or that token's hidden state, on the rank that has read it
+
+
+def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | SequenceExecutor":
+    """Join the other ranks and load the model folder of `settings` onto this rank's device.
+
+    Ranks that read sequences for themselves have nothing to exchange and do not join.
+
+    Raises: ModelFolderError for a folder that is not a model, or not one that can be served; ConfigError for weights
+        that its kind of model cannot hold so, InputError for those that are not finite; CommError if the ranks do not
+        come together.
+    """
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
+    torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
+    device = torch.device("cpu")
+    if settings.backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    folder = resolve_model_folder(settings.model)
+    finite = FiniteCheck(settings.rank) if settings.check_finite else None
+    check_weights_fit(folder, settings.weights)
+    if kind_of_model(folder) == "text_encoder":
+        encoder = load_text_encoder(folder).to(device)
+        for block in encoder.encoder.blocks:
+            block.register_forward_hook(lambda *_: pulse.advance())
+        return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite)
+    backend = settings.backend if settings.ranks > 1 else "local"
+    place = settings.rendezvous
+    rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
+    comm = open_communicator(backend, settings.exchange_deadline_s, device, rendezvous)
+    model = load_model(folder).to(device)
+    report = hold_weights_as(model, settings.weights)
+    if settings.weights != "float32" and settings.rank == 0:
+        print(f"rank 0: {report.sentence()}", file=sys.stderr, flush=True)
+    why_not = why_no_library() if device.type == "cpu" else None  # compiled here and not within the first request
+    if why_not is not None and settings.rank == 0:
+        print(f"rank 0: linear attention takes torch's operations, {why_not}", file=sys.stderr, flush=True)
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: pulse.advance())
+    computed = computation_of(
+        model, chunk_tokens=settings.chunk_tokens * settings.ranks, decode_slots=SLOTS, ranks=settings.ranks
+    )
+    manifest = Manifest(identity_of(model, folder), computed)
+    return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite, manifest=manifest)
+
+
+def _end_token(folder: Path) -> int | None:
+    """The model's end token; a folder without a tokeniser has none, and completions end by their length."""
+    return load_tokeniser(folder).end_token if (folder / "tokenizer.json").is_file() else None
+
+
+@final
+class ModelExecutor:
+    """The sessions of this rank. Memory: one state per session; hidden states live no longer than their operation."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        comm: Communicator,
+        *,
+        name: str,
+        end_token: int | None,
+        finite: FiniteCheck | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:
+        self.model = name
+        self.hidden_size = model.config.hidden_size
+        self.vocab_size = model.config.vocab_size
+        self.end_token = end_token
+        self.text_tokens: int | None = None
+        self._language_model = model
+        self._device = model.embedding.weight.device
+        self._comm = comm
+        self._prefilling: dict[int, _Prefilling] = {}
+        self._decoding = DecodeSlots(model, end_token)
+        self._refused: set[int] = set()  # sessions whose stored state is none: what follows of them is passed over
+        # Decoding goes between the layers of prefill: neither may find where the other one looks.
+        self._watch = Watch(finite)
+        self._decode_watch = Watch(None if finite is None else replace(finite))
+        self._pause: Callable[[], None] | None = None
+        self.pauses = 0
+        for block in cast(list[Block], list(model.blocks)):
+            for part in (block.mixer, block):
+                part.register_forward_hook(lambda *_: self._let_in())
+                self.pauses += 1
+        self.state_bytes: int | None = None
+        self._warm_up()
+        self.manifest = manifest if self.state_bytes is not None else None
+
+    @torch.inference_mode()
+    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None:
+        """Begin a session with the empty state, or go on from the bytes of a saved one.
+
+        A stored state that is none of this model's is a fault of the session: every rank sees the same bytes, and all
+        pass over what follows until the session is closed.
+        """
+        restored, restore = self._language_model.initial_state(1), op.restore
+        logits_V = None
+        if restore is not None and restore.snapshot:
+            try:
+                restored, logits_V = unpack_session(state, self._language_model, self.manifest)
+            except (WireError, StateMismatchError) as error:
+                self._refused.add(op.session)
+                return SessionFault(op.session, str(error), "invalid_state")
+        elif restore is not None:
+            restored = read_state(state, restored)
+        if restore is not None and restore.draws and op.sampling is not None:
+            self._decoding.take_in(
+                op.session, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
+            )
+        else:
+            position = 0 if restore is None else restore.position
+            self._prefilling[op.session] = _Prefilling(
+                restored, op.rows, op.sampling, position, op.from_logits, logits_V
+            )
+        return None
+
+    @torch.inference_mode()
+    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
+        """The session's state as it is now; nothing of one that was refused."""
+        if session in self._refused:
+            return None
+        if session in self._decoding:
+            state, draws, logits_V = self._decoding.state_of(session)
+        else:
+            known = self._known(session)
+            state, draws, logits_V = known.state, 0, self._logits(known)
+        data = pack_session(state, logits_V, self.manifest) if snapshot else write_state(state)
+        return SavedState(session, state.position, draws, len(data), snapshot=snapshot), data
+
+    def _logits(self, session: _Prefilling) -> torch.Tensor | None:
+        """The logits after the session's last token, where this rank has them."""
+        if session.last_D is not None:
+            session.logits_V = self._language_model.readout(session.last_D[None])[0].float().cpu()
+            session.last_D = None
+        return session.logits_V
+
+    @torch.inference_mode()
+    def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
+        """Feed this rank's slice of a block; the pieces of rows in it, for an encoding or a prompt that is scored.
+
+        `pause` is called `pauses` times, after each mixer and each layer: it may decode, and nothing else.
+
+        Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
+            NotFiniteError where that is looked for.
+        """
+        if op.session in self._refused:
+            return None
+        session = self._known(op.session)
+        if op.start != session.position:
+            raise EngineError(f"a block of session {op.session} starts at {op.start}; due is {session.position}")
+        ops: SequenceOps = LocalSequenceOps()
+        start, length = 0, op.lengths[self._comm.rank]
+        if self._comm.size > 1:
+            layout = SequenceLayout.from_lengths(op.lengths)
+            # A completion is decoded by one rank, which needs all keys that there are; an encoding never is.
+            cache: CacheKept = "spread" if session.sampling is None else "whole"
+            ops = ShardedSequenceOps(self._comm, layout, cache=cache)
+            start = layout.range(self._comm.rank)[0]
+        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
+        if len(tokens_L) != length:
+            raise EngineError(f"{len(tokens_L)} tokens of session {op.session} came; this rank's slice has {length}")
+        if self._watch.finite is not None:
+            self._watch.finite.first_tokens = (op.start + start,)
+            ops = checked(ops)
+        self._pause = pause
+        with watching(self._watch):
+            h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
+        self._pause = None
+        session.position += sum(op.lengths)
+        session.logits_V = None
+        # A copy: a view would keep the hidden states of the whole block.
+        reads_last = session.from_logits and length and not any(op.lengths[self._comm.rank + 1 :])
+        session.last_D = h_BLD[0, -1].clone() if reads_last else None
+        if not length:
+            return None
+        if session.rows is not None:
+            return reduce_to_pieces(h_BLD[0], op.start + start, op.session, session.rows)
+        count = None if session.sampling is None else session.sampling.prompt_logprobs
+        if count is None or op.following is None:
+            return None
+        targets_L = torch.cat([tokens_L[1:], torch.tensor([op.following])]).to(self._device)
+        readout = self._language_model.readout
+        return score_pieces(readout, h_BLD[0], targets_L, op.start + start, op.session, count)
+
+    @torch.inference_mode()
+    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]:
+        """Draw one token for each session; those that come for the first time leave prefill for good."""
+        entries = [entry for entry in op.entries if entry.session not in self._refused]
+        faults: list[Drawn | SessionFault] = []
+        for entry in entries:
+            if entry.session not in self._decoding:
+                fault = self._begin_decoding(entry)
+                faults += [] if fault is None else [fault]
+        with watching(self._decode_watch):
+            return faults + self._decoding.draw(entry for entry in entries if entry.session in self._decoding)
+
+    def _begin_decoding(self, entry: DecodeEntry) -> SessionFault | None:
+        session = self._known(entry.session)
+        logits_V = self._logits(session)
+        if session.sampling is None or (entry.token is None and not session.from_logits):
+            raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
+        if session.from_logits and logits_V is None:
+            self._refused.add(entry.session)
+            text = "the stored state has no logits after its last token to draw from; feed at least one token"
+            return SessionFault(entry.session, text, "invalid_value")
+        del self._prefilling[entry.session]
+        kept_V = logits_V if session.from_logits else None
+        self._decoding.take_in(entry.session, session.state, session.sampling, logits_V=kept_V)
+        return None
+
+    def _let_in(self) -> None:
+        """Between two parts of the model: let others work, who must not be interrupted themselves."""
+        pause, self._pause = self._pause, None
+        if pause is not None:
+            pause()
+            self._pause = pause
+
+    @torch.inference_mode()
+    def close(self, session: int) -> None:
+        """Drop the session's state; an unknown session is ignored."""
+        self._prefilling.pop(session, None)
+        self._refused.discard(session)
+        self._decoding.forget(session)
+
+    def take_guards(self) -> GuardCounts | None:
+        """The denominators since this was asked last; None where there were none."""
+        tally = GuardTally()
+        for watch in (self._watch, self._decode_watch):
+            tally.add(GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded]))
+            watch.clear()
+        return tally.counts()
+
+    def shut_down(self) -> None:
+        """Leave the group."""
+        self._comm.close()
+
+    def _known(self, session: int) -> _Prefilling:
+        if session not in self._prefilling:
+            raise EngineError(f"session {session} is not open on rank {self._comm.rank}; an OpenOp must come first")
+        return self._prefilling[session]
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Run a few tokens, so that a model which cannot be sharded is refused before the hello."""
+        lengths = [8] * self._comm.size
+        ops: SequenceOps = LocalSequenceOps()
+        if self._comm.size > 1:
+            ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
+        self._language_model.hidden(torch.zeros(1, 8, dtype=torch.int64, device=self._device), ops)
+        self.state_bytes = state_size(self._language_model)

@@ -1,0 +1,267 @@
+"""The rank loop: waits on its socket for the next numbered step, performs it, answers; never waits in a collective."""
+
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from os import getpid
+from typing import Protocol, final
+
+import msgspec
+import zmq
+
+from dist_attn.control.state_files import PART_BYTES
+from dist_attn.errors import InputError, WireError
+from dist_attn.rank.interleaving import Decoding
+from dist_attn.rank.rank_settings import RankSettings
+from dist_attn.rank_link.heartbeat import HeartbeatThread, Pulse
+from dist_attn.rank_link.identities import rank_identity
+from dist_attn.wire.curve import ClientKeys
+from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.messages import PROTOCOL_VERSION
+from dist_attn.wire.rank_messages import (
+    CloseOp,
+    DecodeOp,
+    Drawn,
+    Draws,
+    GuardCounts,
+    OpenOp,
+    PrefillOp,
+    RankFailed,
+    RankHello,
+    RowPieces,
+    SavedState,
+    SaveOp,
+    SessionFault,
+    Shutdown,
+    StatePart,
+    Step,
+    StepDone,
+)
+from dist_attn.wire.snapshot import largest_snapshot
+from dist_attn.wire.sockets import Dealer
+
+__all__ = ["Executor", "ReceivedStates", "perform", "run_rank"]
+
+WAIT_S = 1.0
+SEND_S = 30.0
+ERROR_CHARACTERS = 2000
+
+Send = Callable[[StatePart | Draws], object]
+
+
+class Executor(Protocol):
+    """The model on this rank's device; called by one thread, in the order of the steps."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_token(self) -> int | None: ...
+
+    @property
+    def text_tokens(self) -> int | None: ...
+
+    @property
+    def state_bytes(self) -> int | None: ...
+
+    @property
+    def manifest(self) -> Manifest | None: ...
+
+    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None: ...
+
+    @property
+    def pauses(self) -> int: ...
+
+    def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
+
+    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
+
+    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None: ...
+
+    def close(self, session: int) -> None: ...
+
+    def take_guards(self) -> GuardCounts | None: ...
+
+    def shut_down(self) -> None: ...
+
+
+def run_rank(settings: RankSettings, make_executor: Callable[[RankSettings, Pulse], Executor]) -> int:
+    """Load the model, say hello, and take steps until the controller says otherwise; the exit code.
+
+    An exception is reported to the controller; the rank never goes on after one.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to everybody; the controller ends its ranks
+    pulse = Pulse()
+    keys = ClientKeys.find(settings.keys_dir, "agent", settings.controller)
+    heartbeat = HeartbeatThread(
+        settings.controller,
+        settings.epoch,
+        settings.rank,
+        pulse,
+        every_s=settings.heartbeat_s,
+        silence_deadline_s=settings.silence_deadline_s,
+        engine=settings.engine,
+        keys=keys,
+    )
+    heartbeat.start()
+    context = zmq.Context[zmq.Socket[bytes]](1)
+    identity = rank_identity(settings.epoch, settings.rank, settings.engine).decode()
+    with Dealer(context, settings.controller, identity, keys) as dealer:
+        try:
+            executor = make_executor(settings, pulse)
+            _take_steps(settings, executor, dealer, pulse)
+            executor.shut_down()
+            code = 0
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"[:ERROR_CHARACTERS]
+            if isinstance(error, InputError):
+                # The words say all there is to know, such as which file of the model folder is damaged.
+                print(f"rank {settings.rank}: {text}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc(file=sys.stderr)
+                sys.stderr.flush()
+            dealer.send(RankFailed(settings.epoch, settings.rank, pulse.step_done + 1, text), 1.0)
+            code = 1
+    heartbeat.stop()
+    context.term()
+    return code
+
+
+def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, pulse: Pulse) -> None:
+    dealer.send(
+        RankHello(
+            PROTOCOL_VERSION,
+            settings.epoch,
+            settings.rank,
+            settings.ranks,
+            getpid(),
+            socket.gethostname(),
+            executor.model,
+            executor.hidden_size,
+            executor.vocab_size,
+            executor.end_token,
+            executor.text_tokens,
+            executor.state_bytes,
+            executor.manifest,
+            pauses=executor.pauses,
+        ),
+        SEND_S,
+    )
+    pulse.phase = "idle"
+    states = ReceivedStates(largest_snapshot(executor.state_bytes or 0, executor.vocab_size))
+    while True:
+        # The heartbeat thread ends this process when the controller is gone, so waiting for it needs no other end.
+        message = dealer.receive(WAIT_S)
+        if message is None:
+            continue
+        if isinstance(message, Shutdown) and message.epoch == settings.epoch:
+            return
+        if isinstance(message, StatePart) and message.epoch == settings.epoch:
+            states.add(message)
+            continue
+        step = _due(message, settings.epoch, pulse.step_done + 1)
+        done = perform(step, settings.rank, executor, pulse, states, lambda part: dealer.send(part, SEND_S))
+        dealer.send(done, SEND_S)
+        pulse.step_done = step.k
+        pulse.phase = "idle"
+
+
+def _due(message: object, epoch: int, k: int) -> Step:
+    """The message, if it is the step that is due.
+
+    Raises: WireError for anything else: after a gap this rank's state would be wrong without anybody noticing.
+    """
+    if not isinstance(message, Step):
+        raise WireError(f"a rank was sent a {type(message).__name__}; needed is a Step or a Shutdown")
+    if (message.epoch, message.k) != (epoch, k):
+        raise WireError(f"step {message.k} of epoch {message.epoch} came; due is step {k} of epoch {epoch}")
+    return message
+
+
+@final
+class ReceivedStates:
+    """States that are to be gone on from, as far as they have come. Memory: one state each, until it is restored."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._coming: dict[int, bytearray] = {}
+
+    def add(self, part: StatePart) -> None:
+        """Take a part.
+
+        Raises: WireError for one that does not follow, or goes beyond what a state of this model has.
+        """
+        state = self._coming.setdefault(part.session, bytearray())
+        if part.start != len(state) or part.start + len(part.data) > self._num_bytes:
+            raise WireError(
+                f"bytes [{part.start}, {part.start + len(part.data)}) of a state of {self._num_bytes} came after "
+                f"{len(state)}"
+            )
+        state += part.data
+
+    def take(self, op: OpenOp) -> bytes:
+        """The state that a session begins with; nothing for the empty one.
+
+        Raises: WireError where it has not come whole.
+        """
+        state = self._coming.pop(op.session, bytearray())
+        needed = 0 if op.restore is None else op.restore.num_bytes
+        if len(state) != needed:
+            raise WireError(f"{len(state)} bytes of the state of session {op.session} came; it has {needed}")
+        return bytes(state)
+
+
+def _send_state(op: SaveOp, step: Step, rank: int, executor: Executor, send: Send) -> list[SavedState]:
+    result = executor.save(op.session, op.snapshot)
+    if result is None:
+        return []
+    saved, state = result
+    for start in range(0, len(state), PART_BYTES):
+        send(StatePart(step.epoch, rank, op.session, start, state[start : start + PART_BYTES], op.ordinal))
+    return [msgspec.structs.replace(saved, ordinal=op.ordinal)]
+
+
+def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: ReceivedStates, send: Send) -> StepDone:
+    """Perform the operations of a step in order, its further rounds of decoding between the layers of its blocks.
+
+    What is drawn before the step's blocks are read goes out through `send`, and so do parts of states.
+    """
+    began = time.monotonic()
+    saved: list[SavedState] = []
+    pieces: list[RowPieces] = []
+    decoding = Decoding(step, rank, executor, send)
+    faults: list[SessionFault] = []
+    for op in step.ops:
+        match op:
+            case OpenOp():
+                fault = executor.open(op, states.take(op))
+                faults += [] if fault is None else [fault]
+            case PrefillOp():
+                pulse.phase = "prefill"
+                result = executor.prefill(op, decoding.pause)
+                decoding.end_block(op)
+                if result is not None:
+                    pieces.append(result)
+            case DecodeOp():
+                pulse.phase = "decode"
+                decoding.draw(op)
+            case SaveOp():
+                saved += _send_state(op, step, rank, executor, send)
+            case CloseOp():
+                executor.close(op.session)
+        pulse.advance()
+    drawn, more_faults = decoding.kept
+    seconds = time.monotonic() - began
+    guards = executor.take_guards()
+    return StepDone(
+        step.epoch, step.k, rank, seconds, pieces, drawn, faults + more_faults, guards, saved, decoding.seconds
+    )

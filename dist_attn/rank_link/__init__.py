@@ -1,0 +1,1 @@
+"""What rank processes and the control plane share: identities, heartbeats, rows, process ties. Never loads torch."""

@@ -1,0 +1,127 @@
+"""The rank's heartbeat thread: tells every half second that the rank lives and how far it is.
+
+It has a socket of its own and needs neither the device nor the main thread, so "slow" and "stuck" look different.
+It also ends the process when the controller falls silent.
+"""
+
+import os
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from dist_attn.errors import WireError
+from dist_attn.rank_link.identities import beat_identity
+from dist_attn.rank_link.logs import say
+from dist_attn.wire.curve import ClientKeys
+from dist_attn.wire.rank_messages import Heartbeat
+from dist_attn.wire.sockets import Dealer
+
+__all__ = ["HeartbeatThread", "Pulse"]
+
+EXIT_CODE_SILENCE = 3
+
+
+@dataclass
+class Pulse:
+    """What the main thread writes and the heartbeat thread reads; single values need no lock."""
+
+    phase: str = "loading"
+    step_done: int = 0
+    progress: int = 0
+
+    def advance(self) -> None:
+        """One more operation or layer is finished."""
+        self.progress += 1
+
+
+def peak_rss_bytes() -> int:
+    """The largest resident set of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def leave(reason: str) -> None:
+    """End the process at once, from any thread: the main one may be inside a call that never returns."""
+    say(f"rank exits: {reason}", sys.stderr)
+    os._exit(EXIT_CODE_SILENCE)
+
+
+class HeartbeatThread:
+    """Beats until `stop`; calls `on_silence` when the controller has not answered for `silence_deadline_s`.
+
+    Units: seconds.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        epoch: int,
+        rank: int,
+        pulse: Pulse,
+        *,
+        every_s: float,
+        silence_deadline_s: float,
+        on_silence: Callable[[str], None] = leave,
+        engine: str = "",
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self._address = address
+        self._epoch = epoch
+        self._rank = rank
+        self._pulse = pulse
+        self._every_s = every_s
+        self._silence_deadline_s = silence_deadline_s
+        self._on_silence = on_silence
+        self._engine = engine
+        self._keys = keys
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin to beat."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Beat no more; returns when the thread has ended."""
+        self._stopped.set()
+        self._thread.join(timeout=self._every_s + 2)
+
+    def _run(self) -> None:
+        context = zmq.Context[zmq.Socket[bytes]](1)
+        identity = beat_identity(self._epoch, self._rank, self._engine).decode()
+        with Dealer(context, self._address, identity, self._keys) as dealer:
+            # Unanswered beats are counted instead of time: when this whole process was held up, nobody was silent.
+            unanswered = 0
+            while not self._stopped.is_set():
+                if unanswered * self._every_s >= self._silence_deadline_s:
+                    self._on_silence(f"the controller has been silent for {self._silence_deadline_s:g} s")
+                    return
+                unanswered = self._beat(dealer, unanswered)
+                self._stopped.wait(self._every_s)
+        context.term()
+
+    def _beat(self, dealer: Dealer, unanswered: int) -> int:
+        pulse = self._pulse
+        try:
+            while dealer.receive() is not None:
+                unanswered = 0
+            dealer.send(
+                Heartbeat(
+                    self._epoch,
+                    self._rank,
+                    pulse.step_done,
+                    pulse.phase,
+                    time.time(),
+                    pulse.progress,
+                    peak_rss_bytes(),
+                )
+            )
+        except WireError:
+            # The queue is full because nobody reads: one more beat without an answer.
+            pass
+        return unanswered + 1

@@ -1,0 +1,91 @@
+"""What is not plain text, by its first bytes or its media type, and how to make plain text of it."""
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["HEAD_BYTES", "may_be_other", "refusal_of"]
+
+HEAD_BYTES = 1024
+"""So many first bytes tell what a file is."""
+
+_HTML = re.compile(rb"<(!doctype\s+html|html)[\s>]", re.IGNORECASE)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of file: what begins it, what its first KiB holds besides, and the command that makes plain text of it."""
+
+    name: str
+    command: str
+    magic: tuple[bytes, ...]
+    media_types: tuple[str, ...] = ()
+    holds: bytes = b""
+
+
+_OFFICE = "application/vnd.openxmlformats-officedocument"
+_UTF16 = "iconv -f utf-16 -t utf-8 book.txt > book-utf8.txt"
+# The first that fits counts: a ZIP file is told by what it holds, and UTF-32 begins as UTF-16 does.
+_KINDS = (
+    _Kind("a PDF", "pdftotext book.pdf book.txt", (b"%PDF-",), ("application/pdf", "application/x-pdf")),
+    _Kind(
+        "an EPUB", "pandoc -t plain book.epub -o book.txt", (b"PK\x03\x04",),
+        ("application/epub+zip",), holds=b"application/epub+zip",
+    ),
+    _Kind(
+        "an OpenDocument file", "pandoc -t plain book.odt -o book.txt", (b"PK\x03\x04",),
+        ("application/vnd.oasis.opendocument",), holds=b"application/vnd.oasis.opendocument",
+    ),
+    _Kind(
+        "an Office document (DOCX)", "pandoc -t plain book.docx -o book.txt", (b"PK\x03\x04",),
+        (_OFFICE,), holds=b"[Content_Types].xml",
+    ),
+    _Kind("an Office document (DOCX)", "pandoc -t plain book.docx -o book.txt", (b"PK\x03\x04",), holds=b"word/"),
+    _Kind("a ZIP archive", "unzip book.zip", (b"PK\x03\x04", b"PK\x05\x06"), ("application/zip",)),
+    _Kind(
+        "an old Office document (DOC)", "soffice --convert-to txt:Text book.doc",
+        (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",), ("application/msword",),
+    ),
+    _Kind("an RTF document", "pandoc -t plain book.rtf -o book.txt", (b"{\\rtf",), ("application/rtf", "text/rtf")),
+    _Kind("compressed with gzip", "gunzip book.txt.gz", (b"\x1f\x8b",), ("application/gzip", "application/x-gzip")),
+    _Kind("compressed with xz", "unxz book.txt.xz", (b"\xfd7zXZ\x00",), ("application/x-xz",)),
+    _Kind("compressed with zstd", "unzstd book.txt.zst", (b"\x28\xb5\x2f\xfd",), ("application/zstd",)),
+    _Kind(
+        "text in UTF-32", "iconv -f utf-32 -t utf-8 book.txt > book-utf8.txt",
+        (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"),
+    ),
+    _Kind("text in UTF-16", _UTF16, (b"\xff\xfe", b"\xfe\xff")),
+    _Kind("an image", "tesseract page.png page", (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF8"), ("image/",)),
+)  # fmt: skip
+_WEB_PAGE = _Kind(
+    "a web page (HTML)", "pandoc -f html -t plain page.html -o page.txt", (b"<",), ("text/html", "application/xhtml")
+)
+
+
+def refusal_of(head: bytes, media_type: str = "") -> str | None:
+    """What to say of a file that is not plain text; None where nothing speaks against it.
+
+    `head` are its first bytes, at least HEAD_BYTES of them unless it is shorter; `media_type` is in lower case,
+    "" where it is not known. What begins with a tag and names HTML in `head` is a web page.
+    """
+    for kind in (*_KINDS, _WEB_PAGE):
+        if media_type and media_type.startswith(kind.media_types):
+            return _words(kind)
+    for kind in _KINDS:
+        if head.startswith(kind.magic) and kind.holds in head:
+            return _words(kind)
+    return _words(_WEB_PAGE) if _text_of(head).startswith(b"<") and _HTML.search(head) else None
+
+
+def may_be_other(head: bytes) -> bool:
+    """Whether more bytes than these few are needed to tell: they begin as something else than plain text does."""
+    begun = any(magic.startswith(head[: len(magic)]) for kind in _KINDS for magic in kind.magic)
+    return begun or _BYTE_ORDER_MARK.startswith(head) or b"<".startswith(_text_of(head)[:1])
+
+
+def _text_of(head: bytes) -> bytes:
+    return head.removeprefix(_BYTE_ORDER_MARK).lstrip()
+
+
+def _words(kind: _Kind) -> str:
+    return f"this is {kind.name}, and dist-attn reads plain text in UTF-8; make it first, as with `{kind.command}`"

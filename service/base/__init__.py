@@ -1,0 +1,1 @@
+"""What every room of the service uses: errors, settings, logs, parsing, tracing."""

@@ -1,0 +1,88 @@
+"""What one API process needs to know: the parts of the settings tree that are its own, side by side."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field
+
+from dist_attn.errors import ConfigError
+from dist_attn.log_lines import LogFormat
+from dist_attn.settings import (
+    FileSettings,
+    HttpSettings,
+    JobSettings,
+    LimitSettings,
+    PrefixSettings,
+    StoreSettings,
+    TracingSettings,
+    WaitSettings,
+    WorkSettings,
+)
+from dist_attn.settings import Settings as SettingsTree
+from dist_attn.store import StoreLimits
+
+__all__ = ["Settings"]
+
+
+class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
+    """The frozen configuration of one API process.
+
+    Units: `*_bytes` in bytes, `*_seconds` in seconds.
+    """
+
+    api_address: str = Field(description="ZeroMQ address of the controller, ipc:// or tcp://")
+    keys_dir: str = Field(default="", description="folder with the keys for a tcp:// address of the controller")
+    insecure_network: bool = Field(default=False, description="connect over a network without keys")
+    model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
+    data_dir: Path = Field(default=Path("data"), description="spools and states live here")
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "auto"
+    store: StoreSettings = Field(default=StoreSettings(), description="where states of sessions are kept")
+    tracing: TracingSettings = Field(default=TracingSettings(), description="where spans of OpenTelemetry are sent")
+    prefixes: PrefixSettings = Field(default=PrefixSettings(), description="states of the beginnings of prompts")
+    jobs: JobSettings = Field(default=JobSettings(), description="work that outlives its connection")
+    files: FileSettings = Field(default=FileSettings(), description="where files that clients upload are kept")
+
+    @classmethod
+    def of(cls, tree: SettingsTree) -> Self:
+        """The API's part of the whole tree.
+
+        Raises: ConfigError when the tree does not name a model or the controller's address.
+        """
+        for key, value in (("model", tree.model), ("engine.api_address", tree.engine.api_address)):
+            if not value:
+                flag = key.rpartition(".")[2].replace("_", "-")
+                raise ConfigError(f"{key} is not set; give --{flag}, or set it in the configuration or the environment")
+        values: dict[str, Any] = {}
+        for section in (tree.http, tree.limits, tree.work, tree.waits):
+            values |= {name: getattr(section, name) for name in type(section).model_fields}
+        return cls(
+            **values,
+            api_address=tree.engine.api_address,
+            keys_dir=tree.engine.keys_dir,
+            insecure_network=tree.engine.insecure_network,
+            model=Path(tree.model or ""),
+            data_dir=tree.data_dir,
+            log_level=tree.log_level,
+            log_format=tree.log_format,
+            store=tree.store,
+            prefixes=tree.prefixes,
+            tracing=tree.tracing,
+            jobs=tree.jobs,
+            files=tree.files,
+        )
+
+    @property
+    def store_address(self) -> str:
+        """Where states of sessions are kept."""
+        return self.store.address or str(self.data_dir / "states")
+
+    @property
+    def store_limits(self) -> StoreLimits:
+        """How much may be kept there."""
+        return StoreLimits(**self.store.model_dump(exclude={"address", "upkeep_s"}), grace_s=self.expired_seconds)
+
+    @property
+    def files_folder(self) -> Path:
+        """Where the bytes of files lie."""
+        return Path(self.files.folder) if self.files.folder else self.data_dir / "files"

@@ -1,0 +1,1 @@
+"""Completions and chats: prompts in, drawn text out, streamed or whole."""

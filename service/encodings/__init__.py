@@ -1,0 +1,1 @@
+"""Documents in, rows of vectors out, and estimates of what that takes."""

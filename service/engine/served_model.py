@@ -1,0 +1,115 @@
+"""What the API knows of the model it serves, read from the model folder; never its weights."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from dist_attn.errors import ModelFolderError
+from dist_attn.wire.row_choice import SequenceReading
+
+__all__ = ["ServedModel"]
+
+UNSERVED = ("text_classifier", "vision_classifier", "masked_autoencoder", "encoder_decoder")
+
+
+class _Kind(msgspec.Struct):
+    kind: str = ""
+
+
+class _Sizes(msgspec.Struct):
+    vocab_size: int
+    hidden_size: int
+    num_layers: int | None = None
+
+
+class _Width(msgspec.Struct):
+    hidden_size: int
+
+
+class _TextEncoder(msgspec.Struct):
+    vocab_size: int
+    encoder: _Width
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prefix: list[int] = []
+    suffix: list[int] = []
+    pooling: Literal["mean", "first"] = "mean"
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """The one model behind this service; `created` is a unix time in seconds.
+
+    `reading` is how a text encoder reads, and `frame_tokens` how many tokens it puts around each text; a language model
+    has neither, reads texts of any length, and writes.
+    """
+
+    folder: str  # its name
+    vocab_size: int
+    hidden_size: int
+    created: int
+    reading: SequenceReading | None = None
+    frame_tokens: int = 0
+    digest: str = ""
+    num_layers: int | None = None
+    names: tuple[str, ...] = ()
+    """What it answers to; nothing: the folder's name."""
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids that requests may name it by."""
+        return self.names or (self.folder,)
+
+    @property
+    def id(self) -> str:
+        """The id in answers."""
+        return self.ids[0]
+
+    @property
+    def identity(self) -> str:
+        """The folder's name with a digest of configuration and tokeniser: another model of that name has another."""
+        return f"{self.folder}@{self.digest}"
+
+    @property
+    def capabilities(self) -> list[str]:
+        """The routes of /v1 that this model answers."""
+        return ["completions", "embeddings", "encodings"] if self.reading is None else ["embeddings", "encodings"]
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Tokens of a sequence at most, those around the text included; None: any length."""
+        return None if self.reading is None else self.reading.text_tokens + self.frame_tokens
+
+    @classmethod
+    def read(cls, folder: Path, names: tuple[str, ...] = ()) -> "ServedModel":
+        """The model of a folder, and the names that it answers to in place of the folder's.
+
+        Raises: ModelFolderError when config.json or tokenizer.json is missing or unusable.
+        """
+        path = folder / "config.json"
+        try:
+            data, created = path.read_bytes(), int(path.stat().st_mtime)
+            kind = msgspec.json.decode(data, type=_Kind).kind
+            if kind in UNSERVED:
+                raise ModelFolderError(f"{folder} holds a {kind}; served are language models and text encoders")
+            tokeniser = folder / "tokenizer.json"
+            if not tokeniser.is_file():
+                raise ModelFolderError(f"{folder} has no tokenizer.json; needed is a model folder of this project")
+            name = folder.resolve().name
+            digest = hashlib.sha256(hashlib.sha256(data).digest() + tokeniser.read_bytes()).hexdigest()[:16]
+            if kind != "text_encoder":
+                sizes = msgspec.json.decode(data, type=_Sizes)
+                layers = sizes.num_layers
+                return cls(
+                    name, sizes.vocab_size, sizes.hidden_size, created, digest=digest, num_layers=layers, names=names
+                )
+            encoder = msgspec.json.decode(data, type=_TextEncoder)
+        except OSError as error:
+            raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ModelFolderError(f"{path} is not a model's configuration: {error}") from None
+        frame = len(encoder.prefix) + len(encoder.suffix)
+        reading = SequenceReading(encoder.max_tokens - frame, encoder.pooling)
+        return cls(name, encoder.vocab_size, encoder.encoder.hidden_size, created, reading, frame, digest, names=names)

@@ -1,0 +1,1 @@
+"""What stands between sockets and routes: the protocol, the envelope, keys, limits, streaming."""

@@ -1,0 +1,133 @@
+"""The OpenAPI document as one HTML page: no scripts, no fonts, nothing from elsewhere."""
+
+from collections.abc import Iterable, Iterator
+from html import escape
+from typing import Any
+
+__all__ = ["render_reference"]
+
+METHODS = ("get", "post", "put", "patch", "delete", "head", "options")
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+code{font:14px ui-monospace,monospace}
+h2{margin-top:2.5rem;text-transform:capitalize}
+details{border:1px solid #8884;border-radius:.4rem;margin:.5rem 0;padding:.4rem .8rem}
+summary{cursor:pointer}
+.verb{display:inline-block;min-width:3.5rem;font-weight:600;text-transform:uppercase}
+table{border-collapse:collapse;width:100%;margin:.5rem 0}
+td,th{border-top:1px solid #8884;padding:.25rem .5rem;text-align:left;vertical-align:top}
+"""
+
+
+def render_reference(document: dict[str, Any]) -> str:
+    """The page for an OpenAPI 3 document."""
+    info = document["info"]
+    title, version = escape(info["title"]), escape(info["version"])
+    routes = "\n".join(_routes(document["paths"]))
+    schemas = document.get("components", {}).get("schemas", {})
+    shapes = "\n".join(_schema(name, schema) for name, schema in sorted(schemas.items()))
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<title>{title} {version}</title>
+<style>{_STYLE}</style>
+</head>
+<body>
+<h1>{title} <small>{version}</small></h1>
+<p>{escape(info.get("description", ""))} For programs: <a href="openapi.json">openapi.json</a>.</p>
+<p>When the service asks for keys, send <code>Authorization: Bearer YOUR-KEY</code> or <code>X-API-Key: YOUR-KEY</code>;
+<code>/livez</code> and <code>/readyz</code> never ask.</p>
+{routes}
+<h2>shapes</h2>
+{shapes}
+</body>
+</html>
+"""
+
+
+def _routes(paths: dict[str, Any]) -> Iterator[str]:
+    """Every operation, under the headings of their tags, in the order in which these first come."""
+    groups: dict[str, list[str]] = {}
+    for path, operations in paths.items():
+        for method in METHODS:
+            if method in operations:
+                operation = operations[method]
+                groups.setdefault(operation.get("tags", ["other"])[0], []).append(_operation(path, method, operation))
+    for tag, rendered in groups.items():
+        yield f"<h2>{escape(tag)}</h2>"
+        yield from rendered
+
+
+def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
+    parts = [f"<p>{escape(operation.get('description', ''))}</p>"]
+    if parameters := operation.get("parameters"):
+        rows = [(p["name"], p["in"], _kind(p["schema"]), p["schema"].get("description", "")) for p in parameters]
+        parts.append(_table(("parameter", "where", "value", ""), rows))
+    if body := operation.get("requestBody"):
+        parts.append(_contents("body", "", body.get("content", {})))
+    for status, response in operation.get("responses", {}).items():
+        parts.append(_contents(status, response.get("description", ""), response.get("content", {})))
+    summary = escape(operation.get("summary", ""))
+    call = f'<span class="verb">{escape(method)}</span> <code>{escape(path)}</code>'
+    return f"<details><summary>{call} {summary}</summary>\n{''.join(parts)}</details>"
+
+
+def _contents(what: str, description: str, content: dict[str, Any]) -> str:
+    kinds = "; ".join(
+        f"<code>{escape(kind)}</code> {_kind(value.get('schema', {}))}" for kind, value in content.items()
+    )
+    return f"<p><b>{escape(what)}</b> {escape(description)} {kinds}</p>"
+
+
+def _schema(name: str, schema: dict[str, Any]) -> str:
+    required = set(schema.get("required", ()))
+    rows = [
+        (key, "required" if key in required else "", _kind(value), _notes(value))
+        for key, value in schema.get("properties", {}).items()
+    ]
+    table = _table(("name", "", "value", ""), rows) if rows else f"<p>{_kind(schema)}</p>"
+    return (
+        f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>'
+        f"<p>{escape(schema.get('description', ''))}</p>{table}</details>"
+    )
+
+
+def _table(heads: Iterable[str], rows: Iterable[tuple[str, str, str, str]]) -> str:
+    """Rows of name, remark, value (which is HTML already) and words."""
+    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
+    lines = [
+        f"<tr><td><code>{escape(name)}</code></td><td>{escape(remark)}</td><td>{kind}</td><td>{escape(words)}</td></tr>"
+        for name, remark, kind, words in rows
+    ]
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """What a value may be, as HTML."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            return " or ".join(_kind(option) for option in schema[key])
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"<code>{escape(repr(value))}</code>" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "anything")
+    if kind == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    if isinstance(kind, list):
+        return escape(" or ".join(kind))
+    return escape(kind) + escape(_bounds(schema))
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    return "".join(f" {sign} {schema[key]}" for key, sign in signs.items() if key in schema)
+
+
+def _notes(schema: dict[str, Any]) -> str:
+    default = schema.get("default")
+    return " ".join([schema.get("description", ""), f"default {default}" if default is not None else ""]).strip()

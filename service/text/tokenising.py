@@ -1,0 +1,188 @@
+"""Tokenising beside the event loop: the port the service uses, and its form with threads."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.text import IncrementalDecoder, Tokeniser
+from dist_attn.text.base import TokenArray
+
+__all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "TokeniserPort", "tokens_of"]
+
+T = TypeVar("T")
+
+
+class TextMark(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A place of a text where tokenising may begin again: `tokens` tokens are those of the bytes before `byte`.
+
+    The last of them ends `gap` bytes before it.
+    """
+
+    tokens: int = 0
+    byte: int = 0
+    gap: int = 0
+
+
+BEGINNING = TextMark()
+
+
+class TextMarks:
+    """The marks of a text that is being read. Memory: those behind the last position that was asked for."""
+
+    def __init__(self, begin: TextMark = BEGINNING) -> None:
+        self._marks = deque([begin])
+
+    def push(self, mark: TextMark) -> None:
+        """The next one."""
+        self._marks.append(mark)
+
+    def before(self, tokens: int) -> TextMark:
+        """The last one with so many tokens or fewer before it; no earlier one will be asked for."""
+        while len(self._marks) > 1 and self._marks[1].tokens <= tokens:
+            self._marks.popleft()
+        return self._marks[0]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a stream and the length of each in bytes; `mark` is where the next ones begin."""
+
+    tokens: TokenArray
+    byte_lengths: npt.NDArray[np.integer[Any]]
+    mark: TextMark = BEGINNING
+
+
+class TokeniserPort(Protocol):
+    """What the service needs of a tokeniser; no call blocks the event loop."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+
+    @property
+    def end_token(self) -> int | None:
+        """The token that ends a text, if the model has one."""
+
+    def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
+        """The tokens of a stream of bytes; they do not depend on where the stream is cut.
+
+        With `begin`, a mark of an earlier reading, `blocks` are the bytes from there on, and so are the tokens.
+        """
+
+    def decoder(self) -> IncrementalDecoder:
+        """A fresh decoder from tokens to text."""
+
+    def token_text(self, token: int) -> str:
+        """One token by itself; the bytes of one that is no whole character, as `bytes:\\xe2\\x82`."""
+
+    async def texts(self, tokens: TokenArray) -> list[str]:
+        """`token_text` of each of these."""
+
+    async def offsets(self, tokens: TokenArray) -> list[int]:
+        """Where each of these begins in the text that they make together, in characters."""
+
+    async def text(self, tokens: TokenArray) -> str:
+        """The text that the tokens make together; U+FFFD in place of what is not UTF-8.
+
+        Raises: TokenError for an id outside the vocabulary.
+        """
+
+
+async def tokens_of(tokeniser: TokeniserPort, text: bytes, piece_bytes: int, limit: int | None = None) -> TokenArray:
+    """The tokens of a whole text that is in memory, the first `limit` of them where there is one."""
+    pieces, count = [np.empty(0, dtype=np.int32)], 0
+    async with contextlib.aclosing(tokeniser.pieces(_cut(text, piece_bytes))) as stream:
+        async for piece in stream:
+            pieces.append(piece.tokens)
+            count += len(piece.tokens)
+            if limit is not None and count >= limit:
+                break
+    return np.concatenate(pieces)[:limit]
+
+
+async def _cut(text: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
+
+
+class ThreadTokeniser:
+    """Tokenises in a thread pool, in blocks so short that other threads are not kept waiting."""
+
+    def __init__(self, tokeniser: Tokeniser, threads: Executor) -> None:
+        self._tokeniser = tokeniser
+        self._threads = threads
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self._tokeniser.vocab_size
+
+    @property
+    def end_token(self) -> int | None:
+        """The token that ends a text, if the model has one."""
+        return self._tokeniser.end_token
+
+    async def pieces(self, blocks: AsyncIterator[bytes], begin: TextMark = BEGINNING) -> AsyncGenerator[Piece]:
+        """The tokens of a stream of bytes; what a block leaves over (a few bytes, or a word) joins the next.
+
+        Bytes that no token stands for count for the token behind them.
+        """
+        rest, mark = b"", begin  # what has been left over, and where it begins
+        async for block in blocks:
+            piece, rest = await self._run(partial(self._encode, rest + block, mark, final=False))
+            mark = piece.mark
+            if len(piece.tokens):
+                yield piece
+        piece, _ = await self._run(partial(self._encode, rest, mark, final=True))
+        if len(piece.tokens):
+            yield piece
+
+    def decoder(self) -> IncrementalDecoder:
+        """A fresh decoder from tokens to text."""
+        return IncrementalDecoder(self._tokeniser)
+
+    def token_text(self, token: int) -> str:
+        """One token by itself; the bytes of one that is no whole character."""
+        data = self._tokeniser.decode([token])
+        try:
+            return data.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    async def texts(self, tokens: TokenArray) -> list[str]:
+        """`token_text` of each of these."""
+        return await self._run(lambda: [self.token_text(token) for token in tokens.tolist()])
+
+    async def offsets(self, tokens: TokenArray) -> list[int]:
+        """Where each of these begins in the text that they make together, in characters."""
+
+        def work() -> list[int]:
+            decoder = self.decoder()
+            lengths = (len(decoder.push(token)) for token in tokens.tolist())
+            return list(accumulate(lengths, initial=0))[:-1]
+
+        return await self._run(work)
+
+    async def text(self, tokens: TokenArray) -> str:
+        """The text that the tokens make together."""
+        return await self._run(lambda: self._tokeniser.decode(tokens).decode("utf-8", errors="replace"))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, data: bytes, mark: TextMark, *, final: bool) -> tuple[Piece, bytes]:
+        """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
+        tokens, ends, consumed = self._tokeniser.encode_with_ends(data, final=final)
+        gap = consumed - int(ends[-1]) if len(ends) else mark.gap + consumed
+        after = TextMark(mark.tokens + len(tokens), mark.byte + consumed, gap)
+        return Piece(tokens, np.diff(ends, prepend=-mark.gap), after), data[consumed:]

@@ -1,0 +1,114 @@
+"""The whole engine with a real model: controller, agent, ranks over gloo and over MPI; and one rank without either."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.generation import generate
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from tests.support.closeness import assert_close
+from tests.support.controller_client import ControllerClient
+from tests.support.engines import running_engine
+from tests.support.models import small_model, write_small_folder
+
+TOKENS = np.random.default_rng(2).integers(0, 250, 20_000)
+SAMPLING = SamplingSpec(12, temperature=0.8, top_k=50, seed=11)
+# What a rank needs to load torch on a busy machine; its own failures are noticed by other means much sooner.
+REAL = {"rank_command": (), "heartbeat_deadline_s": 10.0, "stall_limit_s": 30.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model folder."""
+    return write_small_folder(tmp_path_factory.mktemp("models") / "small")
+
+
+def mean_rows(window):
+    """The rows that the model itself gives."""
+    with torch.inference_mode():
+        h_LD = small_model().encode(torch.from_numpy(TOKENS)[None])[0]
+    return torch.stack([run_LD.mean(0) for run_LD in h_LD.split(window)])
+
+
+def work_is_right(client, name):
+    """An encoding and two completions, side by side, give what the model alone gives."""
+    for n in (0, 1):
+        client.open_completion(f"{name}{n}", SAMPLING)
+        client.feed(f"{name}{n}", TOKENS[n : n + 1300], timeout_s=60)
+    request = client.encode(f"{name}e", TOKENS, RowSpec("window", 300), timeout_s=60)
+    assert_close(torch.from_numpy(request.rows.copy()), mean_rows(300))
+    for n in (0, 1):
+        assert client.finish(f"{name}{n}", 60).tokens == generate(small_model(), TOKENS[n : n + 1300], SAMPLING)
+
+
+def scores_are_right(client, name):
+    """The scores of a prompt, and what is drawn after it, are those of the model alone; so is a prompt of one token."""
+    prompt = TOKENS[:7000]
+    with torch.inference_mode():
+        logprobs_LV = small_model().logits(torch.from_numpy(prompt)[None])[0].double().log_softmax(1)
+    spec = SamplingSpec(3, temperature=0.0, logprobs=0, prompt_logprobs=2)
+    scored = client.complete(f"{name}s", prompt, spec, timeout_s=60)
+    assert scored.starts == list(range(len(prompt) - 1)) and scored.tokens == generate(small_model(), prompt, spec)
+    scores = torch.from_numpy(scored.rows.copy())
+    wanted_L = logprobs_LV[:-1].gather(1, torch.from_numpy(prompt[1:])[:, None])[:, 0]
+    torch.testing.assert_close(scores[:, 0].double(), wanted_L, rtol=0, atol=1e-4)
+    likely_LK = logprobs_LV[:-1].gather(1, scores[:, 1:3].long())
+    torch.testing.assert_close(scores[:, 3:].double(), likely_LK, rtol=0, atol=1e-4)
+    torch.testing.assert_close(likely_LK, logprobs_LV[:-1].topk(2).values, rtol=0, atol=1e-4)
+    none = client.complete(f"{name}n", prompt[:900], SamplingSpec(0, prompt_logprobs=0), timeout_s=60)
+    assert (none.tokens, none.finish_reason, none.starts) == ([], "length", list(range(899)))
+    one = client.complete(f"{name}o", prompt[:1], SamplingSpec(0, prompt_logprobs=0), timeout_s=60)
+    assert (one.tokens, one.finish_reason, one.starts) == ([], "length", [])
+
+
+def test_three_ranks_score_a_prompt(folder):
+    """Over slices of three ranks and several blocks, and again after one of them was killed."""
+    with running_engine(model=str(folder), ranks=3, block_tokens=1024, chunk_tokens=1024, **REAL, wait=False) as (
+        _,
+        client,
+        _,
+    ):
+        status = client.wait_ready(90)
+        scores_are_right(client, "a")
+        os.kill(status.ranks[1].pid, signal.SIGKILL)
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, 90)
+        scores_are_right(client, "b")
+
+
+def test_one_rank_runs_by_itself(folder):
+    """It has nobody to meet, and torch stays out of controller and agent."""
+    with running_engine(model=str(folder), ranks=1, **REAL, wait=False) as (handle, client, _):
+        assert client.wait_ready(90).model == "small"
+        work_is_right(client, "a")
+        scores_are_right(client, "s")
+        with open(f"/proc/{handle.process.pid}/maps") as maps:
+            assert "libtorch" not in maps.read()
+
+
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_two_ranks_share_the_work_and_recover_from_a_kill(folder, backend):
+    """Blocks go over both ranks; after kill -9 of one the error names it, and a fresh group does the same work."""
+    real = {**REAL, "backend": backend}
+    with running_engine(model=str(folder), ranks=2, block_tokens=1024, **real, wait=False) as (handle, client, _):
+        status = client.wait_ready(90)
+        work_is_right(client, "a")
+        victim = status.ranks[1].pid
+        with ControllerClient(handle.api_address) as other:
+            request = other.open_encoding("open")
+            other.feed("open", TOKENS[:3000], final=False)
+            other.wait_until(lambda: request.starts, 30)
+            os.kill(victim, signal.SIGKILL)
+            other.wait_until(lambda: request.ended, 30)
+            assert f"rank 1 (pid {victim}) died" in request.failed.message
+        client.wait_for_status(lambda status: status.ready and status.epoch == 2, 90)
+        work_is_right(client, "b")
+
+
+def test_a_folder_that_is_no_model_is_reported(tmp_path):
+    """The reason carries what the rank said."""
+    with running_engine(model=str(tmp_path / "nothing"), ranks=1, **REAL, wait=False) as (_, client, _):
+        status = client.wait_for_status(lambda status: "last failure" in status.reason, 60)
+        assert "no model at" in status.reason

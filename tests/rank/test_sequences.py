@@ -1,0 +1,190 @@
+"""Text encoders in the engine: sequences on any rank and in any block give the rows of one process."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.commands.encode_file import encode_file
+from dist_attn.control.admission import misfit
+from dist_attn.control.scheduler import Limits, SessionView, View, plan, split
+from dist_attn.errors import EngineError, InputError
+from dist_attn.models import TextEncoder, TextEncoderConfig, build_model
+from dist_attn.rank.sequence_executor import SequenceExecutor
+from dist_attn.rank_link.rows import RowAssembler, sequence_length
+from dist_attn.text import ByteTokeniser
+from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp, RankHello
+from dist_attn.wire.row_choice import RowChoiceError, SequenceReading, choose_rows
+from tests.support.closeness import assert_close
+
+TEXT_TOKENS, DIM = 14, 16
+CONFIG = TextEncoderConfig.model_validate(
+    {
+        "vocab_size": 257,
+        "max_tokens": TEXT_TOKENS + 2,
+        "prefix": [1],
+        "suffix": [2],
+        "normalise": True,
+        "encoder": {
+            "hidden_size": DIM,
+            "num_layers": 2,
+            "mlp_size": 24,
+            "positions": "learned",
+            "max_length": TEXT_TOKENS + 2,
+            "block": {"norm_placement": "post"},
+            "mixer": {"kind": "bidirectional", "attention": "rfa", "hidden_size": DIM, "num_heads": 2, "num_random": 8},
+        },
+    }
+)
+SPECS = [RowSpec("window", TEXT_TOKENS, "model"), RowSpec("window", 3, "model"), RowSpec("token", pooling="model")]
+TOKENS = np.random.default_rng(1).integers(0, 256, 603).astype("<i4")
+
+
+def small_encoder() -> TextEncoder:
+    """A model whose every parameter is random and large enough to matter."""
+    model, generator = build_model(CONFIG), torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(0.4 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def wanted(model: TextEncoder, spec: RowSpec) -> torch.Tensor:
+    """The rows by the plainest loop: each sequence framed and read alone."""
+    rows, size = [], sequence_length(spec, TEXT_TOKENS)
+    with torch.inference_mode():
+        for text in torch.from_numpy(TOKENS.astype(np.int64)).split(size):
+            framed = torch.cat([torch.tensor([1]), text, torch.tensor([2])])[None]
+            rows.append(model.hidden(framed)[0, 1:-1] if spec.granularity == "token" else model(framed))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_blocks_over_ranks_give_the_rows_of_each_sequence(spec: RowSpec, ranks: int) -> None:
+    """What the ranks send for blocks cut by the scheduler is put together to the rows of every sequence by itself."""
+    model, grid = small_encoder(), sequence_length(spec, TEXT_TOKENS)
+    executors = [SequenceExecutor(model, rank, name="small") for rank in range(ranks)]
+    for executor in executors:
+        executor.open(OpenOp(1, spec))
+    assembler, rows, start = RowAssembler(spec, DIM), [], 0
+    for stop in (10 * grid, 11 * grid, 40 * grid, len(TOKENS)):
+        lengths = split(start, stop - start, ranks, grid, home=ranks - 1)
+        assert sum(lengths) == stop - start
+        before = start
+        for rank, length in enumerate(lengths):
+            op = PrefillOp(1, start, list(lengths), TOKENS[before : before + length].tobytes())
+            pieces = executors[rank].prefill(op)
+            before += length
+            if pieces is not None:
+                rows += assembler.add(pieces, len(TOKENS))
+        start = stop
+    rows += assembler.finish(len(TOKENS))
+    got = torch.from_numpy(np.concatenate([batch.vectors for batch in rows]))
+    assert_close(got, wanted(model, spec))
+    guards = [executor.take_guards() for executor in executors]
+    framed = len(TOKENS) + 2 * -(-len(TOKENS) // grid)
+    assert sum(counts.denominators for counts in guards if counts) == 2 * 2 * framed
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_file_over_ranks(spec: RowSpec, ranks: int, tmp_path: Path) -> None:
+    """`encode_file` writes the same rows on any number of ranks, blocks ending where sequences do."""
+    source, target = tmp_path / "text", tmp_path / "rows.npy"
+    source.write_bytes(bytes(TOKENS.tolist()) * 4)
+    model, lock = small_encoder(), threading.Lock()
+
+    def body(comm: Communicator) -> object:
+        with lock:
+            own = small_encoder()
+        return encode_file(comm, own, ByteTokeniser(), source, target, spec)
+
+    report = next(result for result in run_simulated(body, ranks) if result is not None)
+    rows = np.load(target)
+    count = len(rows[: len(wanted(model, spec)) // 2])
+    assert_close(torch.from_numpy(rows[:count]), wanted(model, spec)[:count])
+    assert report.rows == len(rows)  # type: ignore[attr-defined]
+
+
+def test_sequences_are_never_cut() -> None:
+    """Blocks end at whole sequences, short texts go to the rank of their own number, and a long sequence has room."""
+    limits = Limits(ranks=2, block_tokens=512, beside_decode_tokens=256)
+    stream = SessionView(1, available=1023, grid=TEXT_TOKENS, chunk=36 * TEXT_TOKENS)
+    first, second = plan(View(limits, (replace(stream, available=1020),))).blocks
+    assert (first.tokens, second.tokens) == (36 * TEXT_TOKENS, 36 * TEXT_TOKENS)
+    (block,) = plan(View(limits, (replace(stream, available=1000),))).blocks
+    assert block.tokens % TEXT_TOKENS == 0 and block.lengths[0] % TEXT_TOKENS == 0 and min(block.lengths) > 0
+    shorts = tuple(
+        SessionView(n, opened=False, available=9, final=True, grid=TEXT_TOKENS, chunk=504, home=n) for n in range(4)
+    )
+    assert [block.lengths for block in plan(View(limits, shorts)).blocks] == [(9, 0), (0, 9), (9, 0), (0, 9)]
+    long = SessionView(1, opened=False, available=3000, final=True, grid=4096, chunk=4096)
+    assert [block.tokens for block in plan(View(limits, (long,))).blocks] == [3000]
+    waiting = SessionView(1, available=TEXT_TOKENS - 1, grid=TEXT_TOKENS, chunk=504, overdue=True)
+    assert plan(View(limits, (waiting,))).empty
+
+
+def test_work_that_does_not_fit_is_refused() -> None:
+    """Completions, blocks out of order and slices inside a sequence are errors in place of wrong rows."""
+    executor = SequenceExecutor(small_encoder(), 0, name="small")
+    with pytest.raises(EngineError, match="makes vectors only"):
+        executor.open(OpenOp(1, None, SamplingSpec(1)))
+    with pytest.raises(EngineError, match="not open"):
+        executor.prefill(PrefillOp(1, 0, [3], TOKENS[:3].tobytes()))
+    executor.open(OpenOp(1, SPECS[0]))
+    with pytest.raises(EngineError, match="due is 0"):
+        executor.prefill(PrefillOp(1, 28, [3], TOKENS[:3].tobytes()))
+    executor.prefill(PrefillOp(1, 0, [3], TOKENS[:3].tobytes()))
+    with pytest.raises(EngineError, match="starts at 3, inside a sequence of 14"):
+        executor.prefill(PrefillOp(1, 3, [3], TOKENS[:3].tobytes()))
+    with pytest.raises(EngineError, match="draws no tokens"):
+        executor.decode(DecodeOp([]))
+    executor.close(1)
+    with pytest.raises(EngineError, match="not open"):
+        executor.prefill(PrefillOp(1, 3, [3], TOKENS[:3].tobytes()))
+    with pytest.raises(InputError, match="cannot be deterministic"):
+        run_simulated(
+            lambda comm: encode_file(
+                comm, small_encoder(), ByteTokeniser(), Path("a"), Path("b"), SPECS[0], deterministic=True
+            ),
+            1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("text_tokens", "rows", "received", "message"),
+    [
+        (None, RowSpec(), 9, ""),
+        (None, RowSpec(pooling="model"), 9, "has no pooling of its own"),
+        (14, None, 9, "cannot write any"),
+        (14, RowSpec("window", 14, "model"), 999, ""),
+        (14, RowSpec("token"), 999, ""),
+        (14, RowSpec("window", 15, "model"), 0, "a window of 15 tokens is over the 14"),
+        (14, RowSpec("window", 14, "mean"), 0, "pooling must be 'model'"),
+        (14, RowSpec("document", pooling="model"), 14, ""),
+        (14, RowSpec("document", pooling="model"), 15, "a text of 15 tokens or more is over the 14"),
+    ],
+)
+def test_the_controller_refuses_what_ranks_could_not_do(
+    text_tokens: int | None, rows: RowSpec | None, received: int, message: str
+) -> None:
+    """Before a rank is given work, the model is asked whether it reads that much and pools that way."""
+    hello = RankHello(2, 1, 0, 1, 7, "host", "m", DIM, 257, None, text_tokens)
+    said = misfit(hello, rows, None if rows else SamplingSpec(1), received)
+    assert message in said and bool(said) == bool(message)
+
+
+def test_rows_that_are_left_to_the_model() -> None:
+    """Without options a window is what the model reads; a language model has the defaults that it always had."""
+    reading = SequenceReading(14, "first")
+    assert choose_rows("window", None, None, None) == RowSpec("window", 512, "mean")
+    assert choose_rows("document", 7, "last", None) == RowSpec("document", 7, "last")
+    assert choose_rows("window", None, "first", reading) == RowSpec("window", 14, "model")
+    with pytest.raises(RowChoiceError, match="reads 14 tokens at once"):
+        choose_rows("document", None, None, reading)

@@ -1,0 +1,97 @@
+"""Jobs that expire by a clock which may be wrong: they are hidden at once, and deleted after a grace."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dist_attn.store import StateStore
+from dist_attn.store.memory import MemoryBlobs, MemoryRecords
+from service.base.errors import NotFound
+from service.base.logs import make_log
+from service.base.settings import Settings
+from service.engine.metrics import Metrics
+from service.jobs.book import JobBook, JobLimits
+from service.jobs.files import JobFiles
+from service.jobs.record import JobRecord, end_of
+from service.jobs.runner import JobRunner
+from service.jobs.states import JobStates
+from tests.support.service_server import model_folder
+from tests.support.stores import Clock
+
+GRACE_S, DAY_S = 100.0, 86_400.0
+
+
+def run(folder: Path, work: Callable[[JobBook, JobRunner, Clock, list[str]], Awaitable[None]]) -> None:
+    """Have `work` done with the catalogue, the upkeep and the names of three jobs: ended, waiting, being received."""
+
+    async def whole() -> None:
+        clock, log = Clock(), make_log()
+        settings = Settings(
+            api_address="ipc:///nowhere", model=model_folder(folder), data_dir=folder, expired_seconds=GRACE_S
+        )
+        book = JobBook(MemoryRecords(), JobLimits(1 << 30, 300, 15.0), clock)
+        store = await StateStore.over(MemoryRecords(), MemoryBlobs())
+        files = JobFiles(folder)
+        runner = JobRunner(settings, book, files, JobStates(store, log), {}, log, Metrics(), clock.monotonic)
+        now = clock()
+        waits = JobRecord(
+            caller="ann", kind="encoding", model="m", created_at=now, expires_at=now + DAY_S, state="queued"
+        )
+        receives = JobRecord(
+            caller="ann", kind="encoding", model="m", created_at=now, expires_at=now + DAY_S, state="receiving",
+            runner=book.runner, lease_until=now + 15.0,
+        )  # fmt: skip
+        names = [await book.add(record) for record in (end_of(waits, "succeeded", now, DAY_S), waits, receives)]
+        for name in names:
+            files.make(name)
+            files.add_input(name, b"kept")
+        await work(book, runner, clock, names)
+        await store.close()
+
+    asyncio.run(whole())
+
+
+def left_in(folder: Path) -> int:
+    """How many jobs have files."""
+    return len([*folder.glob("??/*/input")])
+
+
+def test_a_clock_that_is_set_wrong_deletes_no_job(tmp_path: Path) -> None:
+    """Set ahead by more than a life it hides jobs, runs none and deletes none; once it is right they are there."""
+
+    async def work(book: JobBook, runner: JobRunner, clock: Clock, names: list[str]) -> None:
+        clock.now += 2 * GRACE_S
+        until = clock() + 15.0
+        await book.change(names[2], lambda record: msgspec.structs.replace(record, lease_until=until))
+        for step in (8 * DAY_S, 0.0, 8 * DAY_S, 0.0):
+            clock.step = step
+            await runner._sweep()
+            assert left_in(tmp_path) == 3
+            clock.now += 3
+            await runner._sweep()
+            assert left_in(tmp_path) == 3
+            listed = {name for name, _ in await book.listed("ann", "", 10)}
+            assert listed == (set() if step else set(names[:2]))
+            if step:
+                assert await book.claim(lambda record: record) is None
+                with pytest.raises(NotFound, match="expired"):
+                    await book.get(names[0], "ann")
+
+    run(tmp_path, work)
+
+
+def test_what_has_expired_goes_after_its_grace(tmp_path: Path) -> None:
+    """A job goes once it has been expired for so long, one whose receiver is silent after its lease."""
+
+    async def work(book: JobBook, runner: JobRunner, clock: Clock, names: list[str]) -> None:
+        clock.now += DAY_S + GRACE_S - 1
+        await runner._sweep()
+        assert left_in(tmp_path) == 2
+        clock.now += 1
+        await runner._sweep()
+        assert left_in(tmp_path) == 0
+
+    run(tmp_path, work)
