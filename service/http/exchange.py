@@ -166,6 +166,7 @@ class ResponseWriter:
         self._stall_seconds = stall_seconds
         self.started = False
         self.finished = False
+        self._last: bytes | None = None
 
     async def start(
         self, media_type: str, length: int | None = None, more: dict[str, str] | None = None, status: int = 200
@@ -190,9 +191,21 @@ class ResponseWriter:
         await self._deliver({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:
-        """Send the last bytes and the end of the body."""
+        """End the body with these bytes; `close` sends them."""
         self.finished = self._body.answered = True
-        await self._deliver({"type": "http.response.body", "body": data, "more_body": False})
+        self._last = data
+
+    async def close(self) -> None:
+        """Send the last bytes, if there are any, and the end of the body.
+
+        Called when the exchange holds nothing any more: a client that sends its next request after the last byte
+        must not be refused for places and memory that this one still holds.
+
+        Raises: ClientGone when the client neither reads nor sends for too long.
+        """
+        if self._last is not None:
+            await self._deliver({"type": "http.response.body", "body": self._last, "more_body": False})
+            self._last = None
 
     def break_off(self) -> None:
         """Send what was written and close the connection: the client sees a body without its end."""

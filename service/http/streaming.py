@@ -56,6 +56,7 @@ class StreamedResponse(Response):
         writer = ResponseWriter(send, self._body, stall_seconds=self._stall_seconds, break_off=break_off)
         try:
             await self._exchange(writer)
+            await writer.close()
         except ClientGone:
             self._record.reason = "client_gone"
         except ServiceError as error:
@@ -76,17 +77,17 @@ class StreamedResponse(Response):
             await self._end(writer, UnforeseenError())
 
     async def _end(self, writer: ResponseWriter, error: ServiceError) -> None:
-        if writer.finished:
-            return
-        if self._record.reached:
-            error.facts.setdefault("reached", self._record.reached)
-        words = self._last_words(error)
-        if words is None:
-            writer.break_off()
-            return
+        if not writer.finished:
+            if self._record.reached:
+                error.facts.setdefault("reached", self._record.reached)
+            words = self._last_words(error)
+            if words is None:
+                writer.break_off()
+                return
+            await writer.finish(words)
         try:
             async with asyncio.timeout(FAREWELL_SECONDS):
-                await writer.finish(words)
+                await writer.close()
         except (TimeoutError, ClientGone):
             return
 

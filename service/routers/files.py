@@ -172,14 +172,14 @@ class _FileContent(Response):
                     async for piece in pieces:
                         await writer.write(piece)
                 await writer.finish()
+            await writer.close()
         except ClientGone:
             self._log.reason = "client_gone"
         except ServiceError as error:
             if not writer.started:
                 raise
-            self._log.reason = str(
-                error.code
-            )  # the connection ends before the announced length: nobody takes it for whole
+            # the connection ends before the announced length: nobody takes it for whole
+            self._log.reason = str(error.code)
 
 
 def _details(form: Form) -> Details:
