@@ -32,7 +32,7 @@ class ServiceProcess:
         where = [f"--port={_free_port()}", f"--data-dir={folder / 'data'}", f"--model={model}"]
         program = ["dist_attn", "serve", f"--ranks={ranks}"]
         if api_address:
-            program = ["service", f"--api-address={api_address}"]
+            program = ["dist_attn_service", f"--api-address={api_address}"]
         self._log = (folder / "serve.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, "-m", *program, *where, *flags], stdout=subprocess.PIPE, stderr=self._log

@@ -98,7 +98,7 @@ class Api:
 @contextmanager
 def api_process(address: str, model: Path, folder: Path, log: Path, checkpoint_tokens: int) -> Iterator[Api]:
     """An API process over the store in `folder`, ready when the block begins."""
-    command = [sys.executable, "-m", "service", "--port=0", f"--api-address={address}", f"--model={model}"]
+    command = [sys.executable, "-m", "dist_attn_service", "--port=0", f"--api-address={address}", f"--model={model}"]
     environment = {
         **os.environ,
         "DIST_ATTN_WORK__CHECKPOINT_TOKENS": str(checkpoint_tokens),

@@ -16,7 +16,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 
 TORCH_FREE = (
-    "service.app",
+    "dist_attn_service.app",
     "dist_attn.client",
     "dist_attn.control.controller",
     "dist_attn.control.scheduler",
@@ -76,9 +76,6 @@ def place(path: Path, line: int = 1) -> str:
 @pytest.mark.parametrize("module", TORCH_FREE)
 def test_loads_without_torch(module: str) -> None:
     """A fresh interpreter that imports this module has no torch in it, whatever the packages around it import."""
-    path = ROOT.joinpath(*module.split("."))
-    if not path.with_suffix(".py").exists() and not path.is_dir():
-        pytest.skip(f"{module} is not written yet")
     code = f"import sys, {module}; sys.exit('torch is loaded' if 'torch' in sys.modules else 0)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

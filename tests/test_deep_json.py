@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.text.chat_template import ChatTemplate
 
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.conversion.source import read_source_config, read_source_weights
@@ -14,8 +16,6 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.shipped.manifest import check_manifest
 from dist_attn.text import load_tokeniser
 from dist_attn.text.folder import read_foreign
-from service.engine.served_model import ServedModel
-from service.text.chat_template import ChatTemplate
 from tests.support.models import write_small_folder
 
 DEEP = b"[" * 200_000

@@ -69,7 +69,8 @@ def test_the_drawing_of_the_layers_is_complete() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     drawing = re.search(r"```\n(dist_attn: .*?)```", page, re.DOTALL)
     assert drawing is not None
-    for tree, drawn in zip(("dist_attn", "service"), drawing[1].split("service:"), strict=True):
+    trees = ("dist_attn", "service/dist_attn_service")
+    for tree, drawn in zip(trees, drawing[1].split("dist_attn_service:"), strict=True):
         there = {path.stem for path in (ROOT / tree).glob("[!_]*.py")}
         there |= {path.parent.name for path in (ROOT / tree).glob("*/__init__.py")}
         assert set(re.findall(r"[a-z_]+", drawn.removeprefix("dist_attn:"))) - {"__main__"} == there

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from dist_attn_service.app import FAREWELL_SECONDS
+from dist_attn_service.base.settings import Settings as ServiceSettings
 from pydantic import ValidationError
 
 from dist_attn.commands.serve import api_stop_deadline_s
@@ -23,8 +25,6 @@ from dist_attn.settings import (
     user_data_folder,
 )
 from dist_attn.store import StoreLimits
-from service.app import FAREWELL_SECONDS
-from service.base.settings import Settings as ServiceSettings
 
 HASH = "ab" * 32
 NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "log_format", "parent", "rank_command"}

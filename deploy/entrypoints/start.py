@@ -13,7 +13,7 @@ from dist_attn.settings import read_settings
 from dist_attn.shipped import resolve_model_folder
 
 PROGRAMS = {
-    "api": ("service",),
+    "api": ("dist_attn_service",),
     "engine": ("dist_attn.control", "controller"),
     "agent": ("dist_attn.control", "agent"),
 }

@@ -63,7 +63,7 @@ def _start_api(engine: EngineHandle, config: Path | None, settings: Settings, fo
     flags += [f"--host={settings.http.host}", f"--port={settings.http.port}", f"--api-address={engine.api_address}"]
     flags += [f"--model={folder}", f"--data-dir={settings.data_dir}", f"--log-level={settings.log_level}"]
     tied = [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid())]
-    command = [*tied, sys.executable, "-m", "service", *flags]
+    command = [*tied, sys.executable, "-m", "dist_attn_service", *flags]
     # Its own session: a Ctrl-C in the terminal reaches this process alone, which then ends both parts in order.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True)
 

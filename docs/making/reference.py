@@ -113,8 +113,8 @@ def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
 
 def http_page() -> str:
     """Every route and every shape of its bodies, from the service's own OpenAPI text."""
-    from service.app import create_app
-    from service.base.settings import Settings
+    from dist_attn_service.app import create_app
+    from dist_attn_service.base.settings import Settings
 
     app = create_app(Settings(api_address="ipc:///unused", model=default_model_folder()))
     document = app.openapi()

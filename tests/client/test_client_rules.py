@@ -5,6 +5,7 @@ from inspect import signature
 from itertools import pairwise
 
 import pytest
+from dist_attn_service.base.errors import Code, ServiceError
 
 from dist_attn.client import (
     AsyncClient,
@@ -27,7 +28,6 @@ from dist_attn.client.sessions import AsyncSessions
 from dist_attn.client.sources import Source
 from dist_attn.client.synchronous import Files, Jobs, Sessions
 from dist_attn.client.transport import SyncTransport, at_once
-from service.base.errors import Code, ServiceError
 
 LOST = BrokenOff("lost")
 

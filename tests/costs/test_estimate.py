@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dist_attn_service.encodings.rows import RowBlock, format_rows
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.costs import Link, Rates, estimate, output_bytes, read_model_costs
@@ -14,7 +15,6 @@ from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.rank_link import rows as control_rows
 from dist_attn.sharded import Algorithm, Exchange, ShardedSequenceOps
-from service.encodings.rows import RowBlock, format_rows
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
 KERNEL_CASES = [name for name in MODEL_CASES if "softmax" not in kinds_of(name)]

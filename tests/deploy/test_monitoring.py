@@ -11,13 +11,13 @@ from typing import Any
 import promql_parser
 import pytest
 import yaml
+from dist_attn_service.engine.metrics import OUTCOMES, Gauges, Metrics
+from dist_attn_service.engine.port import EngineHealth
 from prometheus_client.parser import text_string_to_metric_families
 
 from dist_attn.settings import LimitSettings, settings_keys
 from dist_attn.wire.messages import RankStatus, Status
 from dist_attn.wire.rank_messages import GuardCounts
-from service.engine.metrics import OUTCOMES, Gauges, Metrics
-from service.engine.port import EngineHealth
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

@@ -13,12 +13,13 @@ import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from service.base.errors import ServiceError
-from service.base.parsing import parse_json, parse_query
-from service.schemas.files import CompleteUploadRequest, FileListOptions, UploadRequest
-from service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
-from service.uploads.ranges import byte_range
-from service.uploads.tus import check_version, parse_count, parse_metadata
+from dist_attn_service.base.errors import ServiceError
+from dist_attn_service.base.parsing import parse_json, parse_query
+from dist_attn_service.schemas.files import CompleteUploadRequest, FileListOptions, UploadRequest
+from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
+from dist_attn_service.uploads.ranges import byte_range
+from dist_attn_service.uploads.tus import check_version, parse_count, parse_metadata
+
 from tests.fuzz.running import main, spoil
 
 __all__ = ["cut_somewhere", "run", "try_one", "whole_form"]
@@ -152,4 +153,9 @@ def _by_coverage(data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    main(__doc__, run, _by_coverage, ["service.uploads", "service.base.parsing", "service.schemas.files"])
+    main(
+        __doc__,
+        run,
+        _by_coverage,
+        ["dist_attn_service.uploads", "dist_attn_service.base.parsing", "dist_attn_service.schemas.files"],
+    )

@@ -4,15 +4,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+import dist_attn_service
 import httpx
 import pytest
+from dist_attn_service.base.page_files import PAGE_FILES
 
-import service
-from service.base.page_files import PAGE_FILES
 from tests.service.test_keys import USER, digest
 from tests.support.service_server import RunningService, running_service
 
-FOLDER = Path(service.__file__).parent / "page"
+FOLDER = Path(dist_attn_service.__file__).parent / "page"
 MARKUP = re.compile(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=")
 REFERENCE = re.compile(r"""(?:from|import|src=|href=|SCRIPT =)\s*"([^"#]+)\"""")
 # The names of SVG and of nothing else.
@@ -86,4 +86,4 @@ def test_the_wheel_carries_the_page() -> None:
     """Every file in the folder is served, and the packaging's pattern takes it."""
     there = {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*") if path.is_file()}
     assert {path.removeprefix("/page/") for path in PAGE_FILES if path != "/"} | {"index.html"} == there
-    assert 'service = ["page/**"' in (FOLDER.parents[1] / "pyproject.toml").read_text()
+    assert 'dist_attn_service = ["page/**"' in (FOLDER.parents[2] / "pyproject.toml").read_text()

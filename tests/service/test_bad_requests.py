@@ -6,12 +6,12 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.base import parsing
+from dist_attn_service.base.errors import ServiceError
+from dist_attn_service.base.parsing import parse_query
+from dist_attn_service.schemas.completions import CompletionRequest, DetokenizeRequest, EncodingOptions
 from pydantic import BaseModel
 
-from service.base import parsing
-from service.base.errors import ServiceError
-from service.base.parsing import parse_query
-from service.schemas.completions import CompletionRequest, DetokenizeRequest, EncodingOptions
 from tests.support.service_server import RunningService, running_service
 
 JSON = {"Content-Type": "application/json"}

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from dist_attn_service.text.chat_template import ChatTemplate, TemplateRefusal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.wire.messages import Tokens
-from service.text.chat_template import ChatTemplate, TemplateRefusal
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.service_server import RunningService, eventually, model_folder, running_service
 

@@ -3,13 +3,13 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from dist_attn_service.text.choice_text import ChoiceText, ScoredToken
+from dist_attn_service.text.tokenising import ThreadTokeniser
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import TokenLogprobs
-from service.text.choice_text import ChoiceText, ScoredToken
-from service.text.tokenising import ThreadTokeniser
 
 TOKENISER = ThreadTokeniser(ByteTokeniser(), ThreadPoolExecutor(1))
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import uvicorn
+from dist_attn_service.http.protocol import PIPELINED, BoundedProtocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.http.protocol import PIPELINED, BoundedProtocol
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of, send_in_background
 from tests.support.service_server import RunningService, eventually, running_service
@@ -295,6 +295,6 @@ def test_uvicorn_has_what_the_protocol_is_built_on() -> None:
     gone = [f"HttpToolsProtocol.{name}" for name in inherited if name not in has]
     gone += [f"RequestResponseCycle.{name}" for name in of_cycle if not hasattr(cycle, name)]
     assert not gone, (
-        f"uvicorn {uvicorn.__version__} has no {', '.join(gone)} any more: adapt service/http/protocol.py to it, or "
-        "lower the bound of uvicorn in pyproject.toml"
+        f"uvicorn {uvicorn.__version__} has no {', '.join(gone)} any more: "
+        "adapt dist_attn_service/http/protocol.py to it, or lower the bound of uvicorn in pyproject.toml"
     )

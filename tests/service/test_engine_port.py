@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.engine.completion_stream import CompletionWork
+from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
+from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.messages import Credit, EncodingDone, Generated, Rows, RowSpec, SamplingSpec, Tokens
-from service.base.errors import Code, ServiceError
-from service.base.logs import make_log
-from service.engine.completion_stream import CompletionWork
-from service.engine.port import EnginePort, ZmqEnginePort
-from service.engine.stream import EngineStream, StreamLimits
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
 
 SECONDS = 20

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.engine.speed import EngineSpeed, TextRatio
+from dist_attn_service.engine.workload import Workload
 from msgspec.structs import replace
 
 from benchmarks.service_eta import compare
 from dist_attn.text import train_bpe
-from service.engine.speed import EngineSpeed, TextRatio
-from service.engine.workload import Workload
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.fake_sessions import MANIFEST
 from tests.support.models import write_small_folder

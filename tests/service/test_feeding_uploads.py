@@ -9,9 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.feeding import feed, feeder
 
 from dist_attn.settings import FileSettings, StoreSettings
-from service.feeding import feed, feeder
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.fake_sessions import after, stored
 from tests.support.files import begin, break_off, offset_of, patch, patch_head

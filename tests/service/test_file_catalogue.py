@@ -8,16 +8,16 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.base.errors import ClientGone, ServiceError
+from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.uploads.audit import audit
+from dist_attn_service.uploads.books import Books
+from dist_attn_service.uploads.entries import Details, Usage
+from dist_attn_service.uploads.shelf import FileShelf
+from dist_attn_service.uploads.writing import Form
 
 from dist_attn.errors import StorageError
-from service.base.errors import ClientGone, ServiceError
-from service.http.exchange import RequestBody
-from service.jobs.book import JobBook, JobLimits
-from service.uploads.audit import audit
-from service.uploads.books import Books
-from service.uploads.entries import Details, Usage
-from service.uploads.shelf import FileShelf
-from service.uploads.writing import Form
 from tests.support.files import opened_shelf
 from tests.support.service_server import running_service
 from tests.support.stores import Clock, redis_server, why_no_redis

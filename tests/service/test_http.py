@@ -95,7 +95,7 @@ def test_an_engine_that_is_missed_for_long_is_asked_for_less_often(
     """Retry-After of a 503 is the time for which the engine has not been ready, up to two minutes."""
     engine, later = FakeEngine(), [0.0]
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later[0])
-    monkeypatch.setattr("service.engine.watch.time", clock)
+    monkeypatch.setattr("dist_attn_service.engine.watch.time", clock)
     with running_service(tmp_path, engine) as service:
 
         def told() -> int:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from dist_attn_service.base.errors import NotFound
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.jobs.files import JobFiles
+from dist_attn_service.jobs.record import JobRecord, end_of
+from dist_attn_service.jobs.runner import JobRunner
+from dist_attn_service.jobs.states import JobStates
 
 from dist_attn.store import StateStore
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
-from service.base.errors import NotFound
-from service.base.logs import make_log
-from service.base.settings import Settings
-from service.engine.metrics import Metrics
-from service.jobs.book import JobBook, JobLimits
-from service.jobs.files import JobFiles
-from service.jobs.record import JobRecord, end_of
-from service.jobs.runner import JobRunner
-from service.jobs.states import JobStates
 from tests.support.service_server import model_folder
 from tests.support.stores import Clock
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import httpx
 import msgspec
+from dist_attn_service.jobs.book import JobBook, JobLimits
 
-from service.jobs.book import JobBook, JobLimits
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import lines_of
 from tests.support.service_process import running_process

@@ -8,13 +8,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from dist_attn_service.encodings.rows import RowBlock
+from dist_attn_service.jobs.files import RowFile
+from dist_attn_service.jobs.record import JobPoint
 
 from dist_attn.settings import JobSettings, StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser, train_bpe
 from dist_attn.wire.messages import Failed
-from service.encodings.rows import RowBlock
-from service.jobs.files import RowFile
-from service.jobs.record import JobPoint
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.jobs import point_of
 from tests.support.metrics import samples, value

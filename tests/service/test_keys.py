@@ -11,14 +11,14 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from dist_attn_service.app import create_app
+from dist_attn_service.base.logs import RequestRecord, make_log
+from dist_attn_service.base.page_files import PAGE_FILES
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.http.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
 from starlette.routing import Route
 
 from dist_attn.errors import ConfigError
-from service.app import create_app
-from service.base.logs import RequestRecord, make_log
-from service.base.page_files import PAGE_FILES
-from service.base.settings import Settings
-from service.http.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
 from tests.support.raw_http import Answer, head
 from tests.support.service_server import RunningService, model_folder, running_service
 

@@ -7,9 +7,9 @@ from contextlib import ExitStack
 
 import httpx
 import pytest
+from dist_attn_service.base.errors import MOST_RETRY_SECONDS, ServiceError
+from dist_attn_service.http.limits import BodyMemory, OpenRequests
 
-from service.base.errors import MOST_RETRY_SECONDS, ServiceError
-from service.http.limits import BodyMemory, OpenRequests
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
 from tests.support.service_server import eventually, running_service

@@ -10,13 +10,13 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.base.logs import LibraryLogs, make_log
+from dist_attn_service.base.tracing import Tracing
+from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.http.envelope import Envelope
 from starlette.types import Message, Receive, Scope, Send
 
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding
-from service.base.logs import LibraryLogs, make_log
-from service.base.tracing import Tracing
-from service.engine.metrics import Metrics
-from service.http.envelope import Envelope
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, head
 from tests.support.service_server import RunningService, eventually, running_service

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from dist_attn_service.base.errors import Code
+from dist_attn_service.engine.metrics import OUTCOMES, UNROUTED
 
 from dist_attn import __version__
-from service.base.errors import Code
-from service.engine.metrics import OUTCOMES, UNROUTED
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import Samples, samples, value
 from tests.support.raw_http import Answer, head

@@ -7,12 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import BaseModel
-
-from service.base.errors import Code
-from service.engine.metrics import Metrics
-from service.schemas.chat import ChatRequest
-from service.schemas.completions import (
+from dist_attn_service.base.errors import Code
+from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.schemas.chat import ChatRequest
+from dist_attn_service.schemas.completions import (
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -20,7 +18,9 @@ from service.schemas.completions import (
     StreamOptions,
     TokenizeRequest,
 )
-from service.schemas.jobs import EstimateRequest, JobRequest
+from dist_attn_service.schemas.jobs import EstimateRequest, JobRequest
+from pydantic import BaseModel
+
 from tests.support.fake_engine import HIDDEN
 from tests.support.metrics import samples
 from tests.support.service_server import RunningService, model_folder, running_service

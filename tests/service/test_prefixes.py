@@ -8,13 +8,13 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.completions.prefixes import kept_positions
+from dist_attn_service.engine.metrics import PREFIX_LOOKUPS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.settings import PrefixSettings, StoreSettings
 from dist_attn.wire.messages import OpenCompletion, SamplingSpec, Tokens
-from service.completions.prefixes import kept_positions
-from service.engine.metrics import PREFIX_LOOKUPS
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import GRID, MANIFEST
 from tests.support.metrics import samples, value

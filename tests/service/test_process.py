@@ -1,4 +1,4 @@
-"""`python -m service` as a process of its own, with a controller on the other side of a real socket."""
+"""`python -m dist_attn_service` as a process of its own, with a controller on the other side of a real socket."""
 
 import re
 import signal
@@ -174,7 +174,7 @@ def test_a_start_that_cannot_work_says_why(tmp_path: Path) -> None:
             (command(tmp_path, "ipc:///x", "--port", "70000"), "port"),
             (command(tmp_path, "ipc:///x", "--host", "h" * 64), "h" * 64),
             (command(tmp_path, "nowhere"), "nowhere"),
-            ([sys.executable, "-m", "service", "--model", str(model_folder(tmp_path))], "api_address"),
+            ([sys.executable, "-m", "dist_attn_service", "--model", str(model_folder(tmp_path))], "api_address"),
         ]
         results = []
 

@@ -4,11 +4,11 @@ import json
 
 import httpx
 import pytest
+from dist_attn_service.base.request_terms import DeadlineExceeded, RequestTerms
 
 from dist_attn.wire.messages import OpenCompletion, OpenEncoding
 from dist_attn.wire.session_messages import OpenSession
 from dist_attn.wire.terms import Terms
-from service.base.request_terms import DeadlineExceeded, RequestTerms
 from tests.service.test_chat import templated
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import running_service

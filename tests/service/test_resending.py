@@ -6,6 +6,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
+from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.engine.completion_stream import CompletionWork
+from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.engine.port import ZmqEnginePort
+from dist_attn_service.engine.resending import Delivered
+from dist_attn_service.engine.session_stream import SessionWork
+from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import (
@@ -25,14 +33,6 @@ from dist_attn.wire.messages import (
 )
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit
 from dist_attn.wire.terms import Terms
-from service.base.errors import Code, EngineFailure, ServiceError
-from service.base.logs import make_log
-from service.engine.completion_stream import CompletionWork
-from service.engine.open_streams import OpenStreams
-from service.engine.port import ZmqEnginePort
-from service.engine.resending import Delivered
-from service.engine.session_stream import SessionWork
-from service.engine.stream import EngineStream, StreamLimits
 from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
 from tests.support.fake_sessions import MANIFEST
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.engine.port import ZmqEnginePort
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.engine.stream import StreamLimits
+from dist_attn_service.engine.watch import EngineWatch
 
-from service.base.logs import make_log
-from service.base.settings import Settings
-from service.engine.port import ZmqEnginePort
-from service.engine.served_model import ServedModel
-from service.engine.stream import StreamLimits
-from service.engine.watch import EngineWatch
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
 from tests.support.service_server import RunningService, eventually, model_folder, running_service

@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.encodings.formats import RowsAhead, choose_format, make_format
+from dist_attn_service.encodings.rows import RowBlock
+from dist_attn_service.schemas.completions import EncodingSummary, Usage
 
-from service.base.errors import EngineFailure
-from service.encodings.formats import RowsAhead, choose_format, make_format
-from service.encodings.rows import RowBlock
-from service.schemas.completions import EncodingSummary, Usage
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head, lines_of, send_in_background
 from tests.support.service_server import RunningService, eventually, running_service

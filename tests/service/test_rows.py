@@ -4,13 +4,13 @@ import json
 
 import numpy as np
 import pytest
+from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.floats import shortest_float32
+from dist_attn_service.encodings.rows import ByteOffsets, format_rows, row_block
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.wire.messages import Rows, RowSpec
-from service.base.errors import EngineFailure
-from service.base.floats import shortest_float32
-from service.encodings.rows import ByteOffsets, format_rows, row_block
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))

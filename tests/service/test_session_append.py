@@ -12,6 +12,8 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.sessions.writer import writing
 
 from dist_attn.settings import StoreSettings
 from dist_attn.store import StoreLimits
@@ -19,8 +21,6 @@ from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.state_store import StateStore
 from dist_attn.wire.messages import Failed, Status, Tokens
 from dist_attn.wire.session_messages import OpenSession
-from service.base.errors import Code, ServiceError
-from service.sessions.writer import writing
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, stored
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head

@@ -144,7 +144,7 @@ def test_the_same_key_draws_once(service: RunningService) -> None:
 def test_a_long_answer_is_not_said_again(service: RunningService, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text that was too long to be kept is not drawn a second time either: the 409 says where the session stands."""
     client, session = begun(service)
-    monkeypatch.setattr("service.sessions.generate.KEPT_CHARACTERS", 100)
+    monkeypatch.setattr("dist_attn_service.sessions.generate.KEPT_CHARACTERS", 100)
     assert generate(client, session, "k", max_tokens=90).status_code == 200
     again = generate(client, session, "k", max_tokens=90)
     assert again.status_code == 409 and again.json()["position"] == START + 90

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.engine.port import EnginePort
+from dist_attn_service.engine.session_stream import SessionEvent, SessionStream, SessionWork
 
 from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone, StatePiece
-from service.base.errors import Code, ServiceError
-from service.engine.port import EnginePort
-from service.engine.session_stream import SessionEvent, SessionStream, SessionWork
 from tests.service.test_engine_port import run, until
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored

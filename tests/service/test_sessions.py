@@ -8,12 +8,12 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.app import create_app
+from dist_attn_service.base.errors import Code
+from dist_attn_service.base.settings import Settings
 
 from dist_attn.errors import StorageError
 from dist_attn.settings import StoreSettings
-from service.app import create_app
-from service.base.errors import Code
-from service.base.settings import Settings
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import samples, value
 from tests.support.service_server import RunningService, eventually, model_folder, running_service

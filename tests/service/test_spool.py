@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-from service.base.errors import BadRequest, ServiceError
-from service.text.spool import BLOCK_BYTES, DiskBudget, SpoolFactory
+from dist_attn_service.base.errors import BadRequest, ServiceError
+from dist_attn_service.text.spool import BLOCK_BYTES, DiskBudget, SpoolFactory
 
 
 @pytest.fixture
@@ -21,7 +20,7 @@ def spools(tmp_path: Path) -> Iterator[SpoolFactory]:
 
 def test_bytes_come_out_as_they_went_in(spools: SpoolFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the sizes of puts and reads, and wherever memory ends and files begin, the order is kept."""
-    monkeypatch.setattr("service.text.spool.SEGMENT_BYTES", 512 << 10)
+    monkeypatch.setattr("dist_attn_service.text.spool.SEGMENT_BYTES", 512 << 10)
     draw = random.Random(7)
     chunks = [draw.randbytes(draw.choice((1, 100, 5_000, 70_000, 300_000))) for _ in range(60)]
 

@@ -2,10 +2,9 @@
 
 from itertools import pairwise
 
+from dist_attn_service.text.stopping import StopScanner
 from hypothesis import given
 from hypothesis import strategies as st
-
-from service.text.stopping import StopScanner
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from dist_attn_service.engine.served_model import ServedModel
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import WordPieceTokeniser
 from dist_attn.wire.messages import OpenEncoding, RowSpec
-from service.engine.served_model import ServedModel
 from tests.support.fake_engine import HIDDEN, VOCAB, row_vector
 from tests.support.sentence_encoders import word_piece_contents
 from tests.support.service_server import RunningService, running_service

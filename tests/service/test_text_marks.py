@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks, ThreadTokeniser
 
 from dist_attn.text import ByteTokeniser, Tokeniser
-from service.text.tokenising import Piece, TextMark, TextMarks, ThreadTokeniser
 from tests.support.tokenisers import PROSE, foreign_bpe, small_bpe, unigram
 
 TEXT = (PROSE + "  ünïcode — “quoted” 😀   12345\n\n").encode() * 4

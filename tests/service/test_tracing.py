@@ -11,14 +11,14 @@ import pytest
 
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
 
+from dist_attn_service.base.tracing import Tracing
+from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.engine.stream import StreamLimits
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dist_attn.errors import ConfigError
 from dist_attn.settings import TracingSettings
 from dist_attn.wire.messages import Generated, RowSpec
-from service.base.tracing import Tracing
-from service.engine.open_streams import OpenStreams
-from service.engine.stream import StreamLimits
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service
 
@@ -122,8 +122,8 @@ def test_every_group_of_ranks_has_a_span(service: RunningService) -> None:
 def test_nothing_is_imported_where_tracing_is_off() -> None:
     """A service without an endpoint loads neither the SDK nor an exporter; the interface alone comes with FastAPI."""
     program = (
-        "import service.app, service.__main__, sys\n"
-        "from service.base.tracing import Tracing, engine_trace\n"
+        "import dist_attn_service.app, dist_attn_service.__main__, sys\n"
+        "from dist_attn_service.base.tracing import Tracing, engine_trace\n"
         "with Tracing().request({'path': '/x'}): engine_trace('x').ended(0, '')\n"
         "print([n for n in sys.modules if n.startswith(('opentelemetry.sdk', 'opentelemetry.exporter'))])"
     )

@@ -4,11 +4,11 @@ import random
 
 import httpx
 import pytest
+from dist_attn_service.base.errors import ServiceError
+from dist_attn_service.uploads.multipart import HEAD_BYTES, FieldBytes, FieldStart, FormParser, boundary_of
+from dist_attn_service.uploads.ranges import byte_range
+from dist_attn_service.uploads.tus import parse_count, parse_metadata
 
-from service.base.errors import ServiceError
-from service.uploads.multipart import HEAD_BYTES, FieldBytes, FieldStart, FormParser, boundary_of
-from service.uploads.ranges import byte_range
-from service.uploads.tus import parse_count, parse_metadata
 from tests.fuzz.upload_requests import cut_somewhere, run, whole_form
 
 

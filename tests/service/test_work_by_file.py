@@ -5,10 +5,10 @@ from typing import Any
 
 import httpx
 import pytest
+from dist_attn_service.routers.estimate import SAMPLE_BYTES
 
 from dist_attn.settings import JobSettings
 from dist_attn.text import train_bpe
-from service.routers.estimate import SAMPLE_BYTES
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import lines_of
 from tests.support.service_server import RunningService, eventually, model_folder, running_service

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from dist_attn_service.__main__ import main
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.engine.port import ZmqEnginePort
+from dist_attn_service.engine.stream import StreamLimits
 
 from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, make_keys
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.sockets import Router
-from service.__main__ import main
-from service.base.errors import Code, ServiceError
-from service.base.logs import make_log
-from service.engine.port import ZmqEnginePort
-from service.engine.stream import StreamLimits
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.programs import free_port
 from tests.support.service_server import model_folder

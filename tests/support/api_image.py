@@ -35,7 +35,7 @@ def needed_distributions() -> set[str]:
     waiting = {
         normalised(owner)
         for module in _imported_modules()
-        if module not in sys.stdlib_module_names and module not in ("dist_attn", "service")
+        if module not in sys.stdlib_module_names and module not in ("dist_attn", "dist_attn_service")
         for owner in owners[module]
     } | LOADED_BY_NAME
     return _with_what_they_require(waiting)
@@ -69,8 +69,8 @@ def make_image_environment(folder: Path) -> Path:
             link = packages / path.name
             if not link.exists():
                 link.symlink_to(path)
-    for package in ("dist_attn", "service"):
-        (packages / package).symlink_to(ROOT / package)
+    for package in ("dist_attn", "service/dist_attn_service"):
+        (packages / Path(package).name).symlink_to(ROOT / package)
     return folder / "bin/python"
 
 

@@ -10,6 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import zmq
+from dist_attn_service.base.errors import Code, EngineUnavailable
+from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
+from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.engine.port import EngineHealth
+from dist_attn_service.engine.session_stream import SessionStream, SessionWork
+from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import (
@@ -37,12 +43,6 @@ from dist_attn.wire.messages import (
 from dist_attn.wire.rank_messages import GuardCounts
 from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
 from dist_attn.wire.terms import Terms
-from service.base.errors import Code, EngineUnavailable
-from service.engine.completion_stream import CompletionStream, CompletionWork
-from service.engine.open_streams import OpenStreams
-from service.engine.port import EngineHealth
-from service.engine.session_stream import SessionStream, SessionWork
-from service.engine.stream import EngineStream, StreamLimits
 from tests.support.fake_prompts import FakePrompts
 from tests.support.fake_rows import HIDDEN, RowMaker, row_vector
 from tests.support.fake_sessions import MANIFEST, SESSION_CREDIT, FakeSessions

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from dist_attn_service.uploads.audit import audit
+from dist_attn_service.uploads.byte_files import ByteFolder
+from dist_attn_service.uploads.catalogue import Catalogue
+from dist_attn_service.uploads.shelf import FileShelf, this_boot
 
 from dist_attn.settings import FileSettings
 from dist_attn.store import ExpiryGrace, open_records
-from service.uploads.audit import audit
-from service.uploads.byte_files import ByteFolder
-from service.uploads.catalogue import Catalogue
-from service.uploads.shelf import FileShelf, this_boot
 from tests.support.raw_http import Answer, head
 from tests.support.stores import Clock
 

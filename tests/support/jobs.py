@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from service.jobs.book import JobBook, JobLimits
-from service.jobs.record import JobPoint
+from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.jobs.record import JobPoint
 
 __all__ = ["point_of"]
 

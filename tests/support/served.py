@@ -17,7 +17,7 @@ from tests.support.service_server import eventually
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 120.0
 ROLES = {
-    "api": r"-m service\b",
+    "api": r"-m dist_attn_service\b",
     "controller": r"-m dist_attn\.control controller",
     "agent": r"-m dist_attn\.control agent",
     "rank": r"-m dist_attn\.rank --controller",

@@ -1,4 +1,4 @@
-"""`python -m service` as a process of its own."""
+"""`python -m dist_attn_service` as a process of its own."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ SECONDS = 30
 def command(folder: Path, address: str, *more: str, model: Path | None = None) -> list[str]:
     """The command line of a service on any free port."""
     return [
-        sys.executable, "-m", "service", "--port", "0", "--api-address", address,
+        sys.executable, "-m", "dist_attn_service", "--port", "0", "--api-address", address,
         "--model", str(model or model_folder(folder)), "--data-dir", str(folder / "data"), *more,
     ]  # fmt: skip
 

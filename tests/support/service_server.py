@@ -11,13 +11,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from dist_attn_service.__main__ import ApiServer, server_config
+from dist_attn_service.app import create_app, stream_limits
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tracing import Tracing
+
 from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
-from service.__main__ import ApiServer, server_config
-from service.app import create_app, stream_limits
-from service.base.logs import make_log
-from service.base.settings import Settings
-from service.base.tracing import Tracing
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
 
 PATIENCE_SECONDS = 20.0

@@ -51,14 +51,19 @@ def test_wheel_and_sdist_carry_all_that_is_needed(packages: Path) -> None:
     held = set(zipfile.ZipFile(wheel).namelist())
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*SHIPPED, "dist_attn/py.typed", "service/py.typed", "service/app.py"} <= held
+    assert {*SHIPPED, "dist_attn/py.typed", "dist_attn_service/py.typed", "dist_attn_service/app.py"} <= held
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
     assert {*SHIPPED, "dist_attn/py.typed", "pyproject.toml", "LICENSE", "README.md"} <= packed
     assert not [name for name in held | packed if name.startswith("tests/") or "__pycache__" in name]
-    sources = {
-        path.relative_to(ROOT).as_posix() for tree in ("dist_attn", "service") for path in (ROOT / tree).rglob("*.py")
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dist_attn").rglob("*.py")}
+    service = {path.relative_to(ROOT / "service").as_posix() for path in (ROOT / "service").rglob("*.py")}
+    assert sources | service <= held
+    assert sources | {f"service/{path}" for path in service} <= packed
+    assert {name.split("/")[0] for name in held} == {
+        "dist_attn",
+        "dist_attn_service",
+        f"dist_attn-{__version__}.dist-info",
     }
-    assert sources <= held & packed
 
 
 @pytest.mark.slow

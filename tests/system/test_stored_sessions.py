@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
+from dist_attn_service.base.logs import make_log
+from dist_attn_service.engine.port import ZmqEnginePort
+from dist_attn_service.engine.session_stream import SessionEvent, SessionStream, SessionWork
+from dist_attn_service.engine.stream import StreamLimits
 
 from dist_attn.control.launch import start_engine
 from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from service.base.logs import make_log
-from service.engine.port import ZmqEnginePort
-from service.engine.session_stream import SessionEvent, SessionStream, SessionWork
-from service.engine.stream import StreamLimits
 from tests.support.models import write_small_folder
 
 SECONDS = 240

@@ -1,0 +1,179 @@
+"""`python -m dist_attn_service`: the API process.
+
+Flags for what differs between starts; a file and the environment for all.
+"""
+
+import argparse
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import time
+from ipaddress import ip_address
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from dist_attn.errors import InputError
+from dist_attn.settings import read_settings
+from dist_attn.wire.curve import check_exposure, open_to_others
+from dist_attn.wire.sockets import check_address
+from dist_attn_service.app import create_app
+from dist_attn_service.base.logs import LibraryLogs, make_log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.dependencies import Services
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.http.auth import KeyRing
+from dist_attn_service.http.limits import OpenRequests
+from dist_attn_service.http.protocol import bounded_protocol
+
+__all__ = ["ApiServer", "main", "serve", "server_config"]
+
+USAGE_ERROR = 2
+LOOK_SECONDS = 0.1
+STARTED = time.monotonic()
+
+
+class ApiServer(uvicorn.Server):
+    """Listens until nothing is under way any more; says where once it does, and when the engine is ready.
+
+    Without a `url` it says nothing.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, url: str = "") -> None:
+        super().__init__(config)
+        self._open_requests: OpenRequests = app.state.open_requests
+        self._url = url
+        self._announcing: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets=sockets)
+        if self.started and self._url:
+            self._announcing = asyncio.create_task(self._announce(self.lifespan.state["services"]))
+
+    async def _announce(self, services: Services) -> None:
+        """Two lines on stdout: what is loaded and where this process listens; then, once the engine has it, ready."""
+        _say(f"loading {services.model.id}, listening on {self._url}  (stop with Ctrl-C)")
+        while not services.watch.health().ready:  # noqa: ASYNC110 - another process makes it so
+            await asyncio.sleep(LOOK_SECONDS)
+        where = services.settings.data_dir.absolute()
+        _say(f"ready after {time.monotonic() - STARTED:.1f} s: {self._url}  model {services.model.id}  data in {where}")
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Let open streams finish first; meanwhile /readyz says that this process stops, and new work is refused."""
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + (self.config.timeout_graceful_shutdown or 0)
+        if self._announcing is not None:
+            self._announcing.cancel()
+        self._open_requests.close()
+        while not self.force_exit and clock() < deadline and not await self._open_requests.drained(LOOK_SECONDS):
+            pass
+        self.config.timeout_graceful_shutdown = max(0, math.ceil(deadline - clock()))
+        await super().shutdown(sockets=sockets)
+
+
+def _say(line: str) -> None:
+    print(f"{line}\n", end="", flush=True)  # in one piece: other processes write to the same pipe
+
+
+def server_config(settings: Settings, app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves the app."""
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http=bounded_protocol(
+            head_bytes=settings.request_head_bytes,
+            head_seconds=settings.request_head_seconds,
+            on_refused=app.state.refused,
+        ),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=settings.keep_alive_seconds,
+        timeout_graceful_shutdown=settings.shutdown_seconds,
+    )
+
+
+def serve(settings: Settings) -> int:
+    """Run until SIGTERM or Ctrl-C; returns the exit code.
+
+    Raises: InputError for a model folder or a controller address that cannot be used.
+    """
+    ServedModel.read(settings.model, settings.served_model_name)  # refused before anything is opened
+    check_address(settings.api_address)
+    check_exposure(settings.api_address, settings.keys_dir, insecure=settings.insecure_network)
+    try:
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except (OSError, UnicodeError) as error:
+        # UnicodeError: a host that is no name, such as one with a part of more than 63 characters
+        print(
+            f"cannot listen on {settings.host}:{settings.port}: {getattr(error, 'strerror', error)}; choose another "
+            "with --host and --port",
+            file=sys.stderr,
+        )
+        return USAGE_ERROR
+    host, port = listener.getsockname()[:2]
+    log = make_log(level=settings.log_level, form=settings.log_format)
+    if KeyRing.read(settings).open and not ip_address(host).is_loopback:
+        log.warning(f"{host} is open to the network and asks for no key; see http.api_keys")
+    for file in (settings.api_keys_file, settings.admin_keys_file):
+        if file is not None and (words := open_to_others(file)):
+            log.warning(f"{words}, or whoever reads it can call this service (docs/how-to/secure.md)")
+    logging.basicConfig(level=logging.WARNING, handlers=[LibraryLogs(log)])
+    app = create_app(settings, log=log)
+    place = f"[{host}]" if ":" in host else host
+    server = ApiServer(server_config(settings, app), app, f"http://{place}:{port}")
+    # What the service cannot start over is said below in words; the traceback of it tells nothing more.
+    logging.getLogger("uvicorn.error").addFilter(
+        lambda record: not (app.state.cannot_start and record.getMessage().startswith("Traceback"))
+    )
+    # uvicorn raises the signal again once everything is closed: then this exit is a clean one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        return 0
+    except SystemExit:  # uvicorn's, when the application has not started
+        if not app.state.cannot_start:
+            raise
+        print(app.state.cannot_start, file=sys.stderr)
+        return USAGE_ERROR
+    return 0 if server.started else 1
+
+
+FLAGS = {
+    "host": ("http.host", "address to listen on (default 127.0.0.1)"),
+    "port": ("http.port", "port to listen on, 0 for any (default 8000)"),
+    "api-address": ("engine.api_address", "ZeroMQ address of the controller"),
+    "model": ("model", "model folder"),
+    "data-dir": ("data_dir", "where uploads, spools and states are kept (default: the user's data folder)"),
+    "log-level": ("log_level", "debug, info, warning or error (default info)"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Read flags, environment and configuration, then serve."""
+    parser = argparse.ArgumentParser(prog="python -m dist_attn_service", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--config", type=Path, help="TOML file with settings; `dist-attn config show` lists them")
+    for flag, (key, words) in FLAGS.items():
+        parser.add_argument(f"--{flag}", dest=key, help=words)
+    given = vars(parser.parse_args(arguments))
+    try:
+        tree = read_settings(given.pop("config"), environment=os.environ, flags=given).settings
+        return serve(Settings.of(tree))
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

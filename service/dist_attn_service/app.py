@@ -1,0 +1,312 @@
+"""The application: made by a function, its parts owned by the lifespan."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypedDict
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+
+from dist_attn import __version__
+from dist_attn.errors import DistAttnError
+from dist_attn.store.private import make_private
+from dist_attn.text import load_tokeniser
+from dist_attn.wire.curve import ClientKeys
+from dist_attn_service.base.errors import PROBLEM_JSON, ServiceError
+from dist_attn_service.base.logs import Log, make_log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tracing import Tracing
+from dist_attn_service.completions.chat import ChatService
+from dist_attn_service.completions.prefixes import PrefixCache
+from dist_attn_service.completions.streamed import CompletionService
+from dist_attn_service.completions.whole import gather, whole_completion
+from dist_attn_service.dependencies import Services
+from dist_attn_service.encodings.documents import DocumentService
+from dist_attn_service.encodings.embeddings import EmbeddingService
+from dist_attn_service.encodings.estimates import EstimateService
+from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.engine.stream import StreamLimits
+from dist_attn_service.engine.watch import EngineWatch
+from dist_attn_service.engine.workload import Workload
+from dist_attn_service.feeding.desk import FeedingDesk
+from dist_attn_service.http.auth import KeyRing
+from dist_attn_service.http.envelope import Envelope, routing_problem, service_problem
+from dist_attn_service.http.limits import BodyMemory, OpenRequests
+from dist_attn_service.jobs.book import JobBook
+from dist_attn_service.jobs.office import JobOffice, job_book
+from dist_attn_service.jobs.runner import Complete
+from dist_attn_service.routers import (
+    chat,
+    completions,
+    documentation,
+    embeddings,
+    encodings,
+    estimate,
+    files,
+    health,
+    jobs,
+    models,
+    page,
+    session_text,
+    sessions,
+    tokens,
+    uploads,
+)
+from dist_attn_service.schemas.chat import ChatRequest
+from dist_attn_service.schemas.completions import (
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    EncodingRequest,
+    ServerSentEvent,
+    TokenizeRequest,
+)
+from dist_attn_service.schemas.files import CompleteUploadRequest, UploadRequest
+from dist_attn_service.schemas.jobs import EstimateRequest, Job, JobRequest
+from dist_attn_service.schemas.sessions import SESSION_BODIES
+from dist_attn_service.sessions.desk import SessionDesk
+from dist_attn_service.sessions.keeping import KeptStore, kept_store
+from dist_attn_service.text.chat_template import ChatTemplate
+from dist_attn_service.text.spool import DiskBudget, SpoolFactory
+from dist_attn_service.text.tokenising import ThreadTokeniser
+from dist_attn_service.uploads.shelf import FileShelf
+
+__all__ = ["create_app", "stream_limits"]
+
+FAREWELL_SECONDS = 3.0
+ROUTERS = (
+    completions, chat, encodings, embeddings, estimate, jobs, tokens, sessions, session_text, files, uploads, models,
+    health,
+    documentation,
+    page,
+)  # fmt: skip
+BODIES: tuple[type[BaseModel], ...] = (
+    CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, ServerSentEvent, *SESSION_BODIES,
+)  # fmt: skip
+
+
+class LifespanState(TypedDict):
+    """What requests find in `request.state`."""
+
+    services: Services
+
+
+PROBLEM_RESPONSE = {
+    "description": "A problem document (RFC 9457) that also holds OpenAI's error object.",
+    "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}},
+}
+
+
+def create_app(
+    settings: Settings, engine: EnginePort | None = None, log: Log | None = None, tracing: Tracing | None = None
+) -> FastAPI:
+    """The service for one model; `engine` and `tracing` replace what the settings name in tests.
+
+    Raises: ConfigError for keys of either kind that cannot be read; at start-up ModelFolderError when the model folder
+        cannot be used.
+    """
+    log = log or make_log(level=settings.log_level, form=settings.log_format)
+    metrics, keys = Metrics(), KeyRing.read(settings)
+    tracing = tracing or Tracing.of(settings.tracing)
+    open_requests = OpenRequests(settings.open_requests)
+    port = engine or _connection(settings, log)
+
+    @asynccontextmanager
+    async def lifespan(application: FastAPI) -> AsyncIterator[LifespanState]:
+        async with AsyncExitStack() as parts:
+            threads = parts.enter_context(ThreadPoolExecutor(settings.threads, thread_name_prefix="work"))
+            disk = parts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="disk"))
+            try:
+                kept, book, shelf = await _open_stores(parts, settings, log)
+            except (DistAttnError, ServiceError) as error:
+                application.state.cannot_start = str(error)
+                raise
+            services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, shelf, log)
+            metrics.watch(services.gauges, version=__version__, model=services.model.id)
+            await port.start()
+            services.jobs.runner.start()
+            try:
+                yield {"services": services}
+            finally:
+                await services.jobs.runner.stop()
+                await services.prefixes.close()
+                await services.feeds.stop()
+                await port.close()
+                # what was cut off still writes its last words and gives its spools back
+                await open_requests.drained(FAREWELL_SECONDS)
+                await asyncio.get_running_loop().run_in_executor(threads, tracing.flush)
+
+    app = FastAPI(
+        title="dist-attn",
+        version=__version__,
+        description="Encodings and completions of texts of any length by linear attention.",
+        lifespan=lifespan,
+        redirect_slashes=False,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={ServiceError: service_problem, HTTPException: routing_problem},
+        responses={"default": PROBLEM_RESPONSE},
+    )
+    envelope = Envelope(
+        log=log, metrics=metrics, refusal=keys.refusal, whereabouts=lambda: _whereabouts(port), tracing=tracing
+    )
+    app.add_middleware(envelope.around)
+    # what the server below the app, which sees broken requests and the end first, needs of it
+    app.state.refused = envelope.refused
+    app.state.open_requests = open_requests
+    app.state.cannot_start = ""
+    for family in ROUTERS:
+        app.include_router(family.router)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> tuple[KeptStore, JobBook, FileShelf]:
+    """What outlives this process: states and sessions, jobs, files.
+
+    Raises: DistAttnError, ServiceError for a folder whose contents cannot be used.
+    """
+    kept = await parts.enter_async_context(kept_store(settings, log))
+    book = await parts.enter_async_context(job_book(settings))
+    return kept, book, await parts.enter_async_context(FileShelf.opened(settings, log))
+
+
+def _connection(settings: Settings, log: Log) -> EnginePort:
+    """The way to the controller."""
+    return ZmqEnginePort(
+        settings.api_address,
+        stream_limits(settings),
+        log,
+        status_seconds=settings.status_seconds,
+        stale_seconds=settings.status_stale_seconds,
+        keys=ClientKeys.find(settings.keys_dir, "api", settings.api_address),
+    )
+
+
+def stream_limits(settings: Settings) -> StreamLimits:
+    """The settings that an engine port needs."""
+    return StreamLimits(
+        silence_seconds=settings.engine_silence_seconds,
+        message_tokens=settings.message_tokens,
+        inbox_soft_bytes=settings.inbox_soft_bytes,
+        inbox_hard_bytes=settings.inbox_hard_bytes,
+        resend_bytes=settings.resend_bytes,
+        resend_seconds=settings.engine_ready_seconds,
+    )
+
+
+def _whereabouts(engine: EnginePort) -> dict[str, Any]:
+    """Epoch and step of the engine, for the log."""
+    status = engine.health().status
+    return {} if status is None else {"epoch": status.epoch, "step": status.step}
+
+
+def _services(
+    settings: Settings,
+    engine: EnginePort,
+    metrics: Metrics,
+    open_requests: OpenRequests,
+    threads: ThreadPoolExecutor,
+    disk: ThreadPoolExecutor,
+    kept: KeptStore,
+    book: JobBook,
+    shelf: FileShelf,
+    log: Log,
+) -> Services:
+    """Read the model folder and put the parts together."""
+    model = ServedModel.read(settings.model, settings.served_model_name)
+    tokeniser = ThreadTokeniser(load_tokeniser(settings.model), threads)
+    folder = settings.data_dir / "spool"
+    make_private(folder)
+    budget = DiskBudget(settings.disk_bytes)
+    spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
+    watch = EngineWatch(engine, model, settings)
+    context = ServiceContext(settings, model, engine, watch, tokeniser, kept.store, Workload(), metrics, threads, log)
+    prefixes = PrefixCache(context)
+    completions = CompletionService(context, prefixes)
+    return Services(
+        settings=settings,
+        model=model,
+        watch=watch,
+        tokeniser=tokeniser,
+        completions=completions,
+        prefixes=prefixes,
+        chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
+        documents=DocumentService(context, spools),
+        embeddings=EmbeddingService(context),
+        estimates=EstimateService(context),
+        sessions=SessionDesk.over(kept, context),
+        jobs=JobOffice.over(book, context, _complete(completions, model, metrics)),
+        open_requests=open_requests,
+        json_memory=BodyMemory(settings.json_memory_bytes),
+        budget=budget,
+        metrics=metrics,
+        threads=threads,
+        files=shelf,
+        feeds=FeedingDesk(context, shelf),
+    )
+
+
+def _complete(completions: CompletionService, model: ServedModel, metrics: Metrics) -> Complete:
+    """How a job draws a completion."""
+
+    async def run(options: dict[str, Any], name: str, drawn: Callable[[int], None]) -> bytes:
+        prepared = await completions.prepare(CompletionRequest.model_validate(options))
+        choices, usage = await gather(
+            completions,
+            prepared,
+            name,
+            counted=metrics.completion,
+            drawn=lambda usage: drawn(usage.completion_tokens),
+        )
+        return whole_completion(prepared, model.id, choices, usage).model_dump_json().encode()
+
+    return run
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the bodies that the routes read themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        _, bodies = models_json_schema(
+            [(body, "validation") for body in BODIES],
+            ref_template="#/components/schemas/{model}",
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas.update(bodies["$defs"])
+        schemas["Problem"] = _PROBLEM_SCHEMA
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["message", "type", "param", "code"],
+    "properties": {
+        "message": {"type": "string"},
+        "type": {"type": "string"},
+        "param": {"type": ["string", "null"]},
+        "code": {"type": "string"},
+    },
+}
+_PROBLEM_SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail", "error"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+        "instance": {"type": ["string", "null"]},
+        "error": _ERROR_SCHEMA,
+    },
+}

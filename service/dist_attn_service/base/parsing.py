@@ -1,0 +1,187 @@
+"""From bytes to checked values: JSON, query, texts and tokens; each refusal says what is wrong and what is right."""
+
+import reprlib
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from dist_attn.text.base import TokenArray
+from dist_attn_service.base.errors import BadRequest, Code
+from dist_attn_service.schemas.completions import StreamOptions
+from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
+
+__all__ = [
+    "parse_bias",
+    "parse_json",
+    "parse_query",
+    "parse_texts",
+    "parse_tokens",
+    "refuse",
+    "utf8",
+]
+
+M = TypeVar("M", bound=BaseModel)
+MOST_KEYS = 1024  # of an object in a request
+
+
+def parse_json(data: bytes, kind: type[M]) -> M:
+    """A JSON body as a value of `kind`.
+
+    Raises: BadRequest naming the offset or the key that is wrong.
+    """
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(
+            f"byte {error.start} of the JSON body is not valid UTF-8 ({error.reason})", code=Code.INVALID_UTF8
+        ) from None
+    try:
+        value = from_json(text)  # NaN too: it is refused below, by the name of its option
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}", code=Code.INVALID_JSON) from None
+    _bounded(value, kind)
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
+
+
+def _bounded(value: Any, kind: type[BaseModel]) -> None:
+    """Refuse what would make a long list of errors: validation holds up everybody until it has found them all.
+
+    Raises: BadRequest for an object with more keys than any option has.
+    """
+    if not isinstance(value, dict):
+        return
+    if len(value) > MOST_KEYS:
+        raise _unknown(next(name for name in value if name not in kind.model_fields), kind)
+    for name, inner in value.items():
+        if isinstance(inner, dict) and len(inner) > MOST_KEYS:
+            raise BadRequest(f"{name} holds {len(inner)} keys; at most {MOST_KEYS} are read", param=name)
+
+
+def parse_query(items: list[tuple[str, str]], kind: type[M]) -> M:
+    """The options in a query string.
+
+    Raises: BadRequest naming the option.
+    """
+    values: dict[str, str] = {}
+    for name, value in items:
+        if name in values:
+            shown = name[:200]
+            raise BadRequest(f"{shown} is given more than once; give it once", param=shown)
+        values[name] = value
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
+
+
+def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
+    """The first validation error as an answer."""
+    first = errors[0]
+    name = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _names(kind)) or None
+    match first["type"]:
+        case "model_type" | "model_attributes_type" if not first["loc"]:
+            return BadRequest("the body must be a JSON object", code=Code.INVALID_JSON)
+        case "extra_forbidden":
+            return _unknown(".".join(str(part) for part in first["loc"]), kind)
+        case "missing":
+            return BadRequest(f"{name} is missing; it is required", code=Code.MISSING_PARAMETER, param=name)
+        case _:
+            given = reprlib.repr(first["input"])
+            shown = given if len(given) <= 80 else f"{given[:77]}..."
+            if (words := words_on(kind, first["loc"])) is not None:
+                message = f"{name}={shown} is not offered: {words}"
+                return BadRequest(message, code=Code.UNSUPPORTED_PARAMETER, param=name)
+            why = first["msg"].removeprefix("Value error, ")
+            return BadRequest(f"{name} cannot be {shown}: {why}", param=name)
+
+
+def _unknown(name: str, kind: type[BaseModel]) -> BadRequest:
+    near = get_close_matches(name[:200], kind.model_fields, n=1, cutoff=0.75) if "." not in name else []
+    meant = f"did you mean {near[0]}? " if near else ""
+    known = ", ".join(sorted(field for field in kind.model_fields if words_on(kind, (field,)) is None))
+    return BadRequest(
+        f"unknown parameter {name[:200]!r}; {meant}known are {known}", code=Code.UNKNOWN_PARAMETER, param=name[:200]
+    )
+
+
+def parse_texts(value: Any, name: str, vocab_size: int, limit: int) -> list[bytes | TokenArray]:
+    """The texts of a prompt or input: one or a list of at most `limit`, each as UTF-8 bytes or token ids.
+
+    Raises: BadRequest when one is empty, of another kind, or holds ids outside the vocabulary.
+    """
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > limit:
+            raise BadRequest(f"{name} holds {len(value)} texts; one request takes at most {limit}", param=name)
+        return [_parse_one(item, f"{name}[{place}]", name, vocab_size) for place, item in enumerate(value)]
+    return [_parse_one(value, name, name, vocab_size)]
+
+
+def _parse_one(value: Any, where: str, name: str, vocab_size: int) -> bytes | TokenArray:
+    if isinstance(value, str):
+        text = utf8(value, where, name)
+    elif isinstance(value, list):
+        tokens = parse_tokens(value, where, name, vocab_size)
+    else:
+        raise BadRequest(f"{where} must be a text or a list of token ids, not {type(value).__name__}", param=name)
+    if not value:
+        raise BadRequest(
+            f"{where} is empty; send at least one character or one token id", code=Code.EMPTY_INPUT, param=name
+        )
+    return text if isinstance(value, str) else tokens
+
+
+def parse_tokens(value: list[Any], where: str, name: str, vocab_size: int) -> TokenArray:
+    """Token ids of a vocabulary.
+
+    Raises: BadRequest naming the place of the first that is none.
+    """
+    # By types and extremes: a list may hold millions, and everybody waits for a loop that looks at each of them.
+    if not set(map(type, value)) <= {int} or (value and (min(value) < 0 or max(value) >= vocab_size)):
+        place, token = next(
+            (place, token) for place, token in enumerate(value) if type(token) is not int or not 0 <= token < vocab_size
+        )
+        raise BadRequest(
+            f"{where}[{place}] is {str(token)[:40]}; token ids are whole numbers from 0 to {vocab_size - 1}", param=name
+        )
+    return np.array(value, dtype=np.int32)
+
+
+def parse_bias(value: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    """Biases by token id; JSON's keys are texts.
+
+    Raises: BadRequest naming the first key that is no token of the vocabulary.
+    """
+    biases: dict[int, float] = {}
+    for name, bias in (value or {}).items():
+        if not (name.isascii() and name.isdigit() and len(name) < 16 and int(name) < vocab_size):
+            raise BadRequest(
+                f"logit_bias names {name[:40]!r}; its keys are token ids, whole numbers from 0 to {vocab_size - 1}",
+                param="logit_bias",
+            )
+        biases[int(name)] = bias
+    return biases
+
+
+def utf8(text: str, where: str, name: str) -> bytes:
+    """A text as UTF-8.
+
+    Raises: BadRequest for half of a surrogate pair, which JSON can say and UTF-8 cannot.
+    """
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise BadRequest(
+            f"{where} holds half of a surrogate pair at character {error.start}; send whole characters",
+            code=Code.INVALID_UTF8,
+            param=name,
+        ) from None
+
+
+def _names(kind: type[BaseModel]) -> set[str]:
+    return set(kind.model_fields).union(*(inner.model_fields for inner in (StreamOptions, NeutralMessage)))

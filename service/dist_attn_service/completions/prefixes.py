@@ -1,0 +1,177 @@
+"""Beginnings of prompts that were read before: their states are looked up in the store, gone on from, and kept there.
+
+A state is found only by its own caller, for the very same tokens, read by the same model in the same way (the whole
+manifest is part of the key): with it a completion draws what it would draw if it read everything. Where anything goes
+wrong the prompt is read anew.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import final
+
+import msgspec
+
+from dist_attn.errors import DistAttnError, QuotaError, UnknownStateError
+from dist_attn.text.base import TokenArray
+from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.session_messages import BeginState, Checkpoint
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.engine.completion_stream import CompletionStream
+from dist_attn_service.engine.context import ServiceContext
+
+__all__ = ["NO_PREFIX", "PrefixCache", "PromptPrefix", "kept_positions"]
+
+SPOILT = (Code.INVALID_STATE, Code.STATE_MISMATCH)
+REST_SECONDS = 5.0  # nobody is made to wait for a store that has just failed
+
+
+@dataclass(frozen=True)
+class PromptPrefix:
+    """What is known of a prompt's beginning: the stored state to begin with, and where further ones shall be kept."""
+
+    caller: str = ""
+    keys: Mapping[int, str] = field(default_factory=dict)
+    begin: BeginState | None = None
+    snapshot: str = ""
+    states_at: tuple[int, ...] = ()
+
+
+NO_PREFIX = PromptPrefix()
+
+
+def kept_positions(tokens: int, grid: int, least: int) -> tuple[int, ...]:
+    """Where states of a prompt are kept: at its last point of the grid, and at distances from its end that double.
+
+    These are the last but one multiples of the grid, of twice the grid, of four times, and so on, so that prompts that
+    share much of their text share states too. A later prompt that has all but the last n tokens in common with this
+    one finds a state less than 4n tokens before this one's end, or than two blocks: what is read again is in proportion
+    to what is new, with as many states as the logarithm of the length. The last token is in none of them, for it is
+    fed with the first draw.
+    """
+    found, step = {(tokens - 1) // grid * grid}, grid
+    while step < tokens:
+        found.add((tokens - 1) // step * step - step)
+        step *= 2
+    return tuple(sorted(position for position in found if position >= least))
+
+
+@final
+class PrefixCache:
+    """Looks beginnings up and keeps new ones; holds no states, only the tasks that put them into the store."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._settings = context.settings.prefixes
+        self._writers = asyncio.Semaphore(self._settings.at_once)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._rest_until = 0.0
+
+    # ---- before the engine ---------------------------------------------------------------------
+
+    async def look_up(self, caller: str | None, tokens: TokenArray) -> PromptPrefix:
+        """The longest beginning of the prompt whose state is stored. Without a `caller` nothing is looked for.
+
+        Never fails, and never takes longer than `wait_s`.
+        """
+        status = self._context.watch.health().status
+        manifest = None if status is None else status.manifest
+        if caller is None or manifest is None or not self._settings.reuse or time.monotonic() < self._rest_until:
+            return NO_PREFIX
+        grid = manifest.computed.chunk_tokens
+        wanted = kept_positions(len(tokens), grid, self._settings.min_tokens)
+        if not wanted:
+            return NO_PREFIX
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                keys = await self._keys(caller, manifest, tokens, grid)
+                found = await self._context.store.prefixes.longest(caller, keys)
+                info = None if found is None else await self._context.store.snapshots.stat(caller, found.snapshot)
+        except (DistAttnError, TimeoutError) as error:
+            self._failed("a prefix could not be looked up", error)
+            if not isinstance(error, UnknownStateError):  # one that went in this moment says nothing about the store
+                self._rest_until = time.monotonic() + REST_SECONDS
+            return NO_PREFIX
+        if found is None or info is None:
+            self._context.metrics.prefix_lookup("miss")
+            return PromptPrefix(caller, dict(keys), states_at=wanted)
+        self._context.metrics.prefix_lookup("hit")
+        later = tuple(position for position in wanted if position > found.position)
+        return PromptPrefix(caller, dict(keys), BeginState(found.position, info.size), found.snapshot, later)
+
+    async def _keys(self, caller: str, manifest: Manifest, tokens: TokenArray, grid: int) -> list[tuple[int, str]]:
+        """The keys of the prompt's beginnings, computed beside the event loop: a prompt may be long."""
+        model = hashlib.sha256(msgspec.json.encode(manifest)).hexdigest()
+        hasher = self._context.store.prefixes.hasher(caller, model, grid)
+        whole = (len(tokens) - 1) // grid * grid
+        data = tokens[:whole].astype("<i4").tobytes()
+        keys = await self._context.beside(lambda: hasher.update(data))
+        return [(position, key) for position, key in keys if position >= self._settings.min_tokens]
+
+    async def restore(self, prefix: PromptPrefix, stream: CompletionStream) -> bool:
+        """Let a completion begin with the stored state; false when it cannot, and the prompt must be read anew."""
+        begin = prefix.begin
+        assert begin is not None
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                await stream.restore(self._context.store.snapshots.get(prefix.caller, prefix.snapshot))
+                await stream.restored()
+        except (DistAttnError, ServiceError, TimeoutError) as error:
+            self._failed("a prefix could not be gone on from", error)
+            spoilt = error.code in SPOILT if isinstance(error, ServiceError) else isinstance(error, DistAttnError)
+            if spoilt:
+                await self._forget(prefix.caller, prefix.keys[begin.position])
+            return False
+        self._context.metrics.prefix_tokens(begin.position)
+        return True
+
+    async def _forget(self, caller: str, key: str) -> None:
+        """What cannot be gone on from must not be found again."""
+        try:
+            async with asyncio.timeout(self._settings.wait_s):
+                await self._context.store.prefixes.forget(caller, key)
+        except (DistAttnError, TimeoutError) as error:
+            self._context.log.warning("a prefix could not be dropped", error=str(error) or "it took too long")
+
+    def _failed(self, what: str, error: Exception) -> None:
+        self._context.metrics.prefix_lookup("failed")
+        self._context.log.warning(what, error=str(error) or "it took too long")
+
+    # ---- beside the engine ---------------------------------------------------------------------
+
+    def keep(self, prefix: PromptPrefix, stream: CompletionStream) -> None:
+        """Put the states of a completion's prompt into the store as they come; the completion does not wait for it."""
+        if len(self._tasks) >= self._context.settings.open_requests:
+            return
+        stream.fetch_states()
+        task = asyncio.create_task(self._keep(prefix, stream), name="prefix-keep")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, prefix: PromptPrefix, stream: CompletionStream) -> None:
+        try:
+            while (state := await stream.next_state()) is not None:
+                async with self._writers, asyncio.timeout(self._settings.keep_s):
+                    await self._put(prefix, stream, state)
+                self._context.metrics.prefix_state("kept")
+        except QuotaError:
+            self._context.metrics.prefix_state("no_room")
+        except (DistAttnError, TimeoutError) as error:
+            self._context.metrics.prefix_state("failed")
+            self._context.log.warning("a prefix was not kept", error=str(error) or "it took too long")
+        except ServiceError:
+            pass  # the completion itself has failed, and says so
+        finally:
+            stream.end_states()
+
+    async def _put(self, prefix: PromptPrefix, stream: CompletionStream, state: Checkpoint) -> None:
+        info = await self._context.store.snapshots.put(prefix.caller, stream.snapshot(state), spare=True)
+        await self._context.store.prefixes.remember(prefix.caller, prefix.keys[state.position], state.position, info.id)
+
+    async def close(self) -> None:
+        """Give up what is being kept."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -1,0 +1,253 @@
+"""What routes share: built once by the lifespan, reached through the request, never a module's global."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.row_choice import RowChoiceError, choose_rows
+from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.logs import RequestRecord
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.completions.chat import ChatService
+from dist_attn_service.completions.prefixes import PrefixCache
+from dist_attn_service.completions.streamed import CompletionService
+from dist_attn_service.encodings.documents import DocumentService
+from dist_attn_service.encodings.embeddings import EmbeddingService
+from dist_attn_service.encodings.estimates import EstimateService
+from dist_attn_service.engine.metrics import Gauges, Metrics
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.engine.watch import EngineWatch
+from dist_attn_service.feeding.desk import FeedingDesk
+from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.http.limits import BodyMemory, OpenRequests
+from dist_attn_service.jobs.office import JobOffice
+from dist_attn_service.schemas.completions import CompletionUsage, EncodingOptions
+from dist_attn_service.sessions.desk import SessionDesk
+from dist_attn_service.text.spool import DiskBudget
+from dist_attn_service.text.tokenising import TokeniserPort
+from dist_attn_service.uploads.multipart import boundary_of
+from dist_attn_service.uploads.shelf import FileShelf
+
+__all__ = [
+    "Services",
+    "caller_of",
+    "content_length",
+    "form_boundary",
+    "media_type",
+    "read_json_body",
+    "read_options",
+    "record_of",
+    "services_of",
+]
+
+T = TypeVar("T")
+GZIP = ("gzip", "x-gzip")
+FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything a route may need."""
+
+    settings: Settings
+    model: ServedModel
+    watch: EngineWatch
+    tokeniser: TokeniserPort
+    completions: CompletionService
+    prefixes: PrefixCache
+    chat: ChatService
+    documents: DocumentService
+    embeddings: EmbeddingService
+    estimates: EstimateService
+    sessions: SessionDesk
+    jobs: JobOffice
+    open_requests: OpenRequests
+    json_memory: BodyMemory
+    budget: DiskBudget
+    metrics: Metrics
+    threads: Executor
+    files: FileShelf
+    feeds: FeedingDesk
+    started: float = field(default_factory=time.monotonic)
+
+    def body(self, request: Request) -> RequestBody:
+        """The one owner of this request's `receive`."""
+        gzip = _coding(request) in GZIP
+        body = RequestBody(request.receive, idle_seconds=self.settings.body_idle_seconds, gzip=gzip)
+        record_of(request).received = lambda: body.bytes
+        return body
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    def check_model(self, name: str | None) -> None:
+        """Accept a name of the served model, or none.
+
+        Raises: NotFound for another one.
+        """
+        if name is not None and name not in self.model.ids:
+            served = " or ".join(map(repr, self.model.ids))
+            raise NotFound(
+                f"the model {name[:200]!r} is not served here; {served} is",
+                code=Code.MODEL_NOT_FOUND,
+                param="model",
+            )
+
+    def rows(self, options: EncodingOptions) -> RowSpec:
+        """The rows that are asked for; what was left out depends on the model.
+
+        Raises: BadRequest for rows that the model does not give.
+        """
+        window = options.window if "window" in options.model_fields_set else None
+        pooling = options.pooling if "pooling" in options.model_fields_set else None
+        try:
+            return choose_rows(options.granularity, window, pooling, self.model.reading)
+        except RowChoiceError as error:
+            raise BadRequest(str(error), code=Code.UNSUPPORTED_PARAMETER, param=error.option) from None
+
+    def check_writes(self) -> None:
+        """Accept a model that generates text.
+
+        Raises: BadRequest for one that does not.
+        """
+        if "completions" not in self.model.capabilities:
+            raise BadRequest(
+                f"the model {self.model.id!r} makes vectors of texts and writes none; send the text to /v1/embeddings, "
+                "or serve a language model",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="model",
+            )
+
+    def count(self, record: RequestRecord, kind: str, tokens: int) -> None:
+        """Tokens that a request read, for its line of log and for the metrics."""
+        record.note(tokens=tokens)
+        self.metrics.tokens(kind, tokens)
+
+    def count_completion(self, record: RequestRecord, usage: CompletionUsage) -> None:
+        """Likewise the tokens of a completion, however it ended."""
+        record.note(completion_tokens=usage.completion_tokens)
+        record.reached["completion_tokens"] = usage.completion_tokens
+        self.metrics.completion(usage)
+
+    def gauges(self) -> Gauges:
+        """How things are now."""
+        stored, files = self.sessions.kept.known_totals, self.files.catalogue.total
+        return Gauges(
+            self.watch.health(),
+            self.open_requests.count,
+            self.watch.waiting,
+            self.budget.used,
+            stored,
+            files.bytes,
+            files.entries,
+        )
+
+
+def services_of(request: Request) -> Services:
+    """The services of the app that got this request."""
+    services: Services = request.state.services
+    return services
+
+
+def record_of(request: Request) -> RequestRecord:
+    """The log record of this request."""
+    record: RequestRecord = request.state.record
+    return record
+
+
+def caller_of(request: Request) -> str:
+    """Who asks, as far as keys tell: the digest of the key, "" where no keys are asked for."""
+    return record_of(request).caller
+
+
+def content_length(request: Request, limit: int | None = None) -> int | None:
+    """How many bytes the body says to have, None where it does not say.
+
+    Raises: TooLarge for a form that could not hold a file of `limit` bytes at most.
+    """
+    value = request.headers.get("content-length", "")
+    if not (value.isascii() and value.isdecimal() and len(value) < 19):
+        return None
+    if limit is not None and int(value) > limit + FORM_BYTES:
+        raise TooLarge(f"the body has {value} bytes; what it holds may have {limit}")
+    return int(value)
+
+
+def form_boundary(request: Request) -> bytes:
+    """The boundary of a form.
+
+    Raises: ServiceError (415) for a body of another media type, BadRequest for a boundary that is none.
+    """
+    kind = media_type(request)
+    if kind != "multipart/form-data":
+        raise ServiceError(
+            f"Content-Type is {kind[:80]!r}; send a form, as with curl -F, in multipart/form-data",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    return boundary_of(request.headers.get("content-type", ""))
+
+
+def _coding(request: Request) -> str:
+    return request.headers.get("content-encoding", "identity").strip().lower()
+
+
+def media_type(request: Request, *, gzip: bool = False) -> str:
+    """The body's media type in lower case, empty when none is given; the body may be compressed where `gzip` says so.
+
+    Raises: ServiceError (415) for another compressed body, BadRequest for a charset other than UTF-8.
+    """
+    coding = _coding(request)
+    if coding not in ("identity", "") and not (gzip and coding in GZIP):
+        raise ServiceError(
+            f"Content-Encoding: {coding[:40]} is not offered; send the body as it is" + ", or in gzip" * gzip,
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    kind, _, parameters = request.headers.get("content-type", "").partition(";")
+    for parameter in parameters.split(";"):
+        name, _, value = parameter.strip().partition("=")
+        if name.lower() == "charset" and value.strip('"').lower() not in ("utf-8", "utf8", "us-ascii"):
+            raise BadRequest(
+                f"charset {value[:40]} is not offered; convert the text to UTF-8",
+                code=Code.UNSUPPORTED_MEDIA_TYPE,
+            )
+    return kind.strip().lower()
+
+
+async def read_json_body(request: Request, body: RequestBody, limit: int) -> bytes:
+    """The bytes of a JSON body.
+
+    Raises: ServiceError (415) for another media type, TooLarge over the limit, ServiceError (429) when those of all
+        requests take too much memory.
+    """
+    kind = media_type(request, gzip=True)
+    if kind not in ("application/json", "") and not kind.endswith("+json"):
+        raise ServiceError(
+            f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
+            code=Code.UNSUPPORTED_MEDIA_TYPE,
+            status=415,
+        )
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit:
+        raise TooLarge(f"the body has {length} bytes; a JSON body may have {limit}")
+    record = record_of(request)
+    return await body.read_all(limit, services_of(request).json_memory.hold(record.holder, record.at_end.append))
+
+
+async def read_options(request: Request, body: RequestBody) -> bytes:
+    """The bytes of a JSON body that may be left out: then everything is as it is by default.
+
+    Raises: as `read_json_body`.
+    """
+    length, coding = request.headers.get("content-length", "0"), request.headers.get("transfer-encoding")
+    if length == "0" and coding is None:
+        return b"{}"
+    return await read_json_body(request, body, services_of(request).settings.json_body_bytes)

@@ -1,0 +1,255 @@
+"""A long document through the engine: body -> tokens -> controller -> rows, all at once and in bounded memory."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dist_attn.wire.messages import RowSpec
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.base.logs import RequestRecord
+from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.encodings.encoding_run import EncodingRun, count_rows
+from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
+from dist_attn_service.encodings.rows import RowBlock
+from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.stream import EngineStream
+from dist_attn_service.engine.workload import DocumentLoad
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter, task_group
+from dist_attn_service.schemas.completions import EncodingSummary, Usage
+from dist_attn_service.text.spool import Spool, SpoolFactory
+from dist_attn_service.text.tokenising import Piece
+
+__all__ = ["DocumentService", "RowsWanted", "Source"]
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the document comes from: the body that still arrives, a text that came as JSON, or a stored file.
+
+    `pieces` check what they give. `size` is its length in bytes, where that is known; a form's may be a little less.
+    """
+
+    text: bytes | None = None
+    pieces: AsyncGenerator[bytes] | None = None
+    stored: bool = False
+    size: int | None = None
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The document as it comes.
+
+        Raises: ServiceError for what is not a document, ClientGone.
+        """
+        if self.pieces is None:
+            yield self.text or b""
+            return
+        async with aclosing(self.pieces):  # also when it is given up in the middle
+            async for piece in self.pieces:
+                yield piece
+
+
+@dataclass(frozen=True)
+class RowsWanted:
+    """Which rows are sent, and how: from which row on, and in one of the formats by its name."""
+
+    spec: RowSpec
+    form: str = "ndjson"
+    first_row: int = 0
+    terms: RequestTerms = field(default_factory=RequestTerms)
+
+
+@dataclass
+class _Document:
+    """The moving parts of one encoding."""
+
+    wanted: RowsWanted
+    source: Source
+    body: RequestBody
+    inbox: Spool
+    outbox: Spool
+    record: RequestRecord
+    input_bytes: int | None = None  # where all of it was tokenised beforehand
+    broken: bool = False  # the answer is not complete, and its format cannot say so
+
+
+class DocumentService:
+    """Answers encodings; holds what they share, nothing of any one of them."""
+
+    def __init__(self, context: ServiceContext, spools: SpoolFactory) -> None:
+        self._context = context
+        self._spools = spools
+
+    async def answer(
+        self, wanted: RowsWanted, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
+    ) -> None:
+        """Stream the rows of one document; the head goes out after the first bytes of the body came in.
+
+        Raises: ServiceError as long as nothing has been sent (afterwards it is the last line of the
+            answer, or the answer breaks off), ClientGone when the client leaves.
+        """
+        settings = self._context.settings
+        with ExitStack() as spools:
+            inbox = spools.enter_context(self._spools.open("input", settings.body_bytes))
+            outbox = spools.enter_context(self._spools.open("rows", settings.row_spool_bytes))
+            document = _Document(wanted, source, body, inbox, outbox, record)
+            async with task_group() as group:
+                intake = group.create_task(self._take_body(document))
+                await inbox.ready()
+                if not inbox.waiting:
+                    raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+                pieces, count = await self._pieces(document, spools)
+                form = await self._context.beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
+                await self._context.watch.until_ready()
+                with (
+                    self._context.workload.document(size=source.size) as load,
+                    self._context.engine.open(wanted.spec, record.request_id, wanted.terms.for_engine()) as stream,
+                ):
+                    await stream.admitted(settings.admission_seconds)
+                    await writer.start(form.media_type, form.length)
+                    delivery = group.create_task(self._deliver(document, form, writer))
+                    outbox.end(await self._encode(document, form, load, stream, pieces))
+                await delivery
+                intake.cancel()
+
+    async def _pieces(self, document: _Document, spools: ExitStack) -> tuple[AsyncIterator[Piece], int | None]:
+        """The document's tokens, and the number of its rows if the format needs that: then all of it is read first.
+
+        Raises: TooLarge for more tokens than may wait for being counted.
+        """
+        size = self._context.settings.piece_bytes
+        pieces: AsyncIterator[Piece] = self._context.tokeniser.pieces(_blocks(document.inbox, size))
+        if not FORMATS[document.wanted.form].needs_count:
+            return pieces, None
+        limit = self._context.settings.npy_tokens
+        spool = spools.enter_context(self._spools.open("tokens", TOKEN_BYTES * limit))
+        count = document.input_bytes = 0
+        async for piece in pieces:
+            count += len(piece.tokens)
+            document.input_bytes += int(piece.byte_lengths.sum())
+            if count > limit:
+                raise TooLarge(
+                    f"the document has more than {limit} tokens, which is this service's limit for npy, whose header "
+                    "holds the number of rows; take format=arrow",
+                    code=Code.CONTEXT_LENGTH_EXCEEDED,
+                )
+            await spool.put(piece.tokens.astype("<i4").tobytes())
+        spool.end()
+        return _spooled(spool, size), count_rows(document.wanted.spec, count)
+
+    def _ahead(self, wanted: RowsWanted, count: int | None) -> RowsAhead:
+        spec = wanted.spec
+        about = {
+            "model": self._context.model.id,
+            "granularity": spec.granularity,
+            "window": str(spec.window),
+            "pooling": spec.pooling,
+            "from_row": str(wanted.first_row),
+        }
+        return RowsAhead(
+            self._context.model.hidden_size, None if count is None else max(0, count - wanted.first_row), about
+        )
+
+    async def _encode(
+        self,
+        document: _Document,
+        form: RowFormat,
+        load: DocumentLoad,
+        stream: EngineStream,
+        pieces: AsyncIterator[Piece],
+    ) -> bytes:
+        """Feed the engine and collect its rows; returns the last bytes, which say how it ended if they can."""
+        outbox, record = document.outbox, document.record
+
+        async def put(block: RowBlock) -> None:
+            await outbox.put(await self._context.beside(lambda: form.rows(block)))
+
+        spec, dim, first = document.wanted.spec, self._context.model.hidden_size, document.wanted.first_row
+        run = EncodingRun(spec, dim, put, first_row=first, load=load)
+        try:
+            await outbox.put(form.head())
+            await run.work(stream, pieces)
+            usage = Usage(prompt_tokens=run.tokens, total_tokens=run.tokens)
+            return form.end(
+                EncodingSummary(tokens=run.tokens, rows=run.rows, model=self._context.model.id, usage=usage)
+            )
+        except ServiceError as error:
+            document.inbox.fail(error)
+            record.reason = str(error.code)
+            document.broken = form.breaks_off
+            error.facts.setdefault("reached", {"next_row": max(first, run.rows)})
+            return form.failed(error)
+        finally:
+            size = run.bytes if document.input_bytes is None else document.input_bytes
+            record.note(tokens=run.tokens, rows=run.rows, input_bytes=size)
+            self._context.metrics.tokens("encoding", run.tokens)
+
+    async def _take_body(self, document: _Document) -> None:
+        """Read the body to its end whether or not anybody takes the rows, then watch for the disconnect."""
+        body, inbox, source = document.body, document.inbox, document.source
+        try:
+            if source.stored:
+                async with task_group() as group:
+                    group.create_task(self._take_file(document))
+                    return await body.until_gone()
+            size = 0
+            async with aclosing(source.chunks()) as chunks:
+                async for chunk in chunks:
+                    size += len(chunk)
+                    if size > self._context.settings.body_bytes:
+                        raise TooLarge(f"a document may have {self._context.settings.body_bytes} bytes")
+                    await inbox.put(chunk)
+            inbox.end()
+        except ServiceError as error:
+            inbox.fail(error)
+        await body.until_gone()
+
+    async def _take_file(self, document: _Document) -> None:
+        """Read a file no faster than it is tokenised, so that it does not go to disk a second time."""
+        inbox = document.inbox
+        try:
+            async with aclosing(document.source.chunks()) as pieces:
+                async for piece in pieces:
+                    await inbox.put(piece)
+                    await inbox.below(self._context.settings.spool_memory_bytes)
+            inbox.end()
+        except ServiceError as error:
+            inbox.fail(error)
+
+    async def _deliver(self, document: _Document, form: RowFormat, writer: ResponseWriter) -> None:
+        """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""
+        rest, reached = b"", document.record.reached
+        reached["next_row"] = document.wanted.first_row
+        while block := await document.outbox.read(self._context.settings.piece_bytes):
+            if form.breaks_off:
+                await writer.write(block)
+                continue
+            whole, newline, tail = block.rpartition(b"\n")
+            if newline:
+                await writer.write(rest + whole + newline)
+                reached["next_row"] += (rest + whole + newline).count(b"\n")
+                rest = tail
+            else:
+                rest += block
+        if document.broken:
+            writer.break_off()
+        else:
+            await writer.finish(rest)
+
+
+async def _blocks(spool: Spool, count: int) -> AsyncIterator[bytes]:
+    while block := await spool.read(count):
+        yield block
+
+
+async def _spooled(spool: Spool, count: int) -> AsyncIterator[Piece]:
+    """Tokens that were counted before. Their bytes were not kept: what needs the count has no byte ranges."""
+    rest = b""
+    while block := await spool.read(count):
+        data = rest + block
+        whole = len(data) - len(data) % TOKEN_BYTES
+        rest = data[whole:]
+        tokens = np.frombuffer(data[:whole], dtype="<i4").astype(np.int32)
+        yield Piece(tokens, np.zeros(len(tokens), dtype=np.int64))

@@ -1,0 +1,123 @@
+"""Embeddings through the engine: each input is one document, and its vector the mean over it, or the model's own."""
+
+import asyncio
+import base64
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_attn.text.base import TokenArray
+from dist_attn.wire.messages import EncodingDone, Rows, RowSpec
+from dist_attn.wire.row_choice import MODEL_POOLING
+from dist_attn_service.base.errors import BadRequest, Code, EngineFailure
+from dist_attn_service.base.floats import shortest_float32
+from dist_attn_service.base.parsing import parse_texts
+from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.http.exchange import task_group
+from dist_attn_service.schemas.completions import EmbeddingRequest
+from dist_attn_service.text.tokenising import tokens_of
+
+__all__ = ["EmbeddingService", "Vectors"]
+
+AT_ONCE = 8  # inputs of one request in the engine: the others are not kept waiting for all of them
+DOCUMENT = RowSpec(granularity="document", pooling="mean")
+SEQUENCE = RowSpec(granularity="document", pooling=MODEL_POOLING)
+
+
+@dataclass
+class Vectors:
+    """The vectors of a request, in the order of its inputs, and the tokens of all of them."""
+
+    rows_ND: npt.NDArray[np.float32]
+    tokens: int = 0
+
+    def as_numbers(self) -> list[list[float]]:
+        """As numbers with the fewest digits that keep float32."""
+        return [shortest_float32(row_D).tolist() for row_D in self.rows_ND]
+
+    def as_base64(self) -> list[str]:
+        """As little-endian float32 in base64, which is what OpenAI's client asks for by default."""
+        return [base64.b64encode(row_D.astype("<f4").tobytes()).decode("ascii") for row_D in self.rows_ND]
+
+
+class EmbeddingService:
+    """Answers embeddings; all requests together have at most `embeddings_at_once` inputs in the engine."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+        self._places = asyncio.Semaphore(context.settings.embeddings_at_once)
+
+    def prepare(self, request: EmbeddingRequest) -> list[bytes | TokenArray]:
+        """Check the options; the inputs.
+
+        Raises: BadRequest naming the parameter.
+        """
+        if request.dimensions not in (None, self._context.model.hidden_size):
+            raise BadRequest(
+                f"dimensions={request.dimensions} is not offered: a vector of {self._context.model.id!r} has "
+                f"{self._context.model.hidden_size} numbers and cannot be shortened; leave it out or send that",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="dimensions",
+            )
+        limit = self._context.settings.embedding_inputs
+        return parse_texts(request.input, "input", self._context.tokeniser.vocab_size, limit)
+
+    async def embed(self, inputs: list[bytes | TokenArray], name: str, terms: RequestTerms) -> Vectors:
+        """The vectors of all inputs, some at a time; leaving early cancels what is in the engine.
+
+        `name` is the request's in the log.
+
+        Raises: ServiceError when the engine fails.
+        """
+        await self._context.watch.until_ready()
+        vectors = Vectors(np.empty((len(inputs), self._context.model.hidden_size), dtype=np.float32))
+        waiting = iter(enumerate(inputs))
+        async with task_group() as group:
+            for _ in range(min(AT_ONCE, len(inputs))):
+                group.create_task(self._work(waiting, vectors, name, terms))
+        return vectors
+
+    async def _work(
+        self, waiting: Iterator[tuple[int, bytes | TokenArray]], vectors: Vectors, name: str, terms: RequestTerms
+    ) -> None:
+        for place, text in waiting:
+            async with self._places:
+                tokens = await self._tokens(text, place)
+                vectors.rows_ND[place] = await self._embed_one(tokens, name, terms)
+            vectors.tokens += len(tokens) + self._context.model.frame_tokens
+
+    async def _tokens(self, text: bytes | TokenArray, place: int) -> TokenArray:
+        """The tokens of an input, cut where the model stops reading.
+
+        Raises: BadRequest for a text that has none, such as blanks under a tokeniser that drops them.
+        """
+        limit = None if self._context.model.reading is None else self._context.model.reading.text_tokens
+        if isinstance(text, bytes):
+            text = await tokens_of(self._context.tokeniser, text, self._context.settings.piece_bytes, limit)
+        if not len(text):
+            raise BadRequest(
+                f"input[{place}] has no tokens: the tokeniser drops blanks; send a word",
+                code=Code.EMPTY_INPUT,
+                param="input",
+            )
+        return text[:limit]
+
+    async def _embed_one(self, tokens: TokenArray, name: str, terms: RequestTerms) -> npt.NDArray[np.float32]:
+        wanted = DOCUMENT if self._context.model.reading is None else SEQUENCE
+        with self._context.engine.open(wanted, name, terms.for_engine(len(tokens))) as stream:
+            await stream.admitted(self._context.settings.admission_seconds)
+            await stream.send(tokens, final=True)
+            rows, done = await stream.next(), await stream.next()
+        if (
+            not isinstance(rows, Rows)
+            or not isinstance(done, EncodingDone)
+            or (done.tokens, done.rows, len(rows.vectors)) != (len(tokens), 1, 4 * self._context.model.hidden_size)
+        ):
+            raise EngineFailure("the engine did not answer an embedding with one row for all of its tokens")
+        row_D = np.frombuffer(rows.vectors, dtype="<f4")
+        if not np.isfinite(row_D).all():
+            raise EngineFailure("the engine computed an embedding with a value that is not finite")
+        return row_D

@@ -1,0 +1,41 @@
+"""What every kind of work in the engine shares in one process: handed on as one value, made once by the lifespan."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dist_attn.store import StateStore
+from dist_attn_service.base.logs import Log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.engine.port import EnginePort
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.engine.watch import EngineWatch
+from dist_attn_service.engine.workload import Workload
+from dist_attn_service.text.tokenising import TokeniserPort
+
+__all__ = ["ServiceContext"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """The engine and its health, the model that is served and its tokeniser, the store of states, and what counts."""
+
+    settings: Settings
+    model: ServedModel
+    engine: EnginePort
+    watch: EngineWatch
+    tokeniser: TokeniserPort
+    store: StateStore
+    workload: Workload
+    metrics: Metrics
+    threads: Executor
+    log: Log
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)

@@ -1,0 +1,178 @@
+"""What Prometheus is told: counters of requests and tokens, and gauges that are read when it asks."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from dist_attn.store import Usage
+from dist_attn.wire.rank_messages import GuardCounts
+from dist_attn_service.base.errors import Code
+from dist_attn_service.engine.port import EngineHealth
+from dist_attn_service.schemas.completions import CompletionUsage
+
+__all__ = ["OUTCOMES", "PREFIX_LOOKUPS", "PREFIX_STATES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
+
+UNROUTED = "none"
+OUTCOMES = frozenset({"finished", "client_gone", *map(str, Code)})
+TOKEN_KINDS = ("prompt", "completion", "encoding", "embedding")
+PREFIX_LOOKUPS = ("hit", "miss", "failed")
+"""`failed`: the store did not answer in time, or what was a hit could not be gone on from: it was read anew."""
+PREFIX_STATES = ("kept", "no_room", "failed")
+SECONDS = (0.005, 0.02, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """How things are at one moment."""
+
+    health: EngineHealth
+    open_requests: int
+    waiting_requests: int
+    spool_bytes: int
+    stored: Usage = field(default_factory=Usage)
+    file_bytes: int = 0
+    files: int = 0
+
+
+class Metrics:
+    """The metrics of one app, in a registry of their own; every label's values come from a closed set."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        PlatformCollector(registry=self._registry)
+        own = self._registry
+        self._requests = Counter("dist_attn_requests", "Requests that ended", ["route", "outcome"], registry=own)
+        self._tokens = Counter("dist_attn_tokens", "Tokens read and drawn", ["kind"], registry=own)
+        self._bytes = Counter("dist_attn_body_bytes", "Bytes of bodies", ["direction"], registry=own)
+        self._seconds = Histogram(
+            "dist_attn_request_seconds", "Time of a request to its end", ["route"], buckets=SECONDS, registry=own
+        )
+        self._jobs = Counter("dist_attn_jobs", "Jobs that ended", ["kind", "state"], registry=own)
+        for kind in ("encoding", "completion"):
+            for state in ("succeeded", "failed", "cancelled"):
+                self._jobs.labels(kind, state)
+        for kind in TOKEN_KINDS:
+            self._tokens.labels(kind)
+        words = "Prompts whose beginning was looked for among stored states"
+        self._prefix_lookups = Counter("dist_attn_prefix_lookups", words, ["outcome"], registry=own)
+        words = "Tokens of prompts that were in a stored state and not read again"
+        self._prefix_tokens = Counter("dist_attn_prefix_tokens", words, registry=own)
+        words = "States of the beginnings of prompts that were to be kept"
+        self._prefix_states = Counter("dist_attn_prefix_states", words, ["outcome"], registry=own)
+        for outcome in PREFIX_LOOKUPS:
+            self._prefix_lookups.labels(outcome)
+        for outcome in PREFIX_STATES:
+            self._prefix_states.labels(outcome)
+
+    def watch(self, gauges: Callable[[], Gauges], *, version: str, model: str) -> None:
+        """Look at `gauges` whenever somebody asks for the metrics."""
+        self._registry.register(_GaugeCollector(gauges, {"version": version, "model": model}))
+
+    def tokens(self, kind: str, count: int) -> None:
+        """Count tokens of one of TOKEN_KINDS."""
+        self._tokens.labels(kind).inc(count)
+
+    def completion(self, usage: CompletionUsage) -> None:
+        """Count the tokens of a completion, however it ended."""
+        self.tokens("prompt", usage.prompt_tokens)
+        self.tokens("completion", usage.completion_tokens)
+
+    def prefix_lookup(self, outcome: str) -> None:
+        """Count a prompt under one of PREFIX_LOOKUPS."""
+        self._prefix_lookups.labels(outcome).inc()
+
+    def prefix_tokens(self, count: int) -> None:
+        """Count tokens of a choice's prompt that were not read."""
+        self._prefix_tokens.inc(count)
+
+    def prefix_state(self, outcome: str) -> None:
+        """Count a state under one of PREFIX_STATES."""
+        self._prefix_states.labels(outcome).inc()
+
+    def job_ended(self, kind: str, state: str) -> None:
+        """Count a job: kinds are encoding and completion, states succeeded, failed and cancelled."""
+        self._jobs.labels(kind, state).inc()
+
+    def ended(self, route: str, outcome: str, seconds: float, *, received: int, sent: int) -> None:
+        """Count a request. `route` is a path of the app as it is declared, or UNROUTED."""
+        self._requests.labels(route, outcome if outcome in OUTCOMES else str(Code.INTERNAL_ERROR)).inc()
+        self._seconds.labels(route).observe(seconds)
+        self._bytes.labels("in").inc(received)
+        self._bytes.labels("out").inc(sent)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The metrics as text and their media type, as the `Accept` header prefers."""
+        encoder, media_type = choose_encoder(accept)
+        return encoder(self._registry), media_type
+
+
+class _GaugeCollector(Collector):
+    def __init__(self, gauges: Callable[[], Gauges], info: dict[str, str]) -> None:
+        self._gauges = gauges
+        self._info = info
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauges of this moment; those of the engine only while it is heard."""
+        now = self._gauges()
+        info = GaugeMetricFamily("dist_attn_info", "What runs here; always 1", labels=list(self._info))
+        info.add_metric(list(self._info.values()), 1)
+        yield info
+        yield _gauge("dist_attn_open_requests", "Requests that hold engine work or spools", now.open_requests)
+        yield _gauge("dist_attn_waiting_requests", "Requests that wait for the engine", now.waiting_requests)
+        yield _gauge("dist_attn_spool_bytes", "Bytes of disk that spools hold", now.spool_bytes)
+        yield _gauge("dist_attn_stored_sessions", "Sessions that the store keeps", now.stored.sessions)
+        yield _gauge("dist_attn_stored_states", "States that the store keeps", now.stored.snapshots)
+        yield _gauge("dist_attn_stored_prefixes", "Beginnings of prompts whose states it keeps", now.stored.prefixes)
+        yield _gauge("dist_attn_stored_bytes", "Their bytes", now.stored.bytes)
+        yield _gauge("dist_attn_file_bytes", "Bytes of files, and those that open uploads announced", now.file_bytes)
+        yield _gauge("dist_attn_files", "Files and uploads of all callers", now.files)
+        yield _gauge("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready)
+        status = now.health.status
+        if status is None:
+            return
+        yield _gauge("dist_attn_engine_epoch", "How often a group of ranks was started", status.epoch)
+        yield _gauge("dist_attn_engine_step", "Steps sent to the ranks in this epoch", status.step)
+        yield _gauge("dist_attn_engine_queued", "Requests that no rank has begun", status.queued)
+        yield _gauge("dist_attn_engine_active", "Requests that ranks hold a state for", status.active)
+        yield _gauge(
+            "dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", status.tokens_per_second
+        )
+        words = "Times that the ranks were lost and started again"
+        yield CounterMetricFamily("dist_attn_lost_groups", words, value=status.lost_groups)
+        words = "Tokens that were read or drawn a second time after a loss"
+        yield CounterMetricFamily("dist_attn_replayed_tokens", words, value=status.replayed_tokens)
+        ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
+        idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
+        memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])
+        words = "Time of a rank's steps, waiting for others in them included"
+        busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=["rank"])
+        for rank in status.ranks:
+            busy.add_metric([str(rank.rank)], rank.busy)
+            ages.add_metric([str(rank.rank)], rank.heartbeat_age + now.health.age)
+            idle.add_metric([str(rank.rank)], rank.progress_age + now.health.age)
+            memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
+        yield from (ages, idle, memory, busy)
+        if status.guards is not None:
+            yield from _guard_counters(status.guards)
+
+
+def _guard_counters(counts: GuardCounts) -> Iterable[Metric]:
+    """Label values are those of the model: one series for each of its heads."""
+    words = "Denominators that kernel attention formed"
+    yield CounterMetricFamily("dist_attn_attention_denominators", words, value=counts.denominators)
+    guarded = CounterMetricFamily(
+        "dist_attn_guarded_denominators", "Of these, the ones that the floor replaced", labels=["layer", "head"]
+    )
+    for layer, heads in enumerate(counts.guarded):
+        for head, count in enumerate(heads):
+            guarded.add_metric([str(layer), str(head)], count)
+    yield guarded
+
+
+def _gauge(name: str, words: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, words, value=value)

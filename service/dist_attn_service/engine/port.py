@@ -1,0 +1,291 @@
+"""The one door to the engine: open requests, look at its health; over ZeroMQ in production, in memory in tests."""
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from dist_attn.errors import WireError
+from dist_attn.wire.curve import ClientKeys
+from dist_attn.wire.messages import (
+    MAX_MESSAGE_BYTES,
+    AnyMessage,
+    GetStatus,
+    RowSpec,
+    Status,
+    decode,
+    encode,
+)
+from dist_attn.wire.terms import Terms
+from dist_attn_service.base.errors import Code, EngineUnavailable
+from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
+from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.engine.session_stream import SessionStream, SessionWork
+from dist_attn_service.engine.stream import EngineStream, StreamLimits
+
+__all__ = ["EngineHealth", "EnginePort", "ZmqEnginePort"]
+
+
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+@dataclass(frozen=True)
+class EngineHealth:
+    """What is known about the engine now; `reason` says in words why it is not ready.
+
+    `age` is that of `status` in seconds.
+    """
+
+    ready: bool
+    reason: str
+    status: Status | None = None
+    age: float = 0.0
+
+
+class EnginePort(Protocol):
+    """What the service needs of an engine."""
+
+    async def start(self) -> None:
+        """Begin to talk to the engine; returns at once, whether or not it answers."""
+
+    async def close(self) -> None:
+        """Fail what is open and let go of the engine."""
+
+    def health(self) -> EngineHealth:
+        """The newest health, never older than half a second without saying so; never waits."""
+
+    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
+        """Start an encoding.
+
+        The controller's log calls it `name`, which is that of the client's request, and something that makes it unique.
+
+        Raises: EngineUnavailable when there is nobody to talk to.
+        """
+
+    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
+        """Start a completion; otherwise as `open`."""
+
+    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
+        """Go on with a session; otherwise as `open`."""
+
+
+class ZmqEnginePort:
+    """The engine behind a controller's ROUTER socket: one DEALER, one task that reads it.
+
+    The send side has no high-water mark: what is posted is bounded by the credit the controller gives
+    and by the number of open requests. The receive side has none either, so that nothing is ever
+    dropped; the reader empties it into the streams' bounded inboxes.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        limits: StreamLimits,
+        log: structlog.typing.FilteringBoundLogger,
+        *,
+        status_seconds: float = 0.4,
+        stale_seconds: float = 2.0,
+        keys: ClientKeys | None = None,
+    ) -> None:
+        self._address = address
+        self._log = log
+        self._status_seconds = status_seconds
+        self._stale_seconds = stale_seconds
+        self._streams = OpenStreams(limits)
+        self._limits = limits
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._another = False  # a controller has come whose model is not known yet
+        self._served: tuple[object, ...] | None = None
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._keys = keys
+        self._connected = False
+        self._refused = ""
+        self._status: Status | None = None
+        self._status_at = 0.0
+
+    async def start(self) -> None:
+        """Connect (ZeroMQ keeps trying by itself) and start reading, polling and watching the connection."""
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 200)  # ms: a last Cancel may still leave
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if self._keys is not None:
+            self._keys.apply(self._socket)
+        monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _HANDSHAKE_FAILED
+        )
+        self._socket.connect(self._address)
+        self._tasks = [
+            asyncio.create_task(self._read(self._socket), name="engine-port-read"),
+            asyncio.create_task(self._poll(), name="engine-port-status"),
+            asyncio.create_task(self._watch(monitor), name="engine-port-connection"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
+
+    async def close(self) -> None:
+        """Fail what is open, stop the tasks, close the sockets; a second time there is nothing left to do."""
+        self._streams.fail_all("the service is stopping; send the request again", Code.STOPPING)
+        self._stop_giving_up()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._socket is not None and self._context is not None:
+            self._socket.disable_monitor()
+            self._socket.close()
+            self._context.destroy()
+            self._socket = self._context = None
+
+    def health(self) -> EngineHealth:
+        """The newest Status, unless it is too old."""
+        if not self._connected:
+            return EngineHealth(False, f"no connection to the engine's controller at {self._address}{self._refused}")
+        if self._status is None:
+            return EngineHealth(False, f"the engine's controller at {self._address} has not answered yet")
+        age = time.monotonic() - self._status_at
+        if age > self._stale_seconds:
+            return EngineHealth(False, f"the engine's controller has not answered for {age:.1f} s", self._status, age)
+        return EngineHealth(self._status.ready, self._status.reason, self._status, age)
+
+    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
+        """Post the opening message of an encoding.
+
+        Raises: EngineUnavailable without a connection.
+        """
+        self._require_connection()
+        return self._streams.open(work, self._post, name, terms)
+
+    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
+        """Post the opening message of a completion.
+
+        Raises: EngineUnavailable without a connection.
+        """
+        self._require_connection()
+        return self._streams.open_completion(work, self._post, name, terms)
+
+    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
+        """Post the opening message of a session.
+
+        Raises: EngineUnavailable without a connection.
+        """
+        self._require_connection()
+        return self._streams.open_session(work, self._post, name)
+
+    def _require_connection(self) -> None:
+        if not self._connected:
+            raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
+
+    def _post(self, message: AnyMessage) -> None:
+        if self._socket is None:
+            return
+        asyncio.ensure_future(self._socket.send(encode(message), copy=True)).add_done_callback(_consume)
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            data = await socket.recv()
+            try:
+                message = decode(data)
+            except WireError as error:
+                self._log.error("unreadable message from the controller", error=str(error))
+                continue
+            if isinstance(message, Status):
+                self._status, self._status_at = message, time.monotonic()
+                self._streams.moved(message.epoch, message.step)
+                if message.hidden_size:  # its ranks have the model
+                    self._told(message)
+            else:
+                self._streams.route(message)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by itself is a bug: say so and let nobody wait for it."""
+        if not task.cancelled():
+            self._connected = False
+            self._log.error("engine port task ended", task=task.get_name(), error=repr(task.exception()))
+            self._streams.fail_all("the connection to the engine stopped working", Code.ENGINE_UNREACHABLE)
+
+    async def _poll(self) -> None:
+        while True:
+            if self._connected:
+                self._post(GetStatus())
+            await asyncio.sleep(self._status_seconds)
+
+    def _lost(self) -> None:
+        """The controller is gone: what another one can do again waits for it a while."""
+        words = "the connection to the engine's controller broke; send the request again"
+        self._streams.hold_all(words, Code.ENGINE_UNREACHABLE)
+        seconds = self._limits.resend_seconds
+        self._give_up(seconds, f"{words}: no other one came within {seconds:g} s")
+
+    def _found(self) -> None:
+        """A controller is there; what waits for one goes on as soon as its ranks have told what they run."""
+        self._another = True
+        seconds = self._limits.silence_seconds
+        self._give_up(seconds, f"the engine was started again, and no rank was there within {seconds:g} s")
+
+    def _told(self, status: Status) -> None:
+        """What the engine runs: only by the very same model, in the same way, is work done again that had begun."""
+        serves = (status.model, status.vocab_size, status.hidden_size, status.manifest)
+        before, self._served = self._served, serves
+        if not self._another:
+            return
+        self._another = False
+        self._stop_giving_up()
+        if before not in (None, serves):
+            words = (
+                "the engine was started again with another model, or computes in another way; send the request again"
+            )
+            self._streams.fail_held(words, Code.ENGINE_UNREACHABLE)
+        elif again := self._streams.do_again():
+            self._log.info("open requests go on with another controller", requests=again)
+
+    def _give_up(self, seconds: float, words: str) -> None:
+        """Let what waits for another controller wait so long from now."""
+        self._stop_giving_up()
+        later = asyncio.get_running_loop().call_later
+        self._giving_up = later(seconds, self._streams.fail_held, words, Code.ENGINE_UNREACHABLE)
+
+    def _stop_giving_up(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Follow the connection: when a controller goes away, requests wait for another one or end."""
+        try:
+            while True:
+                event = await recv_monitor_message(monitor)
+                if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    self._connected = True
+                    self._refused = ""
+                    self._status = None
+                    self._post(GetStatus())
+                    self._found()
+                elif event["event"] == zmq.EVENT_DISCONNECTED:
+                    self._connected = False
+                    self._lost()
+                elif event["event"] & _HANDSHAKE_FAILED and not self._refused:
+                    self._refused = ": the keys of one are not those that the other expects (engine.keys_dir)"
+                    self._log.error("handshake with the controller failed", address=self._address)
+        finally:
+            with contextlib.suppress(zmq.ZMQError):
+                monitor.close(0)
+
+
+def _consume(future: "asyncio.Future[Any]") -> None:
+    """A send that fails at close is not an error to report."""
+    if not future.cancelled():
+        future.exception()

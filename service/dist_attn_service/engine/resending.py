@@ -1,0 +1,131 @@
+"""What an engine was given for a request and what came of it, so that another one can do the work again."""
+
+from array import array
+
+import msgspec
+
+from dist_attn.wire.messages import Generated, Rows
+from dist_attn_service.base.errors import EngineFailure
+
+__all__ = ["Delivered", "GivenMemory", "GivenTokens"]
+
+TOKEN_BYTES = 4
+
+
+class GivenMemory:
+    """How much memory the tokens of all open requests may take together. Units: bytes.
+
+    When it is full the request that has most lets go of its own: a long text must not cost many short ones.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._left = limit
+        self._holders: set[GivenTokens] = set()
+
+    def take(self, holder: "GivenTokens", count: int) -> bool:
+        """Whether there is room for so much more of this one."""
+        while count > self._left:
+            largest = max(self._holders, key=len, default=holder)
+            if len(largest) <= len(holder):
+                return False
+            largest.let_go()
+        self._left -= count
+        self._holders.add(holder)
+        return True
+
+    def give_back(self, holder: "GivenTokens", count: int) -> None:
+        """So much is free again."""
+        self._left += count
+        self._holders.discard(holder)
+
+
+class GivenTokens:
+    """The tokens that were sent for one request, little-endian int32, as long as there is memory for all of them."""
+
+    def __init__(self, memory: GivenMemory) -> None:
+        self._memory = memory
+        self._data = bytearray()
+        self.whole = True
+
+    def push(self, data: bytes) -> None:
+        """Remember the next ones."""
+        if not self.whole:
+            return
+        if self._memory.take(self, len(data)):
+            self._data += data
+        else:
+            self.let_go()
+
+    def between(self, start: int, stop: int) -> bytes:
+        """Tokens [start, stop)."""
+        return bytes(self._data[TOKEN_BYTES * start : TOKEN_BYTES * stop])
+
+    def __len__(self) -> int:
+        return len(self._data) // TOKEN_BYTES
+
+    def let_go(self) -> None:
+        """Forget them all; from now on the work cannot be done again."""
+        self._memory.give_back(self, len(self._data))
+        self._data = bytearray()
+        self.whole = False
+
+
+class Delivered:
+    """What has been handed on of a request's results: what comes of it a second time is not handed on again.
+
+    Rows are the same bits when they are made again, and tokens are drawn from the same random numbers.
+    """
+
+    def __init__(self) -> None:
+        self._rows = 0  # handed on
+        self._rows_come = 0  # of the engine that works on it now
+        self._drawn = array("i")
+        self._drawn_come = 0
+
+    def begin_again(self) -> None:
+        """Another engine does the work from its beginning."""
+        self._rows_come = self._drawn_come = 0
+
+    def new_rows(self, rows: Rows) -> Rows | None:
+        """Those of them that were not there before.
+
+        Raises: EngineFailure for rows that do not follow the ones before.
+        """
+        if rows.first_row != self._rows_come:
+            raise EngineFailure(f"rows from {rows.first_row} arrived where row {self._rows_come} was due")
+        count = len(rows.starts)
+        again = min(count, self._rows - self._rows_come)
+        self._rows_come += count
+        self._rows = max(self._rows, self._rows_come)
+        if not again:
+            return rows
+        if again == count:
+            return None
+        width = len(rows.vectors) // count
+        return msgspec.structs.replace(
+            rows,
+            first_row=rows.first_row + again,
+            starts=rows.starts[again:],
+            stops=rows.stops[again:],
+            vectors=rows.vectors[again * width :],
+        )
+
+    def new_tokens(self, generated: Generated) -> Generated | None:
+        """What of it was not drawn before; the end of drawing is always new.
+
+        Raises: EngineFailure where other tokens were drawn than the first time.
+        """
+        tokens = generated.tokens
+        again = min(len(tokens), len(self._drawn) - self._drawn_come)
+        if tokens[:again] != self._drawn[self._drawn_come : self._drawn_come + again].tolist():
+            raise EngineFailure("the engine drew other tokens when it did the work again; send the request again")
+        self._drawn_come += len(tokens)
+        self._drawn.extend(tokens[again:])
+        if not again:
+            return generated
+        if again == len(tokens) and generated.finish_reason is None:
+            return None
+        told = generated.logprobs
+        return msgspec.structs.replace(
+            generated, tokens=tokens[again:], logprobs=None if told is None else told[again:] or None
+        )

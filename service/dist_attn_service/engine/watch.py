@@ -1,0 +1,106 @@
+"""Whether the engine can take work, and the patience of new requests with one that restarts."""
+
+import asyncio
+import time
+
+from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.messages import Status
+from dist_attn_service.base.errors import BadRequest, Code, EngineUnavailable
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.engine.port import EngineHealth, EnginePort
+from dist_attn_service.engine.served_model import ServedModel
+
+__all__ = ["EngineWatch"]
+
+LOOK_SECONDS = 0.05
+
+
+class EngineWatch:
+    """Looks at the engine's health; never keeps more than `waiting_requests` requests waiting for it."""
+
+    def __init__(self, engine: EnginePort, model: ServedModel, settings: Settings) -> None:
+        self._engine = engine
+        self._model = model
+        self._settings = settings
+        self._missed_since: float | None = None
+        self.waiting = 0
+
+    def health(self) -> EngineHealth:
+        """The engine's health; an engine that runs another model than the folder's is not ready."""
+        health = self._looked_at()
+        if health.ready:
+            self._missed_since = None
+        elif self._missed_since is None:
+            self._missed_since = time.monotonic()
+        return health
+
+    def _looked_at(self) -> EngineHealth:
+        health = self._engine.health()
+        if not health.ready or health.status is None:
+            return EngineHealth(False, health.reason or "the engine is not ready", health.status, health.age)
+        mismatch = self._mismatch(health.status)
+        return EngineHealth(False, mismatch, health.status, health.age) if mismatch else health
+
+    def ready_status(self) -> Status:
+        """The engine's status, as long as it can take work.
+
+        Raises: EngineUnavailable with the reason when it cannot.
+        """
+        health = self.health()
+        if not health.ready or health.status is None:
+            raise self._unavailable(f"the engine is not ready: {health.reason}")
+        return health.status
+
+    def manifest(self) -> Manifest:
+        """What the states of sessions say about themselves; the engine must have been ready.
+
+        Raises: EngineUnavailable while it is not; BadRequest for a model whose states cannot be stored.
+        """
+        manifest = self.ready_status().manifest
+        if manifest is None:
+            raise BadRequest(
+                f"the states of {self._model.id!r} grow with the text and are not stored, so it has no sessions; send "
+                "the whole text to /v1/completions or /v1/encodings",
+                code=Code.UNSUPPORTED_PARAMETER,
+                param="model",
+            )
+        return manifest
+
+    async def until_ready(self) -> None:
+        """Return as soon as the engine can take work; a restart takes some seconds, so this may wait as long.
+
+        Raises: EngineUnavailable after `engine_ready_seconds`, and at once when too many wait already or when the
+            engine runs another model.
+        """
+        if self.health().ready:
+            return
+        limit, seconds = self._settings.waiting_requests, self._settings.engine_ready_seconds
+        if self.waiting >= limit:
+            raise self._unavailable(
+                f"{limit} requests wait for the engine already, which is this service's limit; {self.health().reason}"
+            )
+        deadline = time.monotonic() + seconds
+        self.waiting += 1
+        try:
+            while not (health := self.health()).ready:
+                other_model = health.status is not None and health.status.ready and self._mismatch(health.status)
+                if other_model or time.monotonic() >= deadline:
+                    waited = "" if other_model else f" after {seconds:g} s"
+                    raise self._unavailable(f"the engine is not ready{waited}: {health.reason}")
+                await asyncio.sleep(LOOK_SECONDS)  # what is waited for happens in other processes
+        finally:
+            self.waiting -= 1
+
+    def _unavailable(self, message: str) -> EngineUnavailable:
+        """An engine that has been missed for some time is as likely to be missed for as long again."""
+        missed = 0.0 if self._missed_since is None else time.monotonic() - self._missed_since
+        return EngineUnavailable(message, retry_after_seconds=missed)
+
+    def _mismatch(self, status: Status) -> str:
+        theirs, ours = (status.vocab_size, status.hidden_size), (self._model.vocab_size, self._model.hidden_size)
+        if theirs == ours:
+            return ""
+        return (
+            f"the engine runs {status.model!r} (vocabulary and width {theirs}), this service was started "
+            f"with {self._model.id!r} {ours}; start both with the same model folder"
+        )

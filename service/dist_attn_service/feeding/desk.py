@@ -1,0 +1,151 @@
+"""The uploads that this process feeds to sessions: begun by a request, gone on with by the next, told of by HEAD."""
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, final
+
+from dist_attn.errors import DistAttnError
+from dist_attn.store import Session
+from dist_attn_service.base.errors import ClientGone, Code, NotFound, ServiceError, UnforeseenError
+from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.feeding.feed import Feed
+from dist_attn_service.feeding.feeder import Feeder
+from dist_attn_service.sessions.refusals import NO_RETRY, store_refusals
+from dist_attn_service.uploads.entries import FeedRecord, UploadRecord, changed
+from dist_attn_service.uploads.shelf import FileShelf
+
+__all__ = ["FeedingDesk", "FeedStanding"]
+
+
+LASTING = (400, 404, 409, 413)
+"""Statuses of errors that come again if the same is tried again."""
+
+
+@dataclass(frozen=True)
+class FeedStanding:
+    """How far the session of an upload is: the text begins at `start`, tokens up to `position` were handed to the
+    engine, and `checkpoint` is what nothing takes away any more.
+    """
+
+    session: str
+    state: Literal["waiting", "feeding", "done", "failed"]
+    start: int
+    position: int
+    checkpoint: int
+    error: str = ""
+
+
+@final
+class FeedingDesk:
+    """What routes do with uploads that feed."""
+
+    def __init__(self, context: ServiceContext, shelf: FileShelf) -> None:
+        self._context = context
+        self._shelf = shelf
+        self._feeder = Feeder(context, shelf)
+        self._feeds: dict[str, Feed] = {}
+
+    async def wanted(self, caller: str, session: str, expected: int | None, *, is_text: bool) -> FeedRecord:
+        """What a new upload is told to feed, as the session stands now.
+
+        Raises: NotFound; ServiceError (409) when it does not stand where it is expected to.
+        """
+        try:
+            with store_refusals():
+                found = await self._context.store.sessions.get(caller, session)
+        except NotFound as error:
+            raise NotFound(error.message, param="session_id") from None
+        if expected is not None and expected != found.position:
+            raise ServiceError(
+                f"session {session} stands at {found.position}, not at {expected}; begin the upload for there",
+                code=Code.CONFLICT,
+                status=409,
+                param="expected_position",
+                headers=NO_RETRY,
+                facts={"expected_position": expected, "position": found.position},
+            )
+        return FeedRecord(session, found.position, is_text)
+
+    async def begin(self, caller: str, name: str) -> Feed:
+        """The feeding of an upload of this caller, which goes on in this process from now on.
+
+        Raises: NotFound; ServiceError (409) when the session stands elsewhere by now, or somebody else writes to it.
+        """
+        while (feed := self._feeds.get(name)) is not None and feed.leaving and feed.task is not None:
+            await asyncio.wait({feed.task})
+        if feed is None:
+            record, segments, size = await self._shelf.fed_from(caller, name)
+            feed = self._feeds.get(name)
+            if feed is None:
+                feed = Feed(caller, name, record, segments, size, self._context.settings.files.feed_ahead_bytes)
+                self._feeds[name] = feed
+                feed.task = asyncio.create_task(self._work(feed), name=f"feed {name}")
+        await asyncio.shield(feed.begun)
+        return feed
+
+    async def standing(self, caller: str, name: str, record: UploadRecord) -> FeedStanding:
+        """How far it is. One whose text is whole is gone on with, should its process have died.
+
+        Raises: NotFound; ServiceError (507).
+        """
+        told = record.feed
+        assert told is not None
+        session = await self._session(caller, told.session)
+        idle = session is not None and not session.busy_until
+        if record.state == "completed" and told.state not in ("done", "failed") and idle and name not in self._feeds:
+            with suppress(ServiceError):  # the record says why it cannot be
+                await self.begin(caller, name)
+        feed = self._feeds.get(name)
+        if feed is not None and feed.begun.done() and feed.error is None:
+            told = feed.told
+        start = told.expected if told.start is None else told.start
+        if feed is not None and feed.error is None:
+            return FeedStanding(told.session, told.state, start, max(start, feed.position), max(start, feed.kept))
+        stands = start if session is None else session.position
+        known = [mark.position for mark in told.marks if mark.position <= stands]
+        kept = told.position if told.state == "done" else max(known, default=start)
+        return FeedStanding(told.session, told.state, start, kept, kept, told.error)
+
+    async def _session(self, caller: str, name: str) -> Session | None:
+        with suppress(DistAttnError):
+            return await self._context.store.sessions.get(caller, name)
+        return None
+
+    async def stop(self) -> None:
+        """Let go of all sessions: who sends on begins again behind their last states."""
+        tasks = [feed.task for feed in self._feeds.values() if feed.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _work(self, feed: Feed) -> None:
+        """Feed, and say in the record how it ended."""
+        state: Literal["waiting", "failed"] = "waiting"
+        try:
+            await self._feeder.run(feed)
+            return
+        except ClientGone:
+            pass
+        except asyncio.CancelledError:
+            feed.error = ServiceError("the service is stopping", code=Code.STOPPING, status=503)
+            raise
+        except ServiceError as error:
+            feed.error = error
+            state = "failed" if error.status in LASTING else "waiting"
+        except Exception as error:
+            self._context.log.error("unexpected error while an upload was fed", upload=feed.name, exc_info=error)
+            feed.error = UnforeseenError()
+        finally:
+            if self._feeds.get(feed.name) is feed:
+                del self._feeds[feed.name]
+            was_writer = feed.begun.done()
+            if not was_writer:
+                feed.begun.set_exception(feed.error or UnforeseenError())
+            feed.notify()
+        if not was_writer:  # who is may be another process: the record is its own
+            return
+        told = changed(feed.told, state=state, error=feed.error.message if feed.error else "")
+        with suppress(ServiceError):  # it was deleted
+            await self._shelf.note_feed(feed.caller, feed.name, told)
+        self._context.log.info("feed", upload=feed.name, state=state, position=feed.kept, error=told.error)

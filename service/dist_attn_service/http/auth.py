@@ -1,0 +1,167 @@
+"""Who may ask for what: keys as bearer tokens or in X-API-Key, known by their hashes, compared in constant time.
+
+Without keys whoever reaches the service may ask for everything, but not the pages of other sites by way of a visitor's
+browser: neither under a name of theirs that points here (DNS rebinding) nor under ours.
+"""
+
+import hashlib
+import hmac
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from dist_attn.errors import ConfigError
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.page_files import PAGE_FILES
+from dist_attn_service.base.settings import Settings
+
+__all__ = ["ADMIN_ROUTES", "OPEN_ROUTES", "KeyRing"]
+
+OPEN_ROUTES = frozenset({"/health", "/livez", "/readyz", *PAGE_FILES})
+"""Exact paths that answer without a key: the health checks, and the files of the page."""
+ADMIN_ROUTES = frozenset({"/metrics", "/v1/status"})
+"""Routes that ask for an admin key once there is one; until then any key opens them."""
+_KEY = r"[\x21-\x7e]{1,512}"
+_BEARER = re.compile(f"bearer +({_KEY})", re.IGNORECASE)
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/?#]+)(:[0-9]*)?")
+_CHALLENGE = {"www-authenticate": 'Bearer realm="dist-attn"'}
+
+
+@dataclass(frozen=True)
+class KeyRing:
+    """The SHA-256 digests of the keys that are accepted; an admin key opens everything.
+
+    `hosts` are the names, in lower case, under which a service without keys answers.
+    """
+
+    users: frozenset[bytes] = frozenset()
+    admins: frozenset[bytes] = frozenset()
+    hosts: frozenset[str] = frozenset()
+
+    @classmethod
+    def read(cls, settings: Settings) -> "KeyRing":
+        """The keys that the settings name.
+
+        Raises: ConfigError for a file that cannot be read, that holds no key, or one that cannot be sent.
+        """
+        hosts = {"localhost", settings.host, socket.gethostname(), *settings.allowed_hosts}
+        return cls(
+            _digests(settings.api_keys, settings.api_keys_file),
+            _digests(settings.admin_keys, settings.admin_keys_file),
+            frozenset(name.lower() for name in hosts),
+        )
+
+    @property
+    def open(self) -> bool:
+        """Whether no key is asked for."""
+        return not self.users and not self.admins
+
+    def refusal(self, scope: Scope) -> ServiceError | None:
+        """Why this request may not pass, or None; notes in the scope's record which key it came with.
+
+        The record's `caller` is the digest of that key: whose files and sessions a request may see. While there are
+        admin keys only they may ask for the priority `high`.
+        """
+        if scope["path"] in OPEN_ROUTES:
+            return None
+        headers = Headers(scope=scope)
+        if self.open:
+            return self._wrong_host(headers.get("host", "")) or _wrong_origin(scope["method"], headers)
+        given = _BEARER.fullmatch(headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").strip())
+        if given is None:
+            return _unauthorised(
+                "this service asks for a key; send it as `Authorization: Bearer YOUR-KEY` or as `X-API-Key: YOUR-KEY`"
+            )
+        digest = hashlib.sha256(given[1].encode()).digest()
+        # Both are always looked through to their ends, so that the time tells nothing of what is in them.
+        is_user, is_admin = _holds(self.users, digest), _holds(self.admins, digest)
+        if not is_user and not is_admin:
+            return _unauthorised(
+                "the key is not one of this service; check it, or ask who runs the service for another"
+            )
+        record = scope["state"]["record"]
+        record.caller = digest.hex()
+        record.may_hurry = is_admin or not self.admins
+        record.note(key=record.caller[:8])
+        if scope["path"] in ADMIN_ROUTES and self.admins and not is_admin:
+            return ServiceError(
+                f"{scope['path']} asks for an admin key; this one is not", code=Code.ADMIN_KEY_NEEDED, status=403
+            )
+        return None
+
+    def _wrong_host(self, host: str) -> ServiceError | None:
+        """A name of which nobody knows where it points next is refused; an address points to itself."""
+        found = _HOST.fullmatch(host.strip())
+        name = found[1].strip("[]").rstrip(".").lower() if found else host
+        if not host or name in self.hosts or _is_address(name):
+            return None
+        return ServiceError(
+            f"Host is {host[:80]!r}, and a service that asks for no key answers only under names that it knows: use "
+            "its address or localhost, name it in http.allowed_hosts, or set keys",
+            code=Code.HOST_NOT_ALLOWED,
+            status=421,
+        )
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _wrong_origin(method: str, headers: Headers) -> ServiceError | None:
+    """What a page of another site sends through its visitor's browser is refused, but for a link that is followed."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    if site is None:  # no browser, or one that does not say so of plain HTTP
+        foreign = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    else:
+        foreign = site not in ("same-origin", "none")
+    if not foreign or (method == "GET" and headers.get("sec-fetch-mode") == "navigate"):
+        return None
+    return ServiceError(
+        f"a page of another site ({(origin or 'unknown')[:80]}) sent this; while the service asks for no key it takes "
+        "requests of its own page and of programs only",
+        code=Code.ORIGIN_NOT_ALLOWED,
+        status=403,
+    )
+
+
+def _unauthorised(message: str) -> ServiceError:
+    return ServiceError(message, code=Code.INVALID_API_KEY, status=401, headers=_CHALLENGE)
+
+
+def _holds(digests: Iterable[bytes], wanted: bytes) -> bool:
+    found = False
+    for digest in digests:
+        found |= hmac.compare_digest(digest, wanted)
+    return found
+
+
+def _digests(hashes: tuple[str, ...], file: Path | None) -> frozenset[bytes]:
+    digests = {bytes.fromhex(text) for text in hashes}
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="ascii").splitlines()]
+        except OSError as error:
+            raise ConfigError(f"the file of keys {file} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"the file of keys {file} holds more than ASCII, which no header can carry") from None
+        keys = [line for line in lines if line and not line.startswith("#")]
+        if not keys:
+            raise ConfigError(f"the file of keys {file} holds no key; write one per line, or leave the setting out")
+        for number, key in enumerate(keys, start=1):
+            if not re.fullmatch(_KEY, key):
+                raise ConfigError(
+                    f"key {number} in {file} holds a space or a control character, or more than 512 characters: no "
+                    "client could send it; write one key per line"
+                )
+        digests |= {hashlib.sha256(key.encode()).digest() for key in keys}
+    return frozenset(digests)

@@ -1,0 +1,156 @@
+"""What every answer gets: a request id, a problem document when something failed, one line of log."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dist_attn_service.base.errors import PROBLEM_JSON, ClientGone, Code, ServiceError, ServiceStopping, UnforeseenError
+from dist_attn_service.base.logs import Log, RequestRecord
+from dist_attn_service.base.tracing import RequestTrace, Tracing
+from dist_attn_service.engine.metrics import UNROUTED, Metrics
+
+__all__ = ["Envelope", "problem_response", "routing_problem", "service_problem"]
+
+
+class Envelope:
+    """What is around the whole app; never touches `receive`.
+
+    `refusal` tells why a request may not pass, `whereabouts` what the engine is doing, for the log.
+    """
+
+    def __init__(
+        self,
+        *,
+        log: Log,
+        metrics: Metrics,
+        refusal: Callable[[Scope], ServiceError | None],
+        whereabouts: Callable[[], dict[str, Any]],
+        tracing: Tracing,
+    ) -> None:
+        self._log = log
+        self._metrics = metrics
+        self._refusal = refusal
+        self._whereabouts = whereabouts
+        self._tracing = tracing
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """The app inside the envelope, as an ASGI middleware."""
+
+        async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] == "http":
+                with self._tracing.request(scope) as trace:
+                    await self._answer(app, scope, receive, send, trace)
+            else:
+                await app(scope, receive, send)
+
+        return wrapped
+
+    async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, trace: RequestTrace) -> None:
+        """Run the app and answer for what it did not."""
+        record = RequestRecord(
+            request_id=RequestRecord.pick_id(Headers(scope=scope).get("x-request-id")),
+            method=scope["method"],
+            path=scope["path"],
+            log=self._log,
+            address=(scope.get("client") or ("",))[0],
+        )
+        scope.setdefault("state", {})["record"] = record
+        if trace.trace_id:
+            record.note(trace_id=trace.trace_id)
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.request_id
+            await send(message)
+            # Only now: a writer gives up a `send` that a slow client keeps waiting, and tries the same bytes again.
+            record.sent += len(message.get("body", b""))
+
+        try:
+            refusal = self._refusal(scope)
+            inner = app if refusal is None else problem_response(refusal, record)
+            await inner(scope, receive, marked)
+        except ClientGone:
+            record.reason = "client_gone"
+        except asyncio.CancelledError:
+            # the server stops, and this request's task ends here in any case
+            record.reason = str(Code.STOPPING)
+            if not record.status:
+                await problem_response(ServiceStopping(), record)(scope, receive, marked)
+        except Exception as error:
+            record.unexpected(error)
+            if not record.status:
+                await problem_response(UnforeseenError(), record)(scope, receive, marked)
+        finally:
+            for give_back in record.at_end:
+                give_back()
+            route = getattr(scope.get("route"), "path_format", UNROUTED)
+            trace.ended(route, record.status, record.reason)
+            self._write(record, route)
+
+    def refused(self, error: ServiceError, request_id: str) -> None:
+        """Log and count what was no HTTP request, so that no app has seen it."""
+        record = RequestRecord(request_id, method="", path="", log=self._log, reason=str(error.code))
+        record.status = error.status
+        self._write(record, UNROUTED)
+
+    def _write(self, record: RequestRecord, route: str) -> None:
+        with contextlib.suppress(Exception):  # whatever is wrong with the engine's door: the line is written
+            record.note(**self._whereabouts())
+        record.write()
+        self._metrics.ended(route, record.reason, record.seconds, received=record.received(), sent=record.sent)
+
+
+def problem_response(error: ServiceError, record: RequestRecord) -> Response:
+    """The answer for an error before the head."""
+    record.reason = str(error.code)
+    return Response(
+        error.body(record.request_id), status_code=error.status, headers=error.headers, media_type=PROBLEM_JSON
+    )
+
+
+async def service_problem(request: Request, error: Any) -> Response:
+    """Exception handler: anything of our own tree."""
+    return problem_response(error, request.state.record)
+
+
+async def routing_problem(request: Request, error: Any) -> Response:
+    """Exception handler: what the router refuses (unknown path, wrong method)."""
+    failure = _from_router(request, error)
+    return problem_response(failure, request.state.record)
+
+
+def _from_router(request: Request, error: HTTPException) -> ServiceError:
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()}
+    where = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 404:
+        return ServiceError(f"there is no {where}; see /docs", code=Code.NOT_FOUND, status=404, headers=headers)
+    if error.status_code == 405:
+        # Starlette names the methods of the first route of this path alone.
+        headers["allow"] = allowed = ", ".join(_methods_here(request))
+        return ServiceError(
+            f"{where} is not offered; use {allowed}", code=Code.METHOD_NOT_ALLOWED, status=405, headers=headers
+        )
+    code = Code.INVALID_VALUE if error.status_code < 500 else Code.INTERNAL_ERROR
+    return ServiceError(str(error.detail), code=code, status=error.status_code, headers=headers)
+
+
+def _methods_here(request: Request) -> list[str]:
+    """The methods that the request's path is offered with, by all routes together."""
+    methods: set[str] = set()
+    pending = list(request.app.routes)
+    while pending:
+        route = pending.pop()
+        # newer versions of FastAPI keep the routes of an included router in it
+        pending += getattr(getattr(route, "original_router", None), "routes", [])
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
+            methods |= route.methods or set()
+    return sorted(methods)

@@ -1,0 +1,224 @@
+"""One HTTP exchange: the request's body comes in while the answer goes out, each with one owner."""
+
+import asyncio
+import time
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+from typing import TypeVar
+
+from starlette.types import Receive, Send
+
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+
+__all__ = ["BREAK_OFF", "LAST_WORDS", "RequestBody", "ResponseWriter", "task_group", "while_connected"]
+
+T = TypeVar("T")
+GZIP_PIECE_BYTES = 64 << 10
+GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
+GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
+LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
+BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the first error itself, not a group around it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
+
+
+class RequestBody:
+    """The one owner of `receive`: first the body's bytes, then only the news that the client left.
+
+    At most one task uses it at a time. `bytes` counts what arrived, of a body in gzip less than `chunks` gives.
+    """
+
+    def __init__(self, receive: Receive, *, idle_seconds: float, gzip: bool = False) -> None:
+        self._receive = receive
+        self.gzip = gzip
+        self._idle_seconds = idle_seconds
+        self.ended = False
+        self.answered = False  # the end of the answer looks like a disconnect to whoever receives
+        self.bytes = 0
+        self.heard = time.monotonic()
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        """The body as it arrives, unpacked.
+
+        Raises: ClientGone when it breaks off, ServiceError (408) when nothing arrives for too long, BadRequest for
+            broken gzip, TooLarge for gzip that grows beyond all measure.
+        """
+        async with aclosing(_gunzipped(self._arriving()) if self.gzip else self._arriving()) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _arriving(self) -> AsyncGenerator[bytes]:
+        while not self.ended:
+            try:
+                async with asyncio.timeout(self._idle_seconds):
+                    message = await self._receive()
+            except TimeoutError:
+                raise ServiceError(
+                    f"no byte of the body arrived for {self._idle_seconds:g} s; send it without such a pause",
+                    code=Code.BODY_TIMEOUT,
+                    status=408,
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self.heard = time.monotonic()
+            chunk: bytes = message.get("body", b"")
+            self.bytes += len(chunk)
+            self.ended = not message.get("more_body", False)
+            if chunk:
+                yield chunk
+
+    async def read_all(self, limit: int, take: Callable[[int], None] = lambda _: None) -> bytes:
+        """The whole body, for JSON; `take` is told of every piece before it is kept.
+
+        Raises: TooLarge over `limit` bytes, and what `take` and `chunks` raise.
+        """
+        data = bytearray()
+        async for chunk in self.chunks():
+            take(len(chunk))
+            data += chunk
+            if len(data) > limit:
+                raise TooLarge(
+                    f"a JSON body may have {limit} bytes; send a long text as text/plain to /v1/encodings instead"
+                )
+        if not data:
+            raise BadRequest("the body is empty; a JSON object was needed", code=Code.EMPTY_INPUT)
+        return bytes(data)
+
+    async def until_gone(self) -> None:
+        """Wait until the client leaves or has its answer; what it still sends is dropped.
+
+        Raises: ClientGone when it left before.
+        """
+        while True:
+            message = await self._receive()
+            if self.answered:
+                return
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self.heard = time.monotonic()
+            self.ended = self.ended or not message.get("more_body", False)
+
+
+async def _gunzipped(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """What a stream in gzip holds, of one or more members, in pieces of at most GZIP_PIECE_BYTES.
+
+    Raises: BadRequest for a stream that is broken, cut off or followed by something else, TooLarge for one that grows
+        beyond GZIP_MOST_TIMES its size.
+    """
+    member, arrived, unpacked = zlib.decompressobj(zlib.MAX_WBITS | 16), 0, 0
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            arrived, data, more = arrived + len(chunk), chunk, False
+            while data or more:
+                if member.eof:
+                    data = data.lstrip(b"\0")  # gzip allows padding
+                    if not data:
+                        break
+                    member = zlib.decompressobj(zlib.MAX_WBITS | 16)
+                try:
+                    piece = member.decompress(data, GZIP_PIECE_BYTES)
+                except zlib.error as error:
+                    raise BadRequest(f"the body is not gzip, as its Content-Encoding says ({error})") from None
+                unpacked += len(piece)
+                if unpacked > max(GZIP_FREE_BYTES, GZIP_MOST_TIMES * arrived):
+                    raise TooLarge(
+                        f"the body in gzip holds more than {GZIP_MOST_TIMES} times its own bytes; send it unpacked"
+                    )
+                more = len(piece) == GZIP_PIECE_BYTES  # there may be more of it inside zlib
+                data = member.unconsumed_tail or member.unused_data
+                if piece:
+                    yield piece
+                    await asyncio.sleep(0)  # a small body may hold much, and others want their turn
+    if arrived and not member.eof:
+        raise BadRequest("the body in gzip ends before its end; send all of it")
+
+
+async def while_connected(body: RequestBody, work: Awaitable[T]) -> T:
+    """The result of `work`, unless the client leaves first: then the work is cancelled and ClientGone raised."""
+    async with task_group() as group:
+        watcher = group.create_task(body.until_gone())
+        result = await work
+        watcher.cancel()
+    return result
+
+
+class ResponseWriter:
+    """The one owner of `send`; knows what has been promised to the client so far."""
+
+    def __init__(
+        self, send: Send, body: RequestBody, *, stall_seconds: float, break_off: Callable[[], None] = lambda: None
+    ) -> None:
+        self._send = send
+        self._break_off = break_off
+        self._body = body
+        self._stall_seconds = stall_seconds
+        self.started = False
+        self.finished = False
+        self._last: bytes | None = None
+
+    async def start(
+        self, media_type: str, length: int | None = None, more: dict[str, str] | None = None, status: int = 200
+    ) -> None:
+        """Send the head of a streamed answer, whose body has `length` bytes if that is known, with more headers."""
+        self.started = True
+        headers = [
+            (b"content-type", media_type.encode("latin-1")),
+            (b"cache-control", b"no-store"),
+            (b"x-accel-buffering", b"no"),
+            *((name.encode("latin-1"), value.encode("latin-1")) for name, value in (more or {}).items()),
+        ]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes as soon as the client takes them.
+
+        Raises: ClientGone when the client neither reads nor sends for too long.
+        """
+        await self._deliver({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def finish(self, data: bytes = b"") -> None:
+        """End the body with these bytes; `close` sends them."""
+        self.finished = self._body.answered = True
+        self._last = data
+
+    async def close(self) -> None:
+        """Send the last bytes, if there are any, and the end of the body.
+
+        Called when the exchange holds nothing any more: a client that sends its next request after the last byte
+        must not be refused for places and memory that this one still holds.
+
+        Raises: ClientGone when the client neither reads nor sends for too long.
+        """
+        if self._last is not None:
+            await self._deliver({"type": "http.response.body", "body": self._last, "more_body": False})
+            self._last = None
+
+    def break_off(self) -> None:
+        """Send what was written and close the connection: the client sees a body without its end."""
+        self.finished = self._body.answered = True
+        self._break_off()
+
+    async def _deliver(self, message: dict[str, object]) -> None:
+        """`send` waits for a slow client before it writes anything, so it may be given up and tried again."""
+        since = time.monotonic()
+        while True:
+            try:
+                async with asyncio.timeout(self._stall_seconds):
+                    return await self._send(message)
+            except TimeoutError:
+                if time.monotonic() - max(since, self._body.heard) >= self._stall_seconds:
+                    raise ClientGone from None

@@ -1,0 +1,258 @@
+"""Jobs as their callers deal with them: hand one in, look at it, follow what happens, cancel and delete it."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, final
+
+import msgspec
+
+from dist_attn.wire.messages import RowSpec
+from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.engine.workload import Workload
+from dist_attn_service.jobs.book import JobBook
+from dist_attn_service.jobs.files import JobFiles, unbroken
+from dist_attn_service.jobs.record import Event, JobRecord, end_of, with_event
+from dist_attn_service.jobs.runner import JobRunner
+from dist_attn_service.jobs.states import JobStates
+from dist_attn_service.schemas.jobs import Job, JobProgress
+
+__all__ = ["JobDesk"]
+
+STEP_BYTES = 8 << 20  # of disk, taken at once while a body of unknown length comes in
+WRITE_BYTES = 1 << 20
+RENEW_SECONDS = 5.0
+
+
+@final
+class JobDesk:
+    """What routes do with jobs. `runner` is that of this process, which is told at once what others see later."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        book: JobBook,
+        files: JobFiles,
+        states: JobStates,
+        runner: JobRunner,
+        model: ServedModel,
+        workload: Workload,
+    ) -> None:
+        self._settings = settings
+        self._book = book
+        self._files = files
+        self._states = states
+        self._runner = runner
+        self._model = model
+        self._workload = workload
+
+    # ---- handing in ----------------------------------------------------------------------------
+
+    async def encoding(
+        self, caller: str, spec: RowSpec, body: AsyncIterator[bytes], size: int | None
+    ) -> tuple[str, JobRecord]:
+        """A new job that encodes what `body` gives; `size` is its length, if known.
+
+        When this returns, all of it is on the disk, where a power cut leaves it.
+
+        Raises: ServiceError for an empty body, too many jobs or a full disk, and what `body` raises; then there is no
+            job.
+        """
+        lease = self._settings.body_idle_seconds + self._settings.jobs.lease_s
+        until, runner = self._book.clock() + lease, self._book.runner
+        record = self._new(
+            caller, "encoding", state="receiving", spec=spec, disk_bytes=size or 0, runner=runner, lease_until=until
+        )
+        name = await self._book.add(record)
+        try:
+            total, sha256 = await self._receive(name, body, size or 0, lease)
+            if not total:
+                raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+            await unbroken(partial(self._files.sync_input, name))
+            return name, await self._enqueue(name, total, sha256)
+        except BaseException as error:
+            await asyncio.shield(self._drop(name))
+            if isinstance(error, OSError):
+                words = f"what was sent could not be written to the disk: {error.strerror}; nothing of it is kept"
+                raise ServiceError(words, code=Code.STORAGE_FAILED, status=507) from None
+            raise
+
+    async def completion(self, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:
+        """A new job that draws a completion.
+
+        Raises: ServiceError for too many jobs or a full disk.
+        """
+        size = len(msgspec.json.encode(request))
+        record = self._new(caller, "completion", completion=request, disk_bytes=size)
+        name = await self._book.add(with_event(record, "created", self._book.clock()))
+        self._runner.wake()
+        return name, await self._book.get(name)
+
+    def _new(self, caller: str, kind: Literal["encoding", "completion"], **values: Any) -> JobRecord:
+        now = self._book.clock()
+        return JobRecord(
+            caller=caller,
+            kind=kind,
+            model=self._model.identity,
+            created_at=now,
+            expires_at=now + self._settings.jobs.life_s,
+            **{"state": "queued", **values},
+        )
+
+    async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> tuple[int, str]:
+        """Write the body to the job's file; its length, and its SHA-256 in hex."""
+        await asyncio.to_thread(self._files.make, name)
+        total, waiting, renewed, digest = 0, bytearray(), self._book.clock(), hashlib.sha256()
+
+        def write(data: bytes) -> None:
+            digest.update(data)
+            self._files.add_input(name, data)
+
+        async for chunk in body:
+            total += len(chunk)
+            if total > self._settings.body_bytes:
+                raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
+            waiting += chunk
+            now = self._book.clock()
+            if total > reserved or now - renewed > RENEW_SECONDS:
+                reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
+                await self._book.change(name, _holding(reserved, now + lease))
+            if len(waiting) >= WRITE_BYTES:
+                await unbroken(partial(write, bytes(waiting)))
+                waiting.clear()
+        await unbroken(partial(write, bytes(waiting)))
+        return total, digest.hexdigest()
+
+    async def _enqueue(self, name: str, total: int, sha256: str) -> JobRecord:
+        ratio = self._workload.ratio.measured()
+        expected = None if ratio is None else total * ratio.tokens_per_byte
+        now = self._book.clock()
+
+        def queued(record: JobRecord) -> JobRecord:
+            received = {"input_bytes": total, "input_sha256": sha256, "disk_bytes": total, "expected_tokens": expected}
+            record = msgspec.structs.replace(record, state="queued", runner="", lease_until=0.0, **received)
+            return with_event(record, "created", now)
+
+        record = await self._book.change(name, queued)
+        self._runner.wake()
+        return record
+
+    async def _drop(self, name: str) -> None:
+        await asyncio.to_thread(self._files.remove, name)
+        await self._book.remove(name)
+
+    # ---- looking -------------------------------------------------------------------------------
+
+    async def get(self, caller: str, name: str) -> JobRecord:
+        """A job of this caller.
+
+        Raises: NotFound.
+        """
+        return await self._book.get(name, caller)
+
+    async def listed(self, caller: str, after: str, limit: int) -> list[tuple[str, JobRecord]]:
+        """A caller's jobs in order of arrival."""
+        return await self._book.listed(caller, after, limit)
+
+    async def view(self, name: str, record: JobRecord) -> Job:
+        """A job as its caller sees it."""
+        expected = record.expected_tokens
+        if record.state == "succeeded":
+            expected = record.tokens
+        remaining = None if expected is None else max(0.0, expected - record.tokens)
+        fraction = min(1.0, record.tokens / expected) if expected else float(record.state == "succeeded")
+        progress = JobProgress(
+            tokens=record.tokens,
+            expected_tokens=None if expected is None else round(expected),
+            rows=record.rows,
+            fraction=round(fraction, 4),
+            tokens_per_second=record.tokens_per_second,
+            eta_seconds=None if remaining is None else await self._eta(name, record, remaining),
+        )
+        return Job(
+            id=name,
+            kind=record.kind,
+            model=record.model.rpartition("@")[0],
+            status="queued" if record.state == "receiving" else record.state,
+            created_at=record.created_at,
+            started_at=record.started_at,
+            ended_at=record.ended_at,
+            expires_at=record.expires_at,
+            cancel_requested=record.cancel and not record.ended,
+            attempts=record.attempts,
+            input_bytes=record.input_bytes,
+            progress=progress,
+            error=record.error,
+            last_event=record.last_event,
+        )
+
+    async def _eta(self, name: str, record: JobRecord, remaining: float) -> float | None:
+        """Seconds to its end, by its own speed while it runs, else by what was measured lately; None: unknown."""
+        if record.ended:
+            return 0.0
+        speed = self._workload.speed.measured()
+        if record.state == "running" and record.tokens_per_second:
+            return round(remaining / record.tokens_per_second, 1)
+        if speed is None or record.kind != "encoding":
+            return None
+        ahead = await self._book.ahead(name, record) if record.state == "queued" else 0.0
+        return round((ahead + remaining) / speed.tokens_per_second, 1)
+
+    async def events(self, caller: str, name: str, after: int, ping_seconds: float) -> AsyncIterator[Event | None]:
+        """The events behind number `after`, and those to come, until the job has ended; None after a time without any.
+
+        Raises: NotFound, also when it is deleted meanwhile.
+        """
+        clock = asyncio.get_running_loop().time
+        told = clock()
+        while True:
+            record = await self._book.get(name, caller)
+            for event in record.events:
+                if event.number > after:
+                    after, told = event.number, clock()
+                    yield event
+            if record.ended:
+                return
+            if clock() - told > ping_seconds:
+                told = clock()
+                yield None
+            await asyncio.sleep(self._settings.jobs.look_s)
+
+    # ---- ending --------------------------------------------------------------------------------
+
+    async def cancel(self, caller: str, name: str) -> JobRecord:
+        """Ask for an end: at once where it waits or runs here, within a second or so where another process runs it.
+
+        What has ended stays as it is.
+        """
+        await self._book.get(name, caller)
+        record = await self._book.change(name, self._cancelled)
+        self._runner.interrupt(name)
+        if record.ended:
+            await self._states.forget(caller, record.point)  # who runs a job does so at its end
+        return record
+
+    async def delete(self, caller: str, name: str) -> None:
+        """Cancel if need be, and forget."""
+        await self._book.get(name, caller)
+        record = await self._book.change(name, lambda r: msgspec.structs.replace(self._cancelled(r), deleted=True))
+        self._runner.interrupt(name)
+        if not record.runner:
+            await self._states.forget(caller, record.point)
+            with suppress(NotFound, ServiceError):
+                await self._drop(name)
+
+    def _cancelled(self, record: JobRecord) -> JobRecord:
+        if record.ended:
+            return record
+        if record.state == "queued":
+            return end_of(record, "cancelled", self._book.clock(), self._settings.jobs.keep_s)
+        return msgspec.structs.replace(record, cancel=True)
+
+
+def _holding(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
+    return lambda record: msgspec.structs.replace(record, disk_bytes=reserved, lease_until=until)

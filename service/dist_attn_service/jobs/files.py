@@ -1,0 +1,183 @@
+"""The files of one job: its input, and its rows as numbers, so that any format can be made of them from any row on.
+
+`input` has the bytes that were sent; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64
+[rows, 4] (start and stop in tokens, then in bytes); `result` is a completion's JSON. What the catalogue says is there
+was synced before, with every name on the way to it. Calls block: they belong beside the event loop.
+"""
+
+import asyncio
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TypeVar, final
+
+import numpy as np
+
+from dist_attn.store.private import make_private, private_opener, sync_folder
+from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.encodings.rows import RowBlock
+
+__all__ = ["JobFiles", "RowFile", "unbroken"]
+
+T = TypeVar("T")
+RANGE_BYTES = 32
+
+
+async def unbroken(work: Callable[[], T]) -> T:
+    """The result of `work`, which runs beside the event loop; who is cancelled meanwhile goes on when it is over."""
+    task = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+@final
+class JobFiles:
+    """Where the files of jobs are. A job's id is one that the catalogue has given, never a client's word."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def make(self, name: str) -> None:
+        """The folder of a new job."""
+        make_private(self._of(name))
+
+    def remove(self, name: str) -> None:
+        """All files of a job, if there are any."""
+        shutil.rmtree(self._of(name), ignore_errors=True)
+
+    def input(self, name: str) -> Path:
+        """The file with what was sent."""
+        return self._of(name) / "input"
+
+    def add_input(self, name: str, data: bytes) -> None:
+        """The next bytes of what is sent."""
+        with open(self.input(name), "ab", opener=private_opener) as file:
+            file.write(data)
+
+    def sync_input(self, name: str) -> None:
+        """Have what was sent on the disk, and the names that lead to it, where a power cut leaves them."""
+        with self.input(name).open("rb") as file:
+            os.fsync(file.fileno())
+        self._sync_names(name)
+
+    def read_input(self, name: str, start: int, count: int) -> bytes:
+        """Bytes [start, start + count) of what was sent, or as many as there are."""
+        with self.input(name).open("rb") as file:
+            return os.pread(file.fileno(), count, start)
+
+    def result(self, name: str) -> Path:
+        """The file with a completion."""
+        return self._of(name) / "result"
+
+    def write_result(self, name: str, data: bytes) -> None:
+        """Have a completion on the disk, whole or not at all."""
+        self.make(name)
+        beside = self.result(name).with_suffix(".writing")
+        with open(beside, "wb", opener=private_opener) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self.result(name))
+        self._sync_names(name)
+
+    def rows(self, name: str, dim: int) -> "RowFile":
+        """The rows of an encoding."""
+        return RowFile(self._of(name), dim)
+
+    def _sync_names(self, name: str) -> None:
+        # All of them, also those that another process has made: it may have died before it synced them.
+        for folder in (self._of(name), self._of(name).parent, self._folder):
+            sync_folder(folder)
+
+    def _of(self, name: str) -> Path:
+        return self._folder / name[-2:] / name
+
+
+@final
+class RowFile:
+    """Rows in two files. One process writes; others read the rows that the catalogue says are safe.
+
+    A process that was taken for dead may still write for a moment: every row has its place, and equal bits, whoever
+    writes it.
+    """
+
+    def __init__(self, folder: Path, dim: int) -> None:
+        self._vectors_path, self._ranges_path = folder / "vectors", folder / "ranges"
+        self._dim = dim
+        self._vectors: IO[bytes] | None = None
+        self._ranges: IO[bytes] | None = None
+        self._lock = threading.Lock()  # progress is saved from one thread while rows come from another
+        self._safe = 0
+        self.rows = 0
+
+    def begin(self, rows: int) -> int:
+        """Open to write behind the first `rows` rows, or behind fewer if fewer are whole; how many there are."""
+        paths = (self._vectors_path, self._ranges_path)
+        self._vectors, self._ranges = (open(path, "r+b", opener=_made) for path in paths)  # noqa: SIM115 - close()
+        sync_folder(self._vectors_path.parent)
+        files = ((self._vectors, 4 * self._dim), (self._ranges, RANGE_BYTES))
+        self.rows = min(rows, *(file.seek(0, os.SEEK_END) // size for file, size in files))
+        for file, size in files:
+            file.truncate(file.seek(self.rows * size))
+        self._safe = self.rows
+        return self.rows
+
+    def append(self, block: RowBlock) -> None:
+        """The next rows."""
+        with self._lock:
+            assert self._vectors is not None and self._ranges is not None and block.first_row == self.rows
+            self._vectors.write(np.ascontiguousarray(block.vectors_ND, dtype="<f4").tobytes())
+            self._ranges.write(np.ascontiguousarray(block.ranges_N4, dtype="<i8").tobytes())
+            self.rows += len(block)
+
+    def settle(self) -> int:
+        """Have all rows so far on the disk; how many are there. After `close` these are those of the last time."""
+        with self._lock:
+            if self._vectors is not None and self._ranges is not None:
+                for file in (self._vectors, self._ranges):
+                    file.flush()
+                    os.fsync(file.fileno())
+                self._safe = self.rows
+            return self._safe
+
+    def close(self) -> None:
+        """Let go of the files."""
+        with self._lock:
+            for file in (self._vectors, self._ranges):
+                if file is not None:
+                    file.close()
+            self._vectors = self._ranges = None
+
+    def read(self, first: int, count: int) -> RowBlock:
+        """Rows [first, first + count), which the catalogue says are there.
+
+        Raises: ServiceError (507) where files have lost some of them.
+        """
+        with self._vectors_path.open("rb") as vectors, self._ranges_path.open("rb") as ranges:
+            numbers = os.pread(vectors.fileno(), count * 4 * self._dim, first * 4 * self._dim)
+            spans = os.pread(ranges.fileno(), count * RANGE_BYTES, first * RANGE_BYTES)
+        if len(numbers) < count * 4 * self._dim or len(spans) < count * RANGE_BYTES:
+            raise ServiceError(
+                f"of the rows {first} to {first + count} of this job some are no longer on the disk; a job that runs "
+                "makes them again, in place of one that has ended send the input as a new job",
+                code=Code.STORAGE_FAILED,
+                status=507,
+            )
+        return RowBlock(
+            first,
+            np.frombuffer(spans, dtype="<i8").reshape(count, 4),
+            np.frombuffer(numbers, dtype="<f4").reshape(count, self._dim),
+        )
+
+    def bytes_per_row(self) -> int:
+        """What a row takes on the disk."""
+        return RANGE_BYTES + 4 * self._dim
+
+
+def _made(path: str, flags: int) -> int:
+    return private_opener(path, flags | os.O_CREAT)

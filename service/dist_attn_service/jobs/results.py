@@ -1,0 +1,192 @@
+"""What a job has come to, in whichever format: rows that are there, rows that still come, or a part of an npy file."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar, final
+
+from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
+from dist_attn_service.encodings.rows import FLOATS_PER_CALL, RowBlock
+from dist_attn_service.engine.served_model import ServedModel
+from dist_attn_service.http.exchange import ResponseWriter
+from dist_attn_service.jobs.book import JobBook
+from dist_attn_service.jobs.files import JobFiles
+from dist_attn_service.jobs.record import JobRecord
+from dist_attn_service.schemas.completions import EncodingSummary, Usage
+
+__all__ = ["JobResults", "ResultWanted", "not_done"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ResultWanted:
+    """Rows of a job: the format's name, the first row, and of an npy file perhaps only bytes [first, last]."""
+
+    form: str
+    first_row: int = 0
+    part: tuple[int | None, int | None] | None = None
+
+
+def not_done(record: JobRecord) -> ServiceError:
+    """The answer to who asks for what is only there at the end."""
+    headers = {"x-should-retry": "false"}
+    if record.error is not None:
+        words = f"this job failed: {record.error.get('message')}"
+    elif record.ended:
+        words = f"this job is {record.state}"
+    else:
+        words = f"this job is {record.state}; ask again when it has ended, or follow its events"
+        headers["retry-after"] = "5"
+    return ServiceError(words, code=Code.JOB_NOT_DONE, status=409, headers=headers)
+
+
+@final
+class JobResults:
+    """Writes results; holds what they share."""
+
+    def __init__(
+        self, settings: Settings, book: JobBook, files: JobFiles, model: ServedModel, threads: Executor
+    ) -> None:
+        self._settings = settings
+        self._book = book
+        self._files = files
+        self._model = model
+        self._threads = threads
+
+    async def completion(self, name: str, record: JobRecord) -> bytes:
+        """A completion's JSON.
+
+        Raises: ServiceError (409) before it is done, NotFound when it is deleted meanwhile.
+        """
+        if record.state != "succeeded":
+            raise not_done(record)
+        return await self._read(self._files.result(name).read_bytes)
+
+    async def rows(self, name: str, record: JobRecord, wanted: ResultWanted, writer: ResponseWriter) -> None:
+        """Write the rows that are there and, while the job goes on, those that come, to its end.
+
+        A job that failed ends as an encoding that fails.
+
+        Raises: ServiceError before the answer has begun: (409) for npy while the job is not done, (416) for a part that
+            is not there.
+        """
+        if FORMATS[wanted.form].needs_count and record.state != "succeeded":
+            raise not_done(record)
+        count = max(0, record.rows - wanted.first_row) if record.state == "succeeded" else None
+        form = await self._beside(lambda: make_format(wanted.form, self._ahead(record, wanted, count)))
+        if FORMATS[wanted.form].needs_count:
+            await self._npy(name, wanted, form, writer)
+            return
+        await writer.start(form.media_type)
+        await writer.write(await self._beside(form.head))
+        try:
+            async for block in self._follow(name, record.caller, wanted.first_row):
+                await writer.write(await self._beside(lambda block=block: form.rows(block)))  # type: ignore[misc]
+            ended = await self._book.get(name, record.caller)
+            if ended.state != "succeeded":
+                raise _as_error(ended)
+        except ServiceError as error:
+            await writer.write(await self._beside(lambda error=error: form.failed(error)))  # type: ignore[misc]
+            if form.breaks_off:
+                writer.break_off()
+            else:
+                await writer.finish()
+            return
+        usage = Usage(prompt_tokens=ended.tokens, total_tokens=ended.tokens)
+        summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model.id, usage=usage)
+        await writer.finish(await self._beside(lambda: form.end(summary)))
+
+    async def _npy(self, name: str, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter) -> None:
+        """The file, or the part of it that is asked for."""
+        head, total = form.head(), form.length or 0
+        tag = {"accept-ranges": "bytes", "etag": f'"{name}.{wanted.first_row}"'}
+        begin, end = 0, total
+        if wanted.part is None:
+            await writer.start(form.media_type, total, tag)
+        else:
+            begin, end = _bounds(wanted.part, total)
+            told = {**tag, "content-range": f"bytes {begin}-{end - 1}/{total}"}
+            await writer.start(form.media_type, end - begin, told, 206)
+        if begin < len(head):
+            await writer.write(head[begin:end])
+        row_bytes = 4 * self._model.hidden_size
+        at, stop = max(0, begin - len(head)), max(0, end - len(head))
+        file = self._files.rows(name, self._model.hidden_size)
+        while at < stop:
+            first = at // row_bytes
+            count = min(self._step(), -(-stop // row_bytes) - first)
+            block = await self._read(lambda first=first, count=count: file.read(wanted.first_row + first, count))  # type: ignore[misc]
+            data = block.vectors_ND.tobytes()[at - first * row_bytes : stop - first * row_bytes]
+            await writer.write(data)
+            at += len(data)
+        await writer.finish()
+
+    async def _follow(self, name: str, caller: str, at: int) -> AsyncIterator[RowBlock]:
+        """Rows from `at` on, as they become safe, until the job has ended."""
+        file = self._files.rows(name, self._model.hidden_size)
+        while True:
+            record = await self._book.get(name, caller)
+            while at < record.rows:
+                count = min(self._step(), record.rows - at)
+                yield await self._read(lambda at=at, count=count: file.read(at, count))  # type: ignore[misc]
+                at += count
+            if record.ended:
+                return
+            await asyncio.sleep(self._settings.jobs.look_s)
+
+    def _ahead(self, record: JobRecord, wanted: ResultWanted, count: int | None) -> RowsAhead:
+        spec = record.spec
+        assert spec is not None
+        about = {
+            "model": self._model.id,
+            "granularity": spec.granularity,
+            "window": str(spec.window),
+            "pooling": spec.pooling,
+            "from_row": str(wanted.first_row),
+        }
+        return RowsAhead(self._model.hidden_size, count, about)
+
+    def _step(self) -> int:
+        return max(1, FLOATS_PER_CALL // self._model.hidden_size)
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        try:
+            return await self._beside(work)
+        except FileNotFoundError:
+            raise NotFound("this job was deleted", param="id") from None
+
+    async def _beside(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _as_error(record: JobRecord) -> ServiceError:
+    """The error of a job that did not succeed, as it was."""
+    if record.error is None:
+        return ServiceError("this job was cancelled", code=Code.JOB_NOT_DONE, status=409)
+    code = record.error.get("code")
+    known = Code(code) if code in set(Code) else Code.ENGINE_FAILED
+    return ServiceError(str(record.error.get("message")), code=known)
+
+
+def _bounds(part: tuple[int | None, int | None], total: int) -> tuple[int, int]:
+    """A range of bytes as [begin, end).
+
+    Raises: BadRequest (416) where there is none of it.
+    """
+    first, last = part
+    if first is None:
+        begin, end = max(0, total - (last or 0)), total
+    else:
+        begin, end = first, total if last is None else min(last + 1, total)
+    if begin >= end:
+        raise BadRequest(
+            f"the file has {total} bytes, and none of those that Range asks for",
+            param="Range",
+            status=416,
+            headers={"content-range": f"bytes */{total}"},
+        )
+    return begin, end

@@ -1,0 +1,268 @@
+"""A text into a session: body -> tokens -> engine, its states into the store as they come, each token fed once."""
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import msgspec
+import numpy as np
+from pydantic import BaseModel
+
+from dist_attn.wire.manifest import RestoreReport
+from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code, EngineFailure, ServiceError, TooLarge
+from dist_attn_service.base.logs import RequestRecord
+from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.session_stream import SessionStream, SessionWork
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter, task_group
+from dist_attn_service.schemas.sessions import AppendProgress, AppendSummary
+from dist_attn_service.sessions.fed_tokens import FedTokens
+from dist_attn_service.sessions.outlet import Outlet
+from dist_attn_service.sessions.refusals import NO_RETRY
+from dist_attn_service.sessions.writer import SessionWriter, writing
+from dist_attn_service.text.text_check import Utf8Check
+
+__all__ = ["AppendService", "AppendSource"]
+
+NDJSON = "application/x-ndjson"
+NO_TOKENS = np.empty(0, dtype=np.int32)
+FRESH = RestoreReport(0, 0, True, "")
+BETWEEN_LINES_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class AppendSource:
+    """What is appended, under which key and where: the body that still arrives, or a text that came as JSON."""
+
+    body: RequestBody
+    key: str
+    expected_position: int | None
+    text: bytes | None = None
+    check_utf8: bool = False
+    terms: RequestTerms = field(default_factory=RequestTerms)
+
+
+@dataclass
+class _Append:
+    """The moving parts of one append."""
+
+    source: AppendSource
+    writer: SessionWriter
+    outlet: Outlet
+    fed: FedTokens
+    content: Any = field(default_factory=hashlib.sha256)
+    text_bytes: int = 0
+    report: RestoreReport = FRESH
+    whole: bool = False  # every token has been sent
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@final
+class AppendService:
+    """Answers appends; holds what they share, nothing of any one of them."""
+
+    def __init__(self, context: ServiceContext) -> None:
+        self._context = context
+
+    async def answer(
+        self, session_id: str, source: AppendSource, response: ResponseWriter, record: RequestRecord
+    ) -> None:
+        """Feed a text to a session; the head goes out after the first bytes of it came in.
+
+        A client that leaves does not end the work: what it has sent is read as far as whole states can be kept.
+
+        Raises: ServiceError, which says in `position` up to where everything is kept; ClientGone when the client left.
+        """
+        outlet, key = Outlet(response), f"append {source.key}" if source.key else ""
+        async with writing(
+            self._context.store, record.caller, session_id, key, source.expected_position, digest=_digest(source.text)
+        ) as writer:
+            append = _Append(source, writer, outlet, FedTokens(writer.append.start))
+            if writer.done:
+                await self._say_again(append)
+                return
+            try:
+                await self._work(append, record)
+            finally:
+                tokens = append.fed.stop - writer.append.start
+                record.note(session=session_id, tokens=tokens, position=writer.kept, input_bytes=append.text_bytes)
+                self._context.metrics.tokens("prompt", tokens)
+
+    async def _work(self, append: _Append, record: RequestRecord) -> None:
+        blocks = self._text(append)
+        first = await anext(blocks, b"")
+        if not first:
+            raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
+        await self._context.watch.until_ready()
+        self._context.watch.manifest()
+        writer, point = append.writer, append.writer.begin
+        begin = None if point is None else BeginState(point.position, (await writer.state(point)).size)
+        step, terms = self._context.settings.checkpoint_tokens, append.source.terms.for_engine()
+        work = SessionWork(begin, checkpoint_tokens=step, terms=terms)
+        with self._context.engine.open_session(work, record.request_id) as stream:
+            await stream.admitted(self._context.settings.admission_seconds)
+            await append.outlet.start(NDJSON)
+            async with task_group() as group:
+                tasks = [group.create_task(self._tell(append))]
+                tasks.append(group.create_task(self._feed(append, stream, _chained(first, blocks))))
+                summary = await self._collect(append, stream)
+                for task in tasks:
+                    task.cancel()
+        await append.outlet.finish(_line(summary))
+
+    # ---- in ------------------------------------------------------------------------------------
+
+    async def _text(self, append: _Append) -> AsyncIterator[bytes]:
+        """The text as it comes, in blocks that are tokenised at a time."""
+        size, source = self._context.settings.piece_bytes, append.source
+        check = Utf8Check() if source.check_utf8 else None
+        async for chunk in source.body.chunks() if source.text is None else _once(source.text):
+            append.text_bytes += len(chunk)
+            if append.text_bytes > self._context.settings.body_bytes:
+                raise TooLarge(f"a text may have {self._context.settings.body_bytes} bytes")
+            if check is not None:
+                check.push(chunk)
+            append.content.update(chunk)
+            for at in range(0, len(chunk), size):
+                yield chunk[at : at + size]
+        if check is not None:
+            check.push(b"", final=True)
+
+    async def _feed(self, append: _Append, stream: SessionStream, blocks: AsyncIterator[bytes]) -> None:
+        """Tokens to the engine as fast as it gives credit; those that are in the state already are passed over.
+
+        Raises: ClientGone when the client left in the middle, once every whole state of what it sent is kept.
+        """
+        writer, known = append.writer, append.writer.append.position
+        if writer.begin is not None:
+            await stream.restore(writer.pieces(writer.begin))
+        try:
+            async for piece in self._context.tokeniser.pieces(blocks):
+                start = append.fed.stop
+                append.fed.push(piece.tokens)
+                if start < known <= append.fed.stop:
+                    _require_same(append, known)
+                await stream.send(piece.tokens[max(0, known - start) :], final=False)
+                append.moved.set()
+        except ClientGone:
+            append.outlet.gone.set()
+            await self._until_kept(append)
+            raise
+        if append.fed.stop < known:
+            raise _another(append)
+        await stream.send(NO_TOKENS, final=True)
+        append.whole = True
+        await append.outlet.watch(append.source.body)
+
+    async def _until_kept(self, append: _Append) -> None:
+        """Wait for the last state that comes back without the end of the text."""
+        grid = self._context.watch.manifest().computed.chunk_tokens
+        every = -(-self._context.settings.checkpoint_tokens // grid) * grid
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._context.settings.detached_seconds):
+                while append.fed.stop // every * every > append.writer.kept:
+                    append.moved.clear()
+                    await append.moved.wait()
+
+    # ---- out -----------------------------------------------------------------------------------
+
+    async def _collect(self, append: _Append, stream: SessionStream) -> AppendSummary:
+        """States into the store as they come, until the engine says that this was all."""
+        writer, last = append.writer, ""
+        while True:
+            match await stream.next():
+                case Restored(report=report):
+                    append.report = report
+                case Checkpoint(position=position) as checkpoint if position <= append.fed.stop:
+                    last = await writer.keep(stream.snapshot(checkpoint))
+                    if not append.whole or position < append.fed.stop:
+                        await writer.advance(position, last, fed=append.fed.digest_at(position))
+                        append.moved.set()
+                case SessionDone(position=position) if last and append.whole and position == append.fed.stop:
+                    return await self._end(append, last)
+                case event:
+                    raise EngineFailure(
+                        f"the engine answered an append of the tokens up to {append.fed.stop} with {event!r:.200}"
+                    )
+
+    async def _end(self, append: _Append, snapshot: str) -> AppendSummary:
+        """The last state, and what the caller is told now and whenever it sends the same again."""
+        writer, stop = append.writer, append.fed.stop
+        there = [point.position for point in writer.session.checkpoints if point.position < stop]
+        summary = AppendSummary(
+            session=writer.session.id,
+            model=self._context.model.id,
+            start=writer.append.start,
+            position=stop,
+            tokens=stop - writer.append.start,
+            checkpoints=[*there, stop][-self._context.settings.store.session_checkpoints :],
+            **msgspec.structs.asdict(append.report),
+        )
+        await writer.advance(
+            stop,
+            snapshot,
+            done=True,
+            result=summary.model_dump_json(),
+            fed=append.fed.digest_at(stop),
+            digest=append.content.hexdigest(),
+        )
+        return summary
+
+    async def _tell(self, append: _Append) -> None:
+        """Lines that say how far it has come, the newest only, and one now and then when nothing moves."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._context.settings.ping_seconds):
+                    await append.moved.wait()
+            append.moved.clear()
+            await append.outlet.write(_line(AppendProgress(position=append.fed.stop, kept=append.writer.kept)))
+            await asyncio.sleep(BETWEEN_LINES_SECONDS)
+
+    async def _say_again(self, append: _Append) -> None:
+        """Answer an append that was done before, once it is sure that it is the same."""
+        async for _ in self._text(append):
+            pass
+        known = append.writer.append
+        if known.digest and append.content.hexdigest() != known.digest:
+            raise _another(append)
+        summary = AppendSummary.model_validate_json(known.result)
+        await append.outlet.start(NDJSON)
+        await append.outlet.finish(_line(summary.model_copy(update={"replayed": True})))
+
+
+def _require_same(append: _Append, position: int) -> None:
+    """Raises: ServiceError (409) when other tokens were fed under this key before."""
+    if append.writer.append.fed != append.fed.digest_at(position):
+        raise _another(append)
+
+
+def _another(append: _Append) -> ServiceError:
+    known = append.writer.append
+    return ServiceError(
+        f"the key {append.source.key!r} was used for another text, which began at {known.start}; take a new key",
+        code=Code.CONFLICT,
+        status=409,
+        headers=NO_RETRY,
+    )
+
+
+async def _once(text: bytes) -> AsyncIterator[bytes]:
+    yield text
+
+
+async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for block in rest:
+        yield block
+
+
+def _digest(text: bytes | None) -> str:
+    return "" if text is None else hashlib.sha256(text).hexdigest()
+
+
+def _line(value: BaseModel) -> bytes:
+    return value.model_dump_json().encode() + b"\n"

@@ -1,0 +1,119 @@
+"""The store of states for as long as the service runs: opened, kept in order beside the requests, closed."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import final
+
+from dist_attn.errors import StorageError
+from dist_attn.store import StateStore, Usage, open_store
+from dist_attn.store.disk import CATALOGUE, SNAPSHOTS
+from dist_attn.store.open import folder_of
+from dist_attn.store.private import tighten
+from dist_attn_service.base.logs import Log, warn_of_jump
+from dist_attn_service.base.settings import Settings
+
+__all__ = ["KeptStore", "kept_store"]
+
+ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
+FRESH_SECONDS = 1.0
+FOLDERS = ("states", "jobs", "files", "spool")  # in the data folder
+STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*", "dist-attn-states-*")
+JOBS = (f"{CATALOGUE}*", "files")
+FILES = ("files.sqlite*", "bytes")
+OURS = (*FOLDERS, *STATES, *JOBS, *FILES)
+LOOK_SECONDS = 1.0  # whoever asks for the status does not wait longer for a store that is away
+
+
+@final
+class KeptStore:
+    """The open store, and how much it holds."""
+
+    def __init__(self, store: StateStore, settings: Settings, log: Log) -> None:
+        self.store = store
+        self._settings = settings
+        self._log = log
+        self._looked_at = -FRESH_SECONDS
+        self._repaired_at = time.monotonic()  # the store repairs itself when it is opened
+        self._totals = Usage()
+
+    async def totals(self) -> Usage:
+        """How much is kept for all callers, not older than a second; what was last known when the store is away."""
+        if time.monotonic() - self._looked_at >= FRESH_SECONDS:
+            self._looked_at = time.monotonic()
+            with contextlib.suppress(StorageError, TimeoutError):
+                async with asyncio.timeout(LOOK_SECONDS):
+                    self._totals = await self.store.totals()
+        return self._totals
+
+    @property
+    def known_totals(self) -> Usage:
+        """What `totals` said last."""
+        return self._totals
+
+    async def upkeep(self) -> None:
+        """Keep the store in order until cancelled: a round at a time, each with a deadline."""
+        while True:
+            await asyncio.sleep(self._settings.store.upkeep_s)
+            try:
+                async with asyncio.timeout(ROUND_SECONDS):
+                    await self.round()
+            except (StorageError, TimeoutError) as error:
+                self._log.warning("upkeep of the store failed", error=str(error) or "it took too long")
+
+    async def round(self) -> None:
+        """Remove what has expired, then what is over the store's bounds, and now and then bytes that nobody names.
+
+        Raises: StorageError.
+        """
+        upkeep, orphan_s = self.store.upkeep, self._settings.store.orphan_s
+        removed = await upkeep.collect()
+        warn_of_jump(self._log, upkeep.grace, "state or session")
+        if not await upkeep.make_room(0):
+            self._log.warning("the store holds more than its limit, and all of it is in use")
+        orphans = 0
+        if time.monotonic() - self._repaired_at >= orphan_s:
+            self._repaired_at = time.monotonic()
+            orphans = (await upkeep.repair()).orphans
+        if removed.sessions or removed.snapshots or orphans:
+            self._log.info(
+                "upkeep of the store", sessions=removed.sessions, snapshots=removed.snapshots, orphans=orphans
+            )
+
+
+@asynccontextmanager
+async def kept_store(settings: Settings, log: Log) -> AsyncIterator[KeptStore]:
+    """The store that the settings name, with its upkeep, until the block ends.
+
+    Raises: StorageError, ConfigError or MissingExtraError when it cannot be opened.
+    """
+    await asyncio.to_thread(_close_to_others, settings, log)
+    async with await open_store(settings.store_address, settings.store_limits) as store:
+        kept = KeptStore(store, settings, log)
+        task = asyncio.create_task(kept.upkeep(), name="store-upkeep")
+        try:
+            yield kept
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _close_to_others(settings: Settings, log: Log) -> None:
+    """Close the folders that an earlier version, or their owner, left open to other users of this machine."""
+    for folder, inside in (
+        (settings.data_dir, ()),
+        (folder_of(settings.store_address), STATES),
+        (settings.data_dir / "jobs", JOBS),
+        (settings.files_folder, FILES),
+    ):
+        closed = None if folder is None else tighten(folder, OURS, inside)
+        if closed:
+            log.warning("a folder was open to other users of this machine; now its owner alone may", folder=str(folder))
+        elif closed is not None:
+            log.warning(
+                "a folder of this service is open to other users of this machine, and is left so, as other things are "
+                "in it; give the service a folder of its own, or run chmod go= on this one",
+                folder=str(folder),
+            )

@@ -1,0 +1,135 @@
+"""Being the one writer of a session: begun by an append, kept alive while work goes on, given back at its end."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterable, AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import final
+
+from dist_attn.errors import DistAttnError, StorageError
+from dist_attn.store import Append, Checkpoint, Session, SnapshotInfo, StateStore
+from dist_attn_service.base.errors import ServiceError
+from dist_attn_service.http.exchange import task_group
+from dist_attn_service.sessions.refusals import store_refusals
+
+__all__ = ["SessionWriter", "writing"]
+
+BEATS = 4  # signs of life in the time after which a silent writer is taken for dead
+
+
+@final
+@dataclass
+class SessionWriter:
+    """The writer of a session for one append (or one generate, which appends what it draws).
+
+    `append` is what the store knows of it; `kept` is up to where everything is in the store.
+    """
+
+    store: StateStore = field(repr=False)
+    caller: str = field(repr=False)
+    session: Session
+    append: Append
+    token: str = field(repr=False)
+    kept: int = 0
+    done: bool = False
+
+    @property
+    def begin(self) -> Checkpoint | None:
+        """The state to go on from; None at the beginning of a text."""
+        return self.session.checkpoint()
+
+    async def state(self, point: Checkpoint) -> SnapshotInfo:
+        """What is known of its snapshot.
+
+        Raises: ServiceError when it is gone.
+        """
+        with store_refusals():
+            return await self.store.snapshots.stat(self.caller, point.snapshot)
+
+    async def pieces(self, point: Checkpoint) -> AsyncIterator[bytes]:
+        """The snapshot file.
+
+        Raises: ServiceError when it cannot be read.
+        """
+        with store_refusals():
+            async for piece in self.store.snapshots.get(self.caller, point.snapshot):
+                yield piece
+
+    async def keep(self, pieces: AsyncIterable[bytes]) -> str:
+        """Put a state into the store; it is not the session's yet.
+
+        Raises: ServiceError when there is no room, or the store fails.
+        """
+        with store_refusals():
+            return (await self.store.snapshots.put(self.caller, pieces)).id
+
+    async def advance(
+        self, position: int, snapshot: str, *, done: bool = False, result: str = "", fed: str = "", digest: str = ""
+    ) -> Session:
+        """The session stands at `position`, with that state.
+
+        Raises: ServiceError when this writer was taken for dead, or the session is gone.
+        """
+        with store_refusals():
+            self.session = await self.store.sessions.advance(
+                self.caller,
+                self.session.id,
+                self.token,
+                position,
+                snapshot,
+                done=done,
+                result=result,
+                fed=fed,
+                digest=digest,
+            )
+        self.kept, self.done = position, done
+        return self.session
+
+
+@asynccontextmanager
+async def writing(
+    store: StateStore, caller: str, session_id: str, key: str, expected_position: int | None, *, digest: str = ""
+) -> AsyncIterator[SessionWriter]:
+    """Be the writer of a session in the block. An append that was done before gives a writer that is `done`.
+
+    Raises: ServiceError when the session stands elsewhere, is being written to, or the key was used for other contents;
+        in the block as soon as the store gives the session to somebody else. What ends the block says in `position` up
+        to where everything is kept.
+    """
+    with store_refusals():
+        append, token = await store.sessions.begin_append(
+            caller, session_id, key, expected_position=expected_position, digest=digest
+        )
+        session = await store.sessions.get(caller, session_id)
+    writer = SessionWriter(store, caller, session, append, token, append.position, not token)
+    if writer.done:
+        yield writer
+        return
+    try:
+        async with task_group() as group:
+            beat = group.create_task(_live(writer, store.limits.writer_s / BEATS))
+            yield writer
+            beat.cancel()
+    except ServiceError as error:
+        error.facts.setdefault("position", writer.kept)
+        raise
+    finally:
+        if not writer.done:
+            # The store is waited for although this task may be ending: a session that nobody writes to is to be free.
+            with contextlib.suppress(DistAttnError):
+                await asyncio.shield(store.sessions.stop_writing(caller, session_id, token))
+
+
+async def _live(writer: SessionWriter, seconds: float) -> None:
+    """Say that the writer lives, until it is done."""
+    while not writer.done:
+        await asyncio.sleep(seconds)
+        try:
+            await writer.store.sessions.keep_writing(writer.caller, writer.session.id, writer.token)
+        except StorageError:
+            continue  # it is asked again; what counts is whether the store takes the next state
+        except DistAttnError:
+            if not writer.done:
+                with store_refusals():
+                    raise

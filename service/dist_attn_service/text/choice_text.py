@@ -1,0 +1,164 @@
+"""The text of one choice: drawn tokens in, certain text out, and how likely its tokens were."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_attn.text.base import TokenArray
+from dist_attn.wire.messages import Rows, TokenLogprobs
+from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.floats import shortest_float32
+from dist_attn_service.schemas.completions import ChoiceLogprobs
+from dist_attn_service.text.stopping import StopScanner
+from dist_attn_service.text.tokenising import TokeniserPort
+
+__all__ = ["ChoiceText", "PromptText", "ScoredToken", "told_logprobs"]
+
+LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """A token as text, its log-probability, those of the likeliest, and where in the choice's text it begins.
+
+    The first token of a prompt has no log-probability.
+    """
+
+    text: str
+    logprob: float | None
+    top: dict[str, float] | None
+    offset: int
+
+
+def told_logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChoiceLogprobs | None:
+    """Log-probabilities in OpenAI's form, where they were asked for."""
+    if asked is None:
+        return None
+    return ChoiceLogprobs(
+        tokens=[token.text for token in scored],
+        token_logprobs=[token.logprob for token in scored],
+        top_logprobs=[token.top for token in scored] if asked else None,
+        text_offset=[token.offset for token in scored],
+    )
+
+
+class PromptText:
+    """The tokens of a prompt as texts, to be told with their scores. Memory: all of them."""
+
+    def __init__(self, tokeniser: TokeniserPort, texts: list[str], offsets: list[int]) -> None:
+        self._tokeniser = tokeniser
+        self._texts = texts
+        self._offsets = offsets
+        self._told = 1  # tokens; the first has no scores
+
+    @property
+    def whole(self) -> bool:
+        """Whether the scores of all tokens have come."""
+        return self._told == len(self._texts)
+
+    @staticmethod
+    async def of(tokeniser: TokeniserPort, tokens: TokenArray) -> "PromptText":
+        """The texts of these tokens."""
+        return PromptText(tokeniser, await tokeniser.texts(tokens), await tokeniser.offsets(tokens))
+
+    def first(self) -> ScoredToken:
+        """The first token, before which nothing stands that could make it likely."""
+        return ScoredToken(self._texts[0], None, None, 0)
+
+    async def scored(self, rows: Rows, count: int) -> list[ScoredToken]:
+        """The tokens that these scores are about, each with the `count` likeliest tokens in its place.
+
+        Raises: EngineFailure for rows that are no scores of this prompt, or not of numbers.
+        """
+        total, width, first = len(rows.starts), 1 + 2 * count, rows.first_row + 1
+        if len(rows.vectors) != 4 * width * total or first != self._told or first + total > len(self._texts):
+            raise EngineFailure(f"the engine sent {total} scores from token {first} of a prompt of {len(self._texts)}")
+        values_NW = np.frombuffer(rows.vectors, dtype="<f4").reshape(total, width)
+        if np.isnan(values_NW).any():
+            raise EngineFailure(f"the engine computed a log-probability from token {first} on that is no number")
+        likely = await self._tokeniser.texts(values_NW[:, 1 : 1 + count].astype(np.int32).ravel())
+        self._told += total
+        told = shortest_float32(np.maximum(values_NW, np.float32(LOWEST))).tolist()
+        scored = []
+        for row, values in enumerate(told):
+            place = first + row
+            top = _top(likely[row * count : (row + 1) * count], values[1 + count :], self._texts[place], values[0])
+            scored.append(ScoredToken(self._texts[place], values[0], top, self._offsets[place]))
+        return scored
+
+
+class ChoiceText:
+    """Characters that tokens share and what may begin a stop string are held back; so are the tokens they come from.
+
+    Stop strings are looked for behind the first `min_tokens` tokens. `offset` is where the text begins, in characters.
+    """
+
+    def __init__(self, tokeniser: TokeniserPort, stops: Sequence[str], *, offset: int = 0, min_tokens: int = 0) -> None:
+        self._tokeniser = tokeniser
+        self._decoder = tokeniser.decoder()
+        self._scanner = StopScanner(stops)
+        self._decoded = offset
+        self._certain = offset
+        self._finished = False
+        self._unstoppable = min_tokens  # so many of the next tokens
+        self._scored: deque[ScoredToken] = deque()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string has been met: nothing follows."""
+        return self._scanner.stopped
+
+    def push(self, token: int, told: TokenLogprobs | None = None) -> str:
+        """The text that is certain once `token` is drawn.
+
+        Raises: TokenError for a token that the tokeniser does not have.
+        """
+        text = self._decoder.push(token)
+        if told is not None:
+            self._scored.append(self._score(token, told))
+        self._decoded += len(text)
+        if self._unstoppable:
+            self._unstoppable -= 1
+            return self._let_through(text)
+        return self._let_through(self._scanner.push(text))
+
+    def end(self, token: int, told: TokenLogprobs) -> None:
+        """The end token was drawn: how likely it was stands behind the other tokens."""
+        self._scored.append(self._score(token, told))
+
+    def finish(self) -> str:
+        """What was held back, now that no token follows."""
+        text = self._scanner.push(self._decoder.finish())
+        if not self.stopped:
+            text += self._scanner.finish()
+            self._finished = True
+        return self._let_through(text)
+
+    def take_scored(self) -> list[ScoredToken]:
+        """The tokens of the text so far that were not taken yet."""
+        taken = []
+        while self._scored and (self._finished or self._scored[0].offset < self._certain):
+            taken.append(self._scored.popleft())
+        return taken
+
+    def _let_through(self, text: str) -> str:
+        self._certain += len(text)
+        return text
+
+    def _score(self, token: int, told: TokenLogprobs) -> ScoredToken:
+        text, own = self._tokeniser.token_text(token), max(told.drawn, LOWEST)
+        likely = [self._tokeniser.token_text(other) for other in told.top_tokens]
+        top = _top(likely, [max(value, LOWEST) for value in told.top_logprobs], text, own)
+        return ScoredToken(text, own, top, self._decoded)
+
+
+def _top(texts: Sequence[str], values: Sequence[float], text: str, own: float) -> dict[str, float]:
+    """The likeliest tokens by their texts, and behind them the token itself."""
+    top: dict[str, float] = {}
+    for other, value in zip(texts, values, strict=True):
+        top.setdefault(other, value)
+    if texts:
+        top.setdefault(text, own)
+    return top

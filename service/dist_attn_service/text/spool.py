@@ -1,0 +1,245 @@
+"""A first-in-first-out of bytes between two tasks: a little in memory, the rest on disk, never over its bound."""
+
+import asyncio
+import errno
+import os
+import tempfile
+from collections import deque
+from concurrent.futures import Executor
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from dist_attn_service.base.errors import Code, ServiceError
+
+__all__ = ["DiskBudget", "Spool", "SpoolFactory"]
+
+BLOCK_BYTES = 256 << 10  # one write or read of the file
+SEGMENT_BYTES = 64 << 20  # files are given back in pieces of this size while a long stream runs
+_ADVICE = "read the answer while you send, or send less at once"
+
+
+class DiskBudget:
+    """The bytes of disk that all spools of this process may use together."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.used = 0
+
+    def reserve(self, count: int) -> None:
+        """Take `count` bytes.
+
+        Raises: ServiceError (507) when the limit would be passed.
+        """
+        if self.used + count > self.limit:
+            raise _disk_full(f"the spools of this service are full ({self.limit} bytes); try again later")
+        self.used += count
+
+    def release(self, count: int) -> None:
+        """Give `count` bytes back."""
+        self.used -= count
+
+
+class _Segment:
+    """One anonymous file: the kernel removes it even when this process is killed.
+
+    `append`, `take` and `close` run in the disk thread; the counters belong to the event loop.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: IO[bytes] | None = None
+        self.reserved = 0
+        self.read = 0
+
+    def append(self, data: bytes, start: int) -> None:
+        """Write all of `data` at `start`."""
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed by close()
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._file.fileno(), view, start)
+            start += count
+            view = view[count:]
+
+    def take(self, count: int, start: int) -> bytes:
+        """Read `count` bytes from `start`."""
+        if self._file is None:
+            return b""
+        return os.pread(self._file.fileno(), count, start)
+
+    def close(self) -> None:
+        """Give the disk space back."""
+        if self._file is not None:
+            self._file.close()
+
+
+class Spool:
+    """Bytes in, the same bytes out. One task puts, one task reads; whatever is left is dropped at close.
+
+    Order: `_head` in memory is older than the files, which are older than `_tail`. Disk work runs in a
+    single thread, so that a close always comes after a write that was under way.
+    """
+
+    def __init__(self, folder: Path, *, limit: int, memory: int, what: str, budget: DiskBudget, disk: Executor) -> None:
+        self._folder = folder
+        self._limit = limit
+        self._memory = memory
+        self._what = what
+        self._budget = budget
+        self._disk = disk
+        self._head = bytearray()
+        self._segments: deque[_Segment] = deque()
+        self._on_disk = 0
+        self._tail = bytearray()
+        self._flushing = 0
+        self._ended = False
+        self._dropping = False
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self.spilled = 0
+
+    def __enter__(self) -> "Spool":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes put and not read yet."""
+        return len(self._head) + self._on_disk + self._flushing + len(self._tail)
+
+    async def put(self, data: bytes) -> None:
+        """Append; waits for the disk when memory is full.
+
+        Raises: ServiceError (507) when the bytes waiting would pass the limit or the disk is full.
+        """
+        if self._dropping or not data:
+            return
+        if self.waiting + len(data) > self._limit:
+            raise _disk_full(f"more than {self._limit} bytes of {self._what} are waiting; {_ADVICE}")
+        if not self._on_disk and not self._flushing and not self._tail and len(self._head) + len(data) <= self._memory:
+            self._head += data
+        else:
+            self._tail += data
+            if len(self._tail) >= BLOCK_BYTES:
+                await self._flush()
+        self._notify()
+
+    async def below(self, count: int) -> None:
+        """Wait until fewer than `count` bytes wait, or nobody wants them any more: for a source that can wait."""
+        while self.waiting >= count and not self._dropping:
+            await self._changed.wait()
+
+    def end(self, last: bytes = b"") -> None:
+        """Nothing follows; `last` (an error or summary line) is taken even when the spool is full."""
+        self._tail += last
+        self._ended = True
+        self._notify()
+
+    def fail(self, error: BaseException) -> None:
+        """The reader gets `error` at once, before what is still waiting; later puts are dropped."""
+        self._error = self._error or error
+        self._dropping = True
+        self._notify()
+
+    async def ready(self) -> None:
+        """Wait until there is something to read, or the end.
+
+        Raises: what `fail` was given.
+        """
+        while not self.waiting and not self._ended and self._error is None:
+            await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def read(self, count: int) -> bytes:
+        """The next bytes, at most `count`; empty at the end.
+
+        Raises: what `fail` was given.
+        """
+        while True:
+            await self.ready()
+            if not self._head and self._on_disk:
+                await self._load()
+            elif not self._head and not self._flushing and self._tail:
+                self._head, self._tail = self._tail, bytearray()
+            if self._head:
+                data = bytes(memoryview(self._head)[:count])
+                del self._head[: len(data)]
+                self._notify()
+                return data
+            if self._ended and not self.waiting:
+                return b""
+            if self._flushing and not self._on_disk:
+                await self._changed.wait()
+
+    def close(self) -> None:
+        """Drop what waits and give the disk back."""
+        self._dropping = True
+        while self._segments:
+            self._drop_segment()
+        self._head.clear()
+        self._tail.clear()
+
+    async def _flush(self) -> None:
+        """Write the tail to the newest file; its bytes can be read from then on."""
+        data = bytes(self._tail)
+        self._budget.reserve(len(data))
+        if not self._segments or self._segments[-1].reserved >= SEGMENT_BYTES:
+            self._segments.append(_Segment(self._folder))
+        segment = self._segments[-1]
+        start, segment.reserved = segment.reserved, segment.reserved + len(data)
+        self._tail, self._flushing = bytearray(), len(data)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._disk, segment.append, data, start)
+            self._on_disk += len(data)
+            self.spilled += len(data)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise _disk_full(f"the disk of {self._folder} is full; {_ADVICE}") from None
+            raise
+        finally:
+            self._flushing = 0
+            self._notify()
+
+    async def _load(self) -> None:
+        """Read the next block of the oldest file into memory."""
+        segment = self._segments[0]
+        count = min(BLOCK_BYTES, self._on_disk, segment.reserved - segment.read)
+        data = await asyncio.get_running_loop().run_in_executor(self._disk, segment.take, count, segment.read)
+        segment.read += len(data)
+        self._on_disk -= len(data)
+        self._head += data
+        if segment.read == segment.reserved:
+            self._drop_segment()
+
+    def _drop_segment(self) -> None:
+        segment = self._segments.popleft()
+        self._budget.release(segment.reserved)
+        self._disk.submit(segment.close)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class SpoolFactory:
+    """Makes spools in one folder that share a budget and a disk thread."""
+
+    def __init__(self, folder: Path, *, memory: int, budget: DiskBudget, disk: Executor) -> None:
+        self._folder = folder
+        self._memory = memory
+        self.budget = budget
+        self._disk = disk
+
+    def open(self, what: str, limit: int) -> Spool:
+        """A new spool for at most `limit` waiting bytes of `what` (words for error messages)."""
+        return Spool(self._folder, limit=limit, memory=self._memory, what=what, budget=self.budget, disk=self._disk)
+
+
+def _disk_full(message: str) -> ServiceError:
+    return ServiceError(message, code=Code.DISK_FULL, status=507)

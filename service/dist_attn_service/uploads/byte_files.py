@@ -1,0 +1,299 @@
+"""Bytes on disk: one file for every blob, written by one process at a time, read in pieces.
+
+Names are drawn here, so nothing that a client chose reaches the file system. Who writes holds the file's lock, which
+the system takes back when a process dies, also on a folder that machines share. Who waits for it leaves a mark, and a
+writer whose client says nothing makes way.
+"""
+
+import asyncio
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import ParamSpec, TypeVar, final
+
+from dist_attn.store.private import make_private, private_opener, sync_folder
+from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn_service.uploads.entries import Segment
+
+__all__ = ["NO_RETRY", "BlobWriter", "ByteFolder"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+BLOCK_BYTES = 256 << 10  # one write or read
+HASH_BYTES = 4 << 20
+LOCK_SECONDS = 5.0  # somebody who writes is given to make way
+LOOK_SECONDS = 0.05
+WANTED = ".wanted"
+NO_RETRY = {"x-should-retry": "false"}  # the official client would send a 409, 429 or 507 again by itself
+
+
+@final
+class ByteFolder:
+    """The folder of all blobs; its work is done in threads."""
+
+    def __init__(self, folder: Path, threads: Executor) -> None:
+        self.place = folder
+        self._threads = threads
+
+    @asynccontextmanager
+    async def writing(self, blob: str) -> AsyncIterator["BlobWriter"]:
+        """Write to a blob, which is made if it is not there; whoever writes to it is asked to make way.
+
+        Raises: ServiceError (409) when they do not.
+        """
+        path = self._path(blob)
+        wanted = path.with_name(blob + WANTED)
+        descriptor = await self._opened(_open, path, os.close)
+        try:
+            await self._lock(descriptor, wanted)
+            yield BlobWriter(descriptor, wanted, self)
+        finally:
+            os.close(descriptor)
+
+    async def _lock(self, descriptor: int, wanted: Path) -> None:
+        """Raises: ServiceError (409) when whoever has the lock does not make way."""
+        try:
+            async with asyncio.timeout(LOCK_SECONDS):
+                while not await self.beside(_locked, descriptor):
+                    await self.beside(wanted.touch, mode=0o600)
+                    await asyncio.sleep(LOOK_SECONDS)
+        except TimeoutError:
+            raise ServiceError(
+                "another request is writing to this upload; send it again once that one has ended",
+                code=Code.CONFLICT,
+                status=409,
+            ) from None
+        await self.beside(wanted.unlink, missing_ok=True)
+
+    async def size(self, blob: str) -> int:
+        """Bytes of a blob, 0 where it is not there."""
+        with suppress(FileNotFoundError):
+            return (await self.beside(self._path(blob).stat)).st_size
+        return 0
+
+    async def read(self, segments: Iterable[Segment], start: int, stop: int) -> AsyncGenerator[bytes]:
+        """Bytes [start, stop) of the segments, one after the other, in pieces.
+
+        Raises: NotFound when a blob was deleted meanwhile.
+        """
+        for path, first, last in self._within(segments, start, stop):
+            with _reading(), await self._opened(FileIO, path, FileIO.close) as file:
+                for at in range(first, last, BLOCK_BYTES):
+                    piece = await self.beside(os.pread, file.fileno(), min(BLOCK_BYTES, last - at), at)
+                    if len(piece) != min(BLOCK_BYTES, last - at):
+                        raise NotFound("the file is shorter than it was; it was damaged on disk")
+                    yield piece
+
+    async def _opened(self, work: Callable[[Path], T], path: Path, close: Callable[[T], object]) -> T:
+        """What `work` opens beside; where the caller is cancelled meanwhile, it is closed as soon as it is there."""
+        opening = asyncio.ensure_future(self.beside(work, path))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(partial(_close, close))
+            raise
+
+    async def md5(self, segments: Iterable[Segment]) -> str:
+        """MD5 of the segments' bytes in hex.
+
+        Raises: NotFound.
+        """
+        digest = hashlib.md5(usedforsecurity=False)
+        for segment in segments:
+            with _reading():
+                for at in range(0, segment.size, HASH_BYTES):
+                    count = min(HASH_BYTES, segment.size - at)
+                    await self.beside(_hash, digest.update, self._path(segment.blob), at, count)
+        return digest.hexdigest()
+
+    async def delete(self, blobs: Iterable[str]) -> None:
+        """Remove blobs, as far as they are there; what cannot be removed now is swept away later."""
+        for blob in blobs:
+            for name in (blob + WANTED, blob):
+                with suppress(OSError):
+                    await self.beside(self._path(blob).with_name(name).unlink)
+
+    async def sync(self, blob: str) -> None:
+        """Give all of a blob that the system has to the disk.
+
+        Raises: NotFound when it was deleted.
+        """
+        with _reading():
+            await self.beside(_sync, self._path(blob))
+
+    async def is_written(self, blob: str) -> bool:
+        """Whether a process holds the blob's lock."""
+        return await self.beside(_is_locked, self._path(blob))
+
+    async def names(self) -> list[str]:
+        """All blobs, and those of which only a mark is left."""
+        return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self.place.glob("??/*")}))
+
+    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `work`, done in a thread; who is cancelled waits for it, so that no file is closed under it."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({future})
+            raise
+
+    def _within(self, segments: Iterable[Segment], start: int, stop: int) -> Iterator[tuple[Path, int, int]]:
+        """The parts of segments that lie in [start, stop)."""
+        before = 0
+        for segment in segments:
+            first, last = max(0, start - before), min(segment.size, stop - before)
+            if first < last:
+                yield self._path(segment.blob), first, last
+            before += segment.size
+
+    def _path(self, blob: str) -> Path:
+        return self.place / blob[-2:] / blob
+
+
+@final
+class BlobWriter:
+    """Writes to one blob, which nobody else does meanwhile."""
+
+    def __init__(self, descriptor: int, wanted: Path, folder: ByteFolder) -> None:
+        self._descriptor = descriptor
+        self._wanted = wanted
+        self._folder = folder
+        self._waiting = bytearray()
+        self.told: Callable[[int], None] = lambda _: None
+        """Called with the size that others may read."""
+        self.end = os.fstat(descriptor).st_size
+        """Where the next byte goes to, those that wait in memory counted."""
+
+    async def cut(self, size: int) -> None:
+        """Forget what lies after `size` bytes."""
+        await self._do(os.ftruncate, self._descriptor, size)
+        self.end = size
+
+    async def write(self, data: bytes) -> None:
+        """Append; a block at most waits in memory.
+
+        Raises: ServiceError (507) when the disk is full.
+        """
+        self._waiting += data
+        self.end += len(data)
+        if len(self._waiting) >= BLOCK_BYTES:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Give what waits to the system, where it survives the end of this process.
+
+        Raises: ServiceError (507) when the disk is full; what was written before stays.
+        """
+        if not self._waiting:
+            return
+        data, self._waiting = bytes(self._waiting), bytearray()
+        start = self.end - len(data)
+        try:
+            await self._do(_write_all, self._descriptor, data, start)
+        except BaseException:
+            self.end = os.fstat(self._descriptor).st_size
+            raise
+        self.told(start + len(data))
+
+    async def sync(self) -> None:
+        """Give all to the disk, where it survives a power cut.
+
+        Raises: ServiceError (507) when the disk is full.
+        """
+        await self.flush()
+        await self._do(os.fdatasync, self._descriptor)
+
+    async def in_the_way(self) -> bool:
+        """Whether somebody waits to write here, or the blob was deleted."""
+        return await self._do(lambda: self._wanted.exists() or os.fstat(self._descriptor).st_nlink == 0)
+
+    async def _do(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        with _writing():
+            return await self._folder.beside(work, *args, **kwargs)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """What the system says, as an answer."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ServiceError(
+                "the disk of this service is full; what has arrived is kept, delete files or try again later",
+                code=Code.DISK_FULL,
+                status=507,
+                headers=NO_RETRY,
+            ) from None
+        raise
+
+
+@contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise NotFound("the file was deleted, or has expired, while it was read") from None
+
+
+def _open(path: Path) -> int:
+    """A descriptor to write to a blob; a new one has its name on disk."""
+    make_private(path.parent)
+    descriptor = private_opener(str(path), os.O_RDWR | os.O_CREAT)
+    for folder in (path.parent, path.parent.parent):
+        sync_folder(folder)
+    return descriptor
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        return not _locked(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _close(close: Callable[[T], object], opening: asyncio.Future[T]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        close(opening.result())
+
+
+def _write_all(descriptor: int, data: bytes, start: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, start)
+        start += count
+        view = view[count:]
+
+
+def _hash(update: Callable[[bytes], None], path: Path, start: int, count: int) -> None:
+    with path.open("rb") as file:
+        file.seek(start)
+        update(file.read(count))

@@ -1,0 +1,229 @@
+"""What is known of uploads and files, in transactions that several processes share."""
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar, final
+
+from dist_attn.errors import StorageError
+from dist_attn.settings import FileSettings
+from dist_attn.store.records import BufferedTransaction, Records
+from dist_attn.store.secret import secret_of
+from dist_attn_service.base.errors import Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.uploads.books import Books
+from dist_attn_service.uploads.byte_files import NO_RETRY, ByteFolder
+from dist_attn_service.uploads.entries import Details, FeedRecord, FileRecord, Segment, UploadRecord, Usage, changed
+
+__all__ = ["Catalogue", "known", "new_id", "pending"]
+
+T = TypeVar("T")
+COMPLETED_S = 3600.0  # an upload that is done can be asked for so long, so that a lost answer can be had again
+_ID = re.compile("[A-Za-z0-9_-]{1,64}")
+
+
+def new_id(kind: str) -> str:
+    """An id that nobody can guess, such as `file-…`."""
+    return kind + secrets.token_urlsafe(18)
+
+
+@final
+class Catalogue:
+    """Uploads and files of all callers; a caller is told nothing of another's."""
+
+    def __init__(
+        self, records: Records, secret: bytes, limits: FileSettings, folder: ByteFolder, clock: Callable[[], float]
+    ) -> None:
+        self._records = records
+        self._secret = secret
+        self._folder = folder
+        self.limits = limits
+        self.clock = clock
+        self.total = Usage()
+        """What all callers had when this process last looked."""
+
+    @staticmethod
+    async def open(
+        records: Records, limits: FileSettings, folder: ByteFolder, clock: Callable[[], float] = time.time
+    ) -> "Catalogue":
+        """The catalogue in these records.
+
+        Raises: StorageError, also for new records over a folder with bytes, which would be swept away as unknown.
+        """
+        known = await records.transact(lambda transaction: transaction.get("secret"))
+        if known is None and (count := len(await folder.names())):
+            raise StorageError(
+                f"{folder.place} holds {count} files or parts, and their catalogue is not there or empty; put a "
+                "backup of it in its place; to begin without them move the folder away"
+            )
+        return Catalogue(records, await secret_of(records), limits, folder, clock)
+
+    def tenant(self, caller: str) -> str:
+        """A caller as it stands in keys."""
+        return hmac.new(self._secret, caller.encode(), hashlib.sha256).hexdigest()[:32]
+
+    async def change(self, work: Callable[[Books], Awaitable[T]]) -> T:
+        """Run work on the books in one transaction, and delete the blobs that it has dropped.
+
+        Raises: ServiceError (507) when the catalogue cannot be read or written; whatever `work` raises.
+        """
+        opened: list[Books] = []
+        total = Usage()
+
+        async def run(transaction: BufferedTransaction) -> T:
+            nonlocal total
+            opened[:] = [Books(transaction, self.limits, self.clock())]
+            result = await work(opened[0])
+            total = await opened[0].usage()
+            return result
+
+        try:
+            result = await self._records.transact(run)
+        except StorageError as error:
+            raise ServiceError(str(error), code=Code.STORAGE_FAILED, status=507, headers=NO_RETRY) from None
+        self.total = total
+        await self._folder.delete(opened[0].dropped)
+        return result
+
+    # ---- uploads -------------------------------------------------------------------------------
+
+    async def begin(
+        self, caller: str, length: int, details: Details, metadata: str = "", feed: FeedRecord | None = None
+    ) -> tuple[str, UploadRecord]:
+        """A new upload of so many bytes, which may feed a session.
+
+        Raises: TooLarge, ServiceError (429, 507).
+        """
+        if length > self.limits.file_bytes:
+            raise TooLarge(f"a file may have {self.limits.file_bytes} bytes; this one has {length}", param="bytes")
+        name = new_id("upload_")
+
+        async def enter(books: Books) -> UploadRecord:
+            ends = books.now + self.limits.upload_s
+            record = UploadRecord(self.tenant(caller), length, details, books.now, ends, metadata=metadata, feed=feed)
+            await books.save_upload(name, record, None)
+            return record
+
+        return name, await self.change(enter)
+
+    async def upload(self, caller: str, name: str) -> UploadRecord:
+        """How an upload stands.
+
+        Raises: NotFound.
+        """
+        return await self.change(lambda books: books.upload(self.tenant(caller), known(name)))
+
+    async def change_upload(
+        self, caller: str, name: str, work: Callable[[Books, UploadRecord], Awaitable[UploadRecord]]
+    ) -> UploadRecord:
+        """Change an upload that is pending.
+
+        Raises: NotFound; ServiceError (409) for one that is not pending; what `work` raises.
+        """
+
+        async def run(books: Books) -> UploadRecord:
+            before = pending(await books.upload(self.tenant(caller), known(name)))
+            after = await work(books, before)
+            await books.save_upload(name, after, before)
+            return after
+
+        return await self.change(run)
+
+    async def note_feed(self, caller: str, name: str, feed: FeedRecord, synced: int) -> UploadRecord:
+        """How far its session is; the upload stays for as long as it is fed. `synced` bytes of it are on the disk.
+
+        Raises: NotFound; ServiceError (409) for one that was cancelled.
+        """
+
+        async def run(books: Books) -> UploadRecord:
+            before = await books.upload(self.tenant(caller), known(name))
+            if before.state == "cancelled":
+                return pending(before)
+            ends = books.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
+            after = changed(before, feed=feed, expires_at=max(before.expires_at, ends))
+            if before.state == "pending":
+                after = changed(after, synced=max(before.synced, synced))
+            await books.save_upload(name, after, before)
+            return after
+
+        return await self.change(run)
+
+    async def cancel(self, caller: str, name: str) -> UploadRecord:
+        """Cancel an upload and forget its bytes; one that is cancelled already stays so.
+
+        Raises: NotFound; ServiceError (409) for one that is completed.
+        """
+        if (record := await self.upload(caller, name)).state == "cancelled":
+            return record
+
+        async def end(books: Books, before: UploadRecord) -> UploadRecord:
+            await books.empty_upload(name, before)
+            return changed(before, state="cancelled", expires_at=books.now + COMPLETED_S)
+
+        return await self.change_upload(caller, name, end)
+
+    async def delete_upload(self, caller: str, name: str) -> None:
+        """Forget an upload, and its bytes unless a file has them.
+
+        Raises: NotFound.
+        """
+
+        async def drop(books: Books) -> None:
+            record = await books.upload(self.tenant(caller), known(name))
+            await books.drop_upload(name, record)
+
+        await self.change(drop)
+
+    async def complete(
+        self, caller: str, name: str, segments: tuple[Segment, ...], made_of: tuple[str, ...] = ()
+    ) -> UploadRecord:
+        """Make a file of these segments of an upload, and forget what else has come.
+
+        Raises: NotFound; ServiceError (409).
+        """
+
+        async def run(books: Books) -> UploadRecord:
+            before = pending(await books.upload(self.tenant(caller), known(name)))
+            await books.empty_upload(name, before, frozenset(segment.blob for segment in segments))
+            file = new_id("file-")
+            ends = books.now + COMPLETED_S
+            done = changed(before, state="completed", file=file, made_of=made_of, blob="", expires_at=ends)
+            # First, so that what was announced is given back before the file is charged.
+            await books.save_upload(name, done, before)
+            await books.add_file(file, self.new_file(books, before.tenant, before.details, segments))
+            return done
+
+        return await self.change(run)
+
+    def new_file(self, books: Books, tenant: str, details: Details, segments: tuple[Segment, ...]) -> FileRecord:
+        """The record of a file that begins to live now."""
+        lives = details.lives_s or self.limits.file_s
+        size = sum(segment.size for segment in segments)
+        return FileRecord(tenant, details, size, books.now, books.now + lives if lives else 0.0, segments)
+
+
+def known(name: str) -> str:
+    """An id as it may stand in a key.
+
+    Raises: NotFound for what is none of ours.
+    """
+    if not _ID.fullmatch(name):
+        raise NotFound(f"there is no {name[:80]!r}; it was deleted, has expired, or never was")
+    return name
+
+
+def pending(record: UploadRecord) -> UploadRecord:
+    """The same record.
+
+    Raises: ServiceError (409) when the upload takes nothing any more.
+    """
+    if record.state != "pending":
+        raise ServiceError(
+            f"the upload is {record.state}, and takes nothing any more",
+            code=Code.CONFLICT,
+            status=409,
+            headers=NO_RETRY,
+        )
+    return record

@@ -1,0 +1,162 @@
+"""Room for bytes that are on their way as a part or as a file: held while they come, charged or given back after."""
+
+from typing import final
+
+from dist_attn.store.blobs import new_name
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.uploads.books import Books
+from dist_attn_service.uploads.byte_files import NO_RETRY
+from dist_attn_service.uploads.catalogue import Catalogue, known, new_id
+from dist_attn_service.uploads.entries import (
+    BlobRecord,
+    Details,
+    FileRecord,
+    PartRecord,
+    Segment,
+    UploadRecord,
+    changed,
+    encode,
+)
+
+__all__ = ["Holding"]
+
+TIMES_RECEIVED = 3  # a part whose answer was lost comes again: so many times the announced bytes are taken
+
+
+@final
+class Holding:
+    """Every blob has its record before it has a byte, so that whatever a process leaves behind can be told."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+
+    async def for_part(self, caller: str, upload: str, most: int) -> tuple[str, int]:
+        """A new blob for a part of at most `most` bytes, and how many it may have.
+
+        Raises: NotFound, BadRequest; ServiceError (409, 429, 507).
+        """
+        limits = self._catalogue.limits
+        blob, room = new_name(self._catalogue.clock()), 0
+
+        async def enter(books: Books, before: UploadRecord) -> UploadRecord:
+            nonlocal room
+            if before.kind == "stream" or before.feed is not None:
+                raise _mixed("the bytes of this upload come by PATCH; send parts to another one")
+            if before.parts >= limits.upload_parts:
+                raise BadRequest(f"an upload may have {limits.upload_parts} parts; send larger ones", param="data")
+            room = min(most, limits.part_bytes, before.length)
+            if before.received + room > TIMES_RECEIVED * before.length:
+                raise BadRequest(
+                    f"{before.received} bytes have come for an upload of {before.length}; complete it, or cancel it",
+                    param="data",
+                )
+            books.put_blob(blob, BlobRecord(before.tenant, f"upload/{upload}", books.now, held=max(1, room)))
+            return changed(before, writing=before.writing + max(1, room))
+
+        await self._catalogue.change_upload(caller, upload, enter)
+        return blob, room
+
+    async def into_part(self, caller: str, upload: str, blob: str, size: int) -> str:
+        """The blob is a part of so many bytes; the part's id.
+
+        Raises: NotFound; ServiceError (409) when the upload has changed meanwhile.
+        """
+        part = new_id("part_")
+
+        async def enter(books: Books, before: UploadRecord) -> UploadRecord:
+            held = await books.blob(blob)
+            if before.kind == "stream":
+                raise _mixed("the bytes of this upload come by PATCH since this part began")
+            books.put_blob(blob, changed(held, held=0))
+            books.transaction.put(f"part/{upload}/{part}", encode(PartRecord(Segment(blob, size), books.now)))
+            ends = books.now + books.limits.upload_s
+            writing, received = before.writing - held.held, before.received + size
+            return changed(
+                before, kind="parts", parts=before.parts + 1, writing=writing, received=received, expires_at=ends
+            )
+
+        await self._catalogue.change_upload(caller, upload, enter)
+        return part
+
+    async def for_file(self, caller: str, room: int) -> str:
+        """A new blob for a file that is sent in one request, of at most `room` bytes for now.
+
+        Raises: ServiceError (429, 507).
+        """
+        blob, tenant = new_name(self._catalogue.clock()), self._catalogue.tenant(caller)
+
+        async def enter(books: Books) -> None:
+            await books.charge(tenant, size=max(1, room))
+            books.put_blob(blob, BlobRecord(tenant, "", books.now, held=max(1, room)))
+
+        await self._catalogue.change(enter)
+        return blob
+
+    async def more(self, blob: str, size: int, ahead: int) -> int:
+        """Hold at least `size` bytes in all for a file that is longer than was known, `ahead` if so many may be had.
+
+        Raises: NotFound, TooLarge; ServiceError (429, 507).
+        """
+        most = self._catalogue.limits.file_bytes
+        if size > most:
+            raise TooLarge(f"a file may have {most} bytes; more were sent", param="file")
+
+        async def enter(books: Books, room: int) -> int:
+            held = await books.blob(blob)
+            await books.charge(held.tenant, size=room - held.held)
+            books.put_blob(blob, changed(held, held=room))
+            return room
+
+        wanted = min(most, max(size, ahead))
+        try:
+            return await self._catalogue.change(lambda books: enter(books, wanted))
+        except ServiceError as error:
+            if wanted == size or error.code not in (Code.INSUFFICIENT_QUOTA, Code.DISK_FULL):
+                raise
+        return await self._catalogue.change(lambda books: enter(books, size))
+
+    async def into_file(self, caller: str, blob: str, size: int, details: Details) -> tuple[str, FileRecord]:
+        """The blob is a file of so many bytes; its id and record.
+
+        Raises: NotFound; ServiceError (429, 507).
+        """
+        name = new_id("file-")
+
+        async def enter(books: Books) -> FileRecord:
+            held = await books.blob(blob)
+            await books.charge(held.tenant, size=-held.held)
+            books.put_blob(blob, changed(held, held=0))
+            record = self._catalogue.new_file(books, held.tenant, details, (Segment(blob, size),))
+            await books.add_file(name, record)
+            return record
+
+        return name, await self._catalogue.change(enter)
+
+    async def for_stream(self, caller: str, upload: str) -> UploadRecord:
+        """The upload, its bytes now those of one stream.
+
+        Raises: NotFound; ServiceError (409) when it has parts, or takes nothing any more.
+        """
+
+        async def enter(books: Books, before: UploadRecord) -> UploadRecord:
+            if before.kind == "parts":
+                raise _mixed("the bytes of this upload come as parts; send the next one to /parts")
+            blob = before.blob or new_name(books.now)
+            books.put_blob(blob, BlobRecord(before.tenant, f"upload/{upload}", books.now))
+            return changed(before, kind="stream", blob=blob)
+
+        return await self._catalogue.change_upload(caller, upload, enter)
+
+    async def give_up(self, blob: str) -> None:
+        """What was on its way does not come: its room and its bytes are given back."""
+
+        async def leave(books: Books) -> None:
+            value = await books.transaction.get(f"blob/{known(blob)}")
+            if value is not None and (record := await books.blob(blob)).held:
+                await books.release(blob, record)
+
+        await self._catalogue.change(leave)
+
+
+def _mixed(message: str) -> ServiceError:
+    return ServiceError(message, code=Code.CONFLICT, status=409, headers=NO_RETRY)

@@ -1,0 +1,208 @@
+"""multipart/form-data while it arrives: fields and their bytes, wherever the stream is cut; strict and bounded.
+
+Reference: RFC 7578 over RFC 2046 section 5.1, without preamble, epilogue and nested parts, which clients do not send.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import final
+
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError
+
+__all__ = ["FieldBytes", "FieldEnd", "FieldStart", "FormEvent", "FormParser", "boundary_of"]
+
+HEAD_BYTES = 8 << 10  # of one field
+MOST_FIELDS = 32
+_BOUNDARY = re.compile(r";[ \t]*boundary=(?:\"([^\"]*)\"|([^\s;\"]+))[ \t]*(?=;|$)", re.IGNORECASE)
+_BOUNDARY_CHARACTERS = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
+_HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
+_PARAMETER = re.compile(r"[ \t]*;[ \t]*([0-9A-Za-z*_-]+)=(\"(?:[^\"\\]|\\.)*\"|[^\s;\"]+)")
+
+
+@dataclass(frozen=True)
+class FieldStart:
+    """A field begins; `filename` is None where none was given."""
+
+    name: str
+    filename: str | None
+    content_type: str
+
+
+@dataclass(frozen=True)
+class FieldBytes:
+    """The next bytes of the field; never empty."""
+
+    data: bytes
+
+
+@dataclass(frozen=True)
+class FieldEnd:
+    """The field is whole."""
+
+
+FormEvent = FieldStart | FieldBytes | FieldEnd
+
+
+class _At(Enum):
+    START = auto()
+    AFTER_BOUNDARY = auto()
+    HEAD = auto()
+    DATA = auto()
+    END = auto()
+
+
+def boundary_of(content_type: str) -> bytes:
+    """The boundary that a Content-Type of multipart/form-data names.
+
+    Raises: BadRequest when there is none, or none that RFC 2046 allows.
+    """
+    found = _BOUNDARY.search(content_type)
+    boundary = (found[1] if found[1] is not None else found[2]) if found else ""
+    if not _BOUNDARY_CHARACTERS.fullmatch(boundary):
+        raise BadRequest(
+            f"the boundary {boundary[:80]!r} of the multipart body is not one; needed are 1 to 70 characters, as every "
+            "HTTP library sends them by itself",
+            code=Code.INVALID_VALUE,
+        )
+    return boundary.encode("ascii")
+
+
+@final
+class FormParser:
+    """Takes the body in any pieces and gives its events; holds no more than one field's head and one boundary."""
+
+    def __init__(self, boundary: bytes) -> None:
+        self._delimiter = b"\r\n--" + boundary
+        # So that the first boundary, which begins the body, looks like all others.
+        self._held = bytearray(b"\r\n")
+        self._at = _At.START
+        self._fields = 0
+
+    def push(self, chunk: bytes) -> list[FormEvent]:
+        """The events that the next bytes complete.
+
+        Raises: BadRequest for what is no form.
+        """
+        self._held += chunk
+        events: list[FormEvent] = []
+        while self._step(events):
+            pass
+        return events
+
+    def finish(self) -> None:
+        """Nothing follows.
+
+        Raises: BadRequest when the last boundary is missing.
+        """
+        if self._at is not _At.END:
+            raise _broken("the body ends before its last boundary")
+
+    def _step(self, events: list[FormEvent]) -> bool:
+        """Go on as far as one state reaches; whether more can be done with what is there."""
+        match self._at:
+            case _At.START:
+                return self._start()
+            case _At.AFTER_BOUNDARY:
+                return self._after_boundary()
+            case _At.HEAD:
+                return self._head(events)
+            case _At.DATA:
+                return self._data(events)
+            case _At.END:
+                if not b"\r\n".startswith(self._held):
+                    raise _broken("something follows the last boundary")
+                return False
+
+    def _start(self) -> bool:
+        if not self._delimiter.startswith(self._held[: len(self._delimiter)]):
+            raise _broken("the body does not begin with its boundary")
+        if len(self._held) < len(self._delimiter):
+            return False
+        del self._held[: len(self._delimiter)]
+        self._at = _At.AFTER_BOUNDARY
+        return True
+
+    def _after_boundary(self) -> bool:
+        if len(self._held) < 2:
+            return False
+        after = bytes(self._held[:2])
+        if after not in (b"\r\n", b"--"):
+            raise _broken("a boundary is followed by something else than the end of its line")
+        del self._held[:2]
+        self._at = _At.HEAD if after == b"\r\n" else _At.END
+        return True
+
+    def _head(self, events: list[FormEvent]) -> bool:
+        end = self._held.find(b"\r\n\r\n", 0, HEAD_BYTES + 4)
+        if end < 0:
+            if len(self._held) > HEAD_BYTES + 4:
+                raise _broken(f"the head of a field has more than {HEAD_BYTES} bytes")
+            return False
+        self._fields += 1
+        if self._fields > MOST_FIELDS:
+            raise _broken(f"the form has more than {MOST_FIELDS} fields")
+        events.append(_field(bytes(self._held[:end])))
+        del self._held[: end + 4]
+        self._at = _At.DATA
+        return True
+
+    def _data(self, events: list[FormEvent]) -> bool:
+        at = self._held.find(self._delimiter)
+        # Without a boundary in sight, the last bytes may be the beginning of one.
+        sure = at if at >= 0 else max(0, len(self._held) - len(self._delimiter) + 1)
+        if sure:
+            events.append(FieldBytes(bytes(memoryview(self._held)[:sure])))
+            del self._held[:sure]
+        if at < 0:
+            return False
+        del self._held[: len(self._delimiter)]
+        events.append(FieldEnd())
+        self._at = _At.AFTER_BOUNDARY
+        return True
+
+
+def _field(head: bytes) -> FieldStart:
+    """What the head of a field says.
+
+    Raises: BadRequest when it is no head, or names no field.
+    """
+    try:
+        lines = head.decode("utf-8").split("\r\n")
+    except UnicodeDecodeError:
+        raise _broken("the head of a field is not UTF-8") from None
+    headers: dict[str, str] = {}
+    for line in lines:
+        found = _HEADER.fullmatch(line)
+        if found is None:
+            raise _broken(f"{line[:80]!r} is no header of a field")
+        if headers.setdefault(found[1].lower(), found[2]) != found[2]:
+            raise _broken(f"a field has {found[1][:80]} twice")
+    if headers.get("content-transfer-encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
+        raise _broken("a field has a Content-Transfer-Encoding; send its bytes as they are")
+    parameters = _disposition(headers.get("content-disposition", ""))
+    if not parameters.get("name"):
+        raise _broken("a field has no name")
+    return FieldStart(parameters["name"], parameters.get("filename"), headers.get("content-type", "").strip())
+
+
+def _disposition(value: str) -> dict[str, str]:
+    """The parameters of a Content-Disposition: form-data."""
+    kind, parameters, at = value[:9], {}, 9
+    if kind.lower() != "form-data":
+        raise _broken("a field has no Content-Disposition: form-data")
+    while at < len(value.rstrip()):
+        found = _PARAMETER.match(value, at)
+        if found is None or found[1].lower() in parameters:
+            raise _broken(f"{value[:80]!r} is no Content-Disposition of a form")
+        text = found[2]
+        if text.startswith('"'):
+            # Browsers write a quote as %22, older clients as \"; a backslash before anything else is itself.
+            text = text[1:-1].replace('\\"', '"').replace("%22", '"')
+        parameters[found[1].lower()] = text
+        at = found.end()
+    return parameters
+
+
+def _broken(what: str) -> ServiceError:
+    return BadRequest(f"the multipart body cannot be read: {what}", code=Code.INVALID_VALUE)

@@ -1,0 +1,330 @@
+"""Files and uploads as routes use them: what a client sends is on disk and in the books when it has its answer."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import final
+
+from dist_attn.store import ExpiryGrace, open_records
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.base.logs import Log, warn_of_jump
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.uploads.byte_files import NO_RETRY, BlobWriter, ByteFolder
+from dist_attn_service.uploads.catalogue import Catalogue, pending
+from dist_attn_service.uploads.entries import (
+    Details,
+    FeedRecord,
+    FileRecord,
+    PartRecord,
+    Segment,
+    UploadRecord,
+    changed,
+    decode,
+)
+from dist_attn_service.uploads.filing import Filing
+from dist_attn_service.uploads.holding import Holding
+from dist_attn_service.uploads.tus import OFFSET
+from dist_attn_service.uploads.upkeep import Upkeep
+from dist_attn_service.uploads.writing import Form, Reader, arriving, kept_up, read_form
+
+__all__ = ["FileShelf", "this_boot"]
+
+THREADS = 4
+FIRST_BYTES = 1  # held at first for a file of which it is not known how long it is
+ROOM_BYTES = 64 << 20  # and how much more at most each time
+FORM_BYTES = 4 << 10  # of a form are likely not those of its file
+
+
+def this_boot() -> str:
+    """This start of this machine: what a process gave to the system outlives the process, not the system."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return uuid.uuid4().hex
+
+
+@final
+class FileShelf:
+    """All files and uploads of a service; any number of processes may have the same."""
+
+    def __init__(self, catalogue: Catalogue, folder: ByteFolder, boot: str, grace: ExpiryGrace) -> None:
+        self._folder = folder
+        self._boot = boot
+        self._holding = Holding(catalogue)
+        self.catalogue = catalogue
+        self.files = Filing(catalogue)
+        self.upkeep = Upkeep(catalogue, folder, grace)
+
+    @staticmethod
+    @asynccontextmanager
+    async def opened(settings: Settings, log: Log) -> AsyncIterator["FileShelf"]:
+        """The shelf that the settings name, which is kept in order while it is open.
+
+        Raises: StorageError, ConfigError; ServiceError (507) when it cannot be put in order.
+        """
+        place = settings.files_folder
+        with ThreadPoolExecutor(THREADS, thread_name_prefix="files") as threads:
+            folder = ByteFolder(place / "bytes", threads)
+            records = await open_records(settings.files.catalogue or str(place), "files")
+            try:
+                catalogue = await Catalogue.open(records, settings.files, folder)
+                shelf = FileShelf(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
+                await shelf.upkeep.sweep()
+                keeper = asyncio.create_task(shelf._keep(settings.files.upkeep_s, log))
+                try:
+                    yield shelf
+                finally:
+                    keeper.cancel()
+                    await asyncio.gather(keeper, return_exceptions=True)
+            finally:
+                await records.close()
+
+    async def _keep(self, every_s: float, log: Log) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.upkeep.sweep()
+                warn_of_jump(log, self.upkeep.grace, "file or upload")
+            except Exception as error:
+                log.warning("files could not be put in order; will try again", exc_info=error)
+
+    # ---- uploads -------------------------------------------------------------------------------
+
+    async def standing(self, caller: str, name: str) -> UploadRecord:
+        """An upload as it stands; if the process died between the last byte and the file, the file is made now.
+
+        Raises: NotFound; ServiceError (507).
+        """
+        record = await self.catalogue.upload(caller, name)
+        if record.state != "pending" or record.kind != "stream" or await self.offset(record) < record.length:
+            return record
+        async with self._folder.writing(record.blob) as writer:
+            await writer.sync()
+            record = await self.catalogue.upload(caller, name)
+            if record.state == "pending" and self._trusted(record, writer.end) == record.length:
+                record = await self.catalogue.complete(caller, name, (Segment(record.blob, record.length),))
+            return record
+
+    async def offset(self, record: UploadRecord) -> int:
+        """How many bytes of an upload are on disk."""
+        if record.state == "completed":
+            return record.length
+        if record.kind == "stream":
+            return self._trusted(record, await self._folder.size(record.blob))
+        return record.received
+
+    async def append(
+        self,
+        caller: str,
+        name: str,
+        offset: int,
+        body: RequestBody,
+        announced: int | None,
+        reader: Reader | None = None,
+    ) -> tuple[UploadRecord, int]:
+        """Go on with an upload at this byte, and complete it with its last; how it stands then, and up to which byte.
+
+        `announced` is how many bytes the body says to have. However this ends, what has arrived is kept. No more is
+        taken than what `reader` can keep up with.
+
+        Raises: NotFound, TooLarge; ServiceError (409) where it stands elsewhere or has parts; what the body raises.
+        """
+        blob = (await self._holding.for_stream(caller, name)).blob
+        async with self._folder.writing(blob) as writer:
+            # As it stands now that nobody else writes.
+            record = await self._holding.for_stream(caller, name)
+            begin = self._trusted(record, writer.end)
+            if offset != begin:
+                raise ServiceError(
+                    f"{OFFSET} is {offset}, and the upload stands at {begin}; go on there",
+                    code=Code.CONFLICT,
+                    status=409,
+                    param=OFFSET,
+                    headers={OFFSET.lower(): str(begin), **NO_RETRY},
+                )
+            if announced is not None and begin + announced > record.length:
+                raise _too_long(record.length)
+            await writer.cut(begin)
+            await self._note(caller, name, begin)
+            if reader is not None:
+                writer.told = reader.reached
+                reader.reached(begin)
+            try:
+                await self._receive(caller, name, record.length, body, writer, reader)
+            finally:
+                await writer.flush()
+            await writer.sync()
+            record = await self._note(caller, name, writer.end)
+            if writer.end == record.length:
+                record = await self.catalogue.complete(caller, name, (Segment(blob, writer.end),))
+            return record, writer.end
+
+    async def _receive(
+        self, caller: str, name: str, length: int, body: RequestBody, writer: BlobWriter, reader: Reader | None
+    ) -> None:
+        synced = writer.end
+        async for chunk in arriving(body, writer):
+            if writer.end + len(chunk) > length:
+                raise _too_long(length)
+            await writer.write(chunk)
+            if reader is not None:
+                await kept_up(reader, writer)
+            if writer.end - synced >= self.catalogue.limits.sync_bytes:
+                await writer.sync()
+                synced = writer.end
+                await self._note(caller, name, synced)
+
+    async def _note(self, caller: str, name: str, synced: int) -> UploadRecord:
+        """Up to this byte a stream is on disk, and from here on this machine's word counts."""
+
+        async def note(books: object, before: UploadRecord) -> UploadRecord:
+            ends = self.catalogue.clock() + self.catalogue.limits.upload_s
+            return changed(before, synced=synced, boot=self._boot, expires_at=ends)
+
+        return await self.catalogue.change_upload(caller, name, note)
+
+    def _trusted(self, record: UploadRecord, size: int) -> int:
+        """Up to where a stream of this size is surely what was sent."""
+        return min(size, record.length if record.boot == self._boot else record.synced)
+
+    async def fed_from(self, caller: str, name: str) -> tuple[UploadRecord, tuple[Segment, ...], int]:
+        """An upload that is read while it arrives: its record, where its bytes lie, and how many of them are there.
+
+        Raises: NotFound, also for a file that was deleted; ServiceError (409) when it takes nothing any more.
+        """
+        record = await self.catalogue.upload(caller, name)
+        if record.state == "completed":
+            return record, (await self.files.get(caller, record.file)).segments, record.length
+        record = await self._holding.for_stream(caller, name)
+        return record, (Segment(record.blob, record.length),), await self.offset(record)
+
+    def read_bytes(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
+        """Bytes of an upload that are there, in pieces.
+
+        Raises: NotFound when it is deleted meanwhile.
+        """
+        return self._folder.read(segments, start, stop)
+
+    async def note_feed(
+        self, caller: str, name: str, feed: FeedRecord, segments: tuple[Segment, ...] = (), size: int = 0
+    ) -> FeedRecord:
+        """Write down how far the session of an upload is, once so many bytes of it are on the disk.
+
+        Raises: NotFound; ServiceError (409, 507).
+        """
+        for segment in segments if size else ():
+            await self._folder.sync(segment.blob)
+        await self.catalogue.note_feed(caller, name, feed, size)
+        return feed
+
+    async def add_part(
+        self, caller: str, name: str, boundary: bytes, body: RequestBody, announced: int | None
+    ) -> tuple[str, float]:
+        """A part from the field `data` of a form: its id, and when it was made. A part that breaks off leaves nothing.
+
+        Raises: NotFound, BadRequest, TooLarge; ServiceError (409, 429, 507); what the body raises.
+        """
+        limits = self.catalogue.limits
+        blob, room = await self._holding.for_part(caller, name, limits.part_bytes if announced is None else announced)
+
+        async def within(size: int) -> None:
+            if size > room:
+                raise TooLarge(
+                    f"a part may have {limits.part_bytes} bytes, and no more than its upload was announced with",
+                    param="data",
+                )
+
+        async with self._kept(blob) as writer:
+            await read_form(body, boundary, writer, file_field="data", fields=(), room_for=within)
+            await writer.sync()
+            return await self._holding.into_part(caller, name, blob, writer.end), self.catalogue.clock()
+
+    async def complete(self, caller: str, name: str, part_ids: list[str], md5: str | None) -> UploadRecord:
+        """Make a file of these parts in this order; asked again in the same words, answer the same.
+
+        Raises: NotFound, BadRequest; ServiceError (409, 507).
+        """
+        record = await self.standing(caller, name)
+        if record.state == "completed" and record.made_of == tuple(part_ids):
+            return record
+        pending(record)
+        if record.kind == "stream" or (not part_ids and record.length):
+            raise BadRequest(
+                f"{await self.offset(record)} bytes of {record.length} have come; the last one completes an upload by "
+                "PATCH, and other uploads are completed by their part_ids",
+                param="part_ids",
+            )
+        if len(set(part_ids)) != len(part_ids):
+            raise BadRequest("a part is named twice; name each once", param="part_ids")
+        segments = await self._segments(name, part_ids)
+        if (size := sum(segment.size for segment in segments)) != record.length:
+            raise BadRequest(
+                f"these parts have {size} bytes; the upload was announced with {record.length}", param="part_ids"
+            )
+        if md5 is not None and (found := await self._folder.md5(segments)) != md5.lower():
+            raise BadRequest(f"md5 is {md5}; that of the parts in this order is {found}", param="md5")
+        return await self.catalogue.complete(caller, name, segments, tuple(part_ids))
+
+    async def _segments(self, upload: str, part_ids: list[str]) -> tuple[Segment, ...]:
+        keys = [f"part/{upload}/{part}" for part in part_ids]
+        values = await self.catalogue.change(lambda books: books.transaction.get_many(keys))
+        for part, value in zip(part_ids, values, strict=True):
+            if value is None:
+                raise BadRequest(f"there is no part {part[:80]!r} of this upload", param="part_ids")
+        return tuple(decode(value, PartRecord).segment for value in values if value is not None)
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    async def add_file(
+        self,
+        caller: str,
+        boundary: bytes,
+        body: RequestBody,
+        announced: int | None,
+        fields: tuple[str, ...],
+        details: Callable[[Form], Details],
+    ) -> tuple[str, FileRecord]:
+        """A file from the field `file` of a form, whose other fields say what it is.
+
+        Raises: BadRequest, TooLarge; ServiceError (429, 507); what `details` and the body raise.
+        """
+        most = self.catalogue.limits.file_bytes
+        held = FIRST_BYTES if announced is None else max(1, min(announced, most) - FORM_BYTES)
+        blob = await self._holding.for_file(caller, held)
+
+        async def within(size: int) -> None:
+            nonlocal held
+            if size > held:
+                # What is known to come is held exactly, so that a share can be used up to its last byte.
+                ahead = size if announced is not None else max(size, min(2 * held, held + ROOM_BYTES))
+                held = await self._holding.more(blob, size, ahead)
+
+        async with self._kept(blob) as writer:
+            form = await read_form(body, boundary, writer, file_field="file", fields=fields, room_for=within)
+            told = details(form)
+            await writer.sync()
+            return await self._holding.into_file(caller, blob, writer.end, told)
+
+    def read(self, record: FileRecord, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes]:
+        """The bytes of a file, in pieces.
+
+        Raises: NotFound when it is deleted meanwhile.
+        """
+        return self._folder.read(record.segments, start, record.size if stop is None else stop)
+
+    @asynccontextmanager
+    async def _kept(self, blob: str) -> AsyncIterator[BlobWriter]:
+        """Write a blob that has its record; unless the block ends well, both go."""
+        try:
+            async with self._folder.writing(blob) as writer:
+                yield writer
+        except BaseException:
+            await asyncio.shield(self._holding.give_up(blob))
+            raise
+
+
+def _too_long(length: int) -> TooLarge:
+    return TooLarge(f"this upload was announced with {length} bytes; more were sent", param=OFFSET)
