@@ -9,8 +9,6 @@ import time
 from types import TracebackType
 from typing import Any, Self, final
 
-import msgspec
-
 from dist_attn.control.private_folder import PrivateFolder
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
@@ -84,7 +82,7 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
                 addresses = {name: f"ipc://{folder.path}/{name}" for name in ("ranks", "api")}
                 fields = {"rank_address": addresses["ranks"], **fields, "api_address": addresses["api"]}
             settings = ControlSettings(**fields)
-        settings = msgspec.structs.replace(settings, parent=os.getpid())
+        settings = settings.replace(parent=os.getpid())
         return EngineHandle(settings, _start_controller(settings), folder)
     except BaseException:
         if folder is not None:

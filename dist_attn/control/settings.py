@@ -137,6 +137,10 @@ class ControlSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.drain_s < 0:
             raise ConfigError(f"drain_s is {self.drain_s:g}; it must be 0 (hand over at once) or more")
 
+    def replace(self, **changes: Any) -> "ControlSettings":
+        """The same settings but for `changes`. Raises: ConfigError for values that do not fit."""
+        return msgspec.structs.replace(self, **changes)
+
     @property
     def starts_by(self) -> Literal["direct", "mpiexec"]:
         """What starts the ranks: each host's agent one by one, or MPI's launcher."""

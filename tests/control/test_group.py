@@ -320,7 +320,7 @@ def several(scene, now=None):
 
 def test_the_second_host_is_told_where_the_first_one_listens():
     """Node 0 is started alone; its answer carries the meeting place, which goes to node 1; each watches its own."""
-    scene = Scene(msgspec.structs.replace(SETTINGS, agents=2, rank_address="tcp://127.0.0.1:1"))
+    scene = Scene(SETTINGS.replace(agents=2, rank_address="tcp://127.0.0.1:1"))
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
     scene.group.tick(scene.now, None, 0)
@@ -339,7 +339,7 @@ def test_the_second_host_is_told_where_the_first_one_listens():
 
 def test_a_group_is_cleared_when_every_host_has_nothing_left():
     """One host's word is not enough; one that is gone is not waited for."""
-    scene = Scene(msgspec.structs.replace(SETTINGS, agents=2, rank_address="tcp://127.0.0.1:1"))
+    scene = Scene(SETTINGS.replace(agents=2, rank_address="tcp://127.0.0.1:1"))
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
     scene.group.tick(scene.now, None, 0)
@@ -356,7 +356,7 @@ def test_a_group_is_cleared_when_every_host_has_nothing_left():
 
 def test_a_lost_host_is_named_though_the_ranks_of_another_end_first():
     """A rank whose exchange broke ends its host's group at once; the host that was switched off is the reason."""
-    scene = Scene(msgspec.structs.replace(SETTINGS, agents=2, rank_address="tcp://127.0.0.1:1"))
+    scene = Scene(SETTINGS.replace(agents=2, rank_address="tcp://127.0.0.1:1"))
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
     scene.group.tick(scene.now, None, 0)
@@ -374,7 +374,7 @@ def test_a_lost_host_is_named_though_the_ranks_of_another_end_first():
 
 def test_a_host_that_others_cannot_reach_is_named():
     """A loopback address beside a real one: nothing starts, and the reason says which host needs an address."""
-    scene = Scene(msgspec.structs.replace(SETTINGS, agents=2, rank_address="tcp://127.0.0.1:1"))
+    scene = Scene(SETTINGS.replace(agents=2, rank_address="tcp://127.0.0.1:1"))
     scene.outlet.agents = {b"a", b"b"}
     several(scene)
     scene.group.agent_hello(b"a", AgentHello(PROTOCOL_VERSION, "h", 9, "a", "127.0.0.1"), scene.now)

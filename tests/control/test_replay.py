@@ -95,7 +95,10 @@ class Engine:
         self.inboxes = {rank: [] for rank in range(self.settings.ranks)}
         self.outboxes = {rank: deque() for rank in range(self.settings.ranks)}
         self.ranks = {
-            rank: _Mortal(RankSettings("ipc:///x", epoch, self.settings.ranks, rank, "m"), Pulse())
+            rank: _Mortal(
+                RankSettings(controller="ipc:///x", epoch=epoch, ranks=self.settings.ranks, rank=rank, model="m"),
+                Pulse(),
+            )
             for rank in range(self.settings.ranks)
         }
         largest = largest_snapshot(FakeExecutor.state_bytes, VOCAB)
@@ -263,7 +266,7 @@ def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
     """Kills between any two messages, in prefill, in decoding, between rounds of decoding of one step, while states
     are put aside and during a replay, change no row and no token.
     """
-    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=max_active))
+    engine = Engine(SETTINGS.replace(max_active=max_active))
     texts = {f"t{n}": (np.arange(length) * 7 % 900, window) for n, (length, window) in enumerate(lengths)}
     prompts = {f"p{n}": ((np.arange(length) * 11 + n) % 900, count) for n, (length, count) in enumerate(asked)}
     open_all(engine, texts, prompts)
@@ -285,7 +288,7 @@ def test_scores_of_prompts_outlive_lost_ranks(max_active, asked, seed):
     """The scores of every prompt token but the first come once, in order and before the drawn tokens, also over the
     edges of blocks and slices, whichever ranks are killed; where no tokens are asked for, the request ends with them.
     """
-    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=max_active))
+    engine = Engine(SETTINGS.replace(max_active=max_active))
     prompts = {f"p{n}": (np.arange(length) * 11 + n) % 900 for n, (length, _, _) in enumerate(asked)}
     for (name, prompt), (_, count, likeliest) in zip(prompts.items(), asked, strict=True):
         engine.api(OpenCompletion(name, SamplingSpec(count, temperature=0.0, prompt_logprobs=likeliest)))
@@ -433,7 +436,7 @@ def test_tokens_are_drawn_while_a_block_is_read():
 
 def test_a_long_text_gives_its_place_to_prompts_and_goes_on():
     """With one place for a state a text that is being read is put aside for each prompt, and reads nothing twice."""
-    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=1, block_tokens=512, blocks_of_credit=8))
+    engine = Engine(SETTINGS.replace(max_active=1, block_tokens=512, blocks_of_credit=8))
     texts = {"a": (np.arange(7000) * 7 % 900, 512)}
     open_all(engine, texts, {})
     engine.turn()
@@ -453,9 +456,7 @@ def test_a_long_text_gives_its_place_to_prompts_and_goes_on():
 @pytest.mark.parametrize("when", ["coming", "kept"])
 def test_a_text_that_was_put_aside_outlives_its_ranks(when):
     """A loss while its state is on the way, or while it waits with it, leaves it to be read on or again."""
-    engine = Engine(
-        msgspec.structs.replace(SETTINGS, max_active=1, block_tokens=512, blocks_of_credit=8, save_tokens=1024)
-    )
+    engine = Engine(SETTINGS.replace(max_active=1, block_tokens=512, blocks_of_credit=8, save_tokens=1024))
     texts, prompts = {"a": (np.arange(7000) * 7 % 900, 512)}, {"p": (np.arange(40), 30)}
     open_all(engine, texts, {})
     (session,) = engine.controller._desk.sessions.values()
@@ -479,7 +480,7 @@ def test_a_text_that_was_put_aside_outlives_its_ranks(when):
 
 def test_a_state_that_cannot_be_kept_ends_only_its_text():
     """Where the disk is full, a text that has to make room fails and says why; the others go on."""
-    engine = Engine(msgspec.structs.replace(SETTINGS, max_active=1, block_tokens=512, blocks_of_credit=8))
+    engine = Engine(SETTINGS.replace(max_active=1, block_tokens=512, blocks_of_credit=8))
     engine.states.finish = lambda *_: False
     open_all(engine, {"a": (np.arange(7000) % 900, 512)}, {})
     engine.turn()

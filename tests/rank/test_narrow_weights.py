@@ -44,7 +44,9 @@ def as_before():
 
 def opened(folder, precision):
     """The executor of a rank that was told how to hold its weights."""
-    settings = RankSettings("ipc:///tmp/none", 1, 1, 0, str(folder), backend="local", weights=precision)
+    settings = RankSettings(
+        controller="ipc:///tmp/none", epoch=1, ranks=1, rank=0, model=str(folder), backend="local", weights=precision
+    )
     return open_executor(settings, Pulse())
 
 
