@@ -24,6 +24,7 @@ from dist_attn.client import (
 from dist_attn.errors import InputError
 from tests.support.cutting_proxy import Cut, cutting_proxy
 from tests.support.fake_engine import FakeEngine, row_vector
+from tests.support.opening import is_encoding
 from tests.support.programs import free_port
 from tests.support.service_server import RunningService, eventually, running_service
 
@@ -200,7 +201,7 @@ def test_an_engine_that_fails_is_tried_again_and_then_told(tmp_path: Path) -> No
                 rows.append(row)
         assert failed.value.code == "engine_failed"
         assert bits(rows) == expected(BOOK, 1000)[: len(rows)]
-        opened = [message for message in engine.received if type(message).__name__ == "OpenEncoding"]
+        opened = [message for message in engine.received if is_encoding(message)]
         assert len(opened) >= 3
 
 

@@ -18,8 +18,6 @@ from dist_attn.wire.messages import (
     Cancel,
     Failed,
     Generated,
-    OpenCompletion,
-    OpenEncoding,
     RowSpec,
     SamplingSpec,
     Tokens,
@@ -45,6 +43,7 @@ from dist_attn.wire.rank_messages import (
     StepDone,
 )
 from dist_attn.wire.sockets import Sent
+from tests.support.opening import open_completion, open_encoding
 from tests.support.states import MemoryStates
 
 SETTINGS = ControlSettings(api_address="ipc:///none", model="m", ranks=2, block_tokens=512)
@@ -115,7 +114,7 @@ def table():
 
 def test_every_rank_gets_every_step_and_the_same_collective_operations(table):
     """Steps are numbered without a gap, and blocks stand in the same order on all ranks with each rank's own slice."""
-    table.api(OpenEncoding("a", RowSpec()))
+    table.api(open_encoding("a", RowSpec()))
     table.feed("a", 1500)
     table.turn()
     assert [step.k for step in table.steps[0]] == [step.k for step in table.steps[1]] == [1, 2]
@@ -134,7 +133,7 @@ def test_a_state_is_saved_as_time_goes_by(table, open_requests, seconds):
     hello = table.controller._desk.model
     table.controller._desk.model = msgspec.structs.replace(hello, state_bytes=8 << 20)
     for number in range(open_requests):
-        table.api(OpenEncoding(str(number), RowSpec()))
+        table.api(open_encoding(str(number), RowSpec()))
     asked, k, fed = [], 0, 0
     while table.now < 10.0:
         table.api(Tokens("0", fed, bytes(4 * 512), False))
@@ -152,10 +151,10 @@ def test_a_state_is_saved_as_time_goes_by(table, open_requests, seconds):
 
 def test_an_api_process_that_dies_while_a_step_is_made_ends_its_requests_alone(table):
     """It is gone when its first request is given credit: its others of the same step end too, the rest goes on."""
-    table.api(OpenEncoding("of another", RowSpec()))
+    table.api(open_encoding("of another", RowSpec()))
     table.feed("of another", 4000)
     for name in ("a", "b"):
-        table.controller.on_api(b"mortal", OpenEncoding(name, RowSpec()), table.now)
+        table.controller.on_api(b"mortal", open_encoding(name, RowSpec()), table.now)
     table.gone.add(b"mortal")
     for name in ("a", "b"):
         tokens = np.arange(4000, dtype="<i4").tobytes()
@@ -172,7 +171,7 @@ def test_an_api_process_that_dies_while_a_step_is_made_ends_its_requests_alone(t
 
 def test_no_more_steps_are_under_way_than_allowed(table):
     """A step follows when one is finished by all ranks, not by some."""
-    table.api(OpenEncoding("a", RowSpec("token")))
+    table.api(open_encoding("a", RowSpec("token")))
     table.feed("a", 4096)
     table.turn()
     assert len(table.steps[0]) == SETTINGS.steps_in_flight
@@ -186,7 +185,7 @@ def test_no_more_steps_are_under_way_than_allowed(table):
 
 def test_one_rank_keeps_a_session_that_decodes(table):
     """The owner is given the last prompt token and then nothing; the other ranks forget the session."""
-    table.api(OpenCompletion("a", SamplingSpec(3)))
+    table.api(open_completion("a", SamplingSpec(3)))
     table.feed("a", 4)
     table.turn()
     assert table.ops(0)[-1] == DecodeOp([DecodeEntry(1, 3)])
@@ -206,7 +205,7 @@ def test_one_rank_keeps_a_session_that_decodes(table):
 
 def test_no_more_tokens_are_drawn_than_asked_for(table):
     """The limit is counted when steps are sent, not when tokens come back."""
-    table.api(OpenCompletion("a", SamplingSpec(1)))
+    table.api(open_completion("a", SamplingSpec(1)))
     table.feed("a", 1)
     table.turn()
     table.turn()
@@ -215,7 +214,7 @@ def test_no_more_tokens_are_drawn_than_asked_for(table):
 
 def test_tokens_that_come_in_the_middle_of_a_step_go_out_at_once(table):
     """A round of decoding does not wait for the blocks of its step; one of another step ends the epoch."""
-    table.api(OpenCompletion("a", SamplingSpec(9)))
+    table.api(open_completion("a", SamplingSpec(9)))
     table.feed("a", 4)
     table.turn()
     table.engine(rank_identity(1, 0), Draws(1, 1, 0, [Drawn(1, 5)]))
@@ -228,10 +227,10 @@ def test_tokens_that_come_in_the_middle_of_a_step_go_out_at_once(table):
 
 def test_further_rounds_ask_for_no_more_tokens_than_wanted(table):
     """A step has further rounds once the pace is known, equally many on all ranks; who has all tokens is left out."""
-    table.api(OpenEncoding("long", RowSpec()))
+    table.api(open_encoding("long", RowSpec()))
     table.feed("long", 2048, final=False)
     for name, wanted in (("a", 3), ("b", 10)):
-        table.api(OpenCompletion(name, SamplingSpec(wanted)))
+        table.api(open_completion(name, SamplingSpec(wanted)))
         table.feed(name, 4)
     for k in range(1, 6):
         table.api(Tokens("long", 1024 * (k + 1), b"\0" * 4096, False))
@@ -249,7 +248,7 @@ def test_further_rounds_ask_for_no_more_tokens_than_wanted(table):
 
 def test_a_cancelled_request_is_closed_on_all_ranks(table):
     """The close goes out with the next step, even if there is no other work."""
-    table.api(OpenEncoding("a", RowSpec()))
+    table.api(open_encoding("a", RowSpec()))
     table.feed("a", 600, final=False)
     table.turn()
     table.api(Cancel("a"))
@@ -259,7 +258,7 @@ def test_a_cancelled_request_is_closed_on_all_ranks(table):
 
 def test_a_session_fault_fails_its_request_alone(table):
     """The error of one session reaches its client, and the epoch goes on."""
-    table.api(OpenCompletion("a", SamplingSpec(3)))
+    table.api(open_completion("a", SamplingSpec(3)))
     table.feed("a", 1)
     table.turn()
     message = StepDone(1, 1, 0, 0.1, [], [], [SessionFault(1, "NaN logits")])
@@ -271,7 +270,7 @@ def test_a_session_fault_fails_its_request_alone(table):
 def test_guarded_denominators_of_all_ranks_add_up(table):
     """Counts of ranks and steps are summed by layer and head, and stay when the ranks are lost."""
     assert table.controller.status(table.now).guards is None
-    table.api(OpenEncoding("a", RowSpec()))
+    table.api(open_encoding("a", RowSpec()))
     table.feed("a", 1500)
     table.turn()
     for rank, k, guards in ((0, 1, GuardCounts(9, [[1, 2], []])), (1, 1, None), (0, 2, GuardCounts(7, [[0, 1], [4]]))):
@@ -284,7 +283,7 @@ def test_guarded_denominators_of_all_ranks_add_up(table):
 @pytest.mark.parametrize(("rank", "k"), [(0, 2), (0, 0), (1, 7)])
 def test_a_step_that_is_not_due_ends_the_epoch(table, rank, k):
     """A rank that lost count is not trusted with anybody's state."""
-    table.api(OpenEncoding("a", RowSpec()))
+    table.api(open_encoding("a", RowSpec()))
     table.feed("a", 600)
     table.turn()
     table.done(rank, k)
@@ -310,7 +309,7 @@ def test_what_an_old_epoch_says_is_dropped(table):
 
 def test_pieces_that_do_not_fit_end_the_epoch(table):
     """A rank that sends impossible rows is not believed any further."""
-    table.api(OpenEncoding("a", RowSpec()))
+    table.api(open_encoding("a", RowSpec()))
     table.feed("a", 600)
     table.turn()
     table.done(0, 1, pieces=[RowPieces(1, [0], [512], b"\0" * 4)])
@@ -319,7 +318,7 @@ def test_pieces_that_do_not_fit_end_the_epoch(table):
 
 def test_stopping_tells_clients_and_ranks(table):
     """Open requests fail with a reason, ranks are asked to end, and no step follows."""
-    table.api(OpenEncoding("a", RowSpec()))
+    table.api(open_encoding("a", RowSpec()))
     table.controller.stop(table.now)
     assert table.to_peers[-1].code == "stopping"
     assert [message for _, message in table.others[-2:]] == [Shutdown(1), Shutdown(1)]

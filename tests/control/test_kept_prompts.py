@@ -12,7 +12,6 @@ from dist_attn.wire.messages import (
     Credit,
     Failed,
     Generated,
-    OpenCompletion,
     SamplingSpec,
     TokenLogprobs,
     Tokens,
@@ -22,6 +21,7 @@ from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, St
 from tests.control.test_replay import RANKS, SETTINGS, Engine, drawn_after, open_all
 from tests.control.test_sessions import nothing_is_left
 from tests.support.fake_rank import fake_manifest, fake_snapshot
+from tests.support.opening import open_completion
 
 GRID = RANKS * SETTINGS.chunk_tokens
 MANIFEST = fake_manifest(GRID, RANKS)
@@ -58,7 +58,7 @@ class Reader:
         self.position = self.begin
         begin = BeginState(self.begin, len(self.stored)) if self.begin else None
         sampling = self.spec or SamplingSpec(self.draws, temperature=0.0)
-        self.engine.api(OpenCompletion(self.name, sampling, begin=begin, states_at=self.states_at))
+        self.engine.api(open_completion(self.name, sampling, begin=begin, states_at=self.states_at))
         return self
 
     def listen(self):

@@ -21,8 +21,6 @@ from dist_attn.wire.messages import (
     EncodingDone,
     Failed,
     Generated,
-    OpenCompletion,
-    OpenEncoding,
     Rows,
     RowSpec,
     SamplingSpec,
@@ -32,6 +30,7 @@ from dist_attn.wire.rank_messages import CloseOp, DecodeOp, Draws, RankFailed, R
 from dist_attn.wire.snapshot import largest_snapshot
 from dist_attn.wire.sockets import Sent
 from tests.support.fake_rank import DIE, END, VOCAB, FakeExecutor, drawn_after, fake_hidden, fake_scores
+from tests.support.opening import open_completion, open_encoding
 from tests.support.states import MemoryStates
 
 RANKS = 2
@@ -233,10 +232,10 @@ def check(engine, texts, prompts):
 def open_all(engine, texts, prompts):
     """Open the requests and send all of their tokens."""
     for name, (tokens, window) in texts.items():
-        engine.api(OpenEncoding(name, RowSpec("window", window)))
+        engine.api(open_encoding(name, RowSpec("window", window)))
         engine.api(Tokens(name, 0, np.asarray(tokens, dtype="<i4").tobytes(), True))
     for name, (prompt, count) in prompts.items():
-        engine.api(OpenCompletion(name, SamplingSpec(count, temperature=0.0)))
+        engine.api(open_completion(name, SamplingSpec(count, temperature=0.0)))
         engine.api(Tokens(name, 0, np.asarray(prompt, dtype="<i4").tobytes(), True))
 
 
@@ -291,7 +290,7 @@ def test_scores_of_prompts_outlive_lost_ranks(max_active, asked, seed):
     engine = Engine(SETTINGS.replace(max_active=max_active))
     prompts = {f"p{n}": (np.arange(length) * 11 + n) % 900 for n, (length, _, _) in enumerate(asked)}
     for (name, prompt), (_, count, likeliest) in zip(prompts.items(), asked, strict=True):
-        engine.api(OpenCompletion(name, SamplingSpec(count, temperature=0.0, prompt_logprobs=likeliest)))
+        engine.api(open_completion(name, SamplingSpec(count, temperature=0.0, prompt_logprobs=likeliest)))
         engine.api(Tokens(name, 0, prompt.astype("<i4").tobytes(), True))
     disturb(engine, random.Random(seed))
     engine.to_the_end(prompts)
@@ -328,7 +327,7 @@ def test_no_more_than_an_interval_is_read_again():
     """With states saved every 1,024 tokens a loss costs that much and what was under way, however long the text."""
     engine = Engine()
     texts = {"a": (np.arange(60_000) % 900, 512)}
-    engine.api(OpenEncoding("a", RowSpec()))
+    engine.api(open_encoding("a", RowSpec()))
     sent = 0
     for _ in range(12):
         credit = max((m.upto for m in engine.of("a") if hasattr(m, "upto")), default=0)
@@ -351,7 +350,7 @@ def test_a_request_that_kills_the_ranks_fails_alone():
     engine = Engine()
     good = {"a": (np.arange(3000) % 900, 512), "b": (np.arange(900), 64)}
     prompts = {"p": (np.arange(700), 9)}
-    engine.api(OpenEncoding("bad", RowSpec()))
+    engine.api(open_encoding("bad", RowSpec()))
     engine.api(Tokens("bad", 0, np.full(700, DIE, dtype="<i4").tobytes(), True))
     open_all(engine, good, prompts)
     engine.to_the_end(["bad", *good, *prompts])
@@ -381,7 +380,7 @@ def test_decoding_goes_on_from_a_state_between_its_draws():
 def test_penalties_count_what_was_drawn_before_a_loss(before):
     """Draws that depend on all that was drawn go on as in an undisturbed run, from saved states or the beginning."""
     engine, prompt = Engine(), np.arange(40)
-    engine.api(OpenCompletion("p", SamplingSpec(30, temperature=0.0, presence_penalty=0.5)))
+    engine.api(open_completion("p", SamplingSpec(30, temperature=0.0, presence_penalty=0.5)))
     engine.api(Tokens("p", 0, prompt.astype("<i4").tobytes(), True))
     for losses in range(1, 3):
         while len(engine.tokens("p")) < before + 5 * (losses - 1):

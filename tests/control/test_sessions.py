@@ -15,7 +15,6 @@ from dist_attn.wire.session_messages import (
     BeginState,
     Checkpoint,
     FinishDrawing,
-    OpenSession,
     Restored,
     SessionDone,
     StateCredit,
@@ -23,6 +22,7 @@ from dist_attn.wire.session_messages import (
 )
 from tests.control.test_replay import RANKS, SETTINGS, Engine, check, drawn_after, open_all
 from tests.support.fake_rank import END, fake_hidden, fake_manifest, fake_snapshot
+from tests.support.opening import open_session
 
 GRID = RANKS * SETTINGS.chunk_tokens
 MANIFEST = fake_manifest(GRID, RANKS)
@@ -59,7 +59,7 @@ class Client:
         self.position = self.begin
         begin = BeginState(self.begin, len(self.stored)) if self.begin else None
         sampling = SamplingSpec(self.draws, temperature=0.0) if self.draws else None
-        self.engine.api(OpenSession(self.name, begin, self.rows, sampling, self.every))
+        self.engine.api(open_session(self.name, begin, self.rows, sampling, self.every))
         if not len(self.tokens):
             self.engine.api(Tokens(self.name, self.begin, b"", True))
         return self
@@ -354,7 +354,7 @@ def test_a_session_without_anything_is_refused():
 def test_an_append_in_messages_of_any_size_is_cut_into_the_same_blocks():
     """However slowly tokens come, blocks end on the grid, so the state has the same bits."""
     engine, cuts = Engine(), []
-    engine.api(OpenSession("s", None, None, None, 1024))
+    engine.api(open_session("s", None, None, None, 1024))
     engine.turn()
     engine.turn()
     tokens, sent = np.arange(2500) % 900, 0

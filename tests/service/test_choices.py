@@ -9,8 +9,9 @@ import httpx
 import openai
 import pytest
 
-from dist_attn.wire.messages import OpenCompletion, SamplingSpec
+from dist_attn.wire.messages import SamplingSpec
 from tests.support.fake_engine import VOCAB, FakeEngine, say
+from tests.support.opening import draw_of, is_completion
 from tests.support.service_server import RunningService, eventually, running_service
 
 ROUTE = "/v1/completions"
@@ -54,7 +55,7 @@ def stream(service: RunningService, **body: Any) -> tuple[dict[int, list[dict[st
 
 def seeds(service: RunningService, count: int) -> list[int | None]:
     """The seeds of the last completions that the engine was asked for."""
-    opened = [m.sampling for m in service.engine.received if isinstance(m, OpenCompletion)]
+    opened = [draw_of(m) for m in service.engine.received if is_completion(m)]
     return [sampling.seed for sampling in opened[-count:]]
 
 
@@ -109,14 +110,14 @@ def test_echo_puts_the_prompt_before_the_text(service: RunningService, prompt: A
 
 def test_log_probabilities_have_openais_shape(service: RunningService) -> None:
     """Four lists of one length: tokens, their values, the likeliest with the drawn one among them, and offsets."""
-    asked = [m for m in service.engine.received if isinstance(m, OpenCompletion)]
+    asked = [m for m in service.engine.received if is_completion(m)]
     logprobs = complete(service, prompt="xy", logprobs=2, seed=0)["choices"][0]["logprobs"]
     assert logprobs["tokens"] == ["y", "a", "b", "c"]
     assert logprobs["token_logprobs"] == [-0.5] * 4
     assert logprobs["top_logprobs"][1] == {"a": -0.5, "b": -1.5}
     assert logprobs["text_offset"] == [0, 1, 2, 3]
-    opened = [m for m in service.engine.received if isinstance(m, OpenCompletion)][len(asked) :]
-    assert [m.sampling.logprobs for m in opened] == [2]
+    opened = [m for m in service.engine.received if is_completion(m)][len(asked) :]
+    assert [draw_of(m).logprobs for m in opened] == [2]
     own = complete(service, prompt="xy", logprobs=0, seed=0)["choices"][0]["logprobs"]
     assert own["top_logprobs"] is None and own["token_logprobs"] == [-0.5] * 4
     choices, _ = stream(service, prompt="xy", logprobs=2, seed=0)
@@ -152,8 +153,9 @@ def test_a_prompt_is_scored_with_echo(service: RunningService, prompt: Any) -> N
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["top_logprobs"][3] == {"b": -0.5, "c": -1.5}
     assert logprobs["text_offset"] == [0, 1, 1, 2, 3, 4]
-    (opened,) = [m for m in service.engine.received if isinstance(m, OpenCompletion)][-1:]
-    assert (opened.sampling.logprobs, opened.sampling.prompt_logprobs, opened.sampling.max_tokens) == (2, 2, 2)
+    (opened,) = [m for m in service.engine.received if is_completion(m)][-1:]
+    draw = draw_of(opened)
+    assert (draw.logprobs, draw.prompt_logprobs, draw.max_tokens) == (2, 2, 2)
     choices, usage = stream(service, **options)
     assert "".join(chunk["text"] for chunk in choices[0]) == choice["text"]
     assert joined([chunk["logprobs"] for chunk in choices[0] if chunk["logprobs"]]) == logprobs
@@ -235,8 +237,8 @@ def test_the_best_of_several_are_answered(tmp_path: Path) -> None:
 def test_penalties_and_biases_reach_the_engine(service: RunningService) -> None:
     """What is asked is what the draw is told, for every choice."""
     complete(service, presence_penalty=0.5, frequency_penalty=-1, logit_bias={"97": -100, "3": 1.5}, n=2)
-    for message in [m for m in service.engine.received if isinstance(m, OpenCompletion)][-2:]:
-        told = message.sampling
+    for message in [m for m in service.engine.received if is_completion(m)][-2:]:
+        told = draw_of(message)
         assert (told.presence_penalty, told.frequency_penalty) == (0.5, -1.0)
         assert told.logit_bias == {97: -100.0, 3: 1.5}
 

@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from dist_attn.wire.messages import OpenCompletion
 from tests.support.fake_engine import FakeEngine, say
+from tests.support.opening import draw_of, is_completion
 from tests.support.raw_http import head
 from tests.support.service_server import RunningService, eventually, running_service
 
@@ -96,7 +96,7 @@ def test_sampling_options_reach_the_engine(service: RunningService) -> None:
         n=1, best_of=1, echo=False, logprobs=None, presence_penalty=0, frequency_penalty=0.0, logit_bias={}, suffix=None
     )  # fmt: skip
     complete(service, temperature=None, max_tokens=None, seed=None)
-    opened = [m.sampling for m in service.engine.received if isinstance(m, OpenCompletion)][-2:]
+    opened = [draw_of(m) for m in service.engine.received if is_completion(m)][-2:]
     first, second = opened
     assert (first.max_tokens, first.temperature, first.top_k, first.top_p, first.seed) == (2, 0.5, 7, 0.9, 11)
     assert (second.max_tokens, second.temperature, second.top_k, second.top_p) == (16, 1.0, 0, 1.0)
@@ -107,7 +107,7 @@ def test_the_end_can_be_ignored_or_put_off(service: RunningService) -> None:
     """`ignore_eos` and `min_tokens` are the engine's to follow; without them it is told of neither."""
     complete(service, ignore_eos=True, min_tokens=3, max_tokens=3)
     complete(service, max_tokens=3)
-    first, second = [m.sampling for m in service.engine.received if isinstance(m, OpenCompletion)][-2:]
+    first, second = [draw_of(m) for m in service.engine.received if is_completion(m)][-2:]
     assert (first.ignore_end, first.min_tokens) == (True, 3)
     assert (second.ignore_end, second.min_tokens) == (False, 0)
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dist_attn.wire.messages import Generated, OpenCompletion, OpenEncoding, Tokens
+from dist_attn.wire.messages import Generated, Tokens
 from tests.support.fake_engine import FakeEngine
+from tests.support.opening import is_opening
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
 from tests.support.service_server import RunningService, eventually, running_service
 
@@ -45,7 +46,7 @@ def tokens_sent(engine: FakeEngine) -> int:
 
 def opened(engine: FakeEngine) -> bool:
     """Whether the engine has been asked for work."""
-    return any(isinstance(message, OpenCompletion | OpenEncoding) for message in engine.received)
+    return any(is_opening(message) for message in engine.received)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,8 +11,8 @@ import numpy as np
 import openai
 import pytest
 
-from dist_attn.wire.messages import OpenEncoding
 from tests.support.fake_engine import HIDDEN, FakeEngine, row_vector
+from tests.support.opening import is_encoding
 from tests.support.raw_http import head
 from tests.support.service_server import RunningService, eventually, running_service
 
@@ -58,7 +58,7 @@ def test_many_inputs_come_back_in_order(service: RunningService) -> None:
     for item, text in zip(answer["data"], texts, strict=True):
         np.testing.assert_array_equal(np.float32(item["embedding"]), wanted(text.encode()))
     assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
-    opened = [m.rows for m in service.engine.received if isinstance(m, OpenEncoding)]
+    opened = [m.rows for m in service.engine.received if is_encoding(m)]
     assert len(opened) == 50 and {(rows.granularity, rows.pooling) for rows in opened} == {("document", "mean")}
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.base.logs import make_log
-from dist_attn_service.engine.completion_stream import CompletionWork
 from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.messages import Credit, EncodingDone, Generated, Rows, RowSpec, SamplingSpec, Tokens
+from tests.support.begun import begin_completion, begin_encoding
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
 
 SECONDS = 20
@@ -75,7 +75,7 @@ def test_an_encoding_goes_out_by_credit_and_comes_back_in_order(kind: str, tmp_p
     tokens = np.arange(5_555, dtype=np.int32) % 251
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec(window=100)) as stream:
+        with begin_encoding(port, RowSpec(window=100)) as stream:
             await stream.admitted(5)
             async with asyncio.TaskGroup() as group:
                 group.create_task(stream.send(tokens, final=True))
@@ -95,7 +95,7 @@ def test_a_completion_ends_with_its_reason(kind: str, tmp_path: Path) -> None:
     """Drawn tokens arrive in order, the reason with the last."""
 
     async def use(port: EnginePort) -> None:
-        with port.open_completion(CompletionWork(SamplingSpec(max_tokens=5))) as stream:
+        with begin_completion(port, SamplingSpec(max_tokens=5)) as stream:
             await stream.send(np.array([7, 8], dtype=np.int32), final=True)
             events = [await stream.next() for _ in range(5)]
         assert all(isinstance(event, Generated) for event in events)
@@ -111,7 +111,7 @@ def test_leaving_early_cancels(kind: str, tmp_path: Path) -> None:
     engine = FakeEngine()
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec()) as stream:
+        with begin_encoding(port) as stream:
             await stream.admitted(5)
             await stream.send(np.zeros(10, dtype=np.int32), final=False)
         await until(lambda: engine.cancelled == [stream.request_id])
@@ -125,14 +125,14 @@ def test_a_failure_is_raised_wherever_the_request_waits(kind: str, tmp_path: Pat
     engine = FakeEngine(credit=100, fail_at=250)
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec(granularity="document")) as stream:
+        with begin_encoding(port, RowSpec(granularity="document")) as stream:
             with pytest.raises(ServiceError, match="rank 1 died") as failed:
                 await stream.send(np.zeros(1_000, dtype=np.int32), final=True)
             assert failed.value.code == Code.ENGINE_FAILED
             with pytest.raises(ServiceError, match="rank 1 died"):
                 await stream.next()
         engine.refuse = "overloaded"
-        with port.open(RowSpec()) as stream, pytest.raises(ServiceError) as refused:
+        with begin_encoding(port) as stream, pytest.raises(ServiceError) as refused:
             await stream.admitted(5)
         assert refused.value.status == 429
 
@@ -144,7 +144,7 @@ def test_a_request_that_was_not_taken_yet_ends_with_the_connection(kind: str, tm
     engine = FakeEngine(mute=True)
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec()) as stream:
+        with begin_encoding(port) as stream:
             waiting = asyncio.ensure_future(stream.admitted(10 * SECONDS))
             await until(lambda: bool(engine.received))
             await port.close()
@@ -160,18 +160,18 @@ def test_silence_has_a_deadline(kind: str, tmp_path: Path) -> None:
     engine = FakeEngine(credit=10, mute=True)
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec()) as stream, pytest.raises(ServiceError) as silent:
+        with begin_encoding(port) as stream, pytest.raises(ServiceError) as silent:
             await stream.admitted(0.1)
         assert silent.value.code == Code.ENGINE_UNREACHABLE
         engine.mute = False
-        with port.open(RowSpec()) as stream:
+        with begin_encoding(port) as stream:
             await stream.admitted(5)
             engine.paused = True
             with pytest.raises(ServiceError) as stuck:
                 await stream.send(np.zeros(1_000, dtype=np.int32), final=True)
         assert (stuck.value.code, stuck.value.status) == (Code.ENGINE_TIMEOUT, 504)
         engine.paused, engine.hold_replies = False, True
-        with port.open_completion(CompletionWork(SamplingSpec(max_tokens=3))) as stream:
+        with begin_completion(port, SamplingSpec(max_tokens=3)) as stream:
             await stream.send(np.zeros(4, dtype=np.int32), final=True)
             with pytest.raises(ServiceError) as quiet:
                 await stream.next()
@@ -185,7 +185,7 @@ def test_a_repeated_credit_is_no_progress(kind: str, tmp_path: Path) -> None:
     engine = FakeEngine(credit=10)
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec()) as stream:
+        with begin_encoding(port) as stream:
             await stream.admitted(5)
             engine.paused = True
             sending = asyncio.ensure_future(stream.send(np.zeros(100, dtype=np.int32), final=True))
@@ -202,7 +202,7 @@ def test_a_slow_sender_is_not_silence(kind: str, tmp_path: Path) -> None:
     """While the input is not complete the engine owes nothing: waiting for rows has no deadline of its own."""
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec(window=4)) as stream:
+        with begin_encoding(port, RowSpec(window=4)) as stream:
             await stream.admitted(5)
             waiting = asyncio.ensure_future(stream.next())
             done, _ = await asyncio.wait({waiting}, timeout=0.6)
@@ -218,7 +218,7 @@ def test_rows_that_pile_up_stop_the_feeding(kind: str, tmp_path: Path) -> None:
     engine = FakeEngine(credit=100)
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec(granularity="token")) as stream:
+        with begin_encoding(port, RowSpec(granularity="token")) as stream:
             sending = asyncio.ensure_future(stream.send(np.zeros(5_000, dtype=np.int32), final=True))
             await until(lambda: stream._inbox_bytes >= 6_400)
             await asyncio.sleep(0.05)
@@ -230,7 +230,10 @@ def test_rows_that_pile_up_stop_the_feeding(kind: str, tmp_path: Path) -> None:
     run(kind, engine, tmp_path, use, inbox_soft_bytes=6_400, silence_seconds=5)
 
     async def overflow(port: EnginePort) -> None:
-        with port.open(RowSpec(granularity="token")) as stream, pytest.raises(ServiceError, match="wait in memory"):
+        with (
+            begin_encoding(port, RowSpec(granularity="token")) as stream,
+            pytest.raises(ServiceError, match="wait in memory"),
+        ):
             await stream.send(np.zeros(5_000, dtype=np.int32), final=True)
             while True:
                 await stream.next()
@@ -243,7 +246,7 @@ def test_rows_out_of_order_are_refused(kind: str, tmp_path: Path) -> None:
     engine = FakeEngine()
 
     async def use(port: EnginePort) -> None:
-        with port.open(RowSpec(window=10)) as stream:
+        with begin_encoding(port, RowSpec(window=10)) as stream:
             await stream.admitted(5)
             stray = Rows(request_id=stream.request_id, first_row=3, starts=[0], stops=[10], vectors=bytes(32))
             stream.deliver(stray)

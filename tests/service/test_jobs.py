@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from dist_attn.settings import JobSettings
-from dist_attn.wire.messages import OpenSession
 from tests.support.fake_engine import HIDDEN, FakeEngine, say
+from tests.support.opening import is_session
 from tests.support.raw_http import CHUNKED, TEXT, chunk, head, lines_of
 from tests.support.service_server import RunningService, eventually, running_service
 
@@ -426,7 +426,7 @@ def test_a_service_that_stops_goes_on_where_it_was(tmp_path: Path) -> None:
         assert [line["index"] for line in lines[:-1]] == list(range(50))
         assert vectors.stat().st_ino == changed and vectors.read_bytes().startswith(kept)
         assert "resumed" in [event["event"] for event in events(service, name)]
-        assert sum(isinstance(message, OpenSession) for message in again.received) == 1
+        assert sum(is_session(message) for message in again.received) == 1
 
 
 def test_two_processes_share_jobs(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_two_processes_share_jobs(tmp_path: Path) -> None:
             lines = lines_of(get(f"{two.url}/v1/jobs/{name}/result").content)
             assert [line["index"] for line in lines[:-1]] == list(range(5))
         eventually(lambda: not any(engine.open_count for engine in engines), "both engines to be told")
-        opened = sum(isinstance(m, OpenSession) for engine in engines for m in engine.received)
+        opened = sum(is_session(m) for engine in engines for m in engine.received)
         assert opened == 2
 
 

@@ -16,8 +16,8 @@ from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.http.envelope import Envelope
 from starlette.types import Message, Receive, Scope, Send
 
-from dist_attn.wire.messages import OpenCompletion, OpenEncoding
 from tests.support.fake_engine import FakeEngine
+from tests.support.opening import is_opening
 from tests.support.raw_http import CHUNKED, TEXT, Answer, head
 from tests.support.service_server import RunningService, eventually, running_service
 
@@ -110,7 +110,7 @@ def test_the_engine_knows_a_request_by_its_id(service: RunningService) -> None:
     httpx.post(f"{service.url}/v1/encodings", content=b"abc", headers=headers)
     httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", "n": 2}, headers=headers)
     httpx.post(f"{service.url}/v1/embeddings", json={"input": "abc"}, headers=headers)
-    names = [m.request_id for m in service.engine.received if isinstance(m, OpenCompletion | OpenEncoding)]
+    names = [m.request_id for m in service.engine.received if is_opening(m)]
     assert len(set(names)) == 4 and all(name.startswith("mine.") for name in names)
 
 

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.settings import PrefixSettings, StoreSettings
-from dist_attn.wire.messages import OpenCompletion, SamplingSpec, Tokens
+from dist_attn.wire.messages import SamplingSpec, Tokens
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import GRID, MANIFEST
 from tests.support.metrics import samples, value
+from tests.support.opening import is_completion, states_at
 from tests.support.service_server import RunningService, eventually, model_folder, running_service
 from tests.support.snapshots import manifest
 
@@ -129,8 +130,8 @@ def test_every_choice_begins_with_the_state_and_prompts_count_once(service: Runn
     assert [choice["text"] for choice in whole["choices"]] == [choice["text"] for choice in again["choices"]]
     assert text(again) == expected(BOOK, 5)
     assert (cached(whole), cached(again)) == (0, 4 * GRID + GRID)
-    opened = [message for message in service.engine.received if isinstance(message, OpenCompletion)]
-    assert [bool(message.states_at) for message in opened] == [True, False, True, *[False] * 9]
+    opened = [message for message in service.engine.received if is_completion(message)]
+    assert [bool(states_at(message)) for message in opened] == [True, False, True, *[False] * 9]
     best = complete(service, BOOK, best_of=3, n=1, seed=5, logprobs=1)
     assert cached(best) == 4 * GRID and len(best["choices"]) == 1
     echoed = complete(service, BOOK, echo=True)
@@ -235,7 +236,7 @@ def test_it_can_be_switched_off_and_a_full_store_only_keeps_less(tmp_path: Path)
     """Without `reuse` nothing is looked up or kept; a caller without room gets its answers all the same."""
     with running_service(tmp_path / "off", engine(), prefixes=PrefixSettings(reuse=False)) as service:
         assert [cached(complete(service, BOOK)) for _ in range(2)] == [0, 0]
-        assert not any(isinstance(m, OpenCompletion) and m.states_at for m in service.engine.received)
+        assert not any(is_completion(m) and states_at(m) for m in service.engine.received)
     store = StoreSettings(address="memory:", tenant_bytes=100)
     with running_service(tmp_path / "full", engine(), store=store, prefixes=PATIENT) as service:
         assert [cached(complete(service, BOOK)) for _ in range(2)] == [0, 0]

@@ -6,11 +6,10 @@ import httpx
 import pytest
 from dist_attn_service.base.request_terms import DeadlineExceeded, RequestTerms
 
-from dist_attn.wire.messages import OpenCompletion, OpenEncoding
-from dist_attn.wire.session_messages import OpenSession
 from dist_attn.wire.terms import Terms
 from tests.service.test_chat import templated
 from tests.support.fake_engine import FakeEngine
+from tests.support.opening import is_completion, is_encoding, is_session
 from tests.support.service_server import running_service
 
 PROMPT = {"prompt": "abc", "max_tokens": 2}
@@ -18,7 +17,7 @@ PROMPT = {"prompt": "abc", "max_tokens": 2}
 
 def told(engine):
     """The terms of the requests that the engine was given, in order."""
-    return [m.terms for m in engine.received if isinstance(m, OpenCompletion | OpenEncoding)]
+    return [m.terms for m in engine.received if is_encoding(m) or is_completion(m)]
 
 
 def test_headers_and_fields_reach_the_engine(tmp_path):
@@ -52,7 +51,7 @@ def test_sessions_say_how_soon_as_well(tmp_path):
         http.post(f"/v1/sessions/{session}/append", json={"input": "d", "priority": "high", "deadline_seconds": 7})
         http.post(f"/v1/sessions/{session}/generate", json={"max_tokens": 2, "priority": "high"}).raise_for_status()
         httpx.post(f"{service.url}/v1/sessions/{session}/generate", json={"max_tokens": 2}).raise_for_status()
-    terms = [m.terms for m in service.engine.received if isinstance(m, OpenSession)]
+    terms = [m.terms for m in service.engine.received if is_session(m)]
     assert [t.priority for t in terms] == [2, 0, 0, 1]
     assert all(most - 5 < t.deadline_s <= most for t, most in zip(terms, (30, 7, 30), strict=False))
     assert terms[-1] == Terms()

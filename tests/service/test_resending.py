@@ -1,18 +1,18 @@
 """A controller that dies: what is open goes on with the next one, and nothing is delivered twice."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
 from dist_attn_service.base.logs import make_log
-from dist_attn_service.engine.completion_stream import CompletionWork
 from dist_attn_service.engine.open_streams import OpenStreams
 from dist_attn_service.engine.port import ZmqEnginePort
 from dist_attn_service.engine.resending import Delivered
-from dist_attn_service.engine.session_stream import SessionWork
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import RestoreReport
@@ -24,8 +24,6 @@ from dist_attn.wire.messages import (
     EncodingDone,
     Failed,
     Generated,
-    OpenCompletion,
-    OpenEncoding,
     Rows,
     RowSpec,
     SamplingSpec,
@@ -33,8 +31,10 @@ from dist_attn.wire.messages import (
 )
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit
 from dist_attn.wire.terms import Terms
+from tests.support.begun import begin_completion, begin_encoding, begin_session
 from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
 from tests.support.fake_sessions import MANIFEST
+from tests.support.opening import draw_of, is_completion, is_encoding, states_at
 
 SECONDS = 20
 LIMITS = StreamLimits(message_tokens=300, resend_bytes=4_000, resend_seconds=0.2)
@@ -82,7 +82,7 @@ def test_an_encoding_goes_on_with_the_next_controller(tmp_path: Path) -> None:
         with fake_controller(FakeEngine(credit=500, stingy=True), address):
             while not port.health().ready:  # noqa: ASYNC110 - a port has no event for this
                 await asyncio.sleep(0.005)
-            stream = port.open(RowSpec(window=90))
+            stream = begin_encoding(port, RowSpec(window=90))
             sending = asyncio.create_task(stream.send(TOKENS, final=True))
             first = await stream.next()
             assert isinstance(first, Rows) and len(first.starts) == 3
@@ -114,7 +114,7 @@ def test_another_model_does_not_go_on_with_what_one_began(tmp_path: Path) -> Non
         with fake_controller(FakeEngine(credit=500, stingy=True), address):
             while not port.health().ready:  # noqa: ASYNC110 - a port has no event for this
                 await asyncio.sleep(0.005)
-            stream = port.open(RowSpec(window=90))
+            stream = begin_encoding(port, RowSpec(window=90))
             sending = asyncio.create_task(stream.send(TOKENS, final=True))
             await stream.next()
         second = FakeEngine(manifest=msgspec.structs.replace(MANIFEST, model=other))
@@ -126,7 +126,7 @@ def test_another_model_does_not_go_on_with_what_one_began(tmp_path: Path) -> Non
         return second
 
     second = asyncio.run(asyncio.wait_for(scenario(), SECONDS))
-    assert not any(isinstance(message, OpenEncoding) for message in second.received)
+    assert not any(is_encoding(message) for message in second.received)
 
 
 class Desk:
@@ -136,9 +136,9 @@ class Desk:
         self.posted: list[AnyMessage] = []
         self.streams = OpenStreams(LIMITS)
 
-    def last(self, kind: type) -> AnyMessage:
+    def last(self, of_kind: Callable[[AnyMessage], bool]) -> Any:
         """The newest message of a kind."""
-        return next(message for message in reversed(self.posted) if isinstance(message, kind))
+        return next(message for message in reversed(self.posted) if of_kind(message))
 
 
 def test_a_completion_is_drawn_again_from_the_same_seed() -> None:
@@ -147,8 +147,8 @@ def test_a_completion_is_drawn_again_from_the_same_seed() -> None:
     async def scenario() -> None:
         desk = Desk()
         terms = Terms(deadline_s=50.0)
-        stream = desk.streams.open_completion(CompletionWork(SamplingSpec(9)), desk.posted.append, "me", terms)
-        old, seed = stream.request_id, desk.last(OpenCompletion).sampling.seed
+        stream = begin_completion(desk.streams, SamplingSpec(9), name="me", terms=terms, post=desk.posted.append)
+        old, seed = stream.request_id, draw_of(desk.last(is_completion)).seed
         for message in (Accepted(old), Credit(old, 700)):
             desk.streams.route(message)
         sending = asyncio.create_task(stream.send(TOKENS, final=True))
@@ -163,7 +163,7 @@ def test_a_completion_is_drawn_again_from_the_same_seed() -> None:
         assert new != old and new.startswith("me.")
         cancelled, opened = desk.posted[-2:]
         assert cancelled == Cancel(old) and opened.request_id == new
-        assert opened.sampling.seed == seed is not None and 0 < opened.terms.deadline_s <= 50
+        assert draw_of(opened).seed == seed is not None and 0 < opened.terms.deadline_s <= 50
         desk.streams.route(Generated(old, [3]))  # of the old one: nobody listens
         desk.streams.route(Credit(new, 500))
         desk.streams.route(Credit(new, 2000))
@@ -186,8 +186,7 @@ def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
     async def scenario() -> None:
         desk = Desk()
         begin = BeginState(position=512, num_bytes=100)
-        work = CompletionWork(SamplingSpec(9), begin, (768,))
-        stream = desk.streams.open_completion(work, desk.posted.append)
+        stream = begin_completion(desk.streams, SamplingSpec(9), begin, (768,), post=desk.posted.append)
         old = stream.request_id
         assert not stream.hold()
         desk.streams.route(Accepted(old))
@@ -198,8 +197,8 @@ def test_a_prompt_behind_a_stored_state_is_read_whole_the_second_time() -> None:
         assert stream.hold()
         desk.streams.do_again()
         new = stream.request_id
-        opened = desk.last(OpenCompletion)
-        assert opened.begin is None and opened.states_at == ()
+        opened = desk.last(is_completion)
+        assert opened.begin is None and states_at(opened) == ()
         desk.streams.route(Credit(new, 2000))
         again = [message for message in desk.posted if isinstance(message, Tokens) and message.request_id == new]
         assert b"".join(message.tokens for message in again) == TOKENS.astype("<i4").tobytes()
@@ -216,14 +215,15 @@ def test_an_input_that_had_not_begun_is_opened_again() -> None:
 
     async def scenario() -> None:
         desk = Desk()
-        waiting, empty = (desk.streams.open(RowSpec(), desk.posted.append) for _ in range(2))
+        waiting, empty = (begin_encoding(desk.streams, post=desk.posted.append) for _ in range(2))
         await empty.send(TOKENS[:0], final=True)
         desk.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
         assert desk.streams.do_again() == 2
         mine = [message for message in desk.posted if getattr(message, "request_id", "") == empty.request_id]
-        assert [type(message) for message in mine] == [OpenEncoding, Tokens] and mine[1].final
+        opening, end = mine
+        assert is_encoding(opening) and isinstance(end, Tokens) and end.final
         mine = [message for message in desk.posted if getattr(message, "request_id", "") == waiting.request_id]
-        assert [type(message) for message in mine] == [OpenEncoding]
+        assert len(mine) == 1 and is_encoding(mine[0])
         waiting.close(), empty.close()
 
     asyncio.run(asyncio.wait_for(scenario(), SECONDS))
@@ -234,8 +234,8 @@ def test_what_ends_while_it_waits_is_not_done_again() -> None:
 
     async def scenario() -> None:
         desk = Desk()
-        encoding = desk.streams.open(RowSpec(), desk.posted.append)
-        completion = desk.streams.open_completion(CompletionWork(SamplingSpec(9), None, (256,)), desk.posted.append)
+        encoding = begin_encoding(desk.streams, post=desk.posted.append)
+        completion = begin_completion(desk.streams, SamplingSpec(9), None, (256,), post=desk.posted.append)
         completion.fetch_states()
         for stream in (encoding, completion):
             desk.streams.route(Credit(stream.request_id, 2000))
@@ -259,14 +259,14 @@ def test_who_fetches_a_state_hears_that_its_request_was_closed() -> None:
 
     async def scenario() -> None:
         desk = Desk()
-        stream = desk.streams.open_completion(CompletionWork(SamplingSpec(9), None, (512,)), desk.posted.append)
+        stream = begin_completion(desk.streams, SamplingSpec(9), None, (512,), post=desk.posted.append)
         stream.fetch_states()
         desk.streams.route(Checkpoint(stream.request_id, 512, 0, 100))
         state = await stream.next_state()
         assert state is not None
         fetching = asyncio.create_task(anext(stream.snapshot(state)))
         await asyncio.sleep(0)
-        assert desk.last(StateCredit) == StateCredit(stream.request_id, 512, 100)
+        assert desk.last(lambda message: isinstance(message, StateCredit)) == StateCredit(stream.request_id, 512, 100)
         stream.close()
         with pytest.raises(ServiceError, match="ended before"):
             await fetching
@@ -279,8 +279,8 @@ def test_what_cannot_be_done_again_ends_in_words() -> None:
 
     async def scenario() -> None:
         desk = Desk()
-        session = desk.streams.open_session(SessionWork(), desk.posted.append)
-        long, short = (desk.streams.open(RowSpec(), desk.posted.append) for _ in range(2))
+        session = begin_session(desk.streams, post=desk.posted.append)
+        long, short = (begin_encoding(desk.streams, post=desk.posted.append) for _ in range(2))
         for stream, count in ((long, 1001), (short, 1000)):
             desk.streams.route(Credit(stream.request_id, 5000))
             await stream.send(np.zeros(count, dtype=np.int32), final=False)
@@ -293,7 +293,7 @@ def test_what_cannot_be_done_again_ends_in_words() -> None:
         with pytest.raises(ServiceError, match="nobody came"):
             await short.next()
         short.close()
-        other = desk.streams.open(RowSpec(), desk.posted.append)
+        other = begin_encoding(desk.streams, post=desk.posted.append)
         desk.streams.route(Credit(other.request_id, 5000))
         await other.send(np.zeros(1000, dtype=np.int32), final=False)
         assert other.hold()
@@ -306,7 +306,7 @@ def test_the_longest_input_makes_room_for_the_others() -> None:
 
     async def scenario() -> None:
         desk = Desk()
-        long, short = (desk.streams.open(RowSpec(), desk.posted.append) for _ in range(2))
+        long, short = (begin_encoding(desk.streams, post=desk.posted.append) for _ in range(2))
         for stream, count in ((long, 900), (short, 50)):
             desk.streams.route(Credit(stream.request_id, 5000))
             await stream.send(np.zeros(count, dtype=np.int32), final=False)

@@ -20,9 +20,9 @@ from dist_attn.store import StoreLimits
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.state_store import StateStore
 from dist_attn.wire.messages import Failed, Status, Tokens
-from dist_attn.wire.session_messages import OpenSession
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, stored
+from tests.support.opening import draw_of, is_session
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head
 from tests.support.service_server import RunningService, eventually, running_service
 from tests.support.sessions import SessionClient
@@ -352,8 +352,8 @@ def test_the_engine_is_asked_for_one_request(service: RunningService) -> None:
     client.append(session, BOOK[:1000])
     before = len(service.engine.received)
     client.append(session, BOOK[1000:])
-    (opened,) = [message for message in service.engine.received[before:] if isinstance(message, OpenSession)]
-    assert opened.begin is not None and opened.begin.position == 1000 and opened.sampling is None
+    (opened,) = [message for message in service.engine.received[before:] if is_session(message)]
+    assert opened.begin is not None and opened.begin.position == 1000 and draw_of(opened) is None
     tokens = b"".join(message.tokens for message in service.engine.received[before:] if isinstance(message, Tokens))
     assert np.frombuffer(tokens, "<i4").tolist() == list(BOOK[1000:])
     digest = hashlib.sha256(client.state(session).content).hexdigest()

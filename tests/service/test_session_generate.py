@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from dist_attn.wire.messages import Failed
-from dist_attn.wire.session_messages import FinishDrawing, OpenSession
+from dist_attn.wire.session_messages import FinishDrawing
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored
+from tests.support.opening import draw_of, is_session
 from tests.support.raw_http import Answer, head
 from tests.support.service_server import RunningService, eventually, running_service
 from tests.support.sessions import SessionClient
@@ -90,8 +91,8 @@ def test_the_sampling_options_reach_the_engine(service: RunningService) -> None:
     client, session = begun(service)
     before = len(service.engine.received)
     generate(client, session, max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=7, logit_bias={"5": 2})
-    (opened,) = [message for message in service.engine.received[before:] if isinstance(message, OpenSession)]
-    sampling = opened.sampling
+    (opened,) = [message for message in service.engine.received[before:] if is_session(message)]
+    sampling = draw_of(opened)
     assert sampling is not None
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.9)
     assert (sampling.seed, sampling.logit_bias) == (7, {5: 2.0})
@@ -137,7 +138,7 @@ def test_the_same_key_draws_once(service: RunningService) -> None:
     assert json.loads(streamed.split("\n\n")[0][6:])["choices"][0]["text"] == first["choices"][0]["text"]
     other = generate(client, session, "k", max_tokens=10, expected_position=START)
     assert other.status_code == 409 and other.headers["x-should-retry"] == "false"
-    assert not [message for message in service.engine.received[before:] if isinstance(message, OpenSession)]
+    assert not [message for message in service.engine.received[before:] if is_session(message)]
     assert client.append(session, "the key of a generation is none of an append", "k").start == START + 9
 
 
@@ -203,7 +204,7 @@ def test_an_engine_that_fails(tmp_path: Path, stream: bool) -> None:
         client, session = begun(service)
 
         def fail() -> None:
-            (name,) = {m.request_id for m in service.engine.received if isinstance(m, OpenSession) and m.sampling}
+            (name,) = {m.request_id for m in service.engine.received if is_session(m) and draw_of(m)}
             service.engine_port.inject(Failed(name, "engine_failed", "rank 1 died"))
 
         body = json.dumps({"max_tokens": 100, "stream": stream}).encode()

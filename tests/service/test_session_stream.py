@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.engine.port import EnginePort
-from dist_attn_service.engine.session_stream import SessionEvent, SessionStream, SessionWork
+from dist_attn_service.engine.stream import EngineEvent, EngineStream
 
 from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone, StatePiece
 from tests.service.test_engine_port import run, until
+from tests.support.begun import begin_session
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored
 
@@ -25,9 +26,9 @@ async def pieces(data: bytes, size: int = 999) -> AsyncIterator[bytes]:
         yield data[at : at + size]
 
 
-async def all_of(stream: SessionStream) -> tuple[list[SessionEvent], dict[int, bytes]]:
+async def all_of(stream: EngineStream) -> tuple[list[EngineEvent], dict[int, bytes]]:
     """Every event up to the end, and the states by position."""
-    events: list[SessionEvent] = []
+    events: list[EngineEvent] = []
     states = {}
     while not events or not isinstance(events[-1], SessionDone):
         events.append(await stream.next())
@@ -40,7 +41,7 @@ def test_tokens_in_and_states_out(kind: str, tmp_path: Path) -> None:
     """From the empty state: checkpoints on the grid and one at the end, whole and in order."""
 
     async def use(port: EnginePort) -> None:
-        with port.open_session(SessionWork(checkpoint_tokens=1000)) as stream:
+        with begin_session(port, checkpoint_tokens=1000) as stream:
             await stream.admitted(5)
             await stream.send(TOKENS, final=True)
             events, states = await all_of(stream)
@@ -60,8 +61,7 @@ def test_drawing_from_a_stored_state(kind: str, tmp_path: Path, fed: int) -> Non
     drawn = drawn_from(number, 5)
 
     async def use(port: EnginePort) -> None:
-        work = SessionWork(BeginState(700, len(begin)), sampling=SamplingSpec(5))
-        with port.open_session(work) as stream:
+        with begin_session(port, BeginState(700, len(begin)), SamplingSpec(5)) as stream:
             await stream.restore(pieces(begin))
             await stream.send(TOKENS[700 : 700 + fed], final=True)
             events, states = await all_of(stream)
@@ -80,7 +80,7 @@ def test_a_state_that_is_damaged_is_refused_in_words(kind: str, tmp_path: Path) 
     begin[-1] ^= 1
 
     async def use(port: EnginePort) -> None:
-        with port.open_session(SessionWork(BeginState(700, len(begin)))) as stream:
+        with begin_session(port, BeginState(700, len(begin))) as stream:
             await stream.restore(pieces(bytes(begin)))
             with pytest.raises(ServiceError, match="damaged") as refused:
                 await stream.next()
@@ -99,7 +99,7 @@ def test_bytes_that_do_not_come_as_announced_cancel(kind: str, tmp_path: Path) -
     async def use(port: EnginePort) -> None:
         with (
             pytest.raises(ServiceError, match=f"of {len(begin)} bytes was announced, and 5 came"),
-            port.open_session(SessionWork(BeginState(700, len(begin)))) as stream,
+            begin_session(port, BeginState(700, len(begin))) as stream,
         ):
             await stream.restore(pieces(begin[:5]))
         await until(lambda: bool(engine.cancelled))

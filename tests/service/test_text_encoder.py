@@ -12,8 +12,9 @@ from dist_attn_service.engine.served_model import ServedModel
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import WordPieceTokeniser
-from dist_attn.wire.messages import OpenEncoding, RowSpec
+from dist_attn.wire.messages import RowSpec
 from tests.support.fake_engine import HIDDEN, VOCAB, row_vector
+from tests.support.opening import is_encoding
 from tests.support.sentence_encoders import word_piece_contents
 from tests.support.service_server import RunningService, running_service
 from tests.support.tasks import small_task
@@ -65,7 +66,7 @@ def test_inputs_are_cut_and_counted(service: RunningService) -> None:
         want = row_vector(tokeniser().encode(text.encode())[:TEXT_TOKENS], "model")
         np.testing.assert_array_equal(np.float32(item["embedding"]), want)
     assert answer["usage"]["prompt_tokens"] == TEXT_TOKENS + 2 + len(tokeniser().encode(short.encode())) + 2
-    opened = [message.rows for message in service.engine.received if isinstance(message, OpenEncoding)]
+    opened = [message.rows for message in service.engine.received if is_encoding(message)]
     assert opened == [RowSpec("document", pooling="model")] * 2
     ids = post(service, "/v1/embeddings", input=[[7] * 50]).json()
     np.testing.assert_array_equal(
@@ -90,7 +91,7 @@ def test_windows_fit_the_model(service: RunningService, query: str, window: int)
     service.engine.received.clear()
     answer = httpx.post(f"{service.url}/v1/encodings{query}", content=text, headers={"content-type": "text/plain"})
     *rows, summary = [json.loads(line) for line in answer.text.splitlines()]
-    (opened,) = [message.rows for message in service.engine.received if isinstance(message, OpenEncoding)]
+    (opened,) = [message.rows for message in service.engine.received if is_encoding(message)]
     assert (opened.window, opened.pooling) == (window, "model")
     tokens = tokeniser().encode(text.encode()).tolist()
     assert summary["tokens"] == len(tokens)

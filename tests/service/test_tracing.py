@@ -18,7 +18,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from dist_attn.errors import ConfigError
 from dist_attn.settings import TracingSettings
-from dist_attn.wire.messages import Generated, RowSpec
+from dist_attn.wire.messages import Generated
+from tests.support.begun import begin_encoding
 from tests.support.fake_engine import FakeEngine
 from tests.support.service_server import RunningService, running_service
 
@@ -97,7 +98,7 @@ def test_every_group_of_ranks_has_a_span(service: RunningService) -> None:
         streams.moved(4, 100)
         scope = {"path": "/x", "method": "GET", "scheme": "http", "http_version": "1.1"}
         with TRACING.request({**scope, "headers": [(b"traceparent", f"00-{'cd' * 16}-{CALLER}-01".encode())]}):
-            stream = streams.open(RowSpec(), lambda message: None)
+            stream = begin_encoding(streams, post=lambda message: None)
             stream.deliver(Generated(stream.request_id, [1]))
             streams.moved(4, 130)
             streams.moved(5, 131)

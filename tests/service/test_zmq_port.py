@@ -15,6 +15,7 @@ from dist_attn_service.engine.stream import StreamLimits
 from dist_attn.wire.curve import ClientKeys, ServerKeys, admit_listed, make_keys
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.sockets import Router
+from tests.support.begun import begin_encoding
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.programs import free_port
 from tests.support.service_server import model_folder
@@ -42,7 +43,7 @@ def test_without_a_controller_nothing_opens(tmp_path: Path) -> None:
         await port.start()
         assert "nobody" in port.health().reason and not port.health().ready
         with pytest.raises(ServiceError) as refused:
-            port.open(RowSpec())
+            begin_encoding(port)
         assert (refused.value.status, refused.value.code) == (503, Code.ENGINE_UNREACHABLE)
         await port.close()
 
@@ -58,7 +59,7 @@ def test_a_controller_that_dies_fails_its_requests_and_may_come_back(tmp_path: P
         await port.start()
         with fake_controller(FakeEngine(), address):
             await until_ready(port, True)
-            stream = port.open(RowSpec())
+            stream = begin_encoding(port)
             await stream.admitted(5)
         with pytest.raises(ServiceError, match="connection") as broken:
             async with asyncio.timeout(SECONDS):
@@ -68,7 +69,7 @@ def test_a_controller_that_dies_fails_its_requests_and_may_come_back(tmp_path: P
         await until_ready(port, False)
         with fake_controller(FakeEngine(), address):
             await until_ready(port, True)
-            with port.open(RowSpec(window=4)) as again:
+            with begin_encoding(port, RowSpec(window=4)) as again:
                 await again.send(np.zeros(4, dtype=np.int32), final=True)
                 await again.next()
             await port.close()

@@ -17,8 +17,6 @@ from dist_attn.wire.messages import (
     Failed,
     Generated,
     GetStatus,
-    OpenCompletion,
-    OpenEncoding,
     Rows,
     RowSpec,
     SamplingSpec,
@@ -26,6 +24,7 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from dist_attn.wire.sockets import Dealer
+from tests.support.opening import open_completion, open_encoding
 
 
 @dataclass
@@ -122,12 +121,12 @@ class ControllerClient:
 
     def open_encoding(self, name: str, rows: RowSpec | None = None) -> Request:
         """Open an encoding without tokens."""
-        self.send(OpenEncoding(name, rows or RowSpec()))
+        self.send(open_encoding(name, rows or RowSpec()))
         return self.requests[name]
 
     def open_completion(self, name: str, sampling: SamplingSpec) -> Request:
         """Open a completion without tokens."""
-        self.send(OpenCompletion(name, sampling))
+        self.send(open_completion(name, sampling))
         return self.requests[name]
 
     def feed(self, name: str, tokens, *, start: int = 0, final: bool = True, piece: int = 4096, timeout_s=20.0) -> None:

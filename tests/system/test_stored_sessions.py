@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import ZmqEnginePort
-from dist_attn_service.engine.session_stream import SessionEvent, SessionStream, SessionWork
-from dist_attn_service.engine.stream import StreamLimits
+from dist_attn_service.engine.stream import EngineEvent, StreamLimits
 
 from dist_attn.control.launch import start_engine
 from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
+from tests.support.begun import begin_session
 from tests.support.models import write_small_folder
 
 SECONDS = 240
@@ -27,14 +27,25 @@ async def pieces(data: bytes) -> AsyncIterator[bytes]:
 
 
 async def go_on(
-    port: ZmqEnginePort, work: SessionWork, begin: bytes, tokens: np.ndarray
-) -> tuple[list[SessionEvent], dict[int, bytes]]:
+    port: ZmqEnginePort,
+    tokens: np.ndarray,
+    begin: bytes = b"",
+    sampling: SamplingSpec | None = None,
+    checkpoint_tokens: int = 0,
+) -> tuple[list[EngineEvent], dict[int, bytes]]:
     """One piece of work: its events, and the states that came of it by position."""
-    events: list[SessionEvent] = []
+    events: list[EngineEvent] = []
     states: dict[int, bytes] = {}
-    with port.open_session(work) as stream:
+    state = BeginState(2048, len(begin)) if begin else None
+    with begin_session(port, state, sampling, checkpoint_tokens) as stream:
+
+        async def send() -> None:
+            if begin:
+                await stream.restore(pieces(begin))
+            await stream.send(tokens, final=True)
+
         async with asyncio.TaskGroup() as group:
-            group.create_task(_send(stream, work, begin, tokens))
+            group.create_task(send())
             while not events or not isinstance(events[-1], SessionDone):
                 events.append(await stream.next())
                 if isinstance(event := events[-1], Checkpoint):
@@ -42,13 +53,7 @@ async def go_on(
     return events, states
 
 
-async def _send(stream: SessionStream, work: SessionWork, begin: bytes, tokens: np.ndarray) -> None:
-    if work.begin is not None:
-        await stream.restore(pieces(begin))
-    await stream.send(tokens, final=True)
-
-
-def drawn(events: list[SessionEvent]) -> list[int]:
+def drawn(events: list[EngineEvent]) -> list[int]:
     """The drawn tokens."""
     return [token for event in events if isinstance(event, Generated) for token in event.tokens]
 
@@ -72,14 +77,12 @@ def test_a_fresh_engine_goes_on_bit_for_bit(tmp_path: Path) -> None:
     model = write_small_folder(tmp_path / "tiny")
 
     async def first(port: ZmqEnginePort) -> tuple[dict[int, bytes], list[int], dict[int, bytes]]:
-        _, states = await go_on(port, SessionWork(checkpoint_tokens=1024), b"", TOKENS[:2048])
-        whole = SessionWork(sampling=SPEC, checkpoint_tokens=1024)
-        events, wanted = await go_on(port, whole, b"", TOKENS)
+        _, states = await go_on(port, TOKENS[:2048], checkpoint_tokens=1024)
+        events, wanted = await go_on(port, TOKENS, sampling=SPEC, checkpoint_tokens=1024)
         return states, drawn(events), wanted
 
-    async def second(port: ZmqEnginePort, begin: bytes) -> tuple[list[SessionEvent], dict[int, bytes]]:
-        work = SessionWork(BeginState(2048, len(begin)), sampling=SPEC)
-        return await go_on(port, work, begin, TOKENS[2048:])
+    async def second(port: ZmqEnginePort, begin: bytes) -> tuple[list[EngineEvent], dict[int, bytes]]:
+        return await go_on(port, TOKENS[2048:], begin, SPEC)
 
     states, tokens, wanted = asyncio.run(with_engine(model, tmp_path / "a", first))
     assert list(states) == [1024, 2048] and list(wanted) == [1024, 2048, 2612]
