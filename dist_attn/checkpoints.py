@@ -31,7 +31,7 @@ from dist_attn.models.refusal import refusal
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = [
     "default_model_folder",

@@ -10,7 +10,7 @@ import pytest
 import typer.main
 
 from dist_attn.commands import cli
-from dist_attn.settings import settings_keys
+from dist_attn.settings import settings_keys, settings_words
 
 DEADLINE_S = 60.0
 MOST_FLAGS = 40
@@ -31,18 +31,20 @@ def flags(command: object) -> list[str]:
     return [name for name in found if name not in ("--help", "--version", "--install-completion", "--show-completion")]
 
 
-def test_config_show_names_every_setting_and_its_source(tmp_path: Path) -> None:
-    """The file's, the environment's and the default values stand there with where they come from, as text and JSON."""
+def test_config_show_explains_every_setting_and_names_its_source(tmp_path: Path) -> None:
+    """Each value stands there with where it comes from and what it is, as text and JSON."""
     file = tmp_path / "serve.toml"
     file.write_text('log_level = "debug"\n[http]\nport = 9000\n')
     shown = run("config", "show", "--config", str(file), "--json", DIST_ATTN_HTTP__PORT="9001")
     settings = json.loads(shown.stdout)
     assert tuple(settings) == settings_keys()
+    assert {key: setting.pop("what") for key, setting in settings.items()} == settings_words()
     assert settings["http.port"] == {"value": 9001, "origin": "environment DIST_ATTN_HTTP__PORT"}
     assert settings["log_level"] == {"value": "debug", "origin": f"file {file}"}
     assert settings["http.host"] == {"value": "127.0.0.1", "origin": "default"}
     lines = run("config", "show", DIST_ATTN_CONFIG=str(file)).stdout.splitlines()
-    assert any(line.split() == ["http.port", "9000", "file", str(file)] for line in lines)
+    shown_port = ["http.port", "9000", "file", str(file), *settings_words()["http.port"].split()]
+    assert any(line.split() == shown_port for line in lines)
     assert sum(line.startswith(settings_keys()) for line in lines) == len(settings_keys())
 
 

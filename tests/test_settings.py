@@ -11,10 +11,9 @@ from dist_attn_service.base.settings import Settings as ServiceSettings
 from pydantic import ValidationError
 
 from dist_attn.commands.serve import api_stop_deadline_s
-from dist_attn.control.settings import ControlSettings, engine_fields
+from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.settings import (
-    EngineSettings,
     FileSettings,
     Resolved,
     Settings,
@@ -22,12 +21,12 @@ from dist_attn.settings import (
     WaitSettings,
     read_settings,
     settings_keys,
+    settings_words,
     user_data_folder,
 )
 from dist_attn.store import StoreLimits
 
 HASH = "ab" * 32
-NOT_OF_AN_OPERATOR = {"model", "data_dir", "log_level", "log_format", "parent", "rank_command"}
 
 
 def read(folder: Path, toml: str = "", flags: dict[str, Any] | None = None, **environment: str) -> Resolved:
@@ -149,13 +148,9 @@ def test_the_tree_is_frozen() -> None:
         Settings().http.port = 5  # type: ignore[misc]
 
 
-def test_the_engine_gets_its_part(tmp_path: Path) -> None:
-    """The [engine] section has the names and defaults of the controller's settings, so neither can drift."""
-    control = {field.name: field.default for field in msgspec.structs.fields(ControlSettings)}
-    engine = {name: field.default for name, field in EngineSettings.model_fields.items()}
-    assert set(control) - set(engine) == NOT_OF_AN_OPERATOR
-    assert engine.pop("api_address") == ""
-    assert engine == {name: control[name] for name in engine}
+def test_every_key_is_described() -> None:
+    """No key of the tree is without words, which `config show`, `help` and the reference print."""
+    assert settings_words() and all(settings_words().values())
 
 
 def test_weights_are_held_in_a_precision_that_there_is(tmp_path: Path) -> None:
@@ -166,7 +161,7 @@ def test_weights_are_held_in_a_precision_that_there_is(tmp_path: Path) -> None:
         read(tmp_path, '[engine]\nweights = "bfloat16"\n', {"engine.weights": None}).settings.engine.weights
         == "bfloat16"
     )
-    assert engine_fields(settings)["weights"] == "int8"
+    assert ControlSettings.of(settings, model="m").weights == "int8"
     with pytest.raises(
         ConfigError, match=r"engine.weights .* is 'int4': input should be 'float32', 'bfloat16' or 'int8'"
     ):

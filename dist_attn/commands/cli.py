@@ -35,7 +35,7 @@ from dist_attn.commands.options import (
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["app", "main"]
 

@@ -24,7 +24,7 @@ from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from dist_attn.errors import InputError
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = [
     "AsJson",

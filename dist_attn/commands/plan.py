@@ -22,7 +22,7 @@ from dist_attn.costs import (
 from dist_attn.errors import InputError
 from dist_attn.rank_link.rows import GRAIN
 from dist_attn.shipped import resolve_model_folder
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["BLOCK_TOKENS", "plan"]
 

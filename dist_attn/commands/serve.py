@@ -14,7 +14,7 @@ from typing import Any
 from dist_attn.control.launch import EngineHandle, start_engine
 from dist_attn.control.preflight import check_before_start
 from dist_attn.control.ranks import child_environment
-from dist_attn.control.settings import engine_fields
+from dist_attn.control.settings import ControlSettings
 from dist_attn.rank_link.logs import say
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
@@ -46,7 +46,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
-    with start_engine(**{**engine_fields(settings), "model": str(folder)}) as engine:
+    with start_engine(ControlSettings.of(settings, model=str(folder))) as engine:
         say(f"controller listens on {engine.api_address} for the API")
         if engine.settings.rank_address:
             say(f"controller listens on {engine.settings.rank_address} for agent and ranks")

@@ -17,11 +17,12 @@ WIDE = 10_000  # where nobody looks, no line is wrapped or cut
 
 @dataclass(frozen=True)
 class Table:
-    """A title and rows of cells; the first column is read, the others are numbers."""
+    """A title and rows of cells; the columns `texts` are read, the others are numbers."""
 
     title: str
     rows: Sequence[Sequence[str]]
     header: Sequence[str] = ()
+    texts: Sequence[int] = (0,)
 
 
 def print_tables(heading: str, tables: Sequence[Table], notes: Sequence[str] = ()) -> None:
@@ -76,7 +77,7 @@ def rich_table(table: Table, *, boxed: bool) -> RichTable:
     )
     for number in range(max(len(row) for row in table.rows)):
         header = table.header[number] if number < len(table.header) else ""
-        result.add_column(header, justify="left" if number == 0 else "right", no_wrap=number == 0)
+        result.add_column(header, justify="left" if number in table.texts else "right", no_wrap=number == 0)
     for row in table.rows:
         result.add_row(*(Text(cell) for cell in row))
     return result

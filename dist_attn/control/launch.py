@@ -74,14 +74,13 @@ def start_engine(settings: ControlSettings | None = None, /, **fields: Any) -> E
 
     Raises: ConfigError for settings that do not fit, EngineError if the controller does not come up.
     """
-    folder = None
+    settings, folder = settings or ControlSettings(**fields), None
     try:
-        if settings is None:
-            if "api_address" not in fields:
-                folder = PrivateFolder()
-                addresses = {name: f"ipc://{folder.path}/{name}" for name in ("ranks", "api")}
-                fields = {"rank_address": addresses["ranks"], **fields, "api_address": addresses["api"]}
-            settings = ControlSettings(**fields)
+        if not settings.api_address:
+            folder = PrivateFolder()
+            addresses = {name: f"ipc://{folder.path}/{name}" for name in ("ranks", "api")}
+            rank_address = settings.rank_address or addresses["ranks"]
+            settings = settings.replace(api_address=addresses["api"], rank_address=rank_address)
         settings = settings.replace(parent=os.getpid())
         return EngineHandle(settings, _start_controller(settings), folder)
     except BaseException:

@@ -11,7 +11,7 @@ from dist_attn.shipped.foreign import refuse_foreign
 from dist_attn.shipped.manifest import check_manifest
 from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["check_before_start", "check_weights_fit"]
 

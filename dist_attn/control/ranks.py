@@ -17,6 +17,8 @@ from dist_attn.control.private_folder import PrivateFolder
 from dist_attn.control.processes import GROUP_MARK, GroupMark, kill_processes
 from dist_attn.control.settings import ControlSettings, threads_for
 from dist_attn.launchers import find_mpiexec
+from dist_attn.rank_link.rank_settings import RankSettings
+from dist_attn.settings import RankTerms
 from dist_attn.wire.agent_messages import (
     StartGroup,
 )
@@ -41,23 +43,16 @@ def child_environment() -> dict[str, str]:
 
 def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark, rendezvous: str = "") -> list[str]:
     """The command of one rank, or of mpiexec for all; `settings` are this host's, `rendezvous` is a URL."""
-    program = [
-        *settings.rank_program,
-        f"--controller={settings.rank_address}",
-        f"--engine={start.engine}",
-        f"--epoch={start.epoch}",
-        f"--ranks={start.ranks}",
-        f"--backend={start.backend}",
-        f"--model={settings.model}",
-        f"--chunk-tokens={start.chunk_tokens}",
-        *([f"--keys-dir={settings.keys_dir}"] if settings.keys_dir else []),
-        f"--heartbeat-s={start.heartbeat_s}",
-        f"--silence-deadline-s={start.silence_deadline_s}",
-        f"--exchange-deadline-s={start.exchange_deadline_s}",
-        *([f"--weights={start.weights}"] if start.weights != "float32" else []),
-        *(["--check-finite"] if start.check_finite else []),
-        *([f"--rendezvous={rendezvous}", f"--start-deadline-s={settings.start_deadline_s}"] if rendezvous else []),
-    ]
+    terms = {name: getattr(start, name, getattr(settings, name)) for name in RankTerms.model_fields}
+    rank = RankSettings(
+        **terms,
+        controller=settings.rank_address,
+        engine=start.engine,
+        epoch=start.epoch,
+        model=settings.model,
+        rendezvous=rendezvous,
+    )
+    program = [*settings.rank_program, *rank.to_flags()]
     if start.launcher == "mpiexec":
         program = [*_mpiexec(start, mark), *program]
     return [sys.executable, "-m", "dist_attn.rank_link.tether", str(os.getpid()), *program]

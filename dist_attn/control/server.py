@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from types import FrameType
 
-import msgspec
 import structlog
 import zmq
 
@@ -174,7 +173,7 @@ class _Server:
             self._agent_due = now + AGENT_RESTART_S
         if now >= self._agent_due:
             address = local_address(self._rank_address)
-            settings = msgspec.structs.replace(self._settings, rank_address=address, parent=os.getpid())
+            settings = self._settings.replace(rank_address=address, parent=os.getpid())
             command = [sys.executable, "-m", "dist_attn.control", "agent", *settings.to_flags()]
             self._agent_started = now
             self._agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=child_environment())

@@ -11,7 +11,7 @@ from dist_attn.costs.models import LanguageModelCosts
 from dist_attn.costs.output import FORMATS, output_bytes
 from dist_attn.costs.scans import ScanMessage, scan_cost, scan_seconds
 from dist_attn.errors import ConfigError, InputError
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["GRAIN", "Estimate", "MemoryPerRank", "Rates", "busiest_rank_tokens", "estimate"]
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["LinearWeights"]
 

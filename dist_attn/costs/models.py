@@ -16,7 +16,7 @@ from dist_attn.costs.flops import TokenFlops
 from dist_attn.costs.linear_weights import LinearWeights
 from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, MixerCosts
 from dist_attn.errors import ConfigError
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["LanguageModelCosts", "model_kind", "read_model_costs"]
 

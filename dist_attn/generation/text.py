@@ -10,9 +10,9 @@ from dist_attn.generation.beam_search import BeamSpec, beam_search
 from dist_attn.generation.decode import generate
 from dist_attn.models import LanguageModel, weight_bytes, weight_precision_of
 from dist_attn.text import IncrementalDecoder
+from dist_attn.wire.choices import WeightPrecision
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.sampling import check_sampling
-from dist_attn.wire.weights import WeightPrecision
 
 __all__ = ["generate_text", "search_text"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.ops.narrow_weights import bfloat16_linear, int8_linear, int8_step_linear, round_rows, widen_rows
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = [
     "Bfloat16Embedding",

@@ -20,7 +20,7 @@ from dist_attn.errors import ConfigError, InputError
 from dist_attn.mixers.narrow_layers import Bfloat16Embedding, Bfloat16Linear, Int8Embedding, Int8Linear, NarrowLayer
 from dist_attn.models.language_model import LanguageModel
 from dist_attn.ops.narrow_weights import bfloat16_product, int8_product
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["WeightReport", "check_precision", "hold_weights_as", "weight_bytes", "weight_precision_of"]
 

@@ -4,9 +4,9 @@ import os
 import sys
 
 from dist_attn.errors import ConfigError
-from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.rank.worker import Executor, run_rank
 from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.rank_link.tether import die_with_parent
 
 

@@ -22,13 +22,13 @@ from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, wat
 from dist_attn.ops.finite import checked
 from dist_attn.ops.linear_attention import why_no_library
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
-from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor
 from dist_attn.rank.state_bytes import read_state, state_size, write_state
 from dist_attn.rank.stored_states import pack_session, unpack_session
 from dist_attn.rank_link.guard_tally import GuardTally
 from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import load_tokeniser

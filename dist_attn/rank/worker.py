@@ -15,9 +15,9 @@ import zmq
 from dist_attn.control.state_files import PART_BYTES
 from dist_attn.errors import InputError, WireError
 from dist_attn.rank.interleaving import Decoding
-from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.rank_link.heartbeat import HeartbeatThread, Pulse
 from dist_attn.rank_link.identities import rank_identity
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import PROTOCOL_VERSION

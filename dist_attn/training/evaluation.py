@@ -14,7 +14,7 @@ from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, weight_precision_of
 from dist_attn.training.task import Share, Whole
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["Score", "evaluate_file", "score_tokens"]
 

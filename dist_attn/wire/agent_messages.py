@@ -2,8 +2,8 @@
 
 import msgspec
 
+from dist_attn.wire.choices import WeightPrecision
 from dist_attn.wire.message import Count, Message, Name
-from dist_attn.wire.weights import WeightPrecision
 
 __all__ = [
     "AgentHello",

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta, structs
 
 from dist_attn.errors import StateMismatchError
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 
 __all__ = [
     "Computation",

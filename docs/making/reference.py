@@ -105,7 +105,7 @@ def configuration_page() -> str:
 def _settings(fields: Sequence[tuple[str, Any]], prefix: str) -> str:
     rows = []
     for name, field in fields:
-        default = field.get_default()  # one that depends on the machine is in the words
+        default = None if field.default_factory else field.get_default()  # what depends on the machine is in the words
         shown = "" if default in (None, "", ()) else f"`{default}`"
         rows.append((f"`{prefix}{name}`", field.description or "", shown))
     return _table(("key", "what", "default"), rows)

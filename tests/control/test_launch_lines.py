@@ -13,7 +13,7 @@ from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import find_mpiexec
-from dist_attn.rank.rank_settings import RankSettings
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.agent_messages import HostShare, StartGroup
 
 SETTINGS = ControlSettings(model="/models/here", rank_address="tcp://127.0.0.1:9", keys_dir="/keys", agent_name="b")

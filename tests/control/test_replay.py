@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from dist_attn.control.controller import Controller
 from dist_attn.control.settings import ControlSettings
-from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.rank.worker import ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.identities import rank_identity
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,

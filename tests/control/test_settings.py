@@ -9,7 +9,7 @@ from dist_attn.control.processes import GroupMark
 from dist_attn.control.ranks import launch_command
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
-from dist_attn.rank.rank_settings import RankSettings
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.shipped import default_model_folder
 from dist_attn.wire.agent_messages import (
     HostShare,

@@ -19,7 +19,7 @@ from dist_attn.ops.legs import chunked as legs_chunked
 from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import chunk_scores
 from dist_attn.ops.softmax_attention import tiled
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
 
 DENSE_CASES = [name for name in MODEL_CASES if kinds_of(name) & {"hippo", "lssl", "s4"}]

@@ -13,7 +13,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.models import hold_weights_as
 from dist_attn.ops import Watch, relative_attention, watching
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.wire.weights import WeightPrecision
+from dist_attn.wire.choices import WeightPrecision
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 

@@ -13,8 +13,8 @@ from dist_attn.models import ModelState
 from dist_attn.ops.denormals import flushes_denormals
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.executor import open_executor
-from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, OpenOp, PrefillOp, SavedState, SessionFault

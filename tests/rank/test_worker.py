@@ -10,8 +10,8 @@ import zmq
 
 from dist_attn.control.ranks import child_environment
 from dist_attn.errors import ConfigError
-from dist_attn.rank.rank_settings import RankSettings, rank_from_environment
 from dist_attn.rank_link.identities import beat_identity, rank_identity
+from dist_attn.rank_link.rank_settings import RankSettings, rank_from_environment
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (
     CloseOp,

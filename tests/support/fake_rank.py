@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from dist_attn.rank.rank_settings import RankSettings
 from dist_attn.rank.worker import run_rank
 from dist_attn.rank_link.heartbeat import Pulse
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.rank_link.rows import piece_edges
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import (

@@ -4,7 +4,7 @@
     [http]     where the API listens, and the keys it asks for
     [limits]   how much one request, and all of them together, may take
     [work]     how work is cut
-    [waits]    how long the API waits for whom
+    [waits]    timeouts of the API
     [files]    where files that clients upload are kept, and how much of them
     [engine]   the ranks, and what the controller takes on
     [store]    where states of sessions are kept, and how much of them
@@ -15,50 +15,25 @@
 In the environment `http.port` is DIST_ATTN_HTTP__PORT. A key that is not of the tree is refused, wherever it stands.
 """
 
-import difflib
 import os
 import re
 import sys
-import tomllib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from dist_attn.errors import ConfigError
 from dist_attn.log_lines import LogFormat
-from dist_attn.wire.weights import WeightPrecision
-
-__all__ = [
-    "EngineSettings",
-    "FileSettings",
-    "HttpSettings",
-    "JobSettings",
-    "LimitSettings",
-    "PrefixSettings",
-    "Resolved",
-    "Settings",
-    "StoreSettings",
-    "WaitSettings",
-    "WorkSettings",
-    "read_settings",
-    "settings_keys",
-    "settings_words",
-    "user_data_folder",
-]
+from dist_attn.wire.choices import Backend, WeightPrecision
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-PREFIX = "DIST_ATTN_"
-CONFIG_VARIABLE = "DIST_ATTN_CONFIG"
-CLIENT_VARIABLES = {"DIST_ATTN_API_KEY"}  # what commands with --url send; no setting of a service
-# Kubernetes puts such names into every container beside a Service that is called dist-attn-something.
-_SERVICE_LINK = re.compile(r".*(_SERVICE_HOST|_SERVICE_PORT(_[A-Z0-9_]+)?|_PORT(_\d+_(TCP|UDP)(_[A-Z]+)?)?)")
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """Values that belong together; frozen, and a key that is not declared is refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -80,9 +55,10 @@ Names = Annotated[
 Bytes = Annotated[int, Field(gt=0)]
 Number = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class HttpSettings(_Section):
+class HttpSettings(Section):
     """Where the API listens, and the keys it asks for; without any key it is open to whoever reaches it."""
 
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
@@ -101,11 +77,11 @@ class HttpSettings(_Section):
     )
 
 
-class LimitSettings(_Section):
+class LimitSettings(Section):
     """How much one request may take, and all of them together. Units: `*_bytes` in bytes."""
 
-    request_head_bytes: Bytes = 64 * KIB
-    json_body_bytes: Bytes = 8 * MIB
+    request_head_bytes: Bytes = Field(default=64 * KIB, description="request line and headers of one request")
+    json_body_bytes: Bytes = Field(default=8 * MIB, description="one JSON body")
     json_memory_bytes: Bytes = Field(
         default=64 * MIB,
         description="JSON bodies of all requests under way together; several bodies of one caller may hold half of "
@@ -120,7 +96,7 @@ class LimitSettings(_Section):
     max_tokens: Number = Field(default=65_536, description="highest max_tokens of a completion")
     max_choices: Number = Field(default=32, description="choices of one completion: its prompts times n")
     max_logprobs: int = Field(default=20, ge=0, le=100, description="highest logprobs of a completion")
-    stop_strings: Number = 16
+    stop_strings: Number = Field(default=16, description="stop strings of one completion")
     stop_characters: Number = Field(default=256, description="longest stop string")
     embedding_inputs: Number = Field(default=2048, description="inputs of one embeddings request")
     open_requests: Number = Field(
@@ -131,7 +107,7 @@ class LimitSettings(_Section):
     disk_bytes: Bytes = Field(default=16 * GIB, description="all spools together")
 
 
-class WorkSettings(_Section):
+class WorkSettings(Section):
     """How work is cut."""
 
     threads: Number = Field(default=2, description="threads that tokenise and format rows")
@@ -145,10 +121,10 @@ class WorkSettings(_Section):
     checkpoint_tokens: Number = Field(default=65_536, description="tokens of an append between two stored states")
 
 
-class WaitSettings(_Section):
-    """How long the API waits for whom. Units: seconds."""
+class WaitSettings(Section):
+    """Timeouts of the API. Units: seconds."""
 
-    request_head_seconds: Seconds = 30
+    request_head_seconds: Seconds = Field(default=30, description="a request's line and headers")
     body_idle_seconds: Seconds = Field(default=300, description="a body that sends nothing")
     client_stall_seconds: Seconds = Field(default=300, description="a client that neither sends nor reads")
     engine_ready_seconds: float = Field(
@@ -159,7 +135,7 @@ class WaitSettings(_Section):
     status_seconds: float = Field(default=0.4, gt=0, le=0.5, description="between two looks at the engine")
     status_stale_seconds: Seconds = Field(default=2, description="older than this means: not ready")
     ping_seconds: Seconds = Field(default=15, description="between keep-alive comments of an event stream")
-    keep_alive_seconds: Number = 5
+    keep_alive_seconds: Number = Field(default=5, description="an open connection without a request")
     detached_seconds: Seconds = Field(default=60, description="work on a session whose client has left")
     shutdown_seconds: Number = Field(default=10, description="open streams may finish within this time")
     expired_seconds: float = Field(
@@ -167,7 +143,7 @@ class WaitSettings(_Section):
     )
 
 
-class FileSettings(_Section):
+class FileSettings(Section):
     """Where files that clients upload are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     Several API processes may share the folder. Those on one machine share the catalogue in it too; those on several
@@ -191,29 +167,14 @@ class FileSettings(_Section):
     upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
 
 
-class EngineSettings(_Section):
-    """The ranks, and what the controller takes on. Units: `*_s` in seconds, `*_tokens` in tokens per rank.
+class RankTerms(Section):
+    """The engine's settings that every rank is started with."""
 
-    The values of the same names in control.settings, which explains and checks them; `""` for api_address means a
-    private socket of this machine.
-    """
-
-    api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
-    backend: Literal["local", "gloo", "nccl", "mpi"] = Field(
+    backend: Backend = Field(
         default="gloo", description="how ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs"
     )
-    rank_address: str = Field(
-        default="", description="ZeroMQ address where agents and ranks of other hosts connect; empty: a private one"
-    )
-    agents: int = Field(default=1, ge=1, le=1024, description="hosts that share the ranks, each with an agent")
-    local_agent: bool = Field(default=True, description="whether the controller's own host has ranks")
-    agent_name: str = Field(default="", description="this host's name among the agents; empty: its host name")
-    host_address: str = Field(default="", description="where other hosts reach this one's ranks; empty: found out")
     keys_dir: str = Field(default="", description="folder with the keys for tcp:// addresses, see `dist-attn keys`")
-    insecure_network: bool = Field(
-        default=False, description="listen on and connect to networks without keys: only where nobody else is on them"
-    )
     weights: WeightPrecision = Field(
         default="float32",
         description="how the model's weights lie in memory: bfloat16 and int8 take less of it; drawing for few "
@@ -222,41 +183,68 @@ class EngineSettings(_Section):
     check_finite: bool = Field(
         default=False, description="for debugging: ranks name the operation and token of the first NaN or infinity"
     )
-    block_tokens: Number = 2048
-    beside_decode_tokens: Number = 512
-    chunk_tokens: Number = 512
-    save_tokens: Number = 8192
-    save_draws: Number = 256
-    save_s: Seconds = 0.5
-    steps_in_flight: Number = 2
-    blocks_of_credit: Number = 4
-    step_s: Seconds = 0.25
-    patience_s: Seconds = 0.05
-    max_open: Number = 512
-    max_waiting_tokens: Number = 1 << 26
-    max_active: Number = 128
-    tokens_deadline_s: Seconds = 600.0
-    ready_deadline_s: Seconds = 120.0
-    reader_deadline_s: Seconds = 120.0
-    start_deadline_s: Seconds = 180.0
-    heartbeat_s: Seconds = 0.5
-    heartbeat_deadline_s: Seconds = 4.0
-    stall_limit_s: Seconds = 20.0
-    exchange_deadline_s: Seconds = 30.0
-    silence_deadline_s: Seconds = 10.0
+    chunk_tokens: Number = Field(default=512, description="every text is cut into blocks of so many, always the same")
+    start_deadline_s: Seconds = Field(default=180.0, description="for all ranks to start and load the model")
+    heartbeat_s: Seconds = Field(default=0.5, description="between two signs of life of a rank")
+    exchange_deadline_s: Seconds = Field(default=30.0, description="of every exchange between ranks")
+    silence_deadline_s: Seconds = Field(
+        default=10.0, description="ranks and agents that hear nothing from the controller for so long exit"
+    )
+
+
+class EngineSettings(RankTerms):
+    """The ranks, and what the controller takes on. Units: `*_s` in seconds, `*_tokens` in tokens per rank."""
+
+    api_address: str = Field(default="", description="ZeroMQ address between API and controller; empty: a private one")
+    rank_address: str = Field(
+        default="", description="ZeroMQ address where agents and ranks of other hosts connect; empty: a private one"
+    )
+    agents: int = Field(default=1, ge=1, le=1024, description="hosts that share the ranks, each with an agent")
+    local_agent: bool = Field(default=True, description="whether the controller's own host has ranks")
+    agent_name: str = Field(default="", description="this host's name among the agents; empty: its host name")
+    host_address: str = Field(default="", description="where other hosts reach this one's ranks; empty: found out")
+    insecure_network: bool = Field(
+        default=False, description="listen on and connect to networks without keys: only where nobody else is on them"
+    )
+    block_tokens: Number = Field(default=2048, description="of a document in one step, at most")
+    beside_decode_tokens: Number = Field(default=512, description="likewise, beside requests that draw tokens")
+    save_tokens: Number = Field(
+        default=8192, description="between two saved states: so much is read again at most after a loss of ranks"
+    )
+    save_draws: Number = Field(default=256, description="likewise, tokens that are drawn between two saved states")
+    save_s: Seconds = Field(
+        default=0.5, description="or after so long, where the states of all requests are few enough bytes for that"
+    )
+    steps_in_flight: Number = Field(default=2, description="steps that ranks are sent before they answer the first")
+    blocks_of_credit: Number = Field(default=4, description="blocks of a request that the controller takes ahead")
+    step_s: Seconds = Field(
+        default=0.25, description="how long a step reads at most, as far as a chunk allows: new work waits for its end"
+    )
+    patience_s: Seconds = Field(default=0.05, description="how long tokens wait for more of them to fill a block")
+    max_open: Number = Field(default=512, description="open requests of a class of priority and those before it")
+    max_waiting_tokens: Number = Field(default=1 << 26, description="likewise, tokens of these to be read or drawn")
+    max_active: Number = Field(default=128, description="requests that have a state in the ranks at once")
+    tokens_deadline_s: Seconds = Field(default=600.0, description="for the next tokens of a request")
+    ready_deadline_s: Seconds = Field(default=120.0, description="of a new request for ranks that are not ready")
+    reader_deadline_s: Seconds = Field(default=120.0, description="for an API process that does not read")
+    heartbeat_deadline_s: Seconds = Field(default=4.0, description="a rank without a sign of life for so long is lost")
+    stall_limit_s: Seconds = Field(default=20.0, description="a rank that makes no progress in a step is lost then")
     drain_s: float = Field(
         default=0.0, ge=0, description="for open requests to finish when the controller is asked to stop"
     )
-    stop_deadline_s: Seconds = 5.0
-    backoff_s: Seconds = 0.25
-    backoff_max_s: Seconds = 15.0
-    stable_s: Seconds = 60.0
-    crashes_to_open: Number = 5
-    cool_down_s: Seconds = 30.0
-    losses_to_fail: Number = 8
+    stop_deadline_s: Seconds = Field(default=5.0, description="for agent and ranks to exit when they are asked to")
+    backoff_s: Seconds = Field(default=0.25, description="before ranks that were lost are started again; then doubled")
+    backoff_max_s: Seconds = Field(default=15.0, description="the longest of these waits")
+    stable_s: Seconds = Field(default=60.0, description="a group of ranks that ran for so long has recovered")
+    crashes_to_open: Number = Field(default=5, description="losses within stable_s after which ranks have a long pause")
+    cool_down_s: Seconds = Field(default=30.0, description="this pause")
+    # Eight, as one life in three is too short to get further in where ranks are killed every other second.
+    losses_to_fail: Number = Field(
+        default=8, description="a request in work at so many losses in a row, and no further since, fails"
+    )
 
 
-class StoreSettings(_Section):
+class StoreSettings(Section):
     """Where states of sessions are kept, and how much of them. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     The values of the same names in dist_attn.store.StoreLimits, which explains them; `""` for address means a folder
@@ -264,23 +252,23 @@ class StoreSettings(_Section):
     """
 
     address: str = Field(default="", description="a folder, redis://HOST:PORT/DB, or memory:; empty: a folder of ours")
-    snapshot_bytes: Bytes = 1 * GIB
-    store_bytes: Bytes = 64 * GIB
+    snapshot_bytes: Bytes = Field(default=1 * GIB, description="one state")
+    store_bytes: Bytes = Field(default=64 * GIB, description="all states of all callers")
     tenant_bytes: Bytes = Field(default=16 * GIB, description="of one caller")
     tenant_sessions: Number = Field(default=1024, description="of one caller")
-    tenant_prefixes: Number = 4096
+    tenant_prefixes: Number = Field(default=4096, description="states of prompts of one caller; the least used go")
     session_checkpoints: Number = Field(default=64, description="of one session; older ones go")
     session_appends: Number = Field(default=64, description="idempotency keys that a session remembers")
     session_ttl_s: Seconds = Field(default=7 * 86_400.0, description="a session that is not used ends after so long")
-    longest_ttl_s: Seconds = 90 * 86_400.0
+    longest_ttl_s: Seconds = Field(default=90 * 86_400.0, description="the longest that a caller may ask for")
     hold_s: Seconds = Field(default=300.0, description="a state that nobody refers to yet")
-    orphan_s: Seconds = 3600.0
+    orphan_s: Seconds = Field(default=3600.0, description="bytes without a record, left by a writer that died")
     writer_s: Seconds = Field(default=60.0, description="a writer that says nothing for so long is taken for dead")
     writers: Number = Field(default=8, description="states that are written at once")
     upkeep_s: Seconds = Field(default=60.0, description="between two rounds that remove what has expired")
 
 
-class PrefixSettings(_Section):
+class PrefixSettings(Section):
     """Whether completions go on from stored states of the beginnings of their prompts. Units: `*_s` in seconds.
 
     How many are kept, and for how long, is the store's: `store.tenant_prefixes` and its bytes, least used first.
@@ -293,7 +281,7 @@ class PrefixSettings(_Section):
     at_once: Number = Field(default=4, description="states that one API process puts into the store at a time")
 
 
-class JobSettings(_Section):
+class JobSettings(Section):
     """Work that outlives its connection. Units: `*_bytes` in bytes, `*_s` in seconds.
 
     Inputs and results are in the folder `jobs` of data_dir, which API processes that serve one address share.
@@ -312,7 +300,7 @@ class JobSettings(_Section):
     when_busy: Literal["refuse", "job"] = Field(default="refuse", description="then, where the client does not say")
 
 
-class TracingSettings(_Section):
+class TracingSettings(Section):
     """Spans of OpenTelemetry (extra `otel`): off without an endpoint."""
 
     endpoint: str = Field(default="", description="where spans go, by OTLP over HTTP: http://HOST:4318/v1/traces")
@@ -333,7 +321,7 @@ def user_data_folder(environment: Mapping[str, str], platform: str = sys.platfor
     return base / "dist-attn" if base.is_absolute() else Path("data")
 
 
-class Settings(_Section):
+class Settings(Section):
     """The whole tree."""
 
     model: str | None = Field(default=None, description="a model folder, or the name of a shipped model")
@@ -342,7 +330,7 @@ class Settings(_Section):
         description="where uploads, spools and states are kept; by default dist-attn in the user's data folder: "
         "$XDG_DATA_HOME or ~/.local/share, on macOS ~/Library/Application Support",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = Field(default="info", description="the least severe lines that are logged")
     log_format: LogFormat = Field(default="auto", description="auto: words on a terminal, JSON lines elsewhere")
     http: HttpSettings = HttpSettings()
     limits: LimitSettings = LimitSettings()
@@ -356,137 +344,23 @@ class Settings(_Section):
     jobs: JobSettings = JobSettings()
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """The settings, and where each of them comes from: "default", "file …", "environment …" or "flag …"."""
-
-    settings: Settings
-    origins: Mapping[str, str]
-
-    def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """Key, value and origin of every setting, in the order of the tree; of keys only their number is told."""
-        for key in settings_keys():
-            value: Any = self.settings
-            for name in key.split("."):
-                value = getattr(value, name)
-            yield key, _plain(key, value), self.origins.get(key, "default")
-
-
-_SECTIONS: dict[str, type[_Section]] = {
+SECTIONS: dict[str, type[Section]] = {
     name: kind
     for name, field in Settings.model_fields.items()
-    if isinstance(kind := field.annotation, type) and issubclass(kind, _Section)
+    if isinstance(kind := field.annotation, type) and issubclass(kind, Section)
 }
 
 
 def settings_words() -> dict[str, str]:
-    """What each key of the tree is, in the order of the tree."""
-    found: dict[str, str] = {}
+    """Every key of the tree, as `http.port`, and what it is; in the order of the tree."""
+    words: dict[str, str] = {}
     for name, field in Settings.model_fields.items():
-        inner = _SECTIONS[name].model_fields if name in _SECTIONS else None
-        about = {f"{name}.{key}": one for key, one in inner.items()} if inner else {name: field}
-        found |= {key: one.description or "" for key, one in about.items()}
-    return found
+        inner = {f"{name}.{key}": one for key, one in SECTIONS[name].model_fields.items()} if name in SECTIONS else {}
+        words |= {key: one.description or "" for key, one in (inner or {name: field}).items()}
+    return words
 
 
 @cache
 def settings_keys() -> tuple[str, ...]:
     """Every key of the tree, as `http.port`."""
-    names = {name: _SECTIONS[name].model_fields if name in _SECTIONS else None for name in Settings.model_fields}
-    return tuple(key for name, inner in names.items() for key in ([f"{name}.{i}" for i in inner] if inner else [name]))
-
-
-def read_settings(
-    file: Path | None = None, *, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None
-) -> Resolved:
-    """The settings of a start: the file's over the defaults, the environment's over both, flags over all.
-
-    `flags` are values by key; those that are None were not given. Without `file` DIST_ATTN_CONFIG may name one.
-    Raises: ConfigError for a file that cannot be read, an unknown key or a value that is not accepted.
-    """
-    if file is None and environment.get(CONFIG_VARIABLE):
-        file = Path(environment[CONFIG_VARIABLE])
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = {}
-    sources = [_from_file(file)] if file is not None else []
-    sources += [_from_environment(environment), _from_flags(flags or {})]
-    for source in sources:
-        for key, (value, origin) in source.items():
-            values[key], origins[key] = value, origin
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    try:
-        return Resolved(Settings.model_validate(tree), origins)
-    except ValidationError as error:
-        raise _refused(error, origins) from None
-
-
-_Source = dict[str, tuple[Any, str]]
-
-
-def _from_file(path: Path) -> _Source:
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
-    found: _Source = {}
-    for name, value in tree.items():
-        if value == {} and name not in _SECTIONS:
-            raise ConfigError(f"[{name}] in {path} is no section of the settings; there are {', '.join(_SECTIONS)}")
-        entries = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
-        for key, item in entries.items():
-            found[_known(key, f"{key} in {path}")] = (item, f"file {path}")
-    return found
-
-
-def _from_environment(environment: Mapping[str, str]) -> _Source:
-    found: _Source = {}
-    for name, value in environment.items():
-        if not name.startswith(PREFIX) or name == CONFIG_VARIABLE or name in CLIENT_VARIABLES:
-            continue
-        key = name.removeprefix(PREFIX).lower().replace("__", ".")
-        if key not in settings_keys() and _SERVICE_LINK.fullmatch(name):
-            continue
-        found[_known(key, f"{name} in the environment")] = (value, f"environment {name}")
-    return found
-
-
-def _from_flags(flags: Mapping[str, Any]) -> _Source:
-    given = {key: value for key, value in flags.items() if value is not None}
-    return {key: (value, f"flag --{key.rpartition('.')[2].replace('_', '-')}") for key, value in given.items()}
-
-
-def _known(key: str, where: str) -> str:
-    keys = settings_keys()
-    if key in keys:
-        return key
-    by_name = [known for known in keys if known.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = by_name or difflib.get_close_matches(key, keys, n=1)
-    hint = f"did you mean {near[0]}" if near else "`dist-attn config show` lists all"
-    raise ConfigError(f"{where} is no setting; {hint}")
-
-
-def _refused(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
-    first = error.errors(include_url=False, include_context=False)[0]
-    path = [str(part) for part in first["loc"]]
-    key = next((".".join(path[:n]) for n in (2, 1) if ".".join(path[:n]) in settings_keys()), ".".join(path))
-    given = "a value that is not shown" if _is_secret(key) else repr(first["input"])[:80]
-    words = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key} ({origins.get(key, 'given')}) is {given}: {words[:1].lower()}{words[1:]}")
-
-
-def _is_secret(key: str) -> bool:
-    return key in ("http.api_keys", "http.admin_keys")
-
-
-def _plain(key: str, value: Any) -> Any:
-    """A value as JSON and people read it."""
-    if _is_secret(key):
-        return f"{len(value)} keys"
-    if key in ("store.address", "jobs.address", "files.catalogue"):
-        return re.sub(r"//[^/]*@", "//…@", value)
-    return str(value) if isinstance(value, Path) else value
+    return tuple(settings_words())

@@ -1,0 +1,44 @@
+"""Every value an operator may set: the tree of them all, how it is read, and parts of it as flags."""
+
+from dist_attn.settings.flags import FlagSettings
+from dist_attn.settings.reading import Resolved, read_settings
+from dist_attn.settings.tree import (
+    EngineSettings,
+    FileSettings,
+    HttpSettings,
+    JobSettings,
+    LimitSettings,
+    LogLevel,
+    PrefixSettings,
+    RankTerms,
+    Settings,
+    StoreSettings,
+    TracingSettings,
+    WaitSettings,
+    WorkSettings,
+    settings_keys,
+    settings_words,
+    user_data_folder,
+)
+
+__all__ = [
+    "EngineSettings",
+    "FileSettings",
+    "FlagSettings",
+    "HttpSettings",
+    "JobSettings",
+    "LimitSettings",
+    "LogLevel",
+    "PrefixSettings",
+    "RankTerms",
+    "Resolved",
+    "Settings",
+    "StoreSettings",
+    "TracingSettings",
+    "WaitSettings",
+    "WorkSettings",
+    "read_settings",
+    "settings_keys",
+    "settings_words",
+    "user_data_folder",
+]

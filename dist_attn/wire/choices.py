@@ -1,0 +1,17 @@
+"""The names among which commands, settings and messages choose: each list stands here alone."""
+
+from typing import Literal, get_args
+
+__all__ = ["BACKENDS", "EXCHANGES", "Backend", "StateExchange", "WeightPrecision"]
+
+Backend = Literal["local", "gloo", "nccl", "mpi"]
+"""How ranks talk to each other; `local` is for one rank alone."""
+
+StateExchange = Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"]
+"""How ranks that share a text hand on what they have read; `auto` takes what was measured fastest."""
+
+WeightPrecision = Literal["float32", "bfloat16", "int8"]
+"""In which precision a model's weights lie in memory while it reads and writes."""
+
+BACKENDS: tuple[str, ...] = get_args(Backend)
+EXCHANGES: tuple[str, ...] = get_args(StateExchange)
