@@ -15,9 +15,9 @@ from dist_attn_service.schemas.completions import (
     DetokenizeRequest,
     EmbeddingRequest,
     EncodingRequest,
-    StreamOptions,
     TokenizeRequest,
 )
+from dist_attn_service.schemas.drawing import StreamOptions
 from dist_attn_service.schemas.jobs import EstimateRequest, JobRequest
 from pydantic import BaseModel
 

@@ -9,12 +9,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from dist_attn.text.base import TokenArray
+from dist_attn.wire.messages import SamplingSpec
 from dist_attn_service.base.errors import BadRequest, Code
-from dist_attn_service.schemas.completions import StreamOptions
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.schemas.drawing import DrawingOptions, StreamOptions
 from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
 
 __all__ = [
-    "parse_bias",
+    "parse_drawing",
     "parse_json",
     "parse_query",
     "parse_texts",
@@ -24,6 +26,7 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=BaseModel)
+DEFAULT_MAX_TOKENS = 16
 MOST_KEYS = 1024  # of an object in a request
 
 
@@ -152,7 +155,7 @@ def parse_tokens(value: list[Any], where: str, name: str, vocab_size: int) -> To
     return np.array(value, dtype=np.int32)
 
 
-def parse_bias(value: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+def _biases(value: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
     """Biases by token id; JSON's keys are texts.
 
     Raises: BadRequest naming the first key that is no token of the vocabulary.
@@ -166,6 +169,33 @@ def parse_bias(value: dict[str, float] | None, vocab_size: int) -> dict[int, flo
             )
         biases[int(name)] = bias
     return biases
+
+
+def parse_drawing(
+    options: DrawingOptions, limits: Settings, vocab_size: int, *, max_tokens: int | None, logprobs: int | None
+) -> tuple[SamplingSpec, tuple[str, ...]]:
+    """How tokens are drawn, and the strings that end a text.
+
+    Raises: BadRequest naming the option that is over a limit of this service, or does not fit its model.
+    """
+    most = DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+    for name, value, limit in (
+        ("max_tokens", most, limits.max_tokens),
+        ("logprobs", logprobs or 0, limits.max_logprobs),
+    ):
+        if value > limit:
+            raise BadRequest(f"{name}={value} is over this service's limit of {limit}", param=name)
+    spec = options.spec(most, _biases(options.logit_bias, vocab_size), logprobs)
+    if spec.min_tokens > most:
+        raise BadRequest(f"min_tokens={spec.min_tokens} is more than max_tokens={most}", param="min_tokens")
+    stops = (options.stop,) if isinstance(options.stop, str) else tuple(options.stop or ())
+    if len(stops) > limits.stop_strings:
+        raise BadRequest(f"stop holds {len(stops)} strings; at most {limits.stop_strings}", param="stop")
+    for text in stops:
+        if not 0 < len(text) <= limits.stop_characters:
+            said = f"a stop string must have 1 to {limits.stop_characters} characters, not {len(text)}"
+            raise BadRequest(said, param="stop")
+    return spec, stops
 
 
 def utf8(text: str, where: str, name: str) -> bytes:

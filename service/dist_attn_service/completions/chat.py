@@ -14,11 +14,6 @@ from dist_attn_service.text.tokenising import TokeniserPort, tokens_of
 __all__ = ["ChatService"]
 
 DEFAULT_MAX_TOKENS = 1024
-SAME = (
-    "model", "min_tokens", "ignore_eos", "temperature", "top_p", "top_k", "seed", "stop", "n", "stream",
-    "stream_options", "presence_penalty", "frequency_penalty", "logit_bias", "user", "priority", "deadline_seconds",
-    "return_progress",
-)  # fmt: skip
 
 
 class ChatService:
@@ -66,7 +61,7 @@ class ChatService:
             prompt=prompt,
             max_tokens=min(DEFAULT_MAX_TOKENS, self._settings.max_tokens) if asked is None else asked,
             logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-            **{name: getattr(request, name) for name in SAME},
+            **request.shared(),
         )
 
     async def _prompt(self, messages: list[ChatMessage]) -> list[int]:

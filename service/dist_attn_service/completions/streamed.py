@@ -13,7 +13,7 @@ import msgspec
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_service.base.errors import BadRequest
-from dist_attn_service.base.parsing import parse_bias, parse_texts
+from dist_attn_service.base.parsing import parse_drawing, parse_texts
 from dist_attn_service.base.request_terms import RequestTerms
 from dist_attn_service.completions.choice_run import ChoiceRun, Delta, PlannedChoice, Prompt
 from dist_attn_service.completions.prefixes import NO_PREFIX, PrefixCache, PromptPrefix
@@ -30,8 +30,6 @@ from dist_attn_service.text.tokenising import tokens_of
 
 __all__ = ["CompletionRun", "CompletionService", "PreparedCompletion"]
 
-DEFAULT_MAX_TOKENS = 16
-DEFAULT_TEMPERATURE = 1.0
 DELTAS_WAITING = 64
 MOST_SCORES = 1 << 17  # log-probabilities of prompts in one answer, which is in memory as a whole
 
@@ -122,37 +120,23 @@ class CompletionService:
         Raises: BadRequest naming the parameter.
         """
         limits = self._context.settings
-        max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-        _at_most("max_tokens", max_tokens, limits.max_tokens)
-        if (request.min_tokens or 0) > max_tokens:
-            said = f"min_tokens={request.min_tokens} is more than max_tokens={max_tokens}"
-            raise BadRequest(said, param="min_tokens")
-        _at_most("logprobs", request.logprobs or 0, limits.max_logprobs)
-        if not max_tokens and not request.echo:
+        vocab_size = self._context.tokeniser.vocab_size
+        sampling, stops = parse_drawing(
+            request, limits, vocab_size, max_tokens=request.max_tokens, logprobs=request.logprobs
+        )
+        if not sampling.max_tokens and not request.echo:
             raise BadRequest("max_tokens=0 draws nothing; send echo=true with it, or at least 1", param="max_tokens")
         if request.stream_options is not None and not request.stream:
             raise BadRequest("stream_options needs stream=true", param="stream_options")
         if request.return_progress and not request.stream:
             raise BadRequest("return_progress needs stream=true", param="return_progress")
-        stops = self._stops(request.stop)
-        texts = parse_texts(request.prompt, "prompt", self._context.tokeniser.vocab_size, limits.max_choices)
+        texts = parse_texts(request.prompt, "prompt", vocab_size, limits.max_choices)
         n = request.n or 1
         drawn = self._drawn_per_prompt(request, n, len(texts))
-        sampling = SamplingSpec(
-            max_tokens=max_tokens,
-            temperature=DEFAULT_TEMPERATURE if request.temperature is None else float(request.temperature),
-            top_k=max(0, request.top_k or 0),
-            top_p=1.0 if request.top_p is None else float(request.top_p),
-            seed=request.seed,
-            # the best of several choices are the likeliest ones
-            logprobs=0 if request.logprobs is None and drawn > n else request.logprobs,
-            presence_penalty=float(request.presence_penalty or 0),
-            frequency_penalty=float(request.frequency_penalty or 0),
-            logit_bias=parse_bias(request.logit_bias, self._context.tokeniser.vocab_size),
-            min_tokens=request.min_tokens or 0,
-            ignore_end=bool(request.ignore_eos),
-            prompt_logprobs=request.logprobs if request.echo else None,
-        )
+        if request.logprobs is None and drawn > n:  # the best of several choices are the likeliest ones
+            sampling = msgspec.structs.replace(sampling, logprobs=0)
+        if request.echo:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=request.logprobs)
         prompts = [await self._prompt(text, echo=bool(request.echo)) for text in texts]
         if sampling.prompt_logprobs is not None:
             _check_scores(drawn * sum(len(prompt.tokens) for prompt in prompts), sampling.prompt_logprobs)
@@ -236,29 +220,11 @@ class CompletionService:
             )
         return drawn
 
-    def _stops(self, stop: str | list[str] | None) -> tuple[str, ...]:
-        limits = self._context.settings
-        stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        if len(stops) > limits.stop_strings:
-            raise BadRequest(f"stop holds {len(stops)} strings; at most {limits.stop_strings}", param="stop")
-        for text in stops:
-            if not 0 < len(text) <= limits.stop_characters:
-                raise BadRequest(
-                    f"a stop string must have 1 to {limits.stop_characters} characters, not {len(text)}",
-                    param="stop",
-                )
-        return stops
-
     async def _prompt(self, text: bytes | TokenArray, *, echo: bool) -> Prompt:
         if isinstance(text, bytes):
             tokens = await tokens_of(self._context.tokeniser, text, self._context.settings.piece_bytes)
             return Prompt(tokens, text.decode() if echo else "")
         return Prompt(text, await self._context.tokeniser.text(text) if echo else "")
-
-
-def _at_most(name: str, value: int, limit: int) -> None:
-    if value > limit:
-        raise BadRequest(f"{name}={value} is over this service's limit of {limit}", param=name)
 
 
 def _check_scores(tokens: int, likeliest: int) -> None:

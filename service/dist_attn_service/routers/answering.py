@@ -15,7 +15,8 @@ from dist_attn_service.completions.whole import Gathered, gather
 from dist_attn_service.dependencies import Services
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, while_connected
 from dist_attn_service.http.streaming import EventWriter, StreamedResponse
-from dist_attn_service.schemas.completions import CompletionUsage, PromptProgress, StreamOptions
+from dist_attn_service.schemas.completions import CompletionUsage, PromptProgress
+from dist_attn_service.schemas.drawing import StreamOptions
 
 __all__ = ["AnswerForm", "answer"]
 

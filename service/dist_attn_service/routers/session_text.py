@@ -9,12 +9,12 @@ from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.parsing import parse_json, parse_query, utf8
+from dist_attn_service.base.parsing import parse_drawing, parse_json, parse_query, utf8
 from dist_attn_service.base.request_terms import terms_of
 from dist_attn_service.dependencies import Services, media_type, read_json_body, read_options, record_of, services_of
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, task_group
 from dist_attn_service.http.streaming import EventWriter, StreamedResponse
-from dist_attn_service.schemas.completions import Choice, CompletionRequest
+from dist_attn_service.schemas.completions import Choice
 from dist_attn_service.schemas.sessions import (
     AppendOptions,
     AppendRequest,
@@ -39,10 +39,6 @@ IDEMPOTENCY_KEY = {
     "required": False,
     "schema": {"type": "string", "pattern": "^[!#-~]{1,256}$"},
 }
-SAMPLING = {
-    "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs", "presence_penalty", "frequency_penalty",
-    "logit_bias",
-}  # fmt: skip
 NO_PART_OF_IT = {"stream", "user", "priority", "deadline_seconds"}
 """What may differ in a request that is sent again under the same key."""
 
@@ -123,13 +119,18 @@ async def generate(request: Request, session_id: str) -> Response:
     wanted = parse_json(data, GenerateRequest)
     services.check_model(wanted.model)
     services.check_writes()
-    options = wanted.model_dump(include=SAMPLING, exclude_unset=True)
-    prepared = await services.completions.prepare(CompletionRequest(prompt=[0], **options))
+    spec, stops = parse_drawing(
+        wanted,
+        services.settings,
+        services.tokeniser.vocab_size,
+        max_tokens=wanted.max_tokens,
+        logprobs=wanted.logprobs,
+    )
     work = GenerateWork(
         idempotency_key(request.headers),
         wanted.expected_position,
-        prepared.choices[0].sampling,
-        prepared.stops,
+        spec,
+        stops,
         hashlib.sha256(wanted.model_dump_json(exclude=NO_PART_OF_IT).encode()).hexdigest(),
         terms_of(request, wanted),
     )

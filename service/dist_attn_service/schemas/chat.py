@@ -4,20 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dist_attn_service.schemas.completions import (
-    SEED_BOUND,
-    Biases,
-    CompletionUsage,
-    DeadlineSeconds,
-    Input,
-    Output,
-    Penalty,
-    PriorityClass,
-    PromptProgress,
-    StreamOptions,
-    Temperature,
-    TopK,
-)
+from dist_attn_service.schemas.base import Input, Output
+from dist_attn_service.schemas.completions import CompletionUsage, PromptProgress
+from dist_attn_service.schemas.drawing import AnswerOptions
 from dist_attn_service.schemas.neutral_fields import NeutralChat, NeutralMessage
 
 __all__ = [
@@ -54,32 +43,14 @@ class ChatMessage(NeutralMessage, Input):
     name: str | None = None
 
 
-class ChatRequest(NeutralChat, Input):
+class ChatRequest(NeutralChat, AnswerOptions, Input):
     """OpenAI's chat completion request, with what completions take besides."""
 
-    model: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    ignore_eos: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    user: str | None = None
-    priority: PriorityClass | None = None
-    deadline_seconds: DeadlineSeconds | None = None
-    return_progress: bool | None = None
 
 
 class LikelyToken(Output):

@@ -1,11 +1,12 @@
 """The JSON that goes in and out; unknown keys are refused, nothing is converted silently."""
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from dist_attn_service.schemas.neutral_fields import NeutralCompletion, NeutralEmbedding, NeutralStream
+from dist_attn_service.schemas.base import Input, Output, digits
+from dist_attn_service.schemas.drawing import AnswerOptions
+from dist_attn_service.schemas.neutral_fields import NeutralCompletion, NeutralEmbedding
 
 __all__ = [
     "Choice",
@@ -22,10 +23,8 @@ __all__ = [
     "EncodingOptions",
     "EncodingRequest",
     "EncodingSummary",
-    "Input",
     "ModelCard",
     "ModelList",
-    "Output",
     "ProgressChunk",
     "PromptProgress",
     "PromptTokensDetails",
@@ -33,29 +32,14 @@ __all__ = [
     "Readiness",
     "ServerSentEvent",
     "ServiceState",
-    "StreamOptions",
     "TokenizeRequest",
     "Tokenized",
     "Usage",
     "UsageChunk",
     "Version",
-    "digits",
 ]
 
 MAX_WINDOW = 1_000_000
-SEED_BOUND = 1 << 63
-
-
-class Input(BaseModel):
-    """Base of what clients send."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Output(BaseModel):
-    """Base of what clients get."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Usage(Output):
@@ -66,13 +50,6 @@ class Usage(Output):
 
 
 # ---- /v1/completions ---------------------------------------------------------------------------
-
-
-class StreamOptions(NeutralStream, Input):
-    """Options of a streamed answer."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 _TEXTS_SCHEMA = {
@@ -91,44 +68,16 @@ _TEXTS_SCHEMA = {
 Texts = Annotated[Any, WithJsonSchema(_TEXTS_SCHEMA)]
 
 
-Temperature = Annotated[float, Field(ge=0)]
-TopK = Annotated[int, Field(ge=-1, lt=1 << 31)]
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
-
-
-PriorityClass = Literal["high", "normal", "low"]
-DeadlineSeconds = Annotated[float, Field(gt=0, le=2_592_000)]
-
-
-class CompletionRequest(NeutralCompletion, Input):
+class CompletionRequest(NeutralCompletion, AnswerOptions, Input):
     """OpenAI's completion request; `priority`, `deadline_seconds` and `return_progress` are our extensions, `top_k`,
     `min_tokens` and `ignore_eos` vLLM's.
     """
 
-    model: str | None = None
     prompt: Texts
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    ignore_eos: bool | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    user: str | None = None
+    echo: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    priority: PriorityClass | None = None
-    deadline_seconds: DeadlineSeconds | None = None
-    return_progress: bool | None = None
 
 
 class PromptProgress(Output):
@@ -200,14 +149,14 @@ class CompletionChunk(_CompletionHead):
 class ProgressChunk(_CompletionHead):
     """An event before the first text, when progress was asked for."""
 
-    choices: Annotated[list[Choice], Field(max_length=0)] = []
+    choices: list[Choice] = Field(default=[], max_length=0)
     prompt_progress: PromptProgress
 
 
 class UsageChunk(_CompletionHead):
     """The last event of a streamed completion, when usage was asked for; any other, when it was asked for in each."""
 
-    choices: list[Choice] = []
+    choices: list[Choice] = Field(default=[])
     usage: CompletionUsage
 
 
@@ -280,13 +229,6 @@ class Detokenized(Output):
 
 
 # ---- /v1/encodings -----------------------------------------------------------------------------
-
-
-def digits(value: Any) -> Any:
-    """In a query a number is its digits: not 5.0, +5 or 5_0, which Python would read as well."""
-    if isinstance(value, str) and not re.fullmatch(r"-?[0-9]+", value):
-        raise ValueError("a whole number was needed, in digits alone")
-    return value
 
 
 class EncodingOptions(BaseModel):
@@ -410,4 +352,4 @@ class ServiceState(Output):
     tokens_per_second: float | None = None
     lost_groups: int | None = None
     replayed_tokens: int | None = None
-    ranks: list[RankState] = []
+    ranks: list[RankState] = Field(default=[])

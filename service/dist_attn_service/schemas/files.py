@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from dist_attn_service.schemas.completions import Input, Output
+from dist_attn_service.schemas.base import Input, Output
 
 __all__ = [
     "PURPOSES",

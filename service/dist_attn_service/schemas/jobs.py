@@ -4,7 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dist_attn_service.schemas.completions import MAX_WINDOW, Input, Output, digits
+from dist_attn_service.schemas.base import Input, Output, digits
+from dist_attn_service.schemas.completions import MAX_WINDOW
 
 __all__ = [
     "Estimate",

@@ -4,20 +4,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from dist_attn_service.schemas.completions import (
-    SEED_BOUND,
-    Biases,
-    Choice,
-    CompletionUsage,
-    DeadlineSeconds,
-    Input,
-    Output,
-    Penalty,
-    PriorityClass,
-    Temperature,
-    TopK,
-    digits,
-)
+from dist_attn_service.schemas.base import Input, Output, digits
+from dist_attn_service.schemas.completions import Choice, CompletionUsage
+from dist_attn_service.schemas.drawing import DrawingOptions, HowSoon
 
 __all__ = [
     "SESSION_BODIES",
@@ -140,13 +129,11 @@ class AppendOptions(_Query):
     expected_position: QueryPosition | None = None
 
 
-class AppendRequest(Input):
+class AppendRequest(HowSoon, Input):
     """The JSON form of an append; for long texts send the text itself as the body."""
 
     input: str
     expected_position: Position | None = None
-    priority: PriorityClass | None = None
-    deadline_seconds: DeadlineSeconds | None = None
 
 
 class AppendProgress(Output):
@@ -182,25 +169,12 @@ class AppendSummary(RestoreFacts):
     replayed: bool = False
 
 
-class GenerateRequest(Input):
+class GenerateRequest(DrawingOptions, Input):
     """How the model goes on with the text of a session; the options are those of completions."""
 
-    model: str | None = None
     expected_position: Position | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: TopK | None = None
-    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
-    stream: bool | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Biases | None = None
-    user: str | None = None
-    priority: PriorityClass | None = None
-    deadline_seconds: DeadlineSeconds | None = None
 
 
 class GenerateSummary(RestoreFacts):

@@ -1,0 +1,85 @@
+"""How tokens are drawn: the options that completions, chats and generations of sessions share, said once."""
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BaseModel, Field
+
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn_service.schemas.base import Input
+from dist_attn_service.schemas.neutral_fields import EmptyList, NeutralStream, No, One, Yes, Zero, only
+
+__all__ = ["AnswerOptions", "DrawingOptions", "HowSoon", "StreamOptions"]
+
+SEED_BOUND = 1 << 63
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
+
+
+class HowSoon(BaseModel):
+    """How urgent a request is, and for how long its answer is of use; over the headers that say the same."""
+
+    priority: Literal["high", "normal", "low"] | None = None
+    deadline_seconds: Annotated[float, Field(gt=0, le=2_592_000)] | None = None
+
+
+class DrawingOptions(HowSoon):
+    """What every request that draws tokens takes; each kind adds `max_tokens` and `logprobs` with bounds of its own."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    stream: bool | None = None
+    user: str | None = None
+
+    def spec(self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None) -> SamplingSpec:
+        """What the engine is told: null is an option's default, and -1 switches `top_k` off like 0."""
+        plain = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
+        said = {name: value for name in plain if (value := getattr(self, name)) is not None}
+        top_k = max(0, self.top_k or 0)
+        return SamplingSpec(max_tokens, top_k=top_k, logit_bias=logit_bias, logprobs=logprobs, **said)
+
+
+class StreamOptions(NeutralStream, Input):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class AnswerOptions(DrawingOptions):
+    """What completions and chats take besides; those with `only` in their words are taken at one value."""
+
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    repetition_penalty: One | None = only(
+        "1: penalties are subtracted; use presence_penalty or frequency_penalty, which the prompt does not count for"
+    )
+    min_p: Zero | None = only("0: use top_p or top_k to draw from the likeliest tokens")
+    length_penalty: One | None = only("1: there is no beam search")
+    use_beam_search: No | None = only("false: there is no beam search")
+    early_stopping: No | None = only("false: there is no beam search")
+    stop_token_ids: EmptyList | None = only("an empty list: use stop for what ends a text")
+    bad_words: EmptyList | None = only("an empty list: use logit_bias to rule tokens out")
+    include_stop_str_in_output: No | None = only("false: a text ends before its stop string")
+    skip_special_tokens: Yes | None = only("true: special tokens have no text")
+    spaces_between_special_tokens: Yes | None = only("true: special tokens have no text")
+
+    def spec(self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None) -> SamplingSpec:
+        """What the engine is told."""
+        drawing = super().spec(max_tokens, logit_bias, logprobs)
+        return msgspec.structs.replace(drawing, min_tokens=self.min_tokens or 0, ignore_end=bool(self.ignore_eos))
+
+    def shared(self) -> dict[str, Any]:
+        """These options by name, for a request of the other kind."""
+        return {name: getattr(self, name) for name in AnswerOptions.model_fields}
