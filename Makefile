@@ -83,10 +83,11 @@ bench: setup  ## run the benchmarks once their tests are green, and file the res
 bench-quick: setup  ## compare a few ratios with the filed ones; fails where more than 15 % were lost
 	$(BIN)/python -m benchmarks.guard $(ARGS)
 
-package: setup  ## build wheel and sdist into dist/, and try the wheel in an environment of its own
+package: setup  ## build the wheels and sdists into dist/, and try each wheel in an environment of its own
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist .
-	deploy/try-wheel.sh $(BIN)/python dist/*.whl constraints.txt $(PIP_ARGS)
+	$(BIN)/python -m build --outdir dist client
+	deploy/try-wheel.sh $(BIN)/python dist/dist_attn-*.whl dist/dist_attn_client-*.whl constraints.txt $(PIP_ARGS)
 
 clean:  ## remove what was built, .venv included
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov

@@ -21,7 +21,7 @@ import httpx
 
 from benchmarks.chromium import chromium, why_no_chromium
 from benchmarks.service_process import ServiceProcess, until_ready
-from dist_attn.client import Client
+from dist_attn_client import Client
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

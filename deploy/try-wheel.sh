@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Try a wheel as a new user would: a virtual environment with nothing in it, a folder without the repository, one command.
-#   deploy/try-wheel.sh PYTHON WHEEL CONSTRAINTS [PIP ARGUMENTS …]
+# Try the wheels as new users would: virtual environments with nothing in them, a folder without the repository, a few commands.
+#   deploy/try-wheel.sh PYTHON WHEEL CLIENT_WHEEL CONSTRAINTS [PIP ARGUMENTS …]
 set -euo pipefail
-python=$1 wheel=$(realpath "$2") constraints=$(realpath "$3")
-shift 3
+python=$1 wheel=$(realpath "$2") client=$(realpath "$3") constraints=$(realpath "$4")
+shift 4
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 unset PYTHONPATH
@@ -25,3 +25,27 @@ done
 "$bin/dist-attn" help window >/dev/null
 "$bin/dist-attn" plan --tokens 1M >/dev/null
 echo "the wheel works by itself"
+
+# The client encodes the same text by the service of the first environment.
+"$python" -m venv "$place/client"
+began=$SECONDS
+"$place/client/bin/python" -m pip install --disable-pip-version-check --quiet "$@" -c "$constraints" "$client"
+"$place/client/bin/python" -m pip check
+du -sm "$place"/client/lib/python*/site-packages | sed "s/\t.*/ MB of site-packages in $((SECONDS - began)) s/"
+port=$("$python" -c "import socket; s = socket.socket(); s.bind(('127.0.0.1', 0)); print(s.getsockname()[1])")
+"$bin/dist-attn" serve --port "$port" --data-dir "$place/data" >"$place/serve.log" 2>&1 &
+service=$!
+trap 'kill "$service"; wait "$service"; rm -rf "$place"' EXIT
+"$place/client/bin/python" - "$port" <<'END'
+import sys
+from pathlib import Path
+
+from dist_attn_client import Client, Retry
+
+# It is sent again until the engine has started.
+with Client(f"http://127.0.0.1:{sys.argv[1]}", retry=Retry(tries=60)) as client:
+    rows = list(client.encode(Path("text.txt"), window=512, deadline_s=120))
+print("by the client", (len(rows), len(rows[0].embedding)))
+assert {"torch", "dist_attn", "fastapi"}.isdisjoint(sys.modules)
+END
+echo "the client works by itself"

@@ -1,3 +1,3 @@
 """dist-attn: exact sequence-sharded attention with a constant-size state, and a service around it."""
 
-__version__ = "0.1.0"
+from dist_attn_api import __version__ as __version__

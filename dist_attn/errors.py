@@ -20,11 +20,13 @@
     │   ├── QuotaError                a caller's share of the store is used up
     │   ├── StateDamagedError         a stored state whose bytes are gone, or are not those that were stored
     │   └── CatalogueDamagedError     a catalogue whose file is no database, or a damaged one
-    ├── ClientError                   a call to a service came to something else than success; see client/errors.py
+    ├── ClientError                   a call to a service ended without success; kinds in dist_attn_client/errors.py
     └── MissingExtraError             an optional dependency is needed; says what to run (`extra_hint`)
 
 A message says what was given, what was needed and what to do about it.
 """
+
+from dist_attn_api.errors import ClientError, DistAttnError, InputError
 
 __all__ = [
     "BusyError",
@@ -51,14 +53,6 @@ __all__ = [
     "WireError",
     "extra_hint",
 ]
-
-
-class DistAttnError(Exception):
-    """Anything this package raises on purpose."""
-
-
-class InputError(DistAttnError, ValueError):
-    """The caller gave something unusable."""
 
 
 class ShapeError(InputError):
@@ -144,10 +138,6 @@ class StateDamagedError(StorageError):
 
 class CatalogueDamagedError(StorageError):
     """A catalogue whose file is no database, or a damaged one."""
-
-
-class ClientError(DistAttnError):
-    """A call to a service came to something else than success; `client/errors.py` has its kinds."""
 
 
 class MissingExtraError(DistAttnError):

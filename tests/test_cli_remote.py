@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_attn.client import Client
 from dist_attn.commands import cli, top
 from dist_attn.settings import read_settings
+from dist_attn_client import Client
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.programs import free_port
 from tests.support.service_server import RunningService, running_service

@@ -23,7 +23,9 @@ def test_every_make_target_has_a_line_of_help() -> None:
 def test_no_page_or_message_installs_from_an_index() -> None:
     """No package index has this project, so nothing tells people to `pip install dist-attn`, with extras or without."""
     places = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
-    places += [path for tree in ("dist_attn", "service", "benchmarks") for path in (ROOT / tree).rglob("*.py")]
+    places += [
+        path for tree in ("dist_attn", "client", "service", "benchmarks") for path in (ROOT / tree).rglob("*.py")
+    ]
     told = [path for path in places if re.search(r"pip install '?dist-attn\b", path.read_text(encoding="utf-8"))]
     # The log says what was; the checklist of a release comes after it is on an index.
     assert {path.name for path in told} <= {"log.md", "release.md"}
@@ -46,7 +48,7 @@ def test_serving_installs_less_than_the_tests_need(tmp_path: Path) -> None:
 def test_contributing_names_what_exists() -> None:
     """Every make target and every file that CONTRIBUTING.md names is there."""
     assert set(re.findall(r"make ([a-z-]+)", CONTRIBUTING)) <= TARGETS
-    paths = re.findall(r"`((?:dist_attn|service|tests|docs|deploy|\.ci)/[\w./-]+)`", CONTRIBUTING)
+    paths = re.findall(r"`((?:dist_attn|client|service|tests|docs|deploy|\.ci)/[\w./-]+)`", CONTRIBUTING)
     assert paths
     assert [path for path in paths if not (ROOT / path).exists()] == ["docs/decisions/NNNN-title.md"]
 
@@ -81,7 +83,9 @@ def test_pages_name_files_that_exist() -> None:
     page = (ROOT / "docs/architecture.md").read_text()
     named = set(re.findall(r"`([\w/]+\.py)`", page))
     sources = [
-        path.relative_to(ROOT).as_posix() for tree in ("dist_attn", "service") for path in (ROOT / tree).rglob("*.py")
+        path.relative_to(ROOT).as_posix()
+        for tree in ("dist_attn", "client", "service")
+        for path in (ROOT / tree).rglob("*.py")
     ]
     assert len(named) > 15
     assert [name for name in sorted(named) if not any(f"/{path}".endswith(f"/{name}") for path in sources)] == []

@@ -9,8 +9,6 @@ from typing import Any
 
 import msgspec
 
-from dist_attn.client import Client, Estimate, Retry
-from dist_attn.client.texts import Sampling
 from dist_attn.commands.progress import bytes_progress
 from dist_attn.commands.row_file import row_file
 from dist_attn.commands.tables import Table, byte_size, duration, print_tables
@@ -18,6 +16,8 @@ from dist_attn.costs import parse_count
 from dist_attn.errors import InputError
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.row_choice import RowsAsked
+from dist_attn_client import Client, Estimate, Retry
+from dist_attn_client.texts import Sampling
 
 __all__ = ["KEY_VARIABLE", "encode_remotely", "generate_remotely", "key_of_environment", "plan_remotely", "reached"]
 

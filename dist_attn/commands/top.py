@@ -11,10 +11,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from dist_attn.client import Client, ClientError, KeyRefused, Status
-from dist_attn.client.attempts import Retry
 from dist_attn.commands.remote import KEY_VARIABLE, key_of_environment
 from dist_attn.commands.tables import Table, byte_size, duration, rich_table
+from dist_attn_client import Client, ClientError, KeyRefused, Status
+from dist_attn_client.attempts import Retry
 
 __all__ = ["plain_lines", "top"]
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from dist_attn.client import AppendProgress, BrokenOff, Missing, NotOurAnswer, Retry
-from dist_attn.client.asynchronous import Flows
-from dist_attn.client.errors import error_of_answer
-from dist_attn.client.follow import AppendPlan
-from dist_attn.client.lines import Event
-from dist_attn.client.plan import Call
-from dist_attn.client.texts import TextPlan
-from dist_attn.client.transport import Answer, Outgoing, SyncTransport, at_once
+from dist_attn_client import AppendProgress, BrokenOff, Missing, NotOurAnswer, Retry
+from dist_attn_client.asynchronous import Flows
+from dist_attn_client.errors import error_of_answer
+from dist_attn_client.follow import AppendPlan
+from dist_attn_client.lines import Event
+from dist_attn_client.plan import Call
+from dist_attn_client.texts import TextPlan
+from dist_attn_client.transport import Answer, Outgoing, SyncTransport, at_once
 
 ROW = b'{"index":0,"start":0,"stop":1,"byte_start":0,"byte_stop":1,"embedding":[1.0]}\n'
 

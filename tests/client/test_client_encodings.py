@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_attn.client import (
+from dist_attn.errors import InputError
+from dist_attn_client import (
     AsyncClient,
     Client,
     EncodingProgress,
@@ -21,7 +22,6 @@ from dist_attn.client import (
     Unreachable,
     Unusable,
 )
-from dist_attn.errors import InputError
 from tests.support.cutting_proxy import Cut, cutting_proxy
 from tests.support.fake_engine import FakeEngine, row_vector
 from tests.support.opening import is_encoding

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
 
-from dist_attn.client import (
+from dist_attn_client import (
     AsyncClient,
     BrokenOff,
     Busy,
@@ -19,15 +19,15 @@ from dist_attn.client import (
     Retry,
     Unreachable,
 )
-from dist_attn.client.attempts import Attempts
-from dist_attn.client.errors import KeyRefused, NotOurAnswer, QuotaUsed, ServiceFailed, error_of_answer
-from dist_attn.client.files import AsyncFiles
-from dist_attn.client.jobs import AsyncJobs
-from dist_attn.client.lines import Event, EventDecoder, LineDecoder
-from dist_attn.client.sessions import AsyncSessions
-from dist_attn.client.sources import Source
-from dist_attn.client.synchronous import Files, Jobs, Sessions
-from dist_attn.client.transport import SyncTransport, at_once
+from dist_attn_client.attempts import Attempts
+from dist_attn_client.errors import KeyRefused, NotOurAnswer, QuotaUsed, ServiceFailed, error_of_answer
+from dist_attn_client.files import AsyncFiles
+from dist_attn_client.jobs import AsyncJobs
+from dist_attn_client.lines import Event, EventDecoder, LineDecoder
+from dist_attn_client.sessions import AsyncSessions
+from dist_attn_client.sources import Source
+from dist_attn_client.synchronous import Files, Jobs, Sessions
+from dist_attn_client.transport import SyncTransport, at_once
 
 LOST = BrokenOff("lost")
 

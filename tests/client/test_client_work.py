@@ -13,7 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
-from dist_attn.client import (
+from dist_attn.errors import InputError
+from dist_attn.settings import JobSettings
+from dist_attn_client import (
     AsyncClient,
     BrokenOff,
     Choice,
@@ -25,8 +27,6 @@ from dist_attn.client import (
     Retry,
     Unusable,
 )
-from dist_attn.errors import InputError
-from dist_attn.settings import JobSettings
 from tests.support.cutting_proxy import Cut, CuttingProxy, cutting_proxy
 from tests.support.fake_engine import FakeEngine, row_vector
 from tests.support.fake_sessions import after, drawn_from, stored
@@ -61,7 +61,7 @@ def client(proxy: CuttingProxy) -> Iterator[Client]:
 
 def test_the_client_never_loads_torch() -> None:
     """A fresh interpreter with the client has neither torch nor the service in it."""
-    code = "import sys, dist_attn.client as c; c.Client(); print({'torch', 'service', 'fastapi'} & set(sys.modules))"
+    code = "import sys, dist_attn_client as c; c.Client(); print({'torch', 'service', 'fastapi'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr
 

@@ -27,6 +27,7 @@ from tests.support.engines import (
     running_engine,
     wait_until_none_left,
 )
+from tests.support.source_path import SOURCE_PATH
 
 BLOCK = 512
 RECOVERY_S = 15
@@ -182,7 +183,7 @@ def test_no_process_survives_a_killed_parent():
         "input()\n"
     )
     root = Path(__file__).parents[2]
-    environment = {**os.environ, MARK: mark, "PYTHONPATH": str(root)}
+    environment = {**os.environ, MARK: mark, "PYTHONPATH": SOURCE_PATH}
     with subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
     ) as parent:

@@ -19,6 +19,7 @@ from tests.support.dockerfile import read_dockerfile, with_flags
 from tests.support.models import write_small_folder
 from tests.support.programs import Program, free_port, running_program
 from tests.support.service_server import eventually
+from tests.support.source_path import SOURCE_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 API, ENGINE = (read_dockerfile(ROOT / f"deploy/Dockerfile.{name}") for name in ("api", "engine"))
@@ -75,7 +76,7 @@ def test_serve_and_stop(form: str, model: Path, tmp_path: Path) -> None:
     make_keys(tmp_path / "keys")
     keys = {"DIST_ATTN_ENGINE__KEYS_DIR": str(tmp_path / "keys")}
     # What the images install is on the path; where a script lies is not (PYTHONSAFEPATH).
-    engine_env = {**ENGINE.environment, **keys, "PYTHONPATH": str(ROOT)}
+    engine_env = {**ENGINE.environment, **keys, "PYTHONPATH": SOURCE_PATH}
     everywhere = address.replace("127.0.0.1", "0.0.0.0")
     engine = local(command_of("engine", form), sys.executable, **places, api_address=everywhere)
     api = local(command_of("api", form), api_python, **places, api_address=address, port=port)
@@ -91,7 +92,7 @@ def test_serve_and_stop(form: str, model: Path, tmp_path: Path) -> None:
         url = f"http://127.0.0.1:{port}"
         eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the engine to be ready", START_SECONDS)
         ready = [*local(ENGINE.health_command, sys.executable), address]
-        assert subprocess.run(ready, timeout=60, env={**keys, "PYTHONPATH": str(ROOT)}).returncode == 0
+        assert subprocess.run(ready, timeout=60, env={**keys, "PYTHONPATH": SOURCE_PATH}).returncode == 0
         assert httpx.get(f"{url}/readyz").json()["ranks"] == (1 if form == "image" else 4)
         answer = httpx.post(f"{url}/v1/encodings", params={"granularity": "document"}, content=b"x" * 5000, timeout=60)
         assert '"tokens":5000' in answer.text
@@ -108,7 +109,7 @@ def test_an_unknown_model_is_refused_in_one_line(tmp_path: Path) -> None:
     command = with_flags([sys.executable, *API.command[1:]], model="nowhere")
     command[1] = str(ROOT / "deploy/entrypoints/start.py")
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
+        command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env={"PYTHONPATH": SOURCE_PATH}
     )
     assert done.returncode == 2
     assert "nowhere" in done.stderr
@@ -124,7 +125,7 @@ def test_the_settings_name_the_model_where_no_flag_does(tmp_path: Path) -> None:
         (["--config", str(tmp_path / "engine.toml")], {}, "of-the-file"),
         ([], {"DIST_ATTN_ENGINE__RANK": "2"}, "DIST_ATTN_ENGINE__RANK"),
     ):
-        env = {"PYTHONPATH": str(ROOT), **variables}
+        env = {"PYTHONPATH": SOURCE_PATH, **variables}
         done = subprocess.run([*start, *flags], capture_output=True, text=True, timeout=60, env=env)
         assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
         assert word in done.stderr
@@ -138,7 +139,7 @@ def test_health_checks_fail_when_nobody_answers(tmp_path: Path) -> None:
         ("engine_ready.py", f"tcp://127.0.0.1:{port}"),
     ):
         command = [sys.executable, str(ROOT / "deploy/entrypoints" / script), place]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, env={"PYTHONPATH": str(ROOT)})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, env={"PYTHONPATH": SOURCE_PATH})
         assert done.returncode == 1
         assert place in done.stderr
         assert done.stderr.count("\n") == 1

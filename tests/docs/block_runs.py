@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from dist_attn.client import AppendSummary, PromptProgress
 from dist_attn.settings import read_settings
+from dist_attn_client import AppendSummary, PromptProgress
 from tests.docs.blocks import ROOT, Block, Run, commands_of
+from tests.support.source_path import SOURCE_PATH
 
 SECONDS = 200
 PLACE = "127.0.0.1:8000"
@@ -83,7 +84,7 @@ def run_shell(code: str, run: Run, folder: Path) -> str:
         # In this shell, so that variables stay; what is printed is kept for the ids in it.
         lines.append(f"{{ {command}\n}} > now\ncat now; cat now >> printed")
     environment = {
-        **os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+        **os.environ, "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": SOURCE_PATH,
     }  # fmt: skip
     script = "touch printed\n" + "\n".join(lines)
     done = subprocess.run(

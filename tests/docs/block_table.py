@@ -70,7 +70,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("python", says=(" tokens",)),
         Run(
             "python",
-            before="from dist_attn.client import AsyncClient",
+            before="from dist_attn_client import AsyncClient",
             instead={"https://example.org": "http://127.0.0.1:8000"},
         ),
     ),

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.served import Served, served
+from tests.support.source_path import SOURCE_PATH
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -42,7 +43,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(name: str, *arguments: object, seconds: float = 200) -> str:
     """What an example prints; it must succeed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": SOURCE_PATH}
     command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -137,7 +138,7 @@ def test_the_notebook_says_what_works(book: Path, tmp_path: Path) -> None:
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     assert code.count("plt.show()") == 3
     assert not any(cell.get("outputs") for cell in cells), "the notebook is filed without outputs"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TEXT": str(book), "BYTES": "4000", "MPLBACKEND": "agg"}
+    environment = {**os.environ, "PYTHONPATH": SOURCE_PATH, "TEXT": str(book), "BYTES": "4000", "MPLBACKEND": "agg"}
     command = [sys.executable, "-W", "ignore:FigureCanvasAgg", "-c", code]
     done = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr
@@ -159,7 +160,7 @@ print(sum("image/png" in output.get("data", {{}}) for cell in notebook.cells for
         **os.environ,
         "TEXT": str(book),
         "BYTES": "4000",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": SOURCE_PATH,
     }
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, env=environment)
     assert (done.returncode, done.stdout.strip()) == (0, "3"), done.stderr

@@ -35,7 +35,7 @@ def needed_distributions() -> set[str]:
     waiting = {
         normalised(owner)
         for module in _imported_modules()
-        if module not in sys.stdlib_module_names and module not in ("dist_attn", "dist_attn_service")
+        if module not in sys.stdlib_module_names and not module.startswith("dist_attn")
         for owner in owners[module]
     } | LOADED_BY_NAME
     return _with_what_they_require(waiting)
@@ -69,7 +69,7 @@ def make_image_environment(folder: Path) -> Path:
             link = packages / path.name
             if not link.exists():
                 link.symlink_to(path)
-    for package in ("dist_attn", "service/dist_attn_service"):
+    for package in ("dist_attn", "client/dist_attn_api", "client/dist_attn_client", "service/dist_attn_service"):
         (packages / Path(package).name).symlink_to(ROOT / package)
     return folder / "bin/python"
 
@@ -97,9 +97,10 @@ def _imported_modules() -> set[str]:
 def _files_of(module: str) -> list[Path]:
     """The files of this repository that importing a dotted name runs; the name may end in something of a module."""
     parts = module.split(".")
-    if parts[0] != "dist_attn":
+    if parts[0] not in ("dist_attn", "dist_attn_api"):
         return []
-    folders = [ROOT.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+    root = ROOT if parts[0] == "dist_attn" else ROOT / "client"
+    folders = [root.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
     files = [file for folder in folders for file in (folder / "__init__.py", folder.with_suffix(".py"))]
     return [file for file in files if file.is_file()]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.commands import cli
+from tests.support.source_path import SOURCE_PATH
 
 DEADLINE_S = 120.0
 
@@ -24,7 +25,7 @@ def run_here(monkeypatch: pytest.MonkeyPatch, place: Path, *arguments: str) -> i
 
 def start_command(command: Sequence[str], place: Path) -> subprocess.Popen[str]:
     """A process of `python -m COMMAND` in this folder, its output in pipes."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": SOURCE_PATH}
     return subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=place,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from dist_attn.launchers import find_mpiexec, lacks_for_mpi
+from tests.support.source_path import SOURCE_PATH
 
 if TYPE_CHECKING:
     from dist_attn.comm import Communicator
@@ -37,7 +38,7 @@ def start_under_mpiexec(
     return subprocess.Popen(
         [mpiexec, *options, "-n", str(size), sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": SOURCE_PATH},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What is released: wheel and sdist carry the models, the wheel works by itself, and the papers are named."""
+"""What is released: wheels and sdists carry what they need, each wheel works by itself, and the papers are named."""
 
 import importlib.util
 import json
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -28,20 +29,42 @@ SHIPPED = {
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with wheel and sdist, built from a copy of the tree, the wheel from the sdist."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree; what is built leaves files in it."""
     if importlib.util.find_spec("build") is None:
         pytest.skip("needs build: pip install build")
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("dist_attn", "service"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("dist_attn", "service", "client"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"), symlinks=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def packages(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with wheel and sdist, the wheel from the sdist."""
+    return built(source, tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def client_packages(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of the client."""
+    return built(source / "client", tmp_path_factory.mktemp("client"))
+
+
+def built(source: Path, out: Path) -> Path:
+    """The folder `out`, into which a distribution was built."""
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=out, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return out
+
+
+def modules_of(folder: str) -> set[str]:
+    """The Python files of a folder, by their paths below it."""
+    return {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.py")}
 
 
 @pytest.mark.slow
@@ -56,14 +79,32 @@ def test_wheel_and_sdist_carry_all_that_is_needed(packages: Path) -> None:
     assert {*SHIPPED, "dist_attn/py.typed", "pyproject.toml", "LICENSE", "README.md"} <= packed
     assert not [name for name in held | packed if name.startswith("tests/") or "__pycache__" in name]
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dist_attn").rglob("*.py")}
-    service = {path.relative_to(ROOT / "service").as_posix() for path in (ROOT / "service").rglob("*.py")}
-    assert sources | service <= held
-    assert sources | {f"service/{path}" for path in service} <= packed
+    assert sources | modules_of("service") | modules_of("client") <= held
+    assert sources | {f"{folder}/{path}" for folder in ("service", "client") for path in modules_of(folder)} <= packed
     assert {name.split("/")[0] for name in held} == {
         "dist_attn",
+        "dist_attn_api",
+        "dist_attn_client",
         "dist_attn_service",
         f"dist_attn-{__version__}.dist-info",
     }
+
+
+@pytest.mark.slow
+def test_the_client_is_a_wheel_of_its_own(client_packages: Path) -> None:
+    """It holds the two packages that need no torch, with types and licence, and requires three others."""
+    (wheel,), (_,) = client_packages.glob("*.whl"), client_packages.glob("*.tar.gz")
+    info = f"dist_attn_client-{__version__}.dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        held, metadata = set(archive.namelist()), archive.read(f"{info}/METADATA").decode()
+        assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert {name for name in held if not name.startswith(f"{info}/")} == {
+        *modules_of("client"), "dist_attn_api/py.typed", "dist_attn_client/py.typed",
+    }  # fmt: skip
+    needed = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if "Requires-Dist" in line]
+    assert needed == tomllib.loads((ROOT / "client/pyproject.toml").read_text())["project"]["dependencies"]
+    main = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert set(needed) <= set(main), "the main distribution carries the client, so it requires what the client does"
 
 
 @pytest.mark.slow

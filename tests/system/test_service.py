@@ -17,10 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
-from dist_attn.client import Client
 from dist_attn.control.private_folder import PREFIX
-from tests.support.served import ROOT, Served, served
+from dist_attn_client import Client
+from tests.support.served import Served, served
 from tests.support.service_server import eventually
+from tests.support.source_path import SOURCE_PATH
 
 pytestmark = pytest.mark.slow
 
@@ -238,7 +239,7 @@ def test_the_client_and_the_command_line_give_the_same_bits(whole: Served, tmp_p
         assert client.sessions.fork(session.id, position=fed.position).position == fed.position
         assert client.complete(data.decode(), max_tokens=5, temperature=0).text == text
     command = [sys.executable, "-m", "dist_attn", "encode", "night.txt", "--out", "x.npy", "--window", "50"]
-    environment = {**os.environ, "DIST_ATTN_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "DIST_ATTN_API_KEY": KEY, "PYTHONPATH": SOURCE_PATH}
     done = subprocess.run(
         [*command, "--url", whole.url], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=SECONDS
     )

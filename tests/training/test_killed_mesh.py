@@ -21,6 +21,7 @@ from dist_attn.training.checkpointing import latest_checkpoint
 from dist_attn.training.language_task import LanguageTask
 from tests.support.programs import running_program
 from tests.support.ranks import run_processes, run_ranks
+from tests.support.source_path import SOURCE_PATH
 from tests.support.training import small_run, write_toml
 
 Moment = Literal["", "step", "save"]
@@ -97,7 +98,7 @@ def test_torchrun_goes_on_after_kill_9(tmp_path):
     run_ranks("gloo", partial(_trained, whole, False, ""), 4)
     file = write_toml(killed, tmp_path / "train.toml")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "dist_attn", "train"]
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {"PYTHONPATH": SOURCE_PATH, "OMP_NUM_THREADS": "1"}
     with running_program([*command, str(file)], tmp_path / "first.log", env=environment) as program:
         deadline = time.monotonic() + DEADLINE_S
         while latest_checkpoint(killed.run.folder / "checkpoints") is None:

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
 
-from dist_attn.client.attempts import Attempts
-from dist_attn.client.errors import BrokenOff, ClientError, Conflict, NotOurAnswer
-from dist_attn.client.exchange import Exchange
-from dist_attn.client.lines import Decoder, Event, RawDecoder
-from dist_attn.client.plan import Call, Finished, Plan, Reached
-from dist_attn.client.sources import Source
+from dist_attn_client.attempts import Attempts
+from dist_attn_client.errors import BrokenOff, ClientError, Conflict, NotOurAnswer
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.lines import Decoder, Event, RawDecoder
+from dist_attn_client.plan import Call, Finished, Plan, Reached
+from dist_attn_client.sources import Source
 
 __all__ = ["ContentPlan", "Upload", "send_file"]
 

@@ -5,11 +5,11 @@ from typing import final
 
 import msgspec
 
-from dist_attn.client.errors import NotOurAnswer, error_of_words
-from dist_attn.client.job_objects import JobEvent
-from dist_attn.client.lines import Decoder, Event, EventDecoder, LineDecoder
-from dist_attn.client.plan import Call, Finished, Plan, path_of
-from dist_attn.client.session_objects import AppendProgress, AppendSummary
+from dist_attn_client.errors import NotOurAnswer, error_of_words
+from dist_attn_client.job_objects import JobEvent
+from dist_attn_client.lines import Decoder, Event, EventDecoder, LineDecoder
+from dist_attn_client.plan import Call, Finished, Plan, path_of
+from dist_attn_client.session_objects import AppendProgress, AppendSummary
 
 __all__ = ["AppendPlan", "EventsPlan"]
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from pathlib import Path
 from typing import IO, Protocol, TypeVar, cast, final
 
-from dist_attn.errors import InputError
+from dist_attn_api.errors import InputError
 
 __all__ = ["Blocking", "Document", "Source", "one_document"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack, final
 
-from dist_attn.client.errors import BrokenOff, ClientError, Missing, NotOurAnswer, ServiceFailed
-from dist_attn.client.exchange import Exchange
-from dist_attn.client.follow import AppendPlan
-from dist_attn.client.objects import Choice
-from dist_attn.client.plan import Call, Reached, path_of
-from dist_attn.client.session_objects import (
+from dist_attn_client.errors import BrokenOff, ClientError, Missing, NotOurAnswer, ServiceFailed
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.follow import AppendPlan
+from dist_attn_client.objects import Choice
+from dist_attn_client.plan import Call, Reached, path_of
+from dist_attn_client.session_objects import (
     AppendProgress,
     AppendSummary,
     Checkpoint,
@@ -23,10 +23,10 @@ from dist_attn.client.session_objects import (
     Session,
     SessionPage,
 )
-from dist_attn.client.sources import Document, Source
-from dist_attn.client.streams import AsyncStream
-from dist_attn.client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
-from dist_attn.client.uploads import Upload, send_file
+from dist_attn_client.sources import Document, Source
+from dist_attn_client.streams import AsyncStream
+from dist_attn_client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
+from dist_attn_client.uploads import Upload, send_file
 
 __all__ = ["AsyncSessions", "State"]
 

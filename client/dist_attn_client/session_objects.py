@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from dist_attn.client.objects import Choice, Usage, Value
+from dist_attn_client.objects import Choice, Usage, Value
 
 __all__ = [
     "AppendProgress",

@@ -8,14 +8,14 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 
-from dist_attn.client.attempts import DEFAULT_RETRY, Retry
-from dist_attn.client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
-from dist_attn.client.errors import Overloaded
-from dist_attn.client.exchange import Exchange
-from dist_attn.client.files import AsyncFiles
-from dist_attn.client.job_objects import Estimate
-from dist_attn.client.jobs import AsyncJobs
-from dist_attn.client.objects import (
+from dist_attn_client.attempts import DEFAULT_RETRY, Retry
+from dist_attn_client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
+from dist_attn_client.errors import Overloaded
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.files import AsyncFiles
+from dist_attn_client.job_objects import Estimate
+from dist_attn_client.jobs import AsyncJobs
+from dist_attn_client.objects import (
     Choice,
     Completion,
     EmbeddingList,
@@ -27,12 +27,12 @@ from dist_attn.client.objects import (
     Tokens,
     TokensText,
 )
-from dist_attn.client.plan import Call, path_of
-from dist_attn.client.sessions import AsyncSessions
-from dist_attn.client.sources import Document, one_document
-from dist_attn.client.streams import AsyncStream
-from dist_attn.client.texts import DrawnEnd, Priority, Sampling, TextPlan, drawing_body
-from dist_attn.client.transport import AsyncTransport, Transport
+from dist_attn_client.plan import Call, path_of
+from dist_attn_client.sessions import AsyncSessions
+from dist_attn_client.sources import Document, one_document
+from dist_attn_client.streams import AsyncStream
+from dist_attn_client.texts import DrawnEnd, Priority, Sampling, TextPlan, drawing_body
+from dist_attn_client.transport import AsyncTransport, Transport
 
 __all__ = ["AsyncClient", "Flows"]
 

@@ -5,10 +5,10 @@ with Client("http://127.0.0.1:8000") as client:
         print(row.index, row.embedding[:3])
 """
 
-from dist_attn.client.asynchronous import AsyncClient
-from dist_attn.client.attempts import Retry
-from dist_attn.client.encodings import EncodingProgress, Row
-from dist_attn.client.errors import (
+from dist_attn_client.asynchronous import AsyncClient
+from dist_attn_client.attempts import Retry
+from dist_attn_client.encodings import EncodingProgress, Row
+from dist_attn_client.errors import (
     BrokenOff,
     Busy,
     ClientError,
@@ -25,14 +25,14 @@ from dist_attn.client.errors import (
     Unreachable,
     Unusable,
 )
-from dist_attn.client.job_objects import Estimate, Job, JobEvent
-from dist_attn.client.objects import Choice, Completion, EncodingSummary, File, Model, PromptProgress, Status
-from dist_attn.client.plan import Reached
-from dist_attn.client.session_objects import AppendProgress, AppendSummary, Checkpoint, Feeding, Generation, Session
-from dist_attn.client.sessions import State
-from dist_attn.client.streams import AsyncStream, Stream
-from dist_attn.client.synchronous import Client
-from dist_attn.client.texts import DrawnEnd
+from dist_attn_client.job_objects import Estimate, Job, JobEvent
+from dist_attn_client.objects import Choice, Completion, EncodingSummary, File, Model, PromptProgress, Status
+from dist_attn_client.plan import Reached
+from dist_attn_client.session_objects import AppendProgress, AppendSummary, Checkpoint, Feeding, Generation, Session
+from dist_attn_client.sessions import State
+from dist_attn_client.streams import AsyncStream, Stream
+from dist_attn_client.synchronous import Client
+from dist_attn_client.texts import DrawnEnd
 
 __all__ = [
     "AppendProgress",

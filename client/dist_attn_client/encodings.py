@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dist_attn.client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
-from dist_attn.client.lines import Decoder, Event, LineDecoder
-from dist_attn.client.objects import EncodingSummary
-from dist_attn.client.plan import Call, Finished, Plan, Reached
+from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
+from dist_attn_client.lines import Decoder, Event, LineDecoder
+from dist_attn_client.objects import EncodingSummary
+from dist_attn_client.plan import Call, Finished, Plan, Reached
 
 __all__ = ["EncodingProgress", "Row", "RowsPlan", "row_query"]
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dist_attn.client.objects import Value
+from dist_attn_client.objects import Value
 
 __all__ = [
     "Estimate",

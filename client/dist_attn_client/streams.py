@@ -4,9 +4,9 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Generic, Self, TypeVar, final
 
-from dist_attn.client.plan import Finished
-from dist_attn.client.transport import at_once
-from dist_attn.errors import ClientError
+from dist_attn_api.errors import ClientError
+from dist_attn_client.plan import Finished
+from dist_attn_client.transport import at_once
 
 __all__ = ["AsyncStream", "Stream"]
 

@@ -7,13 +7,13 @@ from typing import TypeVar, final
 
 import msgspec
 
-from dist_attn.client.attempts import Attempts, Retry
-from dist_attn.client.errors import ClientError, NotOurAnswer, error_of_answer
-from dist_attn.client.plan import Call, Finished, Plan, Reached
-from dist_attn.client.sources import Source
-from dist_attn.client.streams import AsyncStream
-from dist_attn.client.transport import Answer, Outgoing, Transport
-from dist_attn.errors import InputError
+from dist_attn_api.errors import InputError
+from dist_attn_client.attempts import Attempts, Retry
+from dist_attn_client.errors import ClientError, NotOurAnswer, error_of_answer
+from dist_attn_client.plan import Call, Finished, Plan, Reached
+from dist_attn_client.sources import Source
+from dist_attn_client.streams import AsyncStream
+from dist_attn_client.transport import Answer, Outgoing, Transport
 
 __all__ = ["Exchange"]
 

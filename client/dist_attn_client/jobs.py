@@ -3,16 +3,16 @@
 from collections.abc import Callable
 from typing import Unpack, final
 
-from dist_attn.client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
-from dist_attn.client.exchange import Exchange
-from dist_attn.client.follow import EventsPlan
-from dist_attn.client.job_objects import Job, JobEvent, JobPage
-from dist_attn.client.objects import Completion, EncodingSummary
-from dist_attn.client.plan import Call, Reached, path_of
-from dist_attn.client.sessions import delete
-from dist_attn.client.sources import Document, one_document
-from dist_attn.client.streams import AsyncStream
-from dist_attn.client.texts import Sampling, drawing_body
+from dist_attn_client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.follow import EventsPlan
+from dist_attn_client.job_objects import Job, JobEvent, JobPage
+from dist_attn_client.objects import Completion, EncodingSummary
+from dist_attn_client.plan import Call, Reached, path_of
+from dist_attn_client.sessions import delete
+from dist_attn_client.sources import Document, one_document
+from dist_attn_client.streams import AsyncStream
+from dist_attn_client.texts import Sampling, drawing_body
 
 __all__ = ["AsyncJobs"]
 

@@ -4,13 +4,13 @@ import mimetypes
 from collections.abc import Callable
 from typing import final
 
-from dist_attn.client.exchange import Exchange
-from dist_attn.client.objects import File, FilePage
-from dist_attn.client.plan import Call, Reached, path_of
-from dist_attn.client.sessions import delete
-from dist_attn.client.sources import Document, Source
-from dist_attn.client.streams import AsyncStream
-from dist_attn.client.uploads import ContentPlan, Upload, send_file
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.objects import File, FilePage
+from dist_attn_client.plan import Call, Reached, path_of
+from dist_attn_client.sessions import delete
+from dist_attn_client.sources import Document, Source
+from dist_attn_client.streams import AsyncStream
+from dist_attn_client.uploads import ContentPlan, Upload, send_file
 
 __all__ = ["AsyncFiles"]
 

@@ -7,13 +7,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, final
 
 import httpx
 
-from dist_attn.client.asynchronous import DEFAULT_URL, SILENCE_S, Flows
-from dist_attn.client.attempts import DEFAULT_RETRY, Retry
-from dist_attn.client.files import AsyncFiles
-from dist_attn.client.jobs import AsyncJobs
-from dist_attn.client.sessions import AsyncSessions
-from dist_attn.client.streams import AsyncStream, Stream
-from dist_attn.client.transport import SyncTransport, at_once
+from dist_attn_client.asynchronous import DEFAULT_URL, SILENCE_S, Flows
+from dist_attn_client.attempts import DEFAULT_RETRY, Retry
+from dist_attn_client.files import AsyncFiles
+from dist_attn_client.jobs import AsyncJobs
+from dist_attn_client.sessions import AsyncSessions
+from dist_attn_client.streams import AsyncStream, Stream
+from dist_attn_client.transport import SyncTransport, at_once
 
 __all__ = ["Client", "Files", "Jobs", "Sessions"]
 

@@ -1,6 +1,6 @@
 """What calling a service can come to other than success, as exceptions that say what was given, needed, and to do.
 
-ClientError (DistAttnError)       anything below; see dist_attn/errors.py
+ClientError (DistAttnError)       anything below; see dist_attn_api/errors.py
 ├── Unreachable                   no connection: nothing was sent
 ├── BrokenOff                     the answer did not come, or not to its end
 ├── OutOfTime                     the caller's deadline has passed
@@ -21,7 +21,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from dist_attn.errors import ClientError, InputError
+from dist_attn_api.errors import ClientError, InputError
 
 __all__ = [
     "BrokenOff",

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from urllib.parse import quote
 
-from dist_attn.client.errors import BrokenOff
-from dist_attn.client.lines import Decoder, Event
-from dist_attn.client.sources import Source
+from dist_attn_client.errors import BrokenOff
+from dist_attn_client.lines import Decoder, Event
+from dist_attn_client.sources import Source
 
 __all__ = ["Call", "Finished", "Plan", "Reached", "path_of"]
 

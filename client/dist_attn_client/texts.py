@@ -6,11 +6,11 @@ from typing import Any, Literal, TypedDict, final
 
 import msgspec
 
-from dist_attn.client.errors import BrokenOff, NotOurAnswer, error_of_words
-from dist_attn.client.lines import Decoder, Event, EventDecoder
-from dist_attn.client.objects import Choice, PromptProgress, Usage
-from dist_attn.client.plan import Call, Finished, Plan
-from dist_attn.client.session_objects import GenerationSummary
+from dist_attn_client.errors import BrokenOff, NotOurAnswer, error_of_words
+from dist_attn_client.lines import Decoder, Event, EventDecoder
+from dist_attn_client.objects import Choice, PromptProgress, Usage
+from dist_attn_client.plan import Call, Finished, Plan
+from dist_attn_client.session_objects import GenerationSummary
 
 __all__ = ["DrawnEnd", "Drawing", "Sampling", "TextPlan", "drawing_body"]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
-from dist_attn.client.errors import BrokenOff, Busy, ClientError, OutOfTime, Overloaded, Refused, Unreachable
+from dist_attn_client.errors import BrokenOff, Busy, ClientError, OutOfTime, Overloaded, Refused, Unreachable
 
 __all__ = ["DEFAULT_RETRY", "Attempts", "Retry"]
 

@@ -14,8 +14,8 @@ import anyio
 import anyio.to_thread
 import httpx
 
-from dist_attn.client.errors import BrokenOff, Unreachable
-from dist_attn.errors import InputError
+from dist_attn_api.errors import InputError
+from dist_attn_client.errors import BrokenOff, Unreachable
 
 __all__ = ["Answer", "AsyncTransport", "Outgoing", "SyncTransport", "Transport", "at_once"]
 

@@ -1,0 +1,8 @@
+"""Where processes that a test starts find this project's packages, whichever checkout is installed."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_PATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "service", "client"))
+"""A value of PYTHONPATH."""
