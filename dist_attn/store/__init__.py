@@ -7,9 +7,9 @@ Two things differ from place to place, and each is a small interface: ordered re
 
 from dist_attn.store.entries import Append, Checkpoint, Session, SnapshotInfo, StoreLimits, Usage
 from dist_attn.store.grace import ExpiryGrace
-from dist_attn.store.open import open_records, open_store
+from dist_attn.store.open import open_records
 from dist_attn.store.prefixes import PrefixHasher
-from dist_attn.store.state_store import StateStore
+from dist_attn.store.state_store import StateStore, open_store
 
 __all__ = [
     "Append",

@@ -6,8 +6,6 @@ from collections.abc import AsyncIterable, AsyncIterator
 
 from dist_attn.errors import StorageError
 
-__all__ = ["PIECE_BYTES", "Blobs", "born_at", "new_name", "within"]
-
 PIECE_BYTES = 1 << 20
 
 

@@ -19,8 +19,6 @@ from dist_attn.store.blobs import PIECE_BYTES, Blobs
 from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn.store.records import BufferedTransaction, Records, RecordView
 
-__all__ = ["CATALOGUE", "RESERVE", "SNAPSHOTS", "DiskBlobs", "DiskRecords", "has_records"]
-
 T = TypeVar("T")
 
 CATALOGUE, SNAPSHOTS = "catalogue.sqlite", "snapshots"  # in the folder of a store

@@ -11,35 +11,16 @@
     lru/TIME/KEY                  when a prefix was used last
     tenant-lru/TENANT/TIME/KEY    the same among those of one caller
 
-TENANT is a salted hash of the caller's name. Values are JSON, so that a catalogue can be looked at.
+TENANT is a salted hash of the caller's name.
 """
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import ClassVar
 
 import msgspec
-from msgspec import structs
 
-from dist_attn.errors import StorageError
+from dist_attn.store.ledger import Record, Sums, moment, of_tenant
 from dist_attn.store.owner import has_died
-
-__all__ = [
-    "Append",
-    "Checkpoint",
-    "PrefixRecord",
-    "Session",
-    "SessionRecord",
-    "SnapshotInfo",
-    "SnapshotRecord",
-    "StoreLimits",
-    "Usage",
-    "Writer",
-    "decode",
-    "encode",
-    "moment",
-    "public_session",
-]
-
-T = TypeVar("T")
 
 
 class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,17 +47,13 @@ class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     writers: int = 8
 
 
-class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Usage(Sums, frozen=True):
     """What is kept for one caller, or for all; a snapshot counts once, however many refer to it."""
 
     bytes: int = 0
     snapshots: int = 0
     sessions: int = 0
     prefixes: int = 0
-
-    def plus(self, *, size: int = 0, snapshots: int = 0, sessions: int = 0, prefixes: int = 0) -> "Usage":
-        """With so many more."""
-        return Usage(self.bytes + size, self.snapshots + snapshots, self.sessions + sessions, self.prefixes + prefixes)
 
 
 class SnapshotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -89,9 +66,10 @@ class SnapshotInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     made_at: float
 
 
-class SnapshotRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SnapshotRecord(Record, frozen=True, forbid_unknown_fields=True):
     """A snapshot, where its bytes are, how many refer to it, and until when it stays although nobody does."""
 
+    KIND: ClassVar[str] = "snapshot"
     tenant: str
     blob: str
     size: int
@@ -99,6 +77,14 @@ class SnapshotRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     references: int
     held_until: float
     made_at: float
+
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those that nobody refers to, by when they may go."""
+        return () if self.references else (f"loose/{moment(self.held_until)}/{name}",)
+
+    def sums(self) -> Mapping[str, Sums]:
+        """Its bytes."""
+        return of_tenant(self.tenant, Usage(bytes=self.size, snapshots=1))
 
     def info(self, name: str) -> SnapshotInfo:
         """What its owner sees."""
@@ -138,9 +124,10 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     owner: str = ""
 
 
-class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SessionRecord(Record, frozen=True, forbid_unknown_fields=True):
     """A session; `checkpoints` by position, `appends` the newest last; `label` and `metadata` are its owner's own."""
 
+    KIND: ClassVar[str] = "session"
     tenant: str
     made_at: float
     expires_at: float
@@ -152,7 +139,31 @@ class SessionRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     appends: tuple[Append, ...] = ()
     writer: Writer | None = None
     label: str = ""
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] = msgspec.field(default_factory=dict)
+
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those that end, by when; those of a caller."""
+        return f"expiry/{moment(self.expires_at)}/{name}", f"owned/{self.tenant}/{name}"
+
+    def sums(self) -> Mapping[str, Sums]:
+        """One more."""
+        return of_tenant(self.tenant, Usage(sessions=1))
+
+    def shown(self, name: str) -> "Session":
+        """What its owner sees."""
+        busy_until = 0.0 if self.writer is None or has_died(self.writer.owner) else self.writer.until
+        return Session(
+            name,
+            self.position,
+            self.made_at,
+            self.expires_at,
+            self.parent,
+            self.parent_position,
+            self.checkpoints,
+            busy_until,
+            self.label,
+            self.metadata,
+        )
 
 
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -178,51 +189,20 @@ class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((point for point in reversed(self.checkpoints) if point.position <= limit), None)
 
 
-class PrefixRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefixRecord(Record, frozen=True, forbid_unknown_fields=True):
     """The state after a prefix, by the hash of its tokens."""
 
+    KIND: ClassVar[str] = "prefix"
     tenant: str
     position: int
     snapshot: str
     used_at: float
 
+    def index(self, name: str) -> tuple[str, ...]:
+        """All, and those of a caller, by when they were used last."""
+        at = moment(self.used_at)
+        return f"lru/{at}/{name}", f"tenant-lru/{self.tenant}/{at}/{name}"
 
-def public_session(name: str, record: SessionRecord) -> Session:
-    """What its owner sees of a session."""
-    return Session(
-        name,
-        record.position,
-        record.made_at,
-        record.expires_at,
-        record.parent,
-        record.parent_position,
-        record.checkpoints,
-        0.0 if record.writer is None or has_died(record.writer.owner) else record.writer.until,
-        record.label,
-        record.metadata,
-    )
-
-
-def moment(time: float) -> str:
-    """Seconds since 1970 as a key: keys stand in the order of time."""
-    return f"{max(0.0, time):017.3f}"
-
-
-def encode(value: object) -> bytes:
-    """A record's bytes."""
-    return msgspec.json.encode(value)
-
-
-def decode(data: bytes, kind: type[T]) -> T:
-    """The record that these bytes are.
-
-    Raises: StorageError when they are none.
-    """
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise StorageError(f"the catalogue holds what is no {kind.__name__} ({error}); it is damaged") from None
-
-
-changed = structs.replace
-"""The same record with other values in some fields."""
+    def sums(self) -> Mapping[str, Sums]:
+        """One more."""
+        return of_tenant(self.tenant, Usage(prefixes=1))

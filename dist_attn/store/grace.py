@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from typing import final
 
-__all__ = ["ExpiryGrace"]
-
 JUMP_S = 5.0  # the wall clock is corrected by less between two looks, unless it is set
 
 

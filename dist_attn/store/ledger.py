@@ -1,151 +1,269 @@
-"""The books of one transaction: who refers to which snapshot, and how much each caller has."""
+"""The books of one transaction: records, with the indices that find them and the sums that they add to.
 
-from collections.abc import Callable
-from typing import final
+A record says itself in which of these it stands, and the ledger writes all of them together, so that they always agree.
+Stored states, uploads and jobs keep their books with it; what they have of their own are records, rules and bounds.
+Values are JSON, so that a catalogue can be looked at.
+"""
 
-from dist_attn.errors import UnknownStateError
-from dist_attn.store.entries import SessionRecord, SnapshotRecord, StoreLimits, Usage, changed, decode, encode, moment
-from dist_attn.store.records import BufferedTransaction
+import hashlib
+import hmac
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, ClassVar, TypeVar
 
-__all__ = ["Ledger"]
+import msgspec
+from msgspec import structs
+
+from dist_attn.errors import StorageError
+from dist_attn.store.records import BufferedTransaction, Records
+
+SECRET_BYTES = 32
+PAGE = 1000  # records that are read together where all are
+
+T = TypeVar("T")
+L = TypeVar("L", bound="Ledger")
+R = TypeVar("R", bound="Record")
+S = TypeVar("S", bound="Sums | int")
 
 
-@final
+class Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Numbers that are added up field by field, from 0."""
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What stands under the key `KIND/NAME`."""
+
+    KIND: ClassVar[str]
+
+    def index(self, name: str) -> tuple[str, ...]:
+        """The keys, without values, by which it is found."""
+        return ()
+
+    def sums(self) -> "Mapping[str, Sums | int]":
+        """What it adds to which sums, by their keys."""
+        return {}
+
+
 class Ledger:
-    """Reads and changes records so that references, indices and sums always agree. Time is in seconds since 1970."""
+    """Reads and changes records with all that belongs to them. Time is in seconds since 1970."""
 
-    def __init__(self, transaction: BufferedTransaction, limits: StoreLimits, now: float) -> None:
+    def __init__(self, transaction: BufferedTransaction, now: float) -> None:
         self.transaction = transaction
-        self.limits = limits
         self.now = now
         self.dropped: list[str] = []
         """Blobs to delete once the transaction is committed."""
 
-    # ---- sums ----------------------------------------------------------------------------------
+    async def find(self, kind: type[R], name: str) -> R | None:
+        """The record of this name."""
+        (record,) = await self.find_all(kind, [name])
+        return record
 
-    async def usage(self, tenant: str = "") -> Usage:
+    async def find_all(self, kind: type[R], names: Iterable[str]) -> list[R | None]:
+        """The records of these names, None where there is none."""
+        values = await self.transaction.get_many(f"{kind.KIND}/{name}" for name in names)
+        return [None if value is None else decode(value, kind) for value in values]
+
+    async def save(self, name: str, record: Record, before: Record | None = None) -> None:
+        """Write a record, in place of `before` where there was one.
+
+        Raises: what `check` raises.
+        """
+        await self._move_sums({} if before is None else before.sums(), record.sums())
+        index = record.index(name)
+        for key in () if before is None else before.index(name):
+            if key not in index:
+                self.transaction.delete(key)
+        for key in index:
+            self.transaction.put(key, b"")
+        self.transaction.put(f"{record.KIND}/{name}", encode(record))
+
+    async def forget(self, name: str, record: Record) -> None:
+        """Remove a record."""
+        await self._move_sums(record.sums(), {})
+        for key in (*record.index(name), f"{record.KIND}/{name}"):
+            self.transaction.delete(key)
+
+    async def total(self, key: str, kind: type[S]) -> S:
+        """A sum."""
+        value = await self.transaction.get(key)
+        return kind() if value is None else decode(value, kind)
+
+    async def usage(self, kind: type[S], tenant: str = "") -> S:
         """What a caller has; without a name, what all have."""
-        value = await self.transaction.get(f"usage/{tenant}" if tenant else "total")
-        return Usage() if value is None else decode(value, Usage)
+        return await self.total(f"usage/{tenant}" if tenant else "total", kind)
 
-    async def count(
-        self, tenant: str, *, size: int = 0, snapshots: int = 0, sessions: int = 0, prefixes: int = 0
-    ) -> None:
-        """Add to the sums of a caller and of all."""
-        for name, key in ((tenant, f"usage/{tenant}"), ("", "total")):
-            usage = await self.usage(name)
-            usage = usage.plus(size=size, snapshots=snapshots, sessions=sessions, prefixes=prefixes)
-            if usage == Usage():
+    def check(self, key: str, before: Any, after: Any) -> None:
+        """Called where a sum grows. Raises: whatever refuses it."""
+
+    async def due(self, index: str, after: str, limit: int) -> tuple[list[str], str]:
+        """Up to `limit` keys `INDEX/TIME/…` whose time has come, behind the key `after`, in order.
+
+        With them the key behind which there may be more, "" at the end.
+        """
+        page = [key for key, _ in await self.transaction.scan(index, limit, after)]
+        due = [key for key in page if key.split("/")[1] <= moment(self.now)]
+        return due, due[-1] if len(due) == limit else ""
+
+    async def _move_sums(self, before: "Mapping[str, Sums | int]", after: "Mapping[str, Sums | int]") -> None:
+        for key, part in ({**before, **after}).items():
+            kind = type(part)
+            less, more = before.get(key, kind()), after.get(key, kind())
+            if less == more:
+                continue
+            total = await self.total(key, kind)
+            result = _moved(total, less, more)
+            if any(new > old for new, old in zip(_numbers(more), _numbers(less), strict=True)):
+                self.check(key, total, result)
+            if result == kind():
                 self.transaction.delete(key)
             else:
-                self.transaction.put(key, encode(usage))
-
-    # ---- snapshots -----------------------------------------------------------------------------
-
-    async def snapshot(self, name: str) -> SnapshotRecord | None:
-        """The record of a snapshot."""
-        value = await self.transaction.get(f"snapshot/{name}")
-        return None if value is None else decode(value, SnapshotRecord)
-
-    async def owned_snapshot(self, tenant: str, name: str) -> SnapshotRecord:
-        """The record of a caller's snapshot.
-
-        Raises: UnknownStateError when it is not there, or is somebody else's, which sounds the same.
-        """
-        record = await self.snapshot(name)
-        if record is None or record.tenant != tenant:
-            raise UnknownStateError(f"there is no snapshot {name!r}; it was deleted, has expired, or never was")
-        return record
-
-    def save_snapshot(self, name: str, record: SnapshotRecord, before: SnapshotRecord | None) -> None:
-        """Write a record, and keep the list of those that nobody refers to."""
-        if before is not None and not before.references:
-            self.transaction.delete(_loose(name, before))
-        if not record.references:
-            self.transaction.put(_loose(name, record), b"")
-        self.transaction.put(f"snapshot/{name}", encode(record))
-
-    async def refer(self, tenant: str, name: str) -> None:
-        """One more refers to a caller's snapshot.
-
-        Raises: UnknownStateError.
-        """
-        before = await self.owned_snapshot(tenant, name)
-        self.save_snapshot(name, changed(before, references=before.references + 1), before)
-
-    async def release(self, name: str) -> None:
-        """One fewer refers to a snapshot; it goes at once where that was the last one and nothing holds it."""
-        before = await self.snapshot(name)
-        if before is None:
-            return
-        if before.references == 1 and before.held_until <= self.now:
-            await self.drop_snapshot(name, before)
-        else:
-            self.save_snapshot(name, changed(before, references=before.references - 1), before)
-
-    async def drop_snapshot(self, name: str, record: SnapshotRecord) -> None:
-        """Forget a snapshot that nobody refers to."""
-        self.transaction.delete(_loose(name, record))
-        self.transaction.delete(f"snapshot/{name}")
-        await self.count(record.tenant, size=-record.size, snapshots=-1)
-        self.dropped.append(record.blob)
-
-    async def drop_loose(
-        self, limit: int, after: str = "", may_go: Callable[[SnapshotRecord], bool] = lambda _: True
-    ) -> tuple[int, str]:
-        """Look at `limit` snapshots behind the key `after` that nobody refers to or holds; forget those that may go.
-
-        How many went, and behind which key there may be more, "" at the end.
-        """
-        dropped, last = 0, ""
-        for key, _ in await self.transaction.scan("loose/", limit, after):
-            _, time, name = key.split("/")
-            if time > moment(self.now):
-                return dropped, ""
-            record, last = await self.snapshot(name), key
-            assert record is not None
-            if may_go(record):
-                await self.drop_snapshot(name, record)
-                dropped += 1
-        return dropped, last
-
-    # ---- sessions ------------------------------------------------------------------------------
-
-    async def session(self, name: str) -> SessionRecord | None:
-        """The record of a session."""
-        value = await self.transaction.get(f"session/{name}")
-        return None if value is None else decode(value, SessionRecord)
-
-    async def owned_session(self, tenant: str, name: str) -> SessionRecord:
-        """The record of a caller's session.
-
-        Raises: UnknownStateError when it is not there, has expired, or is somebody else's, which sounds the same.
-        """
-        record = await self.session(name)
-        if record is None or record.tenant != tenant or record.expires_at <= self.now:
-            raise UnknownStateError(f"there is no session {name!r}; it was deleted, has expired, or never was")
-        return record
-
-    def save_session(self, name: str, record: SessionRecord, before: SessionRecord | None) -> None:
-        """Write a record, and keep the list of when sessions end."""
-        if before is not None and before.expires_at != record.expires_at:
-            self.transaction.delete(_expiry(name, before))
-        self.transaction.put(_expiry(name, record), b"")
-        self.transaction.put(f"session/{name}", encode(record))
-
-    async def drop_session(self, name: str, record: SessionRecord) -> None:
-        """Forget a session and what it refers to."""
-        for point in record.checkpoints:
-            await self.release(point.snapshot)
-        self.transaction.delete(_expiry(name, record))
-        self.transaction.delete(f"owned/{record.tenant}/{name}")
-        self.transaction.delete(f"session/{name}")
-        await self.count(record.tenant, sessions=-1)
+                self.transaction.put(key, encode(result))
 
 
-def _loose(name: str, record: SnapshotRecord) -> str:
-    return f"loose/{moment(record.held_until)}/{name}"
+def name_in(key: str) -> str:
+    """The name at the end of a key."""
+    return key.rpartition("/")[2]
 
 
-def _expiry(name: str, record: SessionRecord) -> str:
-    return f"expiry/{moment(record.expires_at)}/{name}"
+def of_tenant(tenant: str, usage: Sums) -> Mapping[str, Sums]:
+    """The sums of a record that counts for one caller and for all."""
+    return {f"usage/{tenant}": usage, "total": usage}
+
+
+def _moved(total: S, less: "Sums | int", more: "Sums | int") -> S:
+    """A sum with one part less and another one more; it is never less than nothing."""
+    numbers = zip(_numbers(total), _numbers(less), _numbers(more), strict=True)
+    return type(total)(*(max(0, all_ - old + new) for all_, old, new in numbers))
+
+
+def _numbers(value: "Sums | int") -> tuple[int, ...]:
+    return (value,) if isinstance(value, int) else structs.astuple(value)
+
+
+async def change(
+    records: Records, opened: Callable[[BufferedTransaction], L], work: Callable[[L], Awaitable[T]]
+) -> tuple[T, list[str]]:
+    """Run work on a ledger in one transaction: what it returns, and the blobs that it has dropped.
+
+    Raises: StorageError; whatever `work` raises, and then nothing changes.
+    """
+    ledgers: list[L] = []
+
+    async def run(transaction: BufferedTransaction) -> T:
+        ledgers[:] = [opened(transaction)]  # the work may run again
+        return await work(ledgers[0])
+
+    result = await records.transact(run)
+    return result, ledgers[0].dropped
+
+
+async def every_page(page: Callable[[str], Awaitable[tuple[T, str]]]) -> list[T]:
+    """The results of all pages; each is told where it begins, and says where the next one does, "" after the last."""
+    results, after = [], ""
+    while True:
+        result, after = await page(after)
+        results.append(result)
+        if not after:
+            return results
+
+
+async def all_records(records: Records, kind: type[R]) -> dict[str, R]:
+    """Every record of a kind by its name, read a page at a time, so that others may work meanwhile.
+
+    Raises: StorageError.
+    """
+    values = await all_values(records, f"{kind.KIND}/")
+    return {key.partition("/")[2]: decode(value, kind) for key, value in values.items()}
+
+
+async def all_values(records: Records, prefix: str) -> dict[str, bytes]:
+    """Every value whose key begins so, by its key. Raises: StorageError."""
+
+    async def page(after: str) -> tuple[list[tuple[str, bytes]], str]:
+        rows = await records.transact(lambda transaction: transaction.scan(prefix, PAGE, after))
+        return rows, rows[-1][0] if len(rows) == PAGE else ""
+
+    return {key: value for rows in await every_page(page) for key, value in rows}
+
+
+async def wrong_sums(records: Records, kind: type[S], counted: Iterable[Record]) -> list[str]:
+    """Where the sums of callers and of all are not those of these records, in words.
+
+    Raises: StorageError.
+    """
+    stored = await all_values(records, "total") | await all_values(records, "usage/")
+    known: dict[str, Sums | int] = {key: decode(value, kind) for key, value in stored.items()}
+    sums: dict[str, Sums | int] = {}
+    for record in counted:
+        for key, part in record.sums().items():
+            sums[key] = _moved(sums.get(key, kind()), kind(), part)
+    return [
+        f"the sum {key} is {known.get(key)}; it should be {sums.get(key)}"
+        for key in sorted(sums.keys() | known.keys())
+        if known.get(key, kind()) != sums.get(key, kind())
+    ]
+
+
+# ---- the secret ---------------------------------------------------------------------------------
+
+
+async def secret_of(records: Records) -> bytes:
+    """What salts every name in these records: drawn by who first asks, the same for all who do.
+
+    Raises: StorageError.
+    """
+
+    async def settle(transaction: BufferedTransaction) -> bytes:
+        secret = await transaction.get("secret")
+        if secret is None:
+            secret = secrets.token_bytes(SECRET_BYTES)
+            transaction.put("secret", secret)
+        return secret
+
+    return await records.transact(settle)
+
+
+def salted(secret: bytes, message: bytes) -> str:
+    """HMAC-SHA256 in hex: names of callers stand in keys as this, so that they are neither shown nor misread."""
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()
+
+
+async def unknown_beside(records: Records, count: Callable[[], Awaitable[int]]) -> int:
+    """How many blobs lie beside records that nobody has begun yet, and which would not know them; else 0.
+
+    Raises: StorageError.
+    """
+
+    async def begun() -> bool:
+        return await records.transact(lambda transaction: transaction.get("secret")) is not None
+
+    # Asked twice, as another process may begin them and write blobs meanwhile.
+    return 0 if await begun() or not (blobs := await count()) or await begun() else blobs
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def moment(time: float) -> str:
+    """Seconds since 1970 as a key: keys stand in the order of time."""
+    return f"{max(0.0, time):017.3f}"
+
+
+def encode(value: object) -> bytes:
+    """A record's bytes."""
+    return msgspec.json.encode(value)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """The record that these bytes are.
+
+    Raises: StorageError when they are none.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise StorageError(f"the catalogue holds what is no {kind.__name__} ({error}); it is damaged") from None
+
+
+changed = structs.replace
+"""The same record with other values in some fields."""

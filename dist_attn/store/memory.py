@@ -9,8 +9,6 @@ from dist_attn.errors import StateDamagedError, StorageError
 from dist_attn.store.blobs import PIECE_BYTES, Blobs
 from dist_attn.store.records import BufferedTransaction, Records, RecordView
 
-__all__ = ["MemoryBlobs", "MemoryRecords"]
-
 T = TypeVar("T")
 
 

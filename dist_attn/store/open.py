@@ -1,74 +1,67 @@
-"""Which store an address names."""
+"""What an address names: a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
 
-import time
-from collections.abc import Callable
+This is the one place that knows all kinds. Records and blobs have an address each, which may be the same.
+"""
+
 from pathlib import Path
+from typing import Literal
 
 from dist_attn.errors import ConfigError, StorageError
-from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
-from dist_attn.store.entries import StoreLimits
+from dist_attn.store.blobs import Blobs
+from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
 from dist_attn.store.records import Records
 from dist_attn.store.redis import RedisBlobs, RedisRecords, connect
-from dist_attn.store.state_store import StateStore
-
-__all__ = ["folder_of", "open_records", "open_store"]
 
 NAMESPACE = "dist-attn"
-REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 
 
-async def open_store(
-    address: str, limits: StoreLimits | None = None, *, clock: Callable[[], float] = time.time
-) -> StateStore:
-    """The store at an address: a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
-
-    Raises: StorageError when it cannot be opened, or holds states without their catalogue; MissingExtraError when
-        redis-py is needed and not there; ConfigError for an address of another kind.
-    """
+def kind_of(address: str) -> Literal["folder", "redis", "memory"]:
+    """Raises: ConfigError for an address of no such kind."""
+    scheme, separator, _ = address.partition("://")
     if address == "memory:":
-        return await StateStore.over(MemoryRecords(), MemoryBlobs(), limits, clock)
-    if address.startswith(REDIS_SCHEMES):
-        client = connect(address)
-        records = RedisRecords(client, NAMESPACE)
-        try:
-            return await StateStore.over(records, RedisBlobs(client, NAMESPACE), limits, clock)
-        except BaseException:
-            await records.close()
-            raise
-    folder = folder_of(address)
-    if folder is None:
-        raise ConfigError(f"states were to be kept at {address!r}; needed is a folder, redis://HOST:PORT, or memory:")
-    blobs = DiskBlobs(folder / SNAPSHOTS)
-    # Before SQLite sees it: a new catalogue would take the states for bytes that nobody needs.
-    if not has_records(folder / CATALOGUE):
-        count = len([name async for name in blobs.names()])
-        if count:
-            raise StorageError(
-                f"{folder} holds {count} states, and their catalogue {CATALOGUE} is not there or empty; put a backup "
-                f"of it in its place, or run `dist-attn state repair {folder}`, which makes a new one from the states; "
-                "to begin without them move the folder away"
-            )
-    catalogue = await DiskRecords.open(folder / CATALOGUE)
-    try:
-        return await StateStore.over(catalogue, blobs, limits, clock)
-    except BaseException:
-        await catalogue.close()
-        raise
+        return "memory"
+    if separator and scheme in ("redis", "rediss", "unix"):
+        return "redis"
+    if separator or not address:
+        raise ConfigError(f"{address!r} was given to keep data at; needed is a folder, redis://HOST:PORT, or memory:")
+    return "folder"
 
 
 def folder_of(address: str) -> Path | None:
-    """The folder that an address of a store names; None where it names none."""
-    return None if "://" in address or address in ("", "memory:") else Path(address)
+    """The folder that an address names; None where it names none. Raises: ConfigError, as `kind_of`."""
+    return Path(address) if kind_of(address) == "folder" else None
 
 
-async def open_records(address: str, name: str) -> Records:
-    """Records alone, of another use than states: in the file `NAME.sqlite` of a folder, or under a name in Redis.
+async def open_records(address: str, file: str = CATALOGUE, namespace: str = NAMESPACE) -> Records:
+    """The records at an address: in this file of a folder, or under this name in Redis.
 
-    Raises: as `open_store`.
+    Raises: StorageError when they cannot be opened; MissingExtraError when redis-py is needed and not there;
+        ConfigError for an address of no known kind.
     """
-    if address.startswith(REDIS_SCHEMES):
-        return RedisRecords(connect(address), f"{NAMESPACE}-{name}")
-    if "://" in address or not address:
-        raise ConfigError(f"the catalogue was to be kept at {address!r}; needed is a folder or redis://HOST:PORT")
-    return await DiskRecords.open(Path(address) / f"{name}.sqlite")
+    match kind_of(address):
+        case "folder":
+            return await DiskRecords.open(Path(address) / file)
+        case "redis":
+            return RedisRecords(connect(address), namespace)
+        case "memory":
+            return MemoryRecords()
+
+
+def open_blobs(address: str) -> Blobs:
+    """The blobs of states at an address. Raises: StorageError, MissingExtraError, ConfigError, as `open_records`."""
+    match kind_of(address):
+        case "folder":
+            return DiskBlobs(Path(address) / SNAPSHOTS)
+        case "redis":
+            return RedisBlobs(connect(address), NAMESPACE)
+        case "memory":
+            return MemoryBlobs()
+
+
+def lost_catalogue(place: object, contents: str, name: str = "", way_back: str = "") -> StorageError:
+    """The refusal to begin a new catalogue beside bytes, which it would take for bytes that nobody needs."""
+    return StorageError(
+        f"{place} holds {contents}, and their catalogue{name and f' {name}'} is not there or empty; put a backup of it "
+        f"in its place{way_back}; to begin without them move the folder away"
+    )

@@ -4,8 +4,6 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["has_died", "this_process"]
-
 
 def this_process() -> str:
     """This process, unlike any other before, beside or after it; "" where the system does not tell."""

@@ -1,8 +1,6 @@
 """One place with its secret, its bounds and its clock: what all parts of a store work with."""
 
 import contextlib
-import hashlib
-import hmac
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,11 +9,9 @@ from typing import TypeVar
 from dist_attn.errors import StorageError
 from dist_attn.store.blobs import Blobs
 from dist_attn.store.entries import StoreLimits
-from dist_attn.store.ledger import Ledger
-from dist_attn.store.records import BufferedTransaction, Records
-from dist_attn.store.secret import secret_of
-
-__all__ = ["Place"]
+from dist_attn.store.ledger import change, salted, secret_of
+from dist_attn.store.records import Records
+from dist_attn.store.state_ledger import StateLedger
 
 T = TypeVar("T")
 
@@ -51,22 +47,17 @@ class Place:
 
     def salted(self, use: str, *parts: bytes) -> str:
         """HMAC-SHA256 of some bytes in hex; no two uses, and no two ways to cut the bytes, have equal ones."""
-        message = b"".join(len(part).to_bytes(8, "little") + part for part in (use.encode(), *parts))
-        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()
+        return salted(self.secret, b"".join(len(part).to_bytes(8, "little") + part for part in (use.encode(), *parts)))
 
-    async def change(self, work: Callable[[Ledger], Awaitable[T]]) -> T:
-        """Run work on the books in one transaction, and delete the blobs that it has dropped.
+    async def change(self, work: Callable[[StateLedger], Awaitable[T]]) -> T:
+        """Run work on the ledger in one transaction, and delete the blobs that it has dropped.
 
         Raises: StorageError; whatever `work` raises, and then nothing changes.
         """
-        ledgers: list[Ledger] = []
-
-        async def run(transaction: BufferedTransaction) -> T:
-            ledgers[:] = [Ledger(transaction, self.limits, self.clock())]
-            return await work(ledgers[0])
-
-        result = await self.records.transact(run)
-        for blob in ledgers[0].dropped:
+        result, dropped = await change(
+            self.records, lambda transaction: StateLedger(transaction, self.limits, self.clock()), work
+        )
+        for blob in dropped:
             # The change is made; bytes that stay are swept away later.
             with contextlib.suppress(StorageError):
                 await self.blobs.delete(blob)

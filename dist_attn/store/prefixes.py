@@ -7,11 +7,8 @@ from typing import final
 
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.store.entries import Checkpoint, PrefixRecord
-from dist_attn.store.ledger import Ledger
 from dist_attn.store.place import Place
-from dist_attn.store.prefix_records import add_prefix, drop_prefix, find_prefix, touch_prefix
-
-__all__ = ["PrefixHasher", "Prefixes"]
+from dist_attn.store.state_ledger import StateLedger
 
 TOKEN_BYTES = 4
 LOOKED_UP = 256  # keys of one transaction
@@ -38,15 +35,15 @@ class PrefixHasher:
     def update(self, tokens: bytes | memoryview) -> list[tuple[int, str]]:
         """Take the next tokens, raw little-endian int32: the positions that are passed now, and their keys."""
         self._rest += tokens
-        found = []
+        passed = []
         at = 0
         while len(self._rest) - at >= self._grid_bytes:
             self._link = hashlib.sha256(self._link + self._rest[at : at + self._grid_bytes]).digest()
             at += self._grid_bytes
             self.points += 1
-            found.append((self.points * self._grid, self._link.hex()))
+            passed.append((self.points * self._grid, self._link.hex()))
         del self._rest[:at]
-        return found
+        return passed
 
 
 @final
@@ -69,12 +66,12 @@ class Prefixes:
             raise InputError(f"{key[:80]!r} is not the key of a prefix; take those that a PrefixHasher gives")
         tag = self._place.tenant(tenant)
 
-        async def enter(ledger: Ledger) -> None:
-            known = await find_prefix(ledger, key)
+        async def enter(ledger: StateLedger) -> None:
+            known = await ledger.find(PrefixRecord, key)
             if known is not None:
-                touch_prefix(ledger, key, known)
+                await ledger.touch_prefix(key, known)
             else:
-                await add_prefix(ledger, key, PrefixRecord(tag, position, snapshot, ledger.now))
+                await ledger.add_prefix(key, PrefixRecord(tag, position, snapshot, ledger.now))
 
         await self._place.change(enter)
 
@@ -87,28 +84,27 @@ class Prefixes:
         for stop in range(len(keys), 0, -LOOKED_UP):
             part = keys[max(0, stop - LOOKED_UP) : stop]
 
-            async def look(ledger: Ledger, part: Sequence[tuple[int, str]] = part) -> Checkpoint | None:
-                values = await ledger.transaction.get_many(f"prefix/{key}" for _, key in part)
-                for (position, key), value in reversed(list(zip(part, values, strict=True))):
-                    record = None if value is None else await find_prefix(ledger, key)
+            async def look(ledger: StateLedger, part: Sequence[tuple[int, str]] = part) -> Checkpoint | None:
+                records = await ledger.find_all(PrefixRecord, [key for _, key in part])
+                for (position, key), record in reversed(list(zip(part, records, strict=True))):
                     if record is not None and record.tenant == tag and record.position == position:
                         snapshot = await ledger.owned_snapshot(tag, record.snapshot)
-                        touch_prefix(ledger, key, record)
+                        await ledger.touch_prefix(key, record)
                         return Checkpoint(position, record.snapshot, snapshot.made_at)
                 return None
 
-            found = await self._place.change(look)
-            if found is not None:
-                return found
+            point = await self._place.change(look)
+            if point is not None:
+                return point
         return None
 
     async def forget(self, tenant: str, key: str) -> None:
         """Drop an entry, if it is there and this caller's."""
         tag = self._place.tenant(tenant)
 
-        async def drop(ledger: Ledger) -> None:
-            record = await find_prefix(ledger, key)
+        async def drop(ledger: StateLedger) -> None:
+            record = await ledger.find(PrefixRecord, key)
             if record is not None and record.tenant == tag:
-                await drop_prefix(ledger, key)
+                await ledger.drop_prefix(key)
 
         await self._place.change(drop)

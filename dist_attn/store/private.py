@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-__all__ = ["make_private", "private_opener", "sync_folder", "tighten"]
-
 OTHERS = 0o077
 
 

@@ -9,8 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar, final
 
-__all__ = ["BufferedTransaction", "RecordView", "Records"]
-
 T = TypeVar("T")
 
 

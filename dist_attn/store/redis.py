@@ -18,8 +18,6 @@ from dist_attn.store.records import BufferedTransaction, Records, RecordView
 if TYPE_CHECKING:
     import redis.asyncio
 
-__all__ = ["RedisBlobs", "RedisRecords", "connect"]
-
 T = TypeVar("T")
 
 ATTEMPTS = 200
@@ -160,7 +158,8 @@ class RedisBlobs(Blobs):
                 yield key.decode().rsplit(":", 1)[-1]
 
     async def close(self) -> None:
-        """The connections are those of the records."""
+        """Close the connections."""
+        await self._client.aclose()
 
 
 @final

@@ -12,14 +12,11 @@ from dist_attn.store.entries import (
     SessionRecord,
     SnapshotInfo,
     Writer,
-    changed,
-    public_session,
 )
-from dist_attn.store.ledger import Ledger
+from dist_attn.store.ledger import changed
 from dist_attn.store.owner import has_died, this_process
 from dist_attn.store.place import Place
-
-__all__ = ["Sessions"]
+from dist_attn.store.state_ledger import StateLedger
 
 LONGEST_KEY = 256
 LEAST_TTL_S = 1.0
@@ -43,7 +40,7 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def enter(ledger: Ledger) -> Session:
+        async def enter(ledger: StateLedger) -> Session:
             record = SessionRecord(tag, ledger.now, 0.0, _ttl(ledger, ttl_s))
             return await _begin(ledger, changed(record, label=label, metadata=dict(metadata or {})))
 
@@ -55,24 +52,24 @@ class Sessions:
         Raises: UnknownStateError when it is not there, has expired, or is not this caller's.
         """
         tag = self._place.tenant(tenant)
-        return public_session(name, await self._place.change(lambda ledger: ledger.owned_session(tag, name)))
+        return (await self._place.change(lambda ledger: ledger.owned_session(tag, name))).shown(name)
 
     async def listed(self, tenant: str, *, after: str = "", limit: int = 100) -> list[Session]:
         """Up to `limit` sessions of a caller, in the order of their ids, after this one."""
         tag = self._place.tenant(tenant)
         prefix = f"owned/{tag}/"
 
-        async def read(ledger: Ledger) -> list[Session]:
-            found: list[Session] = []
+        async def read(ledger: StateLedger) -> list[Session]:
+            shown: list[Session] = []
             last = f"{prefix}{after}" if after else ""
-            while len(found) < limit and (rows := await ledger.transaction.scan(prefix, min(limit, 1000), last)):
+            while len(shown) < limit and (rows := await ledger.transaction.scan(prefix, min(limit, 1000), last)):
                 for key, _ in rows:
                     name = key.removeprefix(prefix)
-                    record = await ledger.session(name)
+                    record = await ledger.find(SessionRecord, name)
                     if record is not None and record.expires_at > ledger.now:
-                        found.append(public_session(name, record))
+                        shown.append(record.shown(name))
                 last = rows[-1][0]
-            return found[:limit]
+            return shown[:limit]
 
         return await self._place.change(read)
 
@@ -83,10 +80,10 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def renew(ledger: Ledger) -> Session:
+        async def renew(ledger: StateLedger) -> Session:
             before = await ledger.owned_session(tag, name)
             life = before.ttl_s if ttl_s is None else _ttl(ledger, ttl_s)
-            return _save(ledger, name, changed(before, ttl_s=life), before)
+            return await _save(ledger, name, changed(before, ttl_s=life), before)
 
         return await self._place.change(renew)
 
@@ -97,7 +94,7 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def end(ledger: Ledger) -> None:
+        async def end(ledger: StateLedger) -> None:
             await ledger.drop_session(name, await ledger.owned_session(tag, name))
 
         await self._place.change(end)
@@ -109,10 +106,12 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def read(ledger: Ledger) -> list[tuple[Checkpoint, SnapshotInfo]]:
+        async def read(ledger: StateLedger) -> list[tuple[Checkpoint, SnapshotInfo]]:
             record = await ledger.owned_session(tag, name)
-            found = [(point, await ledger.owned_snapshot(tag, point.snapshot)) for point in record.checkpoints]
-            return [(point, snapshot.info(point.snapshot)) for point, snapshot in found]
+            return [
+                (point, (await ledger.owned_snapshot(tag, point.snapshot)).info(point.snapshot))
+                for point in record.checkpoints
+            ]
 
         return await self._place.change(read)
 
@@ -127,7 +126,7 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def put(ledger: Ledger) -> Session:
+        async def put(ledger: StateLedger) -> Session:
             before = await ledger.owned_session(tag, name)
             _require_no_writer(name, before, ledger)
             if instead_of != (before.checkpoints[-1].snapshot if before.checkpoints else ""):
@@ -137,7 +136,7 @@ class Sessions:
                 await ledger.release(point.snapshot)
             point = Checkpoint(position, snapshot, ledger.now)
             record = changed(before, position=position, checkpoints=(point,), appends=(), writer=None)
-            return _save(ledger, name, record, before)
+            return await _save(ledger, name, record, before)
 
         return await self._place.change(put)
 
@@ -160,7 +159,7 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def split(ledger: Ledger) -> Session:
+        async def split(ledger: StateLedger) -> Session:
             parent = await ledger.owned_session(tag, name)
             at = parent.position if position is None else position
             points = tuple(point for point in parent.checkpoints if point.position == at)
@@ -192,7 +191,7 @@ class Sessions:
         if len(key) > LONGEST_KEY:
             raise InputError(f"an idempotency key of {len(key)} characters was given; it has up to {LONGEST_KEY}")
 
-        async def begin(ledger: Ledger) -> tuple[Append, str]:
+        async def begin(ledger: StateLedger) -> tuple[Append, str]:
             before = await ledger.owned_session(tag, name)
             append = next((known for known in before.appends if known.key == key), None) if key else None
             if append is not None and not _same_append(append, digest, expected_position):
@@ -216,7 +215,7 @@ class Sessions:
                 appends=_with(before.appends, append, ledger),
                 writer=Writer(key, token, ledger.now + ledger.limits.writer_s, this_process()),
             )
-            _save(ledger, name, record, before)
+            await _save(ledger, name, record, before)
             return append, token
 
         return await self._place.change(begin)
@@ -244,7 +243,7 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def move(ledger: Ledger) -> Session:
+        async def move(ledger: StateLedger) -> Session:
             before = await ledger.owned_session(tag, name)
             writer = before.writer
             if writer is None or writer.token != token:
@@ -269,7 +268,7 @@ class Sessions:
                 appends=_with(before.appends, append, ledger),
                 writer=None if done else changed(writer, until=ledger.now + ledger.limits.writer_s),
             )
-            return _save(ledger, name, record, before)
+            return await _save(ledger, name, record, before)
 
         return await self._place.change(move)
 
@@ -280,12 +279,12 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def renew(ledger: Ledger) -> None:
+        async def renew(ledger: StateLedger) -> None:
             before = await ledger.owned_session(tag, name)
             if before.writer is None or before.writer.token != token:
                 raise ConflictError(f"session {name} was given to another writer; nothing of this one is kept")
             writer = changed(before.writer, until=ledger.now + ledger.limits.writer_s)
-            _save(ledger, name, changed(before, writer=writer), before)
+            await _save(ledger, name, changed(before, writer=writer), before)
 
         await self._place.change(renew)
 
@@ -296,32 +295,30 @@ class Sessions:
         """
         tag = self._place.tenant(tenant)
 
-        async def stop(ledger: Ledger) -> None:
+        async def stop(ledger: StateLedger) -> None:
             before = await ledger.owned_session(tag, name)
             if before.writer is not None and before.writer.token == token:
-                _save(ledger, name, changed(before, writer=None), before)
+                await _save(ledger, name, changed(before, writer=None), before)
 
         await self._place.change(stop)
 
 
-async def _begin(ledger: Ledger, record: SessionRecord) -> Session:
+async def _begin(ledger: StateLedger, record: SessionRecord) -> Session:
     limit = ledger.limits.tenant_sessions
-    if (await ledger.usage(record.tenant)).sessions >= limit:
+    if (await ledger.used(record.tenant)).sessions >= limit:
         raise QuotaError(f"this caller has {limit} sessions, which is the limit; delete some, or let them expire")
     name = f"sess_{secrets.token_hex(20)}"
-    await ledger.count(record.tenant, sessions=1)
-    ledger.transaction.put(f"owned/{record.tenant}/{name}", b"")
-    return _save(ledger, name, record, None)
+    return await _save(ledger, name, record)
 
 
-def _save(ledger: Ledger, name: str, record: SessionRecord, before: SessionRecord | None) -> Session:
+async def _save(ledger: StateLedger, name: str, record: SessionRecord, before: SessionRecord | None = None) -> Session:
     """Write a session that was used now."""
     record = changed(record, expires_at=ledger.now + record.ttl_s)
-    ledger.save_session(name, record, before)
-    return public_session(name, record)
+    await ledger.save(name, record, before)
+    return record.shown(name)
 
 
-def _require_no_writer(name: str, record: SessionRecord, ledger: Ledger) -> None:
+def _require_no_writer(name: str, record: SessionRecord, ledger: StateLedger) -> None:
     left = 0.0 if record.writer is None else record.writer.until - ledger.now
     if record.writer is not None and left > 0 and not has_died(record.writer.owner):
         raise BusyError(f"session {name} is being written to; try again when that append has ended", retry_s=left)
@@ -350,17 +347,15 @@ def _same_append(append: Append, digest: str, expected_position: int | None) -> 
     return same_digest and (nothing_kept or expected_position in (None, append.start))
 
 
-def _with(appends: tuple[Append, ...], append: Append, ledger: Ledger) -> tuple[Append, ...]:
+def _with(appends: tuple[Append, ...], append: Append, ledger: StateLedger) -> tuple[Append, ...]:
     """The appends with this one, the newest, last; the oldest are forgotten."""
     others = tuple(known for known in appends if known.key != append.key)
     return (*others, append)[-ledger.limits.session_appends :]
 
 
-def _ttl(ledger: Ledger, seconds: float | None) -> float:
-    wanted = ledger.limits.session_ttl_s if seconds is None else seconds
+def _ttl(ledger: StateLedger, seconds: float | None) -> float:
+    life = ledger.limits.session_ttl_s if seconds is None else seconds
     longest = ledger.limits.longest_ttl_s
-    if not min(LEAST_TTL_S, longest) <= wanted <= longest:
-        raise InputError(
-            f"a session's life of {wanted:g} s was asked for; it may have {LEAST_TTL_S:g} to {longest:g} s"
-        )
-    return wanted
+    if not min(LEAST_TTL_S, longest) <= life <= longest:
+        raise InputError(f"a session's life of {life:g} s was asked for; it may have {LEAST_TTL_S:g} to {longest:g} s")
+    return life

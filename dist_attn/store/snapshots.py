@@ -7,12 +7,11 @@ from typing import final
 
 from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError
 from dist_attn.store.blobs import new_name, within
-from dist_attn.store.entries import SnapshotInfo, SnapshotRecord, Usage, changed
-from dist_attn.store.ledger import Ledger
+from dist_attn.store.entries import SnapshotInfo, SnapshotRecord, Usage
+from dist_attn.store.ledger import changed
 from dist_attn.store.place import Place
+from dist_attn.store.state_ledger import StateLedger
 from dist_attn.store.upkeep import Upkeep
-
-__all__ = ["Snapshots"]
 
 
 @final
@@ -67,28 +66,27 @@ class Snapshots:
         """Record bytes that are written, or let go of them where they are kept already or there is no room."""
         place = self._place
         name = place.salted("snapshot", tag.encode(), bytes.fromhex(digest))
-        there = await place.change(lambda ledger: ledger.snapshot(name))
+        there = await place.change(lambda ledger: ledger.find(SnapshotRecord, name))
         spoilt = "" if there is None or await self._is_sound(name, there) else there.blob
 
-        async def enter(ledger: Ledger) -> SnapshotInfo | StorageError:
+        async def enter(ledger: StateLedger) -> SnapshotInfo | StorageError:
             hold = ledger.now + place.limits.hold_s
-            known = await ledger.snapshot(name)
+            known = await ledger.find(SnapshotRecord, name)
             if known is not None:
                 record = changed(known, held_until=max(known.held_until, hold))
                 if known.blob == spoilt:  # the bytes that came now take the place of the damaged ones
                     record = changed(record, blob=blob)
                 ledger.dropped.append(blob if record.blob != blob else spoilt)
-                ledger.save_snapshot(name, record, known)
+                await ledger.save(name, record, known)
                 return record.info(name)
-            if (await ledger.usage(tag)).bytes + size > place.limits.tenant_bytes:
+            if (await ledger.used(tag)).bytes + size > place.limits.tenant_bytes:
                 return _over_quota(place.limits.tenant_bytes)
-            total = (await ledger.usage()).bytes
+            total = (await ledger.used()).bytes
             if total + size > place.limits.store_bytes:
                 limit = place.limits.store_bytes
                 return StorageError(f"the store holds {total} of {limit} bytes and cannot take {size} more; keep less")
             record = SnapshotRecord(tag, blob, size, digest, 0, hold, ledger.now)
-            ledger.save_snapshot(name, record, None)
-            await ledger.count(tag, size=size, snapshots=1)
+            await ledger.save(name, record)
             return record.info(name)
 
         # An exception here leaves the bytes to the next sweep: whether the record was written may be unknown.
@@ -176,23 +174,23 @@ class Snapshots:
         """
         tag = self._place.tenant(tenant)
 
-        async def let_go(ledger: Ledger) -> None:
+        async def let_go(ledger: StateLedger) -> None:
             before = await ledger.owned_snapshot(tag, name)
             until = min(before.held_until, ledger.now + ledger.limits.hold_s)
-            ledger.save_snapshot(name, changed(before, held_until=until), before)
+            await ledger.save(name, changed(before, held_until=until), before)
 
         await self._place.change(let_go)
 
     async def _hold(self, tenant: str, name: str, seconds: float) -> SnapshotRecord:
         tag = self._place.tenant(tenant)
 
-        async def hold(ledger: Ledger) -> SnapshotRecord:
+        async def hold(ledger: StateLedger) -> SnapshotRecord:
             before = await ledger.owned_snapshot(tag, name)
             until = ledger.now + min(seconds, ledger.limits.longest_ttl_s)
             if until <= before.held_until:
                 return before
             record = changed(before, held_until=until)
-            ledger.save_snapshot(name, record, before)
+            await ledger.save(name, record, before)
             return record
 
         return await self._place.change(hold)
@@ -204,7 +202,7 @@ class Snapshots:
         """
         tag = self._place.tenant(tenant)
 
-        async def drop(ledger: Ledger) -> None:
+        async def drop(ledger: StateLedger) -> None:
             record = await ledger.owned_snapshot(tag, name)
             if record.references:
                 raise ConflictError(
@@ -217,7 +215,7 @@ class Snapshots:
     async def usage(self, tenant: str) -> Usage:
         """How much a caller has."""
         tag = self._place.tenant(tenant)
-        return await self._place.change(lambda ledger: ledger.usage(tag))
+        return await self._place.change(lambda ledger: ledger.used(tag))
 
 
 def _over_quota(limit: int) -> QuotaError:

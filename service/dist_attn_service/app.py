@@ -77,7 +77,7 @@ from dist_attn_service.sessions.keeping import KeptStore, kept_store
 from dist_attn_service.text.chat_template import ChatTemplate
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
-from dist_attn_service.uploads.shelf import FileShelf
+from dist_attn_service.uploads.service import FileService
 
 __all__ = ["create_app", "stream_limits"]
 
@@ -126,11 +126,11 @@ def create_app(
             threads = parts.enter_context(ThreadPoolExecutor(settings.threads, thread_name_prefix="work"))
             disk = parts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="disk"))
             try:
-                kept, book, shelf = await _open_stores(parts, settings, log)
+                kept, book, uploaded = await _open_stores(parts, settings, log)
             except (DistAttnError, ServiceError) as error:
                 application.state.cannot_start = str(error)
                 raise
-            services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, shelf, log)
+            services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, uploaded, log)
             metrics.watch(services.gauges, version=__version__, model=services.model.id)
             await port.start()
             services.jobs.runner.start()
@@ -170,14 +170,14 @@ def create_app(
     return app
 
 
-async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> tuple[KeptStore, JobBook, FileShelf]:
+async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> tuple[KeptStore, JobBook, FileService]:
     """What outlives this process: states and sessions, jobs, files.
 
     Raises: DistAttnError, ServiceError for a folder whose contents cannot be used.
     """
     kept = await parts.enter_async_context(kept_store(settings, log))
     book = await parts.enter_async_context(job_book(settings))
-    return kept, book, await parts.enter_async_context(FileShelf.opened(settings, log))
+    return kept, book, await parts.enter_async_context(FileService.opened(settings, log))
 
 
 def _connection(settings: Settings, log: Log) -> EnginePort:
@@ -219,7 +219,7 @@ def _services(
     disk: ThreadPoolExecutor,
     kept: KeptStore,
     book: JobBook,
-    shelf: FileShelf,
+    uploaded: FileService,
     log: Log,
 ) -> Services:
     """Read the model folder and put the parts together."""
@@ -251,8 +251,8 @@ def _services(
         budget=budget,
         metrics=metrics,
         threads=threads,
-        files=shelf,
-        feeds=FeedingDesk(context, shelf),
+        files=uploaded,
+        feeds=FeedingDesk(context, uploaded),
     )
 
 

@@ -32,7 +32,7 @@ from dist_attn_service.sessions.desk import SessionDesk
 from dist_attn_service.text.spool import DiskBudget
 from dist_attn_service.text.tokenising import TokeniserPort
 from dist_attn_service.uploads.multipart import boundary_of
-from dist_attn_service.uploads.shelf import FileShelf
+from dist_attn_service.uploads.service import FileService
 
 __all__ = [
     "Services",
@@ -72,7 +72,7 @@ class Services:
     budget: DiskBudget
     metrics: Metrics
     threads: Executor
-    files: FileShelf
+    files: FileService
     feeds: FeedingDesk
     started: float = field(default_factory=time.monotonic)
 

@@ -11,14 +11,13 @@ import pytest
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.jobs.book import JobBook, JobLimits
-from dist_attn_service.uploads.audit import audit
-from dist_attn_service.uploads.books import Books
 from dist_attn_service.uploads.entries import Details, Usage
-from dist_attn_service.uploads.shelf import FileShelf
+from dist_attn_service.uploads.ledger import FileLedger
+from dist_attn_service.uploads.service import FileService
 from dist_attn_service.uploads.writing import Form
 
 from dist_attn.errors import StorageError
-from tests.support.files import opened_shelf
+from tests.support.files import opened_files
 from tests.support.service_server import running_service
 from tests.support.stores import Clock, redis_server, why_no_redis
 
@@ -38,10 +37,10 @@ def body(data: bytes, *, breaks: bool = False) -> RequestBody:
     return RequestBody(receive, idle_seconds=5)  # type: ignore[arg-type]
 
 
-async def add(shelf: FileShelf, data: bytes, caller: str = "ann", **options: Any) -> str:
+async def add(service: FileService, data: bytes, caller: str = "ann", **options: Any) -> str:
     """The id of a file."""
     given = body(FORM % (b"file", data), **options)
-    name, _ = await shelf.add_file(caller, b"b", given, None, ("purpose",), lambda form: _told(form))
+    name, _ = await service.add_file(caller, b"b", given, None, ("purpose",), lambda form: _told(form))
     return name
 
 
@@ -50,15 +49,15 @@ def _told(form: Form) -> Details:
     return DETAILS
 
 
-def run(folder: Path, work: Callable[[FileShelf, Clock], Awaitable[Any]], **options: Any) -> Any:
-    """What `work` returns of a shelf, whose books must be in order afterwards."""
+def run(folder: Path, work: Callable[[FileService, Clock], Awaitable[Any]], **options: Any) -> Any:
+    """What `work` returns of the files of a folder, whose books must be in order afterwards."""
 
     async def whole() -> Any:
         clock = Clock()
-        async with opened_shelf(folder, clock=clock, **options) as shelf:
-            result = await work(shelf, clock)
-            assert await audit(shelf.catalogue, shelf._folder) == []
-            assert (await shelf.upkeep.sweep()).blobs == 0
+        async with opened_files(folder, clock=clock, **options) as service:
+            result = await work(service, clock)
+            assert await service.upkeep.audit() == []
+            assert (await service.upkeep.sweep()).blobs == 0
             return result
 
     return asyncio.run(whole())
@@ -75,27 +74,27 @@ def test_what_expires_goes(tmp_path: Path, kind: str) -> None:
     if kind == "redis" and why_no_redis():
         pytest.skip(why_no_redis())
 
-    async def work(shelf: FileShelf, clock: Clock) -> None:
-        stream, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
-        parts, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
-        file = await add(shelf, b"x" * 50)
+    async def work(service: FileService, clock: Clock) -> None:
+        stream, _ = await service.catalogue.begin("ann", 100, DETAILS)
+        parts, _ = await service.catalogue.begin("ann", 100, DETAILS)
+        file = await add(service, b"x" * 50)
         clock.now += 50
-        await shelf.append("ann", stream, 0, body(b"y" * 10), None)
-        await shelf.add_part("ann", parts, b"b", body(FORM % (b"data", b"z" * 10)), None)
-        assert shelf.catalogue.total == Usage(250, 3) and left_in(tmp_path) == 3
+        await service.append("ann", stream, 0, body(b"y" * 10), None)
+        await service.add_part("ann", parts, b"b", body(FORM % (b"data", b"z" * 10)), None)
+        assert service.catalogue.total == Usage(250, 3) and left_in(tmp_path) == 3
         clock.now += 60  # past the first end of the uploads
-        assert await shelf.offset(await shelf.catalogue.upload("ann", stream)) == 10
+        assert await service.offset(await service.catalogue.upload("ann", stream)) == 10
         clock.now += 50
         for name in (stream, parts):
             with pytest.raises(ServiceError, match="has expired"):
-                await shelf.catalogue.upload("ann", name)
-        swept = await shelf.upkeep.sweep()
+                await service.catalogue.upload("ann", name)
+        swept = await service.upkeep.sweep()
         assert (swept.uploads, swept.files) == (2, 0) and left_in(tmp_path) == 1
         clock.now += 1000
-        assert (await shelf.upkeep.sweep()).files == 1
+        assert (await service.upkeep.sweep()).files == 1
         with pytest.raises(ServiceError, match="has expired"):
-            await shelf.files.get("ann", file)
-        assert shelf.catalogue.total == Usage() and left_in(tmp_path) == 0
+            await service.files.get("ann", file)
+        assert service.catalogue.total == Usage() and left_in(tmp_path) == 0
 
     where = {"catalogue": redis_server()} if kind == "redis" else {}
     run(tmp_path, work, upload_s=100, file_s=1000, **where)
@@ -104,20 +103,20 @@ def test_what_expires_goes(tmp_path: Path, kind: str) -> None:
 def test_files_without_their_catalogue_are_not_swept_away(tmp_path: Path) -> None:
     """A new catalogue over bytes is refused with what to do, and one that is emptied meanwhile ends nothing."""
 
-    async def emptied(shelf: FileShelf, _: Clock) -> None:
-        async def forget(books: Books) -> None:
-            for key, _value in await books.transaction.scan("", 1000):
-                books.transaction.delete(key)
+    async def emptied(service: FileService, _: Clock) -> None:
+        async def forget(ledger: FileLedger) -> None:
+            for key, _value in await ledger.transaction.scan("", 1000):
+                ledger.transaction.delete(key)
 
-        await shelf.catalogue.change(forget)
-        assert (await shelf.upkeep.sweep()).blobs == 0
+        await service.catalogue.change(forget)
+        assert (await service.upkeep.sweep()).blobs == 0
 
-    async def first(shelf: FileShelf, _: Clock) -> str:
-        return await add(shelf, b"x" * 50)
+    async def first(service: FileService, _: Clock) -> str:
+        return await add(service, b"x" * 50)
 
-    async def again(shelf: FileShelf, _: Clock) -> None:
-        record = await shelf.files.get("ann", name)
-        assert b"".join([piece async for piece in shelf.read(record)]) == b"x" * 50
+    async def again(service: FileService, _: Clock) -> None:
+        record = await service.files.get("ann", name)
+        assert b"".join([piece async for piece in service.read(record)]) == b"x" * 50
 
     name = run(tmp_path, first)
     kept = (tmp_path / "files.sqlite").read_bytes()
@@ -156,27 +155,27 @@ async def opened_jobs(data: Path) -> None:
 def test_a_clock_that_is_set_wrong_deletes_nothing(tmp_path: Path) -> None:
     """Set ahead by more than a life it hides files and uploads; they are there again once it is right, or else go."""
 
-    async def work(shelf: FileShelf, clock: Clock) -> None:
-        stream, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
-        await shelf.append("ann", stream, 0, body(b"y" * 10), None)
-        files = [await add(shelf, b"x" * 50) for _ in range(70)]  # more than one page of those that end
+    async def work(service: FileService, clock: Clock) -> None:
+        stream, _ = await service.catalogue.begin("ann", 100, DETAILS)
+        await service.append("ann", stream, 0, body(b"y" * 10), None)
+        files = [await add(service, b"x" * 50) for _ in range(70)]  # more than one page of those that end
         clock.now += 200
         for step in (8 * 86_400.0, 0.0):
             clock.step = step
             for _ in range(3):
-                swept = await shelf.upkeep.sweep()
+                swept = await service.upkeep.sweep()
                 assert (swept.uploads, swept.files) == (0, 0) and left_in(tmp_path) == 71
                 clock.now += 40
             if step:
                 with pytest.raises(ServiceError, match="has expired"):
-                    await shelf.files.get("ann", files[0])
-        assert await shelf.offset(await shelf.catalogue.upload("ann", stream)) == 10
-        found, _more = await shelf.files.page("ann", after=None, limit=100, order="asc", purpose=None)
+                    await service.files.get("ann", files[0])
+        assert await service.offset(await service.catalogue.upload("ann", stream)) == 10
+        found, _more = await service.files.page("ann", after=None, limit=100, order="asc", purpose=None)
         assert {name for name, _ in found} == set(files)
         clock.step = 8 * 86_400.0
-        await shelf.upkeep.sweep()
+        await service.upkeep.sweep()
         clock.now += 200
-        swept = await shelf.upkeep.sweep()
+        swept = await service.upkeep.sweep()
         assert (swept.uploads, swept.files) == (1, 70) and left_in(tmp_path) == 0
 
     run(tmp_path, work, grace_s=200.0, upload_s=86_400, file_s=86_400)
@@ -185,28 +184,28 @@ def test_a_clock_that_is_set_wrong_deletes_nothing(tmp_path: Path) -> None:
 def test_what_a_dead_process_left_is_swept(tmp_path: Path) -> None:
     """Bytes without a record go at once, room that nobody writes into after a while, and what is written stays."""
 
-    async def work(shelf: FileShelf, clock: Clock) -> None:
-        upload, _ = await shelf.catalogue.begin("ann", 100, DETAILS)
-        dead_file = await shelf._holding.for_file("ann", 1000)
-        dead_part, _ = await shelf._holding.for_part("ann", upload, 100)
-        live = await shelf._holding.for_file("bob", 10)
+    async def work(service: FileService, clock: Clock) -> None:
+        upload, _ = await service.catalogue.begin("ann", 100, DETAILS)
+        dead_file = await service._reservations.for_file("ann", 1000)
+        dead_part, _ = await service._reservations.for_part("ann", upload, 100)
+        live = await service._reservations.for_file("bob", 10)
         for blob in (dead_file, dead_part):
-            async with shelf._folder.writing(blob) as writer:
+            async with service._folder.writing(blob) as writer:
                 await writer.write(b"half")
                 await writer.flush()
         stray = tmp_path / "bytes/ff" / ("0" * 41 + "ff")
         stray.parent.mkdir(exist_ok=True)
         stray.write_bytes(b"?")
-        async with shelf._folder.writing(live):
-            assert shelf.catalogue.total == Usage(1110, 1)
-            assert (await shelf.upkeep.sweep()).blobs == 1 and not stray.exists()
+        async with service._folder.writing(live):
+            assert service.catalogue.total == Usage(1110, 1)
+            assert (await service.upkeep.sweep()).blobs == 1 and not stray.exists()
             clock.now += 400
-            assert (await shelf.upkeep.sweep()).blobs == 2
-            assert shelf.catalogue.total == Usage(110, 1)
+            assert (await service.upkeep.sweep()).blobs == 2
+            assert service.catalogue.total == Usage(110, 1)
             assert [path.name for path in (tmp_path / "bytes").glob("??/*")] == [live]
-        await shelf._holding.give_up(live)
+        await service._reservations.give_up(live)
         with pytest.raises(ServiceError, match="meanwhile"):
-            await shelf._holding.into_part("ann", upload, dead_part, 4)
+            await service._reservations.into_part("ann", upload, dead_part, 4)
 
     run(tmp_path, work)
 
@@ -215,23 +214,23 @@ def test_a_power_cut_costs_what_was_not_synced(tmp_path: Path) -> None:
     """On another start of the machine only what was synced counts; on the same one every byte of the file does."""
     upload = ""
 
-    async def first(shelf: FileShelf, _: Clock) -> None:
+    async def first(service: FileService, _: Clock) -> None:
         nonlocal upload
-        upload, _record = await shelf.catalogue.begin("ann", 10_000, DETAILS)
-        await shelf.append("ann", upload, 0, body(b"a" * 3000), None)
+        upload, _record = await service.catalogue.begin("ann", 10_000, DETAILS)
+        await service.append("ann", upload, 0, body(b"a" * 3000), None)
         with pytest.raises(ClientGone):
-            await shelf.append("ann", upload, 3000, body(b"b" * 2500, breaks=True), None)
-        assert await shelf.offset(await shelf.catalogue.upload("ann", upload)) == 5500
+            await service.append("ann", upload, 3000, body(b"b" * 2500, breaks=True), None)
+        assert await service.offset(await service.catalogue.upload("ann", upload)) == 5500
 
-    async def again(shelf: FileShelf, _: Clock) -> int:
-        return await shelf.offset(await shelf.catalogue.upload("ann", upload))
+    async def again(service: FileService, _: Clock) -> int:
+        return await service.offset(await service.catalogue.upload("ann", upload))
 
-    async def after(shelf: FileShelf, _: Clock) -> bytes:
-        assert await shelf.offset(await shelf.catalogue.upload("ann", upload)) == 3000
+    async def after(service: FileService, _: Clock) -> bytes:
+        assert await service.offset(await service.catalogue.upload("ann", upload)) == 3000
         with pytest.raises(ServiceError, match="stands at 3000"):
-            await shelf.append("ann", upload, 5500, body(b"x"), None)
-        record, _ = await shelf.append("ann", upload, 3000, body(b"c" * 7000), 7000)
-        return b"".join([piece async for piece in shelf.read(await shelf.files.get("ann", record.file))])
+            await service.append("ann", upload, 5500, body(b"x"), None)
+        record, _ = await service.append("ann", upload, 3000, body(b"c" * 7000), 7000)
+        return b"".join([piece async for piece in service.read(await service.files.get("ann", record.file))])
 
     run(tmp_path, first, boot="monday")
     assert run(tmp_path, again, boot="monday") == 5500
@@ -245,18 +244,18 @@ def test_a_file_is_made_after_a_death_before_its_record(tmp_path: Path, monkeypa
     async def dies(*_: object) -> None:
         raise ClientGone
 
-    async def first(shelf: FileShelf, _: Clock) -> None:
+    async def first(service: FileService, _: Clock) -> None:
         nonlocal upload
-        upload, _record = await shelf.catalogue.begin("ann", 3000, DETAILS)
+        upload, _record = await service.catalogue.begin("ann", 3000, DETAILS)
         with monkeypatch.context() as patched, pytest.raises(ClientGone):
-            patched.setattr(shelf.catalogue, "complete", dies)
-            await shelf.append("ann", upload, 0, body(b"a" * 3000), None)
-        assert (await shelf.catalogue.upload("ann", upload)).state == "pending"
+            patched.setattr(service.catalogue, "complete", dies)
+            await service.append("ann", upload, 0, body(b"a" * 3000), None)
+        assert (await service.catalogue.upload("ann", upload)).state == "pending"
 
-    async def then(shelf: FileShelf, _: Clock) -> bytes:
-        record = await shelf.standing("ann", upload)
-        assert record.state == "completed" and await shelf.standing("ann", upload) == record
-        return b"".join([piece async for piece in shelf.read(await shelf.files.get("ann", record.file))])
+    async def then(service: FileService, _: Clock) -> bytes:
+        record = await service.standing("ann", upload)
+        assert record.state == "completed" and await service.standing("ann", upload) == record
+        return b"".join([piece async for piece in service.read(await service.files.get("ann", record.file))])
 
     run(tmp_path, first)
     assert run(tmp_path, then) == b"a" * 3000
@@ -265,25 +264,25 @@ def test_a_file_is_made_after_a_death_before_its_record(tmp_path: Path, monkeypa
 def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
     """What open uploads announced counts, parts that come again count when they are more, all callers have a limit."""
 
-    async def work(shelf: FileShelf, _: Clock) -> None:
-        upload, _record = await shelf.catalogue.begin("ann", 600, DETAILS)
-        await add(shelf, b"x" * 400)
+    async def work(service: FileService, _: Clock) -> None:
+        upload, _record = await service.catalogue.begin("ann", 600, DETAILS)
+        await add(service, b"x" * 400)
         with pytest.raises(ServiceError, match="they may have 1000") as refused:
-            await add(shelf, b"y")
+            await add(service, b"y")
         assert refused.value.status == 429
-        await shelf.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
+        await service.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
         with pytest.raises(ServiceError, match="they may have 1000"):  # the same part again would be 600 more
-            await shelf.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
-        await add(shelf, b"v" * 400, "bob")
+            await service.add_part("ann", upload, b"b", body(FORM % (b"data", b"z" * 600)), None)
+        await add(service, b"v" * 400, "bob")
         with pytest.raises(ServiceError, match="all files of this service") as refused:
-            await add(shelf, b"w" * 101, "bob")
+            await add(service, b"w" * 101, "bob")
         assert refused.value.status == 507
-        await add(shelf, b"w" * 100, "bob")
+        await add(service, b"w" * 100, "bob")
         with pytest.raises(ServiceError, match="you may have 3"):
             for _ in range(4):
-                await shelf.catalogue.begin("carl", 0, DETAILS)
-        await shelf.catalogue.cancel("ann", upload)
-        await add(shelf, b"y" * 600)
+                await service.catalogue.begin("carl", 0, DETAILS)
+        await service.catalogue.cancel("ann", upload)
+        await add(service, b"y" * 600)
 
     run(tmp_path, work, caller_bytes=1000, all_bytes=1500, caller_files=3)
 
@@ -291,18 +290,18 @@ def test_a_share_is_used_to_its_last_byte(tmp_path: Path) -> None:
 def test_a_form_that_breaks_gives_its_room_back(tmp_path: Path) -> None:
     """A body that breaks off, a form that is none, and details that are refused leave neither bytes nor charges."""
 
-    async def work(shelf: FileShelf, _: Clock) -> None:
+    async def work(service: FileService, _: Clock) -> None:
         with pytest.raises(ClientGone):
-            await add(shelf, b"x" * 5000, breaks=True)
+            await add(service, b"x" * 5000, breaks=True)
         with pytest.raises(ServiceError, match="ends before"):
-            await shelf.add_file("ann", b"b", body((FORM % (b"file", b"x"))[:-9]), 60, (), _told)
+            await service.add_file("ann", b"b", body((FORM % (b"file", b"x"))[:-9]), 60, (), _told)
 
         def refuse(_form: Form) -> Details:
             raise ServiceError("no", status=400)
 
         with pytest.raises(ServiceError, match="no"):
-            await shelf.add_file("ann", b"b", body(FORM % (b"file", b"x")), 60, (), refuse)
-        assert shelf.catalogue.total == Usage() and left_in(tmp_path) == 0
+            await service.add_file("ann", b"b", body(FORM % (b"file", b"x")), 60, (), refuse)
+        assert service.catalogue.total == Usage() and left_in(tmp_path) == 0
 
     run(tmp_path, work)
 
@@ -310,20 +309,20 @@ def test_a_form_that_breaks_gives_its_room_back(tmp_path: Path) -> None:
 def test_many_writers_at_once(tmp_path: Path) -> None:
     """Files, parts and streams of several callers at once leave books that agree with the bytes."""
 
-    async def one(shelf: FileShelf, caller: str) -> None:
-        name, _ = await shelf.catalogue.begin(caller, 5000, DETAILS)
+    async def one(service: FileService, caller: str) -> None:
+        name, _ = await service.catalogue.begin(caller, 5000, DETAILS)
         if caller[-1] in "02":
             ids = [
-                await shelf.add_part(caller, name, b"b", body(FORM % (b"data", b"x" * 2500)), None) for _ in range(3)
+                await service.add_part(caller, name, b"b", body(FORM % (b"data", b"x" * 2500)), None) for _ in range(3)
             ]
-            await shelf.complete(caller, name, [ids[2][0], ids[0][0]], None)
+            await service.complete(caller, name, [ids[2][0], ids[0][0]], None)
         else:
-            await shelf.append(caller, name, 0, body(b"x" * 5000), 5000)
-        await shelf.files.delete(caller, await add(shelf, b"y" * 100, caller))
+            await service.append(caller, name, 0, body(b"x" * 5000), 5000)
+        await service.files.delete(caller, await add(service, b"y" * 100, caller))
 
-    async def work(shelf: FileShelf, _: Clock) -> Usage:
-        await asyncio.gather(*(one(shelf, f"caller {n}") for n in range(6)))
-        return shelf.catalogue.total
+    async def work(service: FileService, _: Clock) -> Usage:
+        await asyncio.gather(*(one(service, f"caller {n}") for n in range(6)))
+        return service.catalogue.total
 
     assert run(tmp_path, work) == Usage(30_000, 12)
 
@@ -331,8 +330,8 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
 def test_no_key_stands_in_the_catalogue(tmp_path: Path) -> None:
     """Neither callers nor what a key hashes to can be read from the catalogue, and the bytes are the owner's alone."""
 
-    async def work(shelf: FileShelf, _: Clock) -> None:
-        await add(shelf, b"x", "caller-digest")
+    async def work(service: FileService, _: Clock) -> None:
+        await add(service, b"x", "caller-digest")
 
     run(tmp_path, work)
     rows = sqlite3.connect(tmp_path / "files.sqlite").execute("SELECT key, value FROM records").fetchall()

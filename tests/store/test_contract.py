@@ -15,6 +15,7 @@ from dist_attn.errors import (
     UnknownStateError,
 )
 from dist_attn.store import Usage
+from dist_attn.store.entries import SessionRecord
 from dist_attn.store.upkeep import Collected
 from tests.support.stores import kept, read, stream, written
 
@@ -265,7 +266,7 @@ def test_everything_has_a_bound(place):
         for position in range(1, 6):
             one = await written(store, "ann", one, position, bytes([position]) * 10)
         assert [point.position for point in one.checkpoints] == [3, 4, 5]
-        record = await store._place.change(lambda ledger: ledger.session(one.id))
+        record = await store._place.change(lambda ledger: ledger.find(SessionRecord, one.id))
         assert [append.position for append in record.appends] == [4, 5]
         with pytest.raises(StorageError, match="more than 100 bytes"):
             await kept(store, "ann", bytes(101))

@@ -8,7 +8,8 @@ import pytest
 
 from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError, UnknownStateError
 from dist_attn.store import Usage
-from dist_attn.store.entries import changed
+from dist_attn.store.entries import SnapshotRecord
+from dist_attn.store.ledger import all_records, changed
 from tests.support.stores import kept, place_of, read, stream, written
 
 DATA = random.Random(0).randbytes(70_000)
@@ -61,7 +62,7 @@ def test_a_full_store_lets_go_of_what_is_needed_least(place):
 
         async def left():
             found = [loose, prefix, *(point.snapshot for point in session.checkpoints)]
-            stored = {key.removeprefix("snapshot/") for key, _ in await store.upkeep._all("snapshot/", dict)}
+            stored = await all_records(store._place.records, SnapshotRecord)
             return [name in stored for name in found]
 
         steps = []
@@ -147,7 +148,7 @@ def test_damaged_bytes_are_not_passed_off_as_sound(place):
     async def work():
         async with place.open() as store:
             name = await kept(store, "ann", DATA)
-            record = await store._place.change(lambda ledger: ledger.snapshot(name))
+            record = await store._place.change(lambda ledger: ledger.find(SnapshotRecord, name))
             await store._place.blobs.delete(record.blob)
             with pytest.raises(StateDamagedError, match=record.blob):
                 await read(store, "ann", name)
@@ -170,7 +171,7 @@ def test_damaged_bytes_are_never_handed_out_whole(place, size):
 
     async def work(store):
         name = await kept(store, "ann", data)
-        record = await store._place.change(lambda ledger: ledger.snapshot(name))
+        record = await store._place.change(lambda ledger: ledger.find(SnapshotRecord, name))
         await store._place.blobs.delete(record.blob)
         await store._place.blobs.write(record.blob, stream(bytes([data[0] ^ 1]) + data[1:]))
         seen = 0
@@ -183,8 +184,8 @@ def test_damaged_bytes_are_never_handed_out_whole(place, size):
 
 
 async def _miscount(ledger, name):
-    record = await ledger.snapshot(name)
-    ledger.save_snapshot(name, changed(record, references=3), record)
+    record = await ledger.find(SnapshotRecord, name)
+    await ledger.save(name, changed(record, references=3), record)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from dist_attn_service.uploads.audit import audit
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
-from dist_attn_service.uploads.shelf import FileShelf, this_boot
+from dist_attn_service.uploads.service import CATALOGUE, NAMESPACE, FileService, this_boot
 
 from dist_attn.settings import FileSettings
 from dist_attn.store import ExpiryGrace, open_records
 from tests.support.raw_http import Answer, head
 from tests.support.stores import Clock
 
-__all__ = ["STREAM", "begin", "break_off", "offset_of", "opened_shelf", "patch", "patch_head", "wrong_in"]
+__all__ = ["STREAM", "begin", "break_off", "offset_of", "opened_files", "patch", "patch_head", "wrong_in"]
 
 STREAM = "application/offset+octet-stream"
 
@@ -63,17 +62,17 @@ def break_off(connection: socket.socket, answer: Answer | None = None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened_shelf(
+async def opened_files(
     folder: Path, *, catalogue: str = "", boot: str = "", clock: Clock | None = None, grace_s: float = 0, **limits: Any
-) -> AsyncIterator[FileShelf]:
-    """The shelf of a folder, without a service in front of it; what has expired goes after `grace_s`."""
+) -> AsyncIterator[FileService]:
+    """The files of a folder, without routes in front of them; what has expired goes after `grace_s`."""
     clock = clock or Clock()
     with ThreadPoolExecutor(4) as threads:
         files = ByteFolder(folder / "bytes", threads)
-        records = await open_records(catalogue or str(folder), "files")
+        records = await open_records(catalogue or str(folder), CATALOGUE, NAMESPACE)
         try:
-            books = await Catalogue.open(records, FileSettings(**limits), files, clock)
-            yield FileShelf(books, files, boot or this_boot(), ExpiryGrace(grace_s, clock, clock.monotonic))
+            known = await Catalogue.open(records, FileSettings(**limits), files, clock)
+            yield FileService(known, files, boot or this_boot(), ExpiryGrace(grace_s, clock, clock.monotonic))
         finally:
             await records.close()
 
@@ -82,8 +81,8 @@ def wrong_in(folder: Path) -> list[str]:
     """What is wrong in the catalogue of a service, and which bytes are left that it does not know."""
 
     async def look() -> list[str]:
-        async with opened_shelf(folder) as shelf:
-            swept = await shelf.upkeep._remove_unknown()
-            return [*await audit(shelf.catalogue, shelf._folder), *(["bytes were left"] if swept else [])]
+        async with opened_files(folder) as service:
+            swept = await service.upkeep._remove_unknown()
+            return [*await service.upkeep.audit(), *(["bytes were left"] if swept else [])]
 
     return asyncio.run(look())

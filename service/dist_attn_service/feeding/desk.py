@@ -7,13 +7,14 @@ from typing import Literal, final
 
 from dist_attn.errors import DistAttnError
 from dist_attn.store import Session
+from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import ClientGone, Code, NotFound, ServiceError, UnforeseenError
 from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.feeding.feed import Feed
 from dist_attn_service.feeding.feeder import Feeder
 from dist_attn_service.sessions.refusals import NO_RETRY, store_refusals
-from dist_attn_service.uploads.entries import FeedRecord, UploadRecord, changed
-from dist_attn_service.uploads.shelf import FileShelf
+from dist_attn_service.uploads.entries import FeedRecord, UploadRecord
+from dist_attn_service.uploads.service import FileService
 
 __all__ = ["FeedingDesk", "FeedStanding"]
 
@@ -40,7 +41,7 @@ class FeedStanding:
 class FeedingDesk:
     """What routes do with uploads that feed."""
 
-    def __init__(self, context: ServiceContext, shelf: FileShelf) -> None:
+    def __init__(self, context: ServiceContext, shelf: FileService) -> None:
         self._context = context
         self._shelf = shelf
         self._feeder = Feeder(context, shelf)

@@ -13,6 +13,7 @@ from typing import final
 
 import numpy as np
 
+from dist_attn.store.ledger import changed
 from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
 from dist_attn_service.base.errors import ClientGone, Code, EngineFailure, ServiceError
 from dist_attn_service.engine.context import ServiceContext
@@ -22,8 +23,8 @@ from dist_attn_service.http.exchange import task_group
 from dist_attn_service.sessions.writer import SessionWriter, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import TextMark, TextMarks
-from dist_attn_service.uploads.entries import FeedMark, FeedRecord, changed
-from dist_attn_service.uploads.shelf import FileShelf
+from dist_attn_service.uploads.entries import FeedMark, FeedRecord
+from dist_attn_service.uploads.service import FileService
 
 __all__ = ["Feeder"]
 
@@ -53,7 +54,7 @@ class _Run:
 class Feeder:
     """Feeds; holds what all share, nothing of any one upload."""
 
-    def __init__(self, context: ServiceContext, shelf: FileShelf) -> None:
+    def __init__(self, context: ServiceContext, shelf: FileService) -> None:
         self._context = context
         self._shelf = shelf
 

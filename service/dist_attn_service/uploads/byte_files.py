@@ -22,8 +22,6 @@ from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.uploads.entries import Segment
 
-__all__ = ["NO_RETRY", "BlobWriter", "ByteFolder"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 BLOCK_BYTES = 256 << 10  # one write or read

@@ -1,7 +1,5 @@
 """What is known of uploads and files, in transactions that several processes share."""
 
-import hashlib
-import hmac
 import re
 import secrets
 import time
@@ -10,14 +8,13 @@ from typing import TypeVar, final
 
 from dist_attn.errors import StorageError
 from dist_attn.settings import FileSettings
-from dist_attn.store.records import BufferedTransaction, Records
-from dist_attn.store.secret import secret_of
+from dist_attn.store.ledger import change, changed, salted, secret_of, unknown_beside
+from dist_attn.store.open import lost_catalogue
+from dist_attn.store.records import Records
 from dist_attn_service.base.errors import Code, NotFound, ServiceError, TooLarge
-from dist_attn_service.uploads.books import Books
 from dist_attn_service.uploads.byte_files import NO_RETRY, ByteFolder
-from dist_attn_service.uploads.entries import Details, FeedRecord, FileRecord, Segment, UploadRecord, Usage, changed
-
-__all__ = ["Catalogue", "known", "new_id", "pending"]
+from dist_attn_service.uploads.entries import Details, FeedRecord, FileRecord, Segment, UploadRecord, Usage
+from dist_attn_service.uploads.ledger import FileLedger
 
 T = TypeVar("T")
 COMPLETED_S = 3600.0  # an upload that is done can be asked for so long, so that a lost answer can be had again
@@ -36,7 +33,7 @@ class Catalogue:
     def __init__(
         self, records: Records, secret: bytes, limits: FileSettings, folder: ByteFolder, clock: Callable[[], float]
     ) -> None:
-        self._records = records
+        self.records = records
         self._secret = secret
         self._folder = folder
         self.limits = limits
@@ -52,39 +49,34 @@ class Catalogue:
 
         Raises: StorageError, also for new records over a folder with bytes, which would be swept away as unknown.
         """
-        known = await records.transact(lambda transaction: transaction.get("secret"))
-        if known is None and (count := len(await folder.names())):
-            raise StorageError(
-                f"{folder.place} holds {count} files or parts, and their catalogue is not there or empty; put a "
-                "backup of it in its place; to begin without them move the folder away"
-            )
+
+        async def count() -> int:
+            return len(await folder.names())
+
+        if number := await unknown_beside(records, count):
+            raise lost_catalogue(folder.place, f"{number} files or parts")
         return Catalogue(records, await secret_of(records), limits, folder, clock)
 
     def tenant(self, caller: str) -> str:
         """A caller as it stands in keys."""
-        return hmac.new(self._secret, caller.encode(), hashlib.sha256).hexdigest()[:32]
+        return salted(self._secret, caller.encode())[:32]
 
-    async def change(self, work: Callable[[Books], Awaitable[T]]) -> T:
-        """Run work on the books in one transaction, and delete the blobs that it has dropped.
+    async def change(self, work: Callable[[FileLedger], Awaitable[T]]) -> T:
+        """Run work on the ledger in one transaction, and delete the blobs that it has dropped.
 
         Raises: ServiceError (507) when the catalogue cannot be read or written; whatever `work` raises.
         """
-        opened: list[Books] = []
-        total = Usage()
 
-        async def run(transaction: BufferedTransaction) -> T:
-            nonlocal total
-            opened[:] = [Books(transaction, self.limits, self.clock())]
-            result = await work(opened[0])
-            total = await opened[0].usage()
-            return result
+        async def counted(ledger: FileLedger) -> tuple[T, Usage]:
+            return await work(ledger), await ledger.usage(Usage)
 
         try:
-            result = await self._records.transact(run)
+            (result, self.total), dropped = await change(
+                self.records, lambda transaction: FileLedger(transaction, self.limits, self.clock()), counted
+            )
         except StorageError as error:
             raise ServiceError(str(error), code=Code.STORAGE_FAILED, status=507, headers=NO_RETRY) from None
-        self.total = total
-        await self._folder.delete(opened[0].dropped)
+        await self._folder.delete(dropped)
         return result
 
     # ---- uploads -------------------------------------------------------------------------------
@@ -100,10 +92,10 @@ class Catalogue:
             raise TooLarge(f"a file may have {self.limits.file_bytes} bytes; this one has {length}", param="bytes")
         name = new_id("upload_")
 
-        async def enter(books: Books) -> UploadRecord:
-            ends = books.now + self.limits.upload_s
-            record = UploadRecord(self.tenant(caller), length, details, books.now, ends, metadata=metadata, feed=feed)
-            await books.save_upload(name, record, None)
+        async def enter(ledger: FileLedger) -> UploadRecord:
+            ends = ledger.now + self.limits.upload_s
+            record = UploadRecord(self.tenant(caller), length, details, ledger.now, ends, metadata=metadata, feed=feed)
+            await ledger.save(name, record)
             return record
 
         return name, await self.change(enter)
@@ -113,20 +105,20 @@ class Catalogue:
 
         Raises: NotFound.
         """
-        return await self.change(lambda books: books.upload(self.tenant(caller), known(name)))
+        return await self.change(lambda ledger: ledger.upload(self.tenant(caller), known(name)))
 
     async def change_upload(
-        self, caller: str, name: str, work: Callable[[Books, UploadRecord], Awaitable[UploadRecord]]
+        self, caller: str, name: str, work: Callable[[FileLedger, UploadRecord], Awaitable[UploadRecord]]
     ) -> UploadRecord:
         """Change an upload that is pending.
 
         Raises: NotFound; ServiceError (409) for one that is not pending; what `work` raises.
         """
 
-        async def run(books: Books) -> UploadRecord:
-            before = pending(await books.upload(self.tenant(caller), known(name)))
-            after = await work(books, before)
-            await books.save_upload(name, after, before)
+        async def run(ledger: FileLedger) -> UploadRecord:
+            before = pending(await ledger.upload(self.tenant(caller), known(name)))
+            after = await work(ledger, before)
+            await ledger.save(name, after, before)
             return after
 
         return await self.change(run)
@@ -137,15 +129,15 @@ class Catalogue:
         Raises: NotFound; ServiceError (409) for one that was cancelled.
         """
 
-        async def run(books: Books) -> UploadRecord:
-            before = await books.upload(self.tenant(caller), known(name))
+        async def run(ledger: FileLedger) -> UploadRecord:
+            before = await ledger.upload(self.tenant(caller), known(name))
             if before.state == "cancelled":
                 return pending(before)
-            ends = books.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
+            ends = ledger.now + (self.limits.upload_s if before.state == "pending" else COMPLETED_S)
             after = changed(before, feed=feed, expires_at=max(before.expires_at, ends))
             if before.state == "pending":
                 after = changed(after, synced=max(before.synced, synced))
-            await books.save_upload(name, after, before)
+            await ledger.save(name, after, before)
             return after
 
         return await self.change(run)
@@ -158,9 +150,9 @@ class Catalogue:
         if (record := await self.upload(caller, name)).state == "cancelled":
             return record
 
-        async def end(books: Books, before: UploadRecord) -> UploadRecord:
-            await books.empty_upload(name, before)
-            return changed(before, state="cancelled", expires_at=books.now + COMPLETED_S)
+        async def end(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
+            await ledger.empty_upload(name, before)
+            return changed(before, state="cancelled", expires_at=ledger.now + COMPLETED_S)
 
         return await self.change_upload(caller, name, end)
 
@@ -170,9 +162,9 @@ class Catalogue:
         Raises: NotFound.
         """
 
-        async def drop(books: Books) -> None:
-            record = await books.upload(self.tenant(caller), known(name))
-            await books.drop_upload(name, record)
+        async def drop(ledger: FileLedger) -> None:
+            record = await ledger.upload(self.tenant(caller), known(name))
+            await ledger.drop_upload(name, record)
 
         await self.change(drop)
 
@@ -184,24 +176,24 @@ class Catalogue:
         Raises: NotFound; ServiceError (409).
         """
 
-        async def run(books: Books) -> UploadRecord:
-            before = pending(await books.upload(self.tenant(caller), known(name)))
-            await books.empty_upload(name, before, frozenset(segment.blob for segment in segments))
+        async def run(ledger: FileLedger) -> UploadRecord:
+            before = pending(await ledger.upload(self.tenant(caller), known(name)))
+            await ledger.empty_upload(name, before, frozenset(segment.blob for segment in segments))
             file = new_id("file-")
-            ends = books.now + COMPLETED_S
+            ends = ledger.now + COMPLETED_S
             done = changed(before, state="completed", file=file, made_of=made_of, blob="", expires_at=ends)
             # First, so that what was announced is given back before the file is charged.
-            await books.save_upload(name, done, before)
-            await books.add_file(file, self.new_file(books, before.tenant, before.details, segments))
+            await ledger.save(name, done, before)
+            await ledger.add_file(file, self.new_file(ledger, before.tenant, before.details, segments))
             return done
 
         return await self.change(run)
 
-    def new_file(self, books: Books, tenant: str, details: Details, segments: tuple[Segment, ...]) -> FileRecord:
+    def new_file(self, ledger: FileLedger, tenant: str, details: Details, segments: tuple[Segment, ...]) -> FileRecord:
         """The record of a file that begins to live now."""
         lives = details.lives_s or self.limits.file_s
         size = sum(segment.size for segment in segments)
-        return FileRecord(tenant, details, size, books.now, books.now + lives if lives else 0.0, segments)
+        return FileRecord(tenant, details, size, ledger.now, ledger.now + lives if lives else 0.0, segments)
 
 
 def known(name: str) -> str:

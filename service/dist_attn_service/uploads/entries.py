@@ -9,48 +9,29 @@
     newest/TENANT/EMIT/ID     the same in the other order
     expiry/TIME/KIND/ID       when an upload or a file ends; KIND is `upload` or `file`
     blob/NAME                 BlobRecord: whose bytes these are
+    held/NAME                 bytes that are being written
 
-TENANT is a salted hash of the caller. Values are JSON, so that a catalogue can be looked at.
+TENANT is a salted hash of the caller.
 """
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
-from msgspec import Meta, structs
+from msgspec import Meta
 
-from dist_attn.store.entries import decode, encode, moment
+from dist_attn.store.ledger import Record, Sums, moment, of_tenant
 from dist_attn_service.text.tokenising import TextMark
-
-__all__ = [
-    "BlobRecord",
-    "Details",
-    "FeedMark",
-    "FeedRecord",
-    "FileRecord",
-    "PartRecord",
-    "Segment",
-    "UploadRecord",
-    "Usage",
-    "changed",
-    "decode",
-    "encode",
-    "moment",
-    "remote_moment",
-]
 
 Size = Annotated[int, Meta(ge=0)]
 _END_OF_TIME = 10.0**12
 
 
-class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Usage(Sums, frozen=True):
     """What is kept for one caller, or for all. `entries` counts uploads and files."""
 
     bytes: int = 0
     entries: int = 0
-
-    def plus(self, *, size: int = 0, entries: int = 0) -> "Usage":
-        """With so many more."""
-        return Usage(self.bytes + size, self.entries + entries)
 
 
 class Segment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +76,7 @@ class FeedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str = ""
 
 
-class UploadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class UploadRecord(Record, frozen=True, forbid_unknown_fields=True):
     """An upload of `length` bytes, which come as parts or as one stream.
 
     Of parts: `received` bytes are in whole ones, `writing` at most are on their way. Of a stream: `blob` holds it,
@@ -103,6 +84,7 @@ class UploadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `made_of` are the parts that the file was made of. `metadata` is what tus was given, `feed` the session it feeds.
     """
 
+    KIND: ClassVar[str] = "upload"
     tenant: str
     length: Size
     details: Details
@@ -126,17 +108,27 @@ class UploadRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes that count as its caller's: those that were announced, or that came because parts came again."""
         return max(self.length, self.received + self.writing) if self.state == "pending" else 0
 
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those that end, by when."""
+        return (f"expiry/{moment(self.expires_at)}/upload/{name}",)
 
-class PartRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    def sums(self) -> Mapping[str, Sums]:
+        """One entry."""
+        return of_tenant(self.tenant, Usage(self.charge, entries=1))
+
+
+class PartRecord(Record, frozen=True, forbid_unknown_fields=True):
     """A part that is whole."""
 
+    KIND: ClassVar[str] = "part"
     segment: Segment
     made_at: float
 
 
-class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FileRecord(Record, frozen=True, forbid_unknown_fields=True):
     """A file: its bytes are those of its segments, one after the other. `expires_at` is 0 for never."""
 
+    KIND: ClassVar[str] = "file"
     tenant: str
     details: Details
     size: Size
@@ -144,23 +136,40 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expires_at: float
     segments: tuple[Segment, ...]
 
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those of a caller in either order; those that end, by when."""
+        return (
+            f"oldest/{self.tenant}/{moment(self.made_at)}/{name}",
+            f"newest/{self.tenant}/{remote_moment(self.made_at)}/{name}",
+            *([f"expiry/{moment(self.expires_at)}/file/{name}"] if self.expires_at else []),
+        )
 
-class BlobRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    def sums(self) -> Mapping[str, Sums]:
+        """One entry."""
+        return of_tenant(self.tenant, Usage(self.size, entries=1))
+
+
+class BlobRecord(Record, frozen=True, forbid_unknown_fields=True):
     """Bytes on disk: of `owner`, an upload or a file by its key; with `held` bytes reserved while they are written.
 
     Without an owner they are those of a file that is being sent.
     """
 
+    KIND: ClassVar[str] = "blob"
     tenant: str
     owner: str
     made_at: float
     held: Size = 0
 
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those that are being written."""
+        return (f"held/{name}",) if self.held else ()
+
+    def sums(self) -> Mapping[str, Sums]:
+        """What is held for a file; what is held for a part counts as its upload's."""
+        return of_tenant(self.tenant, Usage(self.held)) if self.held and not self.owner else {}
+
 
 def remote_moment(time: float) -> str:
     """Seconds since 1970 as a key: keys stand in the order opposite to time."""
     return moment(_END_OF_TIME - time)
-
-
-changed = structs.replace
-"""The same record with other values in some fields."""

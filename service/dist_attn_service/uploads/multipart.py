@@ -10,8 +10,6 @@ from typing import final
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 
-__all__ = ["FieldBytes", "FieldEnd", "FieldStart", "FormEvent", "FormParser", "boundary_of"]
-
 HEAD_BYTES = 8 << 10  # of one field
 MOST_FIELDS = 32
 _BOUNDARY = re.compile(r";[ \t]*boundary=(?:\"([^\"]*)\"|([^\s;\"]+))[ \t]*(?=;|$)", re.IGNORECASE)

@@ -4,8 +4,6 @@ import re
 
 from dist_attn_service.base.errors import Code, ServiceError
 
-__all__ = ["byte_range"]
-
 _RANGE = re.compile(r"[ \t]*bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
 
 

@@ -12,20 +12,6 @@ from email.utils import formatdate
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 
-__all__ = [
-    "EXTENSIONS",
-    "LENGTH",
-    "METADATA",
-    "OFFSET",
-    "OFFSET_STREAM",
-    "RESUMABLE",
-    "VERSION",
-    "check_version",
-    "http_date",
-    "parse_count",
-    "parse_metadata",
-]
-
 VERSION = "1.0.0"
 EXTENSIONS = "creation,creation-with-upload,expiration,termination"
 RESUMABLE, LENGTH, OFFSET, METADATA = "Tus-Resumable", "Upload-Length", "Upload-Offset", "Upload-Metadata"

@@ -1,16 +1,16 @@
 """Keeps the folder and its catalogue in order: what has expired goes, and what processes left behind when they died."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
 from dist_attn.store import ExpiryGrace
-from dist_attn_service.uploads.books import Books
+from dist_attn.store.ledger import all_records, every_page, name_in, wrong_sums
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
-from dist_attn_service.uploads.entries import BlobRecord, FileRecord, UploadRecord, decode, moment
-
-__all__ = ["Upkeep"]
+from dist_attn_service.uploads.entries import BlobRecord, FileRecord, PartRecord, UploadRecord, Usage
+from dist_attn_service.uploads.ledger import FileLedger
 
 BATCH = 64  # ends in one transaction
 PAGE = 500
@@ -40,80 +40,101 @@ class Upkeep:
 
         Raises: ServiceError (507) when the catalogue cannot be read or written.
         """
-        self.grace.deletable_until()  # a jump of the clock is noticed in each round, also where nothing has expired
-        uploads = files = 0
-        after, more = "", True
-        while more:
-            ended, after, more = await self._catalogue.change(
-                lambda books, after=after: _end_expired(books, after, self.grace.deletable_until)  # type: ignore[misc]
-            )
-            uploads, files = uploads + ended["upload"], files + ended["file"]
-        return Swept(uploads, files, await self._give_up_unwritten() + await self._remove_unknown())
+        until = self.grace.deletable_until
+        until()  # a jump of the clock is noticed in each round, also where nothing has expired
+        change = self._catalogue.change
+        pages = await every_page(lambda after: change(lambda ledger: _end_expired(ledger, after, until)))
+        ended = sum(pages, Counter[str]())
+        return Swept(ended["upload"], ended["file"], await self._give_up_unwritten() + await self._remove_unknown())
 
     async def _give_up_unwritten(self) -> int:
         """Release what is held for bytes that nobody writes any more."""
-        given_up, after = 0, ""
-        while True:
-            page = await self._catalogue.change(lambda books, after=after: _held(books, after))  # type: ignore[misc]
-            for blob, made_at in page:
+        change = self._catalogue.change
+
+        async def page(after: str) -> tuple[int, str]:
+            given_up = 0
+            held, last = await change(lambda ledger: _held(ledger, after))
+            for blob, made_at in held:
                 if made_at + BEGINNING_S <= self._catalogue.clock() and not await self._folder.is_written(blob):
-                    given_up += await self._catalogue.change(lambda books, blob=blob: _release(books, blob))  # type: ignore[misc]
-            if len(page) < PAGE:
-                return given_up
-            after = f"held/{page[-1][0]}"
+                    given_up += await change(lambda ledger, blob=blob: _release(ledger, blob))  # type: ignore[misc]
+            return given_up, last
+
+        return sum(await every_page(page))
 
     async def _remove_unknown(self) -> int:
         """Delete bytes that no record names; every record is there before its bytes."""
         names, removed = await self._folder.names(), 0
         for at in range(0, len(names), PAGE):
             some = names[at : at + PAGE]
-            unknown = await self._catalogue.change(lambda books, some=some: _unknown(books, some))  # type: ignore[misc]
+            unknown = await self._catalogue.change(lambda ledger, some=some: _unknown(ledger, some))  # type: ignore[misc]
             await self._folder.delete(unknown)
             removed += len(unknown)
         return removed
 
+    async def audit(self) -> list[str]:
+        """What is wrong, in words: sums, owners and bytes that do not agree. Nothing is changed.
+
+        Raises: StorageError.
+        """
+        records = self._catalogue.records
+        uploads, files = await all_records(records, UploadRecord), await all_records(records, FileRecord)
+        parts, blobs = await all_records(records, PartRecord), await all_records(records, BlobRecord)
+        owners = {record.blob: f"upload/{name}" for name, record in uploads.items() if record.blob}
+        owners |= {segment.blob: f"file/{name}" for name, file in files.items() for segment in file.segments}
+        owners |= {part.segment.blob: f"upload/{name.partition('/')[0]}" for name, part in parts.items()}
+        wrong = [
+            f"blob {name} is {blob.owner}'s, and {owners.get(name)} refers to it"
+            for name, blob in blobs.items()
+            if not blob.held and owners.get(name) != blob.owner
+        ]
+        wrong += [f"blob {name} of {owner} has no record" for name, owner in owners.items() if name not in blobs]
+        for segment in (segment for file in files.values() for segment in file.segments):
+            if await self._folder.size(segment.blob) != segment.size:
+                wrong.append(f"blob {segment.blob} does not have {segment.size} bytes")
+        return wrong + await wrong_sums(records, Usage, (*uploads.values(), *files.values(), *blobs.values()))
+
 
 async def _end_expired(
-    books: Books, after: str, deletable_until: Callable[[float], float]
-) -> tuple[dict[str, int], str, bool]:
-    """Drop those of one page of expired entries whose grace is over: how many, the last key, whether there are more."""
-    ended = {"upload": 0, "file": 0}
-    page = await books.transaction.scan("expiry/", BATCH, after)
-    for key, _ in page:
-        _, time, kind, name = key.split("/")
-        if time > moment(books.now):
-            return ended, "", False
-        value, after = await books.transaction.get(f"{kind}/{name}"), key
-        if value is None:
-            books.transaction.delete(key)
-            continue
-        record = decode(value, UploadRecord) if kind == "upload" else decode(value, FileRecord)
-        if record.expires_at > deletable_until(record.expires_at - record.made_at):
-            continue
-        if isinstance(record, UploadRecord):
-            await books.drop_upload(name, record)
+    ledger: FileLedger, after: str, deletable_until: Callable[[float], float]
+) -> tuple[Counter[str], str]:
+    """Drop those of one page of expired entries whose grace is over: how many, and where the next page begins."""
+    ended: Counter[str] = Counter()
+    keys, last = await ledger.due("expiry/", after, BATCH)
+    for key in keys:
+        kind, name = key.split("/")[2:]
+        record: UploadRecord | FileRecord | None
+        if kind == "upload":
+            record = await ledger.find(UploadRecord, name)
         else:
-            await books.drop_file(name, record)
-        ended[kind] += 1
-    return ended, after, len(page) == BATCH
+            record = await ledger.find(FileRecord, name)
+        if record is None:
+            ledger.transaction.delete(key)
+        elif record.expires_at <= deletable_until(record.expires_at - record.made_at):
+            if isinstance(record, UploadRecord):
+                await ledger.drop_upload(name, record)
+            else:
+                await ledger.drop_file(name, record)
+            ended[kind] += 1
+    return ended, last
 
 
-async def _held(books: Books, after: str) -> list[tuple[str, float]]:
-    """Blobs that something is held for, and since when."""
-    names = [key.removeprefix("held/") for key, _ in await books.transaction.scan("held/", PAGE, after)]
-    return [(name, (await books.blob(name)).made_at) for name in names]
+async def _held(ledger: FileLedger, after: str) -> tuple[list[tuple[str, float]], str]:
+    """Blobs that something is held for, since when, and where the next page begins."""
+    keys = [key for key, _ in await ledger.transaction.scan("held/", PAGE, after)]
+    held = [(name, (await ledger.blob(name)).made_at) for name in map(name_in, keys)]
+    return held, keys[-1] if len(keys) == PAGE else ""
 
 
-async def _release(books: Books, blob: str) -> int:
-    value = await books.transaction.get(f"blob/{blob}")
-    if value is None or not (record := decode(value, BlobRecord)).held:
+async def _release(ledger: FileLedger, blob: str) -> int:
+    record = await ledger.find(BlobRecord, blob)
+    if record is None or not record.held:
         return 0
-    await books.release(blob, record)
+    await ledger.release(blob, record)
     return 1
 
 
-async def _unknown(books: Books, names: list[str]) -> list[str]:
-    if await books.transaction.get("secret") is None:  # a catalogue that was emptied meanwhile says nothing
+async def _unknown(ledger: FileLedger, names: list[str]) -> list[str]:
+    if await ledger.transaction.get("secret") is None:  # a catalogue that was emptied meanwhile says nothing
         return []
-    values = await books.transaction.get_many(f"blob/{name}" for name in names)
+    values = await ledger.transaction.get_many(f"{BlobRecord.KIND}/{name}" for name in names)
     return [name for name, value in zip(names, values, strict=True) if value is None]

@@ -11,8 +11,6 @@ from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.byte_files import BlobWriter
 from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser
 
-__all__ = ["Form", "Reader", "arriving", "kept_up", "read_form"]
-
 QUIET_SECONDS = 0.5  # after a pause of so long all that came is with the system, and others may take over
 FIELD_BYTES = 4 << 10
 

@@ -2,18 +2,17 @@
 
 from typing import Literal, final
 
-from dist_attn_service.uploads.books import Books
+from dist_attn.store.ledger import moment
 from dist_attn_service.uploads.catalogue import Catalogue, known
-from dist_attn_service.uploads.entries import FileRecord, decode, moment, remote_moment
-
-__all__ = ["Filing", "Order"]
+from dist_attn_service.uploads.entries import FileRecord, remote_moment
+from dist_attn_service.uploads.ledger import FileLedger
 
 Order = Literal["asc", "desc"]
 PAGE = 500
 
 
 @final
-class Filing:
+class FileRecords:
     """Reads and removes the records of files."""
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -25,7 +24,7 @@ class Filing:
         Raises: NotFound.
         """
         tenant = self._catalogue.tenant(caller)
-        return await self._catalogue.change(lambda books: books.file(tenant, known(name)))
+        return await self._catalogue.change(lambda ledger: ledger.file(tenant, known(name)))
 
     async def delete(self, caller: str, name: str) -> None:
         """Forget a file and its bytes.
@@ -34,8 +33,8 @@ class Filing:
         """
         tenant = self._catalogue.tenant(caller)
 
-        async def drop(books: Books) -> None:
-            await books.drop_file(name, await books.file(tenant, known(name)))
+        async def drop(ledger: FileLedger) -> None:
+            await ledger.drop_file(name, await ledger.file(tenant, known(name)))
 
         await self._catalogue.change(drop)
 
@@ -52,22 +51,19 @@ class Filing:
         if after is not None:
             made = (await self.get(caller, after)).made_at
             place = f"{prefix}{moment(made) if order == 'asc' else remote_moment(made)}/{after}"
-        found: list[tuple[str, FileRecord]] = []
-        while len(found) <= limit:
-            keys, some = await self._catalogue.change(lambda books, place=place: _some(books, prefix, place))  # type: ignore[misc]
-            found += [(name, record) for name, record in some if purpose in (None, record.details.purpose)]
+        files: list[tuple[str, FileRecord]] = []
+        while len(files) <= limit:
+            keys, some = await self._catalogue.change(lambda ledger, place=place: _some(ledger, prefix, place))  # type: ignore[misc]
+            files += [(name, record) for name, record in some if purpose in (None, record.details.purpose)]
             if len(keys) < PAGE:
                 break
             place = keys[-1]
-        return found[:limit], len(found) > limit
+        return files[:limit], len(files) > limit
 
 
-async def _some(books: Books, prefix: str, after: str) -> tuple[list[str], list[tuple[str, FileRecord]]]:
+async def _some(ledger: FileLedger, prefix: str, after: str) -> tuple[list[str], list[tuple[str, FileRecord]]]:
     """The next places of a caller's files, and those of the files that have not expired."""
-    keys = [key for key, _ in await books.transaction.scan(prefix, PAGE, after)]
+    keys = [key for key, _ in await ledger.transaction.scan(prefix, PAGE, after)]
     names = [key.rpartition("/")[2] for key in keys]
-    values = await books.transaction.get_many(f"file/{name}" for name in names)
-    records = [
-        (name, decode(value, FileRecord)) for name, value in zip(names, values, strict=True) if value is not None
-    ]
-    return keys, [(name, record) for name, record in records if not 0 < record.expires_at <= books.now]
+    records = zip(names, await ledger.find_all(FileRecord, names), strict=True)
+    return keys, [(name, record) for name, record in records if record and not 0 < record.expires_at <= ledger.now]

@@ -1,4 +1,4 @@
-"""Files and uploads as routes use them: what a client sends is on disk and in the books when it has its answer."""
+"""Files and uploads as routes use them: what a client sends is on disk and recorded when it has its answer."""
 
 import asyncio
 import uuid
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import final
 
 from dist_attn.store import ExpiryGrace, open_records
+from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
@@ -22,18 +23,15 @@ from dist_attn_service.uploads.entries import (
     PartRecord,
     Segment,
     UploadRecord,
-    changed,
-    decode,
 )
-from dist_attn_service.uploads.filing import Filing
-from dist_attn_service.uploads.holding import Holding
+from dist_attn_service.uploads.file_records import FileRecords
+from dist_attn_service.uploads.reservations import Reservations
 from dist_attn_service.uploads.tus import OFFSET
 from dist_attn_service.uploads.upkeep import Upkeep
 from dist_attn_service.uploads.writing import Form, Reader, arriving, kept_up, read_form
 
-__all__ = ["FileShelf", "this_boot"]
-
 THREADS = 4
+CATALOGUE, NAMESPACE = "files.sqlite", "dist-attn-files"  # of records in a folder, and in Redis
 FIRST_BYTES = 1  # held at first for a file of which it is not known how long it is
 ROOM_BYTES = 64 << 20  # and how much more at most each time
 FORM_BYTES = 4 << 10  # of a form are likely not those of its file
@@ -47,35 +45,35 @@ def this_boot() -> str:
 
 
 @final
-class FileShelf:
+class FileService:
     """All files and uploads of a service; any number of processes may have the same."""
 
     def __init__(self, catalogue: Catalogue, folder: ByteFolder, boot: str, grace: ExpiryGrace) -> None:
         self._folder = folder
         self._boot = boot
-        self._holding = Holding(catalogue)
+        self._reservations = Reservations(catalogue)
         self.catalogue = catalogue
-        self.files = Filing(catalogue)
+        self.files = FileRecords(catalogue)
         self.upkeep = Upkeep(catalogue, folder, grace)
 
     @staticmethod
     @asynccontextmanager
-    async def opened(settings: Settings, log: Log) -> AsyncIterator["FileShelf"]:
-        """The shelf that the settings name, which is kept in order while it is open.
+    async def opened(settings: Settings, log: Log) -> AsyncIterator["FileService"]:
+        """The service that the settings name, which is kept in order while it is open.
 
         Raises: StorageError, ConfigError; ServiceError (507) when it cannot be put in order.
         """
         place = settings.files_folder
         with ThreadPoolExecutor(THREADS, thread_name_prefix="files") as threads:
             folder = ByteFolder(place / "bytes", threads)
-            records = await open_records(settings.files.catalogue or str(place), "files")
+            records = await open_records(settings.files.catalogue or str(place), CATALOGUE, NAMESPACE)
             try:
                 catalogue = await Catalogue.open(records, settings.files, folder)
-                shelf = FileShelf(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
-                await shelf.upkeep.sweep()
-                keeper = asyncio.create_task(shelf._keep(settings.files.upkeep_s, log))
+                service = FileService(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
+                await service.upkeep.sweep()
+                keeper = asyncio.create_task(service._keep(settings.files.upkeep_s, log))
                 try:
-                    yield shelf
+                    yield service
                 finally:
                     keeper.cancel()
                     await asyncio.gather(keeper, return_exceptions=True)
@@ -132,10 +130,10 @@ class FileShelf:
 
         Raises: NotFound, TooLarge; ServiceError (409) where it stands elsewhere or has parts; what the body raises.
         """
-        blob = (await self._holding.for_stream(caller, name)).blob
+        blob = (await self._reservations.for_stream(caller, name)).blob
         async with self._folder.writing(blob) as writer:
             # As it stands now that nobody else writes.
-            record = await self._holding.for_stream(caller, name)
+            record = await self._reservations.for_stream(caller, name)
             begin = self._trusted(record, writer.end)
             if offset != begin:
                 raise ServiceError(
@@ -148,7 +146,7 @@ class FileShelf:
             if announced is not None and begin + announced > record.length:
                 raise _too_long(record.length)
             await writer.cut(begin)
-            await self._note(caller, name, begin)
+            await self._record_synced(caller, name, begin)
             if reader is not None:
                 writer.told = reader.reached
                 reader.reached(begin)
@@ -157,7 +155,7 @@ class FileShelf:
             finally:
                 await writer.flush()
             await writer.sync()
-            record = await self._note(caller, name, writer.end)
+            record = await self._record_synced(caller, name, writer.end)
             if writer.end == record.length:
                 record = await self.catalogue.complete(caller, name, (Segment(blob, writer.end),))
             return record, writer.end
@@ -175,12 +173,12 @@ class FileShelf:
             if writer.end - synced >= self.catalogue.limits.sync_bytes:
                 await writer.sync()
                 synced = writer.end
-                await self._note(caller, name, synced)
+                await self._record_synced(caller, name, synced)
 
-    async def _note(self, caller: str, name: str, synced: int) -> UploadRecord:
+    async def _record_synced(self, caller: str, name: str, synced: int) -> UploadRecord:
         """Up to this byte a stream is on disk, and from here on this machine's word counts."""
 
-        async def note(books: object, before: UploadRecord) -> UploadRecord:
+        async def note(_: object, before: UploadRecord) -> UploadRecord:
             ends = self.catalogue.clock() + self.catalogue.limits.upload_s
             return changed(before, synced=synced, boot=self._boot, expires_at=ends)
 
@@ -198,7 +196,7 @@ class FileShelf:
         record = await self.catalogue.upload(caller, name)
         if record.state == "completed":
             return record, (await self.files.get(caller, record.file)).segments, record.length
-        record = await self._holding.for_stream(caller, name)
+        record = await self._reservations.for_stream(caller, name)
         return record, (Segment(record.blob, record.length),), await self.offset(record)
 
     def read_bytes(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
@@ -228,7 +226,8 @@ class FileShelf:
         Raises: NotFound, BadRequest, TooLarge; ServiceError (409, 429, 507); what the body raises.
         """
         limits = self.catalogue.limits
-        blob, room = await self._holding.for_part(caller, name, limits.part_bytes if announced is None else announced)
+        most = limits.part_bytes if announced is None else announced
+        blob, room = await self._reservations.for_part(caller, name, most)
 
         async def within(size: int) -> None:
             if size > room:
@@ -240,7 +239,7 @@ class FileShelf:
         async with self._kept(blob) as writer:
             await read_form(body, boundary, writer, file_field="data", fields=(), room_for=within)
             await writer.sync()
-            return await self._holding.into_part(caller, name, blob, writer.end), self.catalogue.clock()
+            return await self._reservations.into_part(caller, name, blob, writer.end), self.catalogue.clock()
 
     async def complete(self, caller: str, name: str, part_ids: list[str], md5: str | None) -> UploadRecord:
         """Make a file of these parts in this order; asked again in the same words, answer the same.
@@ -264,17 +263,17 @@ class FileShelf:
             raise BadRequest(
                 f"these parts have {size} bytes; the upload was announced with {record.length}", param="part_ids"
             )
-        if md5 is not None and (found := await self._folder.md5(segments)) != md5.lower():
-            raise BadRequest(f"md5 is {md5}; that of the parts in this order is {found}", param="md5")
+        if md5 is not None and (digest := await self._folder.md5(segments)) != md5.lower():
+            raise BadRequest(f"md5 is {md5}; that of the parts in this order is {digest}", param="md5")
         return await self.catalogue.complete(caller, name, segments, tuple(part_ids))
 
     async def _segments(self, upload: str, part_ids: list[str]) -> tuple[Segment, ...]:
-        keys = [f"part/{upload}/{part}" for part in part_ids]
-        values = await self.catalogue.change(lambda books: books.transaction.get_many(keys))
-        for part, value in zip(part_ids, values, strict=True):
-            if value is None:
-                raise BadRequest(f"there is no part {part[:80]!r} of this upload", param="part_ids")
-        return tuple(decode(value, PartRecord).segment for value in values if value is not None)
+        names = [f"{upload}/{part}" for part in part_ids]
+        parts = await self.catalogue.change(lambda ledger: ledger.find_all(PartRecord, names))
+        for part_id, part in zip(part_ids, parts, strict=True):
+            if part is None:
+                raise BadRequest(f"there is no part {part_id[:80]!r} of this upload", param="part_ids")
+        return tuple(part.segment for part in parts if part is not None)
 
     # ---- files ---------------------------------------------------------------------------------
 
@@ -293,20 +292,20 @@ class FileShelf:
         """
         most = self.catalogue.limits.file_bytes
         held = FIRST_BYTES if announced is None else max(1, min(announced, most) - FORM_BYTES)
-        blob = await self._holding.for_file(caller, held)
+        blob = await self._reservations.for_file(caller, held)
 
         async def within(size: int) -> None:
             nonlocal held
             if size > held:
                 # What is known to come is held exactly, so that a share can be used up to its last byte.
                 ahead = size if announced is not None else max(size, min(2 * held, held + ROOM_BYTES))
-                held = await self._holding.more(blob, size, ahead)
+                held = await self._reservations.more(blob, size, ahead)
 
         async with self._kept(blob) as writer:
             form = await read_form(body, boundary, writer, file_field="file", fields=fields, room_for=within)
-            told = details(form)
+            described = details(form)
             await writer.sync()
-            return await self._holding.into_file(caller, blob, writer.end, told)
+            return await self._reservations.into_file(caller, blob, writer.end, described)
 
     def read(self, record: FileRecord, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes]:
         """The bytes of a file, in pieces.
@@ -322,7 +321,7 @@ class FileShelf:
             async with self._folder.writing(blob) as writer:
                 yield writer
         except BaseException:
-            await asyncio.shield(self._holding.give_up(blob))
+            await asyncio.shield(self._reservations.give_up(blob))
             raise
 
 

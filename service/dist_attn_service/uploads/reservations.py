@@ -3,8 +3,8 @@
 from typing import final
 
 from dist_attn.store.blobs import new_name
+from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
-from dist_attn_service.uploads.books import Books
 from dist_attn_service.uploads.byte_files import NO_RETRY
 from dist_attn_service.uploads.catalogue import Catalogue, known, new_id
 from dist_attn_service.uploads.entries import (
@@ -14,17 +14,14 @@ from dist_attn_service.uploads.entries import (
     PartRecord,
     Segment,
     UploadRecord,
-    changed,
-    encode,
 )
-
-__all__ = ["Holding"]
+from dist_attn_service.uploads.ledger import FileLedger
 
 TIMES_RECEIVED = 3  # a part whose answer was lost comes again: so many times the announced bytes are taken
 
 
 @final
-class Holding:
+class Reservations:
     """Every blob has its record before it has a byte, so that whatever a process leaves behind can be told."""
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -38,7 +35,7 @@ class Holding:
         limits = self._catalogue.limits
         blob, room = new_name(self._catalogue.clock()), 0
 
-        async def enter(books: Books, before: UploadRecord) -> UploadRecord:
+        async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
             nonlocal room
             if before.kind == "stream" or before.feed is not None:
                 raise _mixed("the bytes of this upload come by PATCH; send parts to another one")
@@ -50,7 +47,7 @@ class Holding:
                     f"{before.received} bytes have come for an upload of {before.length}; complete it, or cancel it",
                     param="data",
                 )
-            books.put_blob(blob, BlobRecord(before.tenant, f"upload/{upload}", books.now, held=max(1, room)))
+            await ledger.save(blob, BlobRecord(before.tenant, f"upload/{upload}", ledger.now, held=max(1, room)))
             return changed(before, writing=before.writing + max(1, room))
 
         await self._catalogue.change_upload(caller, upload, enter)
@@ -63,13 +60,13 @@ class Holding:
         """
         part = new_id("part_")
 
-        async def enter(books: Books, before: UploadRecord) -> UploadRecord:
-            held = await books.blob(blob)
+        async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
+            held = await ledger.blob(blob)
             if before.kind == "stream":
                 raise _mixed("the bytes of this upload come by PATCH since this part began")
-            books.put_blob(blob, changed(held, held=0))
-            books.transaction.put(f"part/{upload}/{part}", encode(PartRecord(Segment(blob, size), books.now)))
-            ends = books.now + books.limits.upload_s
+            await ledger.save(blob, changed(held, held=0), held)
+            await ledger.save(f"{upload}/{part}", PartRecord(Segment(blob, size), ledger.now))
+            ends = ledger.now + ledger.limits.upload_s
             writing, received = before.writing - held.held, before.received + size
             return changed(
                 before, kind="parts", parts=before.parts + 1, writing=writing, received=received, expires_at=ends
@@ -85,9 +82,8 @@ class Holding:
         """
         blob, tenant = new_name(self._catalogue.clock()), self._catalogue.tenant(caller)
 
-        async def enter(books: Books) -> None:
-            await books.charge(tenant, size=max(1, room))
-            books.put_blob(blob, BlobRecord(tenant, "", books.now, held=max(1, room)))
+        async def enter(ledger: FileLedger) -> None:
+            await ledger.save(blob, BlobRecord(tenant, "", ledger.now, held=max(1, room)))
 
         await self._catalogue.change(enter)
         return blob
@@ -101,19 +97,18 @@ class Holding:
         if size > most:
             raise TooLarge(f"a file may have {most} bytes; more were sent", param="file")
 
-        async def enter(books: Books, room: int) -> int:
-            held = await books.blob(blob)
-            await books.charge(held.tenant, size=room - held.held)
-            books.put_blob(blob, changed(held, held=room))
+        async def enter(ledger: FileLedger, room: int) -> int:
+            held = await ledger.blob(blob)
+            await ledger.save(blob, changed(held, held=room), held)
             return room
 
         wanted = min(most, max(size, ahead))
         try:
-            return await self._catalogue.change(lambda books: enter(books, wanted))
+            return await self._catalogue.change(lambda ledger: enter(ledger, wanted))
         except ServiceError as error:
             if wanted == size or error.code not in (Code.INSUFFICIENT_QUOTA, Code.DISK_FULL):
                 raise
-        return await self._catalogue.change(lambda books: enter(books, size))
+        return await self._catalogue.change(lambda ledger: enter(ledger, size))
 
     async def into_file(self, caller: str, blob: str, size: int, details: Details) -> tuple[str, FileRecord]:
         """The blob is a file of so many bytes; its id and record.
@@ -122,12 +117,11 @@ class Holding:
         """
         name = new_id("file-")
 
-        async def enter(books: Books) -> FileRecord:
-            held = await books.blob(blob)
-            await books.charge(held.tenant, size=-held.held)
-            books.put_blob(blob, changed(held, held=0))
-            record = self._catalogue.new_file(books, held.tenant, details, (Segment(blob, size),))
-            await books.add_file(name, record)
+        async def enter(ledger: FileLedger) -> FileRecord:
+            held = await ledger.blob(blob)
+            await ledger.save(blob, changed(held, held=0), held)
+            record = self._catalogue.new_file(ledger, held.tenant, details, (Segment(blob, size),))
+            await ledger.add_file(name, record)
             return record
 
         return name, await self._catalogue.change(enter)
@@ -138,11 +132,11 @@ class Holding:
         Raises: NotFound; ServiceError (409) when it has parts, or takes nothing any more.
         """
 
-        async def enter(books: Books, before: UploadRecord) -> UploadRecord:
+        async def enter(ledger: FileLedger, before: UploadRecord) -> UploadRecord:
             if before.kind == "parts":
                 raise _mixed("the bytes of this upload come as parts; send the next one to /parts")
-            blob = before.blob or new_name(books.now)
-            books.put_blob(blob, BlobRecord(before.tenant, f"upload/{upload}", books.now))
+            blob = before.blob or new_name(ledger.now)
+            await ledger.save(blob, BlobRecord(before.tenant, f"upload/{upload}", ledger.now))
             return changed(before, kind="stream", blob=blob)
 
         return await self._catalogue.change_upload(caller, upload, enter)
@@ -150,10 +144,10 @@ class Holding:
     async def give_up(self, blob: str) -> None:
         """What was on its way does not come: its room and its bytes are given back."""
 
-        async def leave(books: Books) -> None:
-            value = await books.transaction.get(f"blob/{known(blob)}")
-            if value is not None and (record := await books.blob(blob)).held:
-                await books.release(blob, record)
+        async def leave(ledger: FileLedger) -> None:
+            record = await ledger.find(BlobRecord, known(blob))
+            if record is not None and record.held:
+                await ledger.release(blob, record)
 
         await self._catalogue.change(leave)
 
