@@ -17,7 +17,8 @@ ENGINE_COVERAGE := 95
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak coverage check format docs docs-blocks docs-refresh bench bench-quick package clean
+.PHONY: help setup serve test soak coverage check format docs docs-blocks docs-refresh bench bench-quick research-check \
+    research-test package clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -78,10 +79,17 @@ docs-refresh: setup  ## write the pages and figures of docs/ that come from the 
 	$(BIN)/python -m docs.making.figures
 
 bench: setup  ## run the benchmarks once their tests are green, and file the results
-	$(BIN)/python -m benchmarks.run $(ARGS)
+	PYTHONPATH=research $(BIN)/python -m dist_attn_research $(ARGS)
 
 bench-quick: setup  ## compare a few ratios with the filed ones; fails where more than 15 % were lost
 	$(BIN)/python -m benchmarks.guard $(ARGS)
+
+research-check: setup  ## types of research/, and that nothing of the product imports it
+	MYPYPATH=research $(BIN)/mypy -p dist_attn_research
+	$(BIN)/python -m pytest -q tests/test_architecture.py -k research
+
+research-test: setup  ## the tests of research/; ARGS="-m 'not slow'" leaves out what starts whole systems
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile research/tests $(ARGS)
 
 package: setup  ## build the wheels and sdists into dist/, and try each wheel in an environment of its own
 	rm -rf dist

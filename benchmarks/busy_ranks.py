@@ -11,9 +11,8 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.measured import Measured, Panel
-from benchmarks.papers.finding import Table
-from benchmarks.serving import own_service
+from benchmarks.measured import Measured, Panel, Table
+from benchmarks.service_process import ServiceProcess
 from benchmarks.setting import look_around
 
 __all__ = ["NAME", "QUESTION", "TESTS", "Stretch", "measure"]
@@ -92,11 +91,11 @@ def _whole(stretches: list[Stretch]) -> Stretch:
 def _stretches(ranks: int, number: int, stretch_s: float) -> list[Stretch]:
     with (
         tempfile.TemporaryDirectory() as name,
-        own_service(MODEL, ranks, Path(name)) as url,
-        httpx.Client(base_url=url, timeout=SILENCE_S) as http,
+        ServiceProcess(Path(name), ranks=ranks, model=MODEL) as service,
+        httpx.Client(base_url=service.url, timeout=SILENCE_S) as http,
     ):
         _until(lambda: http.get("/readyz").status_code == 200, START_S, "ready")
-        with _reading(url, 2):
+        with _reading(service.url, 2):
             _until(lambda: min(_busy(http, ranks)) > stretch_s / 8, START_S, "at work")
             looks = [_after_a_step(http, ranks)]
             while len(looks) <= number:

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from benchmarks.papers.decoding_arms import CachedArm, model_settings, state_bytes
+from benchmarks.cached_decoder import CachedDecoder
 from dist_attn.generation.decode import prefill
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, hold_weights_as
 
@@ -31,18 +31,35 @@ class Sizes:
 
     def settings(self, mixer: Mapping[str, Any]) -> dict[str, Any]:
         """The config.json of a language model with this mixer."""
-        return model_settings(vars(self), mixer, {})
+        return language_model_settings(vars(self), mixer)
+
+
+def language_model_settings(sizes: Mapping[str, int], mixer: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json of a language model with this mixer and sinusoids; `sizes` has the names of `Sizes`."""
+    width = sizes["width"]
+    return {
+        "kind": "language_model",
+        "vocab_size": sizes["vocabulary"],
+        "hidden_size": width,
+        "num_layers": sizes["layers"],
+        "mlp_size": sizes["mlp"],
+        "positions": "sinusoidal",
+        "mixer": {"hidden_size": width, "num_heads": sizes["heads"], "short_convolution": 0, **mixer},
+    }
 
 
 def language_model(sizes: Sizes, precision: str = "float32") -> LanguageModel:
     """Random features of the paper's number, random weights; int8 ones as the engine's option holds them."""
-    torch.manual_seed(0)
-    config = LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES))
-    model = LanguageModel(config).eval()
+    model = _random_model(sizes, RANDOM_FEATURES)
     if precision == "int8":
         hold_weights_as(model, "int8")
         return model
     return model.to(PRECISIONS[precision])
+
+
+def _random_model(sizes: Sizes, mixer: Mapping[str, Any]) -> LanguageModel:
+    torch.manual_seed(0)
+    return LanguageModel(LanguageModelConfig.model_validate(sizes.settings(mixer))).eval()
 
 
 class Form(ABC):
@@ -94,7 +111,7 @@ class StateForm(Form):
 
     @property
     def held_bytes(self) -> int:
-        return state_bytes(self.state)
+        return self.state.num_bytes()
 
     def step(self) -> torch.Tensor:
         logits_BV, self.state = self._step(self.token_B, self.state)
@@ -106,15 +123,18 @@ class CachedForm(Form):
 
     def __init__(self, sizes: Sizes, batch: int, read: int, room: int, precision: str = "float32") -> None:
         super().__init__(batch)
-        self._arm = CachedArm(sizes.settings({"kind": "softmax"}), precision, batch, read + room, 0)
+        model = _random_model(sizes, {"kind": "softmax"}).to(PRECISIONS[precision])
+        with torch.inference_mode():
+            self._decoder = CachedDecoder(model, batch, read + room)
+            self._decoder.fill(seed=0)
         self._position = read
 
     @property
     def held_bytes(self) -> int:
-        return self._arm.held_bytes
+        return self._decoder.num_bytes
 
     def step(self) -> torch.Tensor:
-        logits_BV = self._arm.decoder.step(self.token_B, self._position)
+        logits_BV = self._decoder.step(self.token_B, self._position)
         self._position += 1
         return logits_BV
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.longest_softmax import longest_ratios
 from benchmarks.setting import Setting
 
 __all__ = ["RESULTS", "filed_results", "latest", "ratios_of"]
@@ -27,18 +26,8 @@ def filed_results(folder: Path) -> list[dict[str, Any]]:
 
 
 def ratios_of(filed: Mapping[str, Any]) -> dict[str, float]:
-    """By name; of a race that was filed without, from its rows."""
-    if filed.get("ratios"):
-        return dict(filed["ratios"])
-    found: dict[str, float] = {}
-    rows = filed.get("rows")
-    for row in rows if isinstance(rows, list) else ():
-        if "times_plain" in row:
-            found |= longest_ratios(filed["rows"])
-        if "peers_over_ours" in row:
-            found |= {f"{peer} / ours at {row['size']}": ratio for peer, ratio in row["peers_over_ours"].items()}
-            found[f"ours / limit at {row['size']}"] = row["over_limit"]
-    return found
+    """By name; none of what has no targets."""
+    return dict(filed.get("ratios") or {})
 
 
 def latest(filed: Sequence[Mapping[str, Any]], case: str, setting: Setting | None = None) -> Mapping[str, Any] | None:

@@ -2,8 +2,7 @@
 
 import torch
 
-from benchmarks.measured import Measured, Panel
-from benchmarks.papers.finding import Table
+from benchmarks.measured import Measured, Panel, Table
 from benchmarks.setting import look_around
 from benchmarks.tracked_memory import TrackedMemory
 from dist_attn.feature_maps import Gaussian

@@ -3,8 +3,7 @@
 import torch
 
 from benchmarks.cases import attention_flops, attention_inputs
-from benchmarks.measured import Measured, Panel
-from benchmarks.papers.finding import Table
+from benchmarks.measured import Measured, Panel, Table
 from benchmarks.roofline import Roofline, rate_works
 from benchmarks.setting import look_around
 from benchmarks.timing import Times, interleaved

@@ -1,16 +1,33 @@
 """What a study has measured: tables for people, numbers for machines, ratios for targets, curves for the figure."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks import targets
-from benchmarks.papers.finding import Axes, Table
 from benchmarks.setting import Setting
 from benchmarks.targets import Verdict, judge
 
-__all__ = ["Measured", "Panel"]
+__all__ = ["Axes", "Measured", "Panel", "Table"]
+
+Axes = Any
+"""matplotlib's, which is optional."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are printed, under their columns."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def as_markdown(self) -> str:
+        """The table, with its title above."""
+        lines = [f"**{self.title}**", "", _row(self.columns), _row(["---"] * len(self.columns)), *map(_row, self.rows)]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -102,3 +119,7 @@ class Measured:
             panel.draw(figure.add_subplot(1, len(self.panels), number + 1))
         figure.suptitle(f"{self.study}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
         figure.savefig(path, dpi=110)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -14,7 +14,7 @@ __all__ = ["PAGE", "filled_in", "target_table", "write"]
 PAGE = Path("docs/performance.md")
 BEGIN, END = "<!-- targets: begin -->\n", "<!-- targets: end -->\n"
 # What no command of this tree measures yet.
-WITHOUT_COMMAND = {"h200": "needs a GPU: `python -m benchmarks.gpu_check`"}
+WITHOUT_COMMAND = {"h200": "needs a GPU: `dist-attn bench gpu-check`"}
 
 
 def target_table(filed: Sequence[Mapping[str, Any]]) -> str:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.decoding_forms import Sizes, gpt2, language_model
-from benchmarks.measured import Measured, Panel
-from benchmarks.papers.finding import Table
+from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.roofline import RATES, Roofline, rate_works
 from benchmarks.setting import look_around

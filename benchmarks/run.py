@@ -1,16 +1,11 @@
-"""`python -m benchmarks.run [CASE …]`: verify, measure, print and file; without a case, all of them.
-
-An experiment's name goes to `benchmarks.papers`, with all that follows it.
-"""
+"""`python -m benchmarks.run [CASE …]`: verify, measure, print and file; without a case, all of them."""
 
 import argparse
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.cases import CASES, Case
-from benchmarks.papers import __main__ as papers
-from benchmarks.papers.experiments import EXPERIMENTS
 from benchmarks.race import measure
 from benchmarks.report import as_json, as_markdown, file_finding, file_result, refresh_page
 from benchmarks.setting import own_cores, pin_to
@@ -21,22 +16,25 @@ from dist_attn.errors import ConfigError
 __all__ = ["main"]
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(
+    arguments: Sequence[str], more: Mapping[str, Study] | None = None, others: Mapping[str, str] | None = None
+) -> int:
     """The exit code: 0 measured, 1 the tests are red, 2 no such case or folder, or texts that are missing.
 
-    Of experiments also 3: not all is done yet.
+    `more` are studies beside those of this folder; `others` are questions by name, listed with the cases.
     """
-    if arguments and arguments[0] in EXPERIMENTS:
-        return papers.main(arguments)
-    known: dict[str, Case | Study] = {**CASES, **STUDIES}
+    known: dict[str, Case | Study] = {**CASES, **STUDIES, **(more or {})}
     given = _parser(known).parse_args(arguments)
     if given.list:
-        print("\n".join(f"{name}: {one.question}" for name, one in {**known, **EXPERIMENTS}.items()))
+        questions = {name: one.question for name, one in known.items()} | dict(others or {})
+        print("\n".join(f"{name}: {question}" for name, question in questions.items()))
         return 0
     names = given.cases or list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"benchmarks: there is no case {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
+        names = ", ".join([*known, *(others or {})])
+        hint = "" if more else "; papers and other studies are in research/: `dist-attn bench` finds them where it is"
+        print(f"benchmarks: there is no case {unknown[0]!r}; there are {names}{hint}", file=sys.stderr)
         return 2
     if given.json is not None and not given.json.parent.is_dir():
         print(f"benchmarks: the folder of {given.json} does not exist; make it first", file=sys.stderr)

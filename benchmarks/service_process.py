@@ -64,6 +64,7 @@ class ServiceProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_S)
         self._process.kill()
+        self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
         self._log.close()

@@ -2,8 +2,7 @@
 
 import statistics
 
-from benchmarks.measured import Measured, Panel
-from benchmarks.papers.finding import Table
+from benchmarks.measured import Measured, Panel, Table
 from benchmarks.rank_passes import COSTS, Pass, Passed, run_passes
 from benchmarks.setting import look_around, own_cores
 

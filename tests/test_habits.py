@@ -24,7 +24,9 @@ def test_no_page_or_message_installs_from_an_index() -> None:
     """No package index has this project, so nothing tells people to `pip install dist-attn`, with extras or without."""
     places = [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]
     places += [
-        path for tree in ("dist_attn", "client", "service", "benchmarks") for path in (ROOT / tree).rglob("*.py")
+        path
+        for tree in ("dist_attn", "client", "service", "benchmarks", "research")
+        for path in (ROOT / tree).rglob("*.py")
     ]
     told = [path for path in places if re.search(r"pip install '?dist-attn\b", path.read_text(encoding="utf-8"))]
     # The log says what was; the checklist of a release comes after it is on an index.

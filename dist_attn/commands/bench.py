@@ -1,5 +1,6 @@
-"""`dist-attn bench`: the benchmarks of a source tree, which an installed package does not carry."""
+"""`dist-attn bench`: benchmarks and research of a source tree, which an installed package does not carry."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -39,10 +40,14 @@ def bench(
             f"there are no benchmarks at {root}: an installed package does not carry them; in a source tree, run "
             f"`make bench ARGS={name or '--list'}`"
         )
-    command = [sys.executable, "-m", "benchmarks.run", name or "--list", *options]
+    research = root / "research"  # papers and studies, which know the benchmarks too
+    module = "dist_attn_research" if (research / "dist_attn_research").is_dir() else "benchmarks.run"
+    command = [sys.executable, "-m", module, name or "--list", *options]
+    environment = child_environment()
+    environment["PYTHONPATH"] = os.pathsep.join([str(research), environment["PYTHONPATH"]])
     if json_file is not None:
         command.append(f"--json={json_file.absolute()}")
-    process = subprocess.Popen(command, cwd=root, env=child_environment())
+    process = subprocess.Popen(command, cwd=root, env=environment)
     try:
         return process.wait(deadline_s)
     except subprocess.TimeoutExpired:

@@ -10,7 +10,6 @@ import torch
 
 from benchmarks import report, roofline, run
 from benchmarks.cases import CASES, OURS, Case
-from benchmarks.papers.experiments import EXPERIMENTS
 from benchmarks.race import measure
 from benchmarks.report import as_markdown, file_result
 from benchmarks.roofline import COPY, MATMUL, RATES, Roofline, matmul_flops
@@ -154,10 +153,10 @@ def test_a_run_keeps_to_its_cores(tiny: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_list_says_what_each_asks(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--list` names every case, study and experiment with its question, and runs none."""
-    assert main(["--list"]) == 0
+    """`--list` names every case and study with its question, and what else it is told of, and runs none."""
+    assert main(["--list"], others={"mixers": "Which?"}) == 0
     listed = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert listed.keys() == CASES.keys() | STUDIES.keys() | EXPERIMENTS.keys()
+    assert listed.keys() == CASES.keys() | STUDIES.keys() | {"mixers"}
     assert all(listed.values())
 
 

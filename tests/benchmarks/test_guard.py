@@ -80,14 +80,6 @@ def test_the_newest_result_of_this_machine_counts(tmp_path: Path) -> None:
     assert latest(filed, "backward") is None
 
 
-def test_results_filed_without_ratios_have_them_in_their_rows(tmp_path: Path) -> None:
-    """Races that were filed by rows alone are compared as well."""
-    row = {"size": 8192, "peers_over_ours": {"sdpa": 12.5}, "over_limit": 1.75}
-    _filed(tmp_path, "old", {"case": "forward", "rows": [row]})
-    found = compare([FASTER, CLOSER], filed_results(tmp_path), {}, HERE)
-    assert [one.filed for one in found] == [12.5, 1.75]
-
-
 def test_exit_codes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """0 when nothing was lost, 1 when something was or tests are red, 2 when nothing was filed here."""
     monkeypatch.setattr(guard, "ROOT", tmp_path)

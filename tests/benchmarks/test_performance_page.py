@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from benchmarks.filed import RESULTS, filed_results
-from benchmarks.longest_softmax import longest_ratios
 from benchmarks.performance_page import BEGIN, END, PAGE, filled_in, target_table, write
 from benchmarks.targets import TARGETS
 from benchmarks.verify import ROOT
@@ -44,14 +43,3 @@ def test_only_the_table_is_replaced(tmp_path: Path) -> None:
         filled_in("no marks", "new\n")
     write(tmp_path, Path("results"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_ratios_of_the_longest_sequences() -> None:
-    """The best exact form over ranks counts; streamed attention only where a length was run."""
-    rows: list[dict[str, Any]] = [
-        {"form": "head reshuffle", "ranks": 4, "times_plain": 46.4},
-        {"form": "ring", "ranks": 4, "times_plain": 52.1},
-        {"form": "linear attention, streamed", "ranks": 1, "times_plain": None},
-    ]
-    assert longest_ratios(rows) == {"best exact / plain": 52.1}
-    assert longest_ratios([*rows[:2], {**rows[2], "times_plain": 10_000.0}])["linear / plain"] == 10_000.0

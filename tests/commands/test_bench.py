@@ -27,6 +27,19 @@ def test_runs_the_benchmarks_of_the_tree(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "seen").read_text() == f"forward --json={tmp_path / 'out.json'}"
 
 
+def test_research_is_started_where_it_is(tmp_path: Path) -> None:
+    """A tree with research/ has its names too: they are its own module's to find."""
+    for folder in ("benchmarks", "research/dist_attn_research"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "benchmarks" / "run.py").touch()
+    (tmp_path / "research" / "dist_attn_research" / "__init__.py").touch()
+    (tmp_path / "research" / "dist_attn_research" / "__main__.py").write_text(
+        "import sys\nopen('seen', 'w').write(' '.join(sys.argv[1:]))\n"
+    )
+    assert bench("mixers", None, options=["--seeds", "0"], root=tmp_path) == 0
+    assert (tmp_path / "seen").read_text() == "mixers --seeds 0"
+
+
 def test_an_option_of_the_benchmark_is_passed_on(tmp_path: Path) -> None:
     """What the command does not know goes to the benchmark; one that does not end is told to stop, and it is said."""
     (tmp_path / "benchmarks").mkdir()

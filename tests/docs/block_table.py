@@ -153,7 +153,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("python", before=CLASSIFIER),
         Run("python", before=TRANSLATOR),
     ),
-    "docs/performance.md": (Not("commands with what they do beside them; tests/benchmarks runs them with --smoke"),),
+    "docs/performance.md": (Not("commands with what they do beside them; tests of benchmarks run them with --smoke"),),
     "docs/service.md": (
         Run("shell", leave={"make serve": STAYS}),
         Run("python"),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.chromium import chromium, why_no_chromium
+from tests.support.chromium import chromium, why_no_chromium
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

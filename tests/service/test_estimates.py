@@ -1,6 +1,5 @@
 """POST /v1/estimate: each figure by what is known best, with its source; nothing is started for it."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from dist_attn_service.engine.speed import EngineSpeed, TextRatio
 from dist_attn_service.engine.workload import Workload
 from msgspec.structs import replace
 
-from benchmarks.service_eta import compare
 from dist_attn.text import train_bpe
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.fake_sessions import MANIFEST
@@ -164,15 +162,3 @@ def test_long_documents_take_turns() -> None:
         first.done(400)
         assert load.tokens_before(100) == 200 and load.tokens_before(10_000) == 600 + 10_000
     assert load.tokens_before(100) == 0
-
-
-def test_the_benchmark_compares_estimate_and_truth(service: RunningService) -> None:
-    """Its small form: both figures of one document."""
-
-    async def once() -> Any:
-        async with httpx.AsyncClient(base_url=service.url, timeout=20) as http:
-            return await compare(http, PROSE.encode() * 20)
-
-    found = asyncio.run(once())
-    assert found.tokens == pytest.approx(found.estimated_tokens, rel=0.05) and found.ratio > 0
-    assert found.as_json()["within_goal"] in (True, False)

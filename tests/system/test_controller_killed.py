@@ -5,9 +5,9 @@ import asyncio
 import httpx
 import pytest
 
-from benchmarks.service_streams import Stream
 from tests.support.served import served
 from tests.support.service_server import eventually
+from tests.support.streams import Stream
 
 STREAMS = (
     Stream("text", "It was a dark and stormy night; the rain fell in torrents. " * 4_000),

@@ -1,6 +1,5 @@
 """Sessions of a real model in real processes: killed in the middle, gone on elsewhere, restored by others."""
 
-import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -10,9 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from benchmarks.service_sessions import Api, api_process, engine, main
 from tests.support.models import write_small_folder
 from tests.support.service_server import eventually
+from tests.support.session_processes import Api, api_process, engine
 
 pytestmark = pytest.mark.slow
 
@@ -24,17 +23,6 @@ GRID = 1024
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random model."""
     return write_small_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-def test_the_promises_in_small(model: Path, tmp_path: Path) -> None:
-    """New processes restore the bits without reading a token again; forks stay apart; retried appends are fed once."""
-    options = "--tokens 12000 --bytes-per-token 1 --draws 8 --forks 5 --fork-ms 1e9 --kills 1 --pause-ms 150"
-    sizes = f"--retry-bytes {GRID * 96} --checkpoint-tokens {GRID}"
-    assert main([f"--model={model}", *options.split(), *sizes.split(), f"--json={tmp_path}/out"]) == 0
-    result = json.loads((tmp_path / "out").read_text())
-    assert result["append"]["tokens"] == result["restore"]["tokens"] == 12_000
-    assert (result["restore"]["recomputed_tokens"], result["restore"]["reason"]) == (0, "")
-    assert result["retries"]["equal"] == 1 and result["retries"]["different"] == 0
 
 
 def test_an_append_survives_the_process_that_does_it(model: Path, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Tiles:
 
 def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dtype) -> Tiles:
     """Small ones, for registers: with 128 of each size outputs spill none on an H200."""
-    # Products of float32 tiles take three times the registers; see benchmarks.kernel_registers.
+    # Products of float32 tiles take three times the registers; see `dist-attn bench kernel-registers`.
     tiles = Tiles() if dtype == torch.bfloat16 else Tiles(chunk=32, block_d=16, block_k=32, block_v=32, stages=1)
     return tiles.fitted(head_size, projections, values)
 

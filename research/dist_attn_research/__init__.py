@@ -1,0 +1,1 @@
+"""The papers' tables, studies and comparisons of dist-attn: `dist-attn bench` lists and starts them."""

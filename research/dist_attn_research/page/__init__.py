@@ -1,0 +1,1 @@
+"""The web page under load, measured in a Chromium."""

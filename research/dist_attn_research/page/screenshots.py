@@ -1,0 +1,171 @@
+"""Pictures of the web page while and after it encodes a book, as docs/images has them.
+
+`dist-attn bench page-screenshots BOOK --ranks 4` starts a service of its own, goes through the page in a headless
+Chromium as a person would, and writes PNG files: light, dark and narrow. It prints what it has seen.
+"""
+
+import argparse
+import asyncio
+import io
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from PIL import Image
+
+from benchmarks.service_process import ServiceProcess, until_ready
+from tests.support.chromium import chromium, why_no_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page, ViewportSize
+
+__all__ = ["main"]
+
+START_S = 400.0
+LONGEST_MS = 900_000
+WIDE: "ViewportSize" = {"width": 1440, "height": 900}
+NARROW: "ViewportSize" = {"width": 390, "height": 844}
+COLOURS = 256
+
+
+@dataclass
+class Camera:
+    """Takes pictures of a page into a folder, in few colours so that they stay small."""
+
+    page: "Page"
+    folder: Path
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def take(self, name: str, *, dark: bool = False, narrow: bool = False, whole: bool = False) -> None:
+        """One picture, in light or dark colours."""
+        self.page.emulate_media(color_scheme="dark" if dark else "light")
+        if narrow:
+            self.page.set_viewport_size(NARROW)
+        self.page.wait_for_timeout(400)
+        picture = Image.open(io.BytesIO(self.page.screenshot(full_page=whole)))
+        path = self.folder / f"page-{name}.png"
+        picture.convert("RGB").quantize(COLOURS, method=Image.Quantize.MEDIANCUT, kmeans=1).save(path, optimize=True)
+        if narrow:
+            self.page.set_viewport_size(WIDE)
+        self.sizes[path.name] = path.stat().st_size
+
+
+def _encode(camera: Camera, book: Path, size: int, query: str) -> dict[str, Any]:
+    """From the empty page to the finished map; gives what the page said at the end."""
+    page = camera.page
+    camera.take("start")
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder) / book.name
+        part.write_bytes(book.read_bytes()[:size])
+        page.set_input_files("#file", part)
+        page.wait_for_selector("#plan-figures:not([aria-busy])")
+        return _watch(camera, query)
+
+
+def _watch(camera: Camera, query: str) -> dict[str, Any]:
+    """From the estimate to an open passage."""
+    page = camera.page
+    camera.take("plan")
+    began = time.monotonic()
+    page.click("#start")
+    page.wait_for_selector("#bar[data-phase=reading]", state="attached", timeout=LONGEST_MS)
+    while int(page.get_attribute("#bar", "aria-valuenow") or 0) < 40:
+        page.wait_for_timeout(100)
+    page.wait_for_timeout(1000)
+    camera.take("during")
+    camera.take("during-dark", dark=True)
+    camera.take("during-narrow", narrow=True, whole=True)
+    page.wait_for_selector("#bar[data-phase=done]", state="attached", timeout=LONGEST_MS)
+    seconds = time.monotonic() - began
+    page.wait_for_timeout(1500)
+    page.fill("#query", query)
+    page.click("#search button")
+    page.wait_for_selector(".hit")
+    page.wait_for_timeout(500)
+    camera.take("after")
+    camera.take("after-dark", dark=True)
+    page.click(".hit")
+    page.wait_for_timeout(600)
+    camera.take("passage")
+    return {"figures": page.inner_text("#run-figures").split("\n"), "seconds": round(seconds, 1)}
+
+
+def _continue(camera: Camera) -> dict[str, Any]:
+    """The document into a session, and what the model makes of it."""
+    page = camera.page
+    page.evaluate("scrollTo(0, 0)")
+    page.click("#to-session")
+    page.wait_for_selector(".dot", timeout=LONGEST_MS)
+    page.wait_for_selector("#write:enabled", timeout=LONGEST_MS)
+    page.click("#write")
+    page.wait_for_selector("#paper .drawn", timeout=LONGEST_MS)
+    page.wait_for_selector("#write:enabled", timeout=LONGEST_MS)
+    camera.take("continue")
+    camera.take("continue-dark", dark=True)
+    said = {"speed": page.inner_text("#paper-speed"), "gauge": page.inner_text("#gauge-words")}
+    page.click("#tab-code")
+    camera.take("code")
+    page.click("#tab-document")
+    return said
+
+
+def _narrow(browser: "Browser", camera: Camera, url: str) -> None:
+    """The same document in a second, narrow window, found by its ids as after a reload."""
+    saved = camera.page.context.storage_state()
+    context = browser.new_context(viewport=NARROW, storage_state=saved, device_scale_factor=1)
+    page = context.new_page()
+    page.goto(url)
+    page.wait_for_selector("#bar[data-phase=done]", state="attached", timeout=LONGEST_MS)
+    page.wait_for_timeout(2000)
+    narrow = Camera(page, camera.folder, camera.sizes)
+    narrow.take("narrow")
+    narrow.take("narrow-dark", dark=True, whole=True)
+    context.close()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0, or 2 when something is missing."""
+    parser = argparse.ArgumentParser(prog="dist-attn bench page-screenshots", description=__doc__)
+    parser.add_argument("book", type=Path)
+    parser.add_argument("--model", default="books-6m-chapters")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--bytes", type=int, default=300_000, help="of the book")
+    parser.add_argument("--query", default="the whale struck the ship")
+    parser.add_argument("--out", type=Path, default=Path("docs/images"))
+    given = parser.parse_args(arguments)
+    lack = why_no_chromium() or (None if given.book.is_file() else f"{given.book} is no file")
+    if lack:
+        print(f"page_screenshots: {lack}", file=sys.stderr)
+        return 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ServiceProcess(Path(folder), ranks=given.ranks, model=given.model) as service,
+    ):
+        asyncio.run(_ready(service.url))
+        with chromium() as browser:
+            page = browser.new_page(viewport=WIDE)
+            page.set_default_timeout(START_S * 1000)
+            page.goto(service.url)
+            page.wait_for_selector("html[data-ready]", state="attached")
+            camera = Camera(page, given.out)
+            seen = _encode(camera, given.book, given.bytes, given.query)
+            seen |= _continue(camera)
+            _narrow(browser, camera, service.url)
+    print(json.dumps({**seen, "ranks": given.ranks, "bytes_of_pictures": camera.sizes}, indent=1))
+    return 0
+
+
+async def _ready(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        await until_ready(http, 0, START_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

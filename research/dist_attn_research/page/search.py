@@ -1,0 +1,160 @@
+"""How well the page's search finds: by vectors, by words, and by both together.
+
+`dist-attn bench page-search FOLDER` encodes the books of `QUESTIONS` in a folder (`moby_dick.txt` …) with
+`--model`, and lets the page's own scripts rank their passages in a headless Chromium. It prints, for each way, the mean
+of one over the rank of the first right passage. A passage is right if it fits the question's pattern; questions and
+patterns were written before anything was ranked.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import httpx
+
+from benchmarks.service_process import ServiceProcess, until_ready
+from dist_attn_client import Client
+from tests.support.chromium import chromium, why_no_chromium
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+__all__ = ["QUESTIONS", "main", "measure"]
+
+START_S = 400.0
+WINDOW = 512
+QUESTIONS: dict[str, dict[str, dict[str, str]]] = {
+    "its own words": {
+        "moby_dick": {
+            "the white whale bites off the captain's leg": r"dismasted|reaped away ahab|crunched by|"
+            r"devoured, chewed up|(took off|lost) (his|my|that) leg|stove.{0,60}leg",
+            "sharing a bed with a harpooneer": r"counterpane|head-peddler|harpooneer.{0,200}\bbed\b|"
+            r"\bbed\b.{0,200}harpooneer",
+            "gold coin nailed to the mast": r"doubloon|ounce of gold",
+            "the sermon about jonah": r"father mapple|jonah",
+            "a coffin used as a life buoy": r"coffin.{0,300}life.?buoy|life.?buoy.{0,300}coffin",
+            "the cabin boy jumps from the boat and goes mad": r"\bpip\b.{0,400}(jump|overboard|mad\b|idiot|sea)",
+            "electric fire burns on the masts in the storm": r"corpusants|corposants|st\. elmo",
+            "why the colour white is frightening": r"whiteness",
+            "squeezing lumps of sperm with the hands": r"squeez",
+            "chowder is served at the inn": r"chowder",
+        },
+        "jane_eyre": {
+            "locked in the red room": r"red-room",
+            "the wedding is stopped because he has a wife already": r"impediment|wife now living|insuperable",
+            "a mad woman sets fire to his bed": r"tongues of flame|curtains were on fire|smoke rushed|"
+            r"burning.{0,80}bed|bed.{0,80}(flame|fire)",
+            "a girl dies of consumption at school": r"helen.{0,300}(consumption|dying|dead|decline)|typhus",
+            "the rider falls from his horse on the ice": r"sheet of ice|sprain|horse.{0,120}\bice\b",
+            "a gipsy tells fortunes": r"gips(y|ies)|gypsy|sibyl",
+            "she inherits twenty thousand pounds": r"twenty thousand pounds",
+            "the missionary asks her to go to india as his wife": r"(st\. john|missionary).{0,400}india|"
+            r"india.{0,400}(st\. john|missionary)",
+            "lightning splits the chestnut tree": r"chestnut",
+            "he is blind and lost a hand in the fire": r"stone-blind|\bblind\b.{0,200}(hand|cripple|fire)|"
+            r"(hand|cripple|fire).{0,200}\bblind\b",
+        },
+    },
+    "other words": {
+        "moby_dick": {
+            "a tattooed heathen becomes his friend": r"bosom friend|queequeg.{0,200}(friend|tattoo)|"
+            r"tattoo.{0,200}queequeg",
+            "the first mate argues against revenge": r"starbuck.{0,400}(vengeance|blasphemous|dumb brute)|"
+            r"vengeance on a dumb brute",
+            "everybody drowns at the end": r"concentric circles|vortex|great shroud of the sea",
+            "a lovely dinner of clams and cod": r"chowder",
+            "the preacher climbs up a rope": r"pulpit",
+            "old commander with an artificial limb": r"ivory leg|bone leg|white leg|ivory stump|dead stump",
+            "he throws his tobacco into the ocean": r"\bpipe\b.{0,200}(sea|toss|smok)",
+            "the smith forges a new spear baptised in blood": r"(perth|blacksmith).{0,400}(harpoon|barb)|"
+            r"ego non baptizo",
+            "skulls hoisted on both sides of the vessel": r"locke's head|kant's|right whale's head",
+            "perfume from a sick fish": r"ambergris",
+        },
+    },
+}
+WEIGHTS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 1.0)
+RANKED = """async ([texts, vectors, asked, questions, weights]) => {
+  const { fused, Words } = await import("/page/vectors/words.js");
+  const { nearest } = await import("/page/vectors/geometry.js");
+  const { Rows } = await import("/page/vectors/rows.js");
+  const [rows, words] = [new Rows(), new Words()];
+  const range = { start: 0, stop: 0, byte_start: 0, byte_stop: 0 };
+  vectors.forEach((embedding, index) => rows.push({ index, ...range, embedding }));
+  texts.forEach((text) => words.push(text));
+  const order = (found) => found.map(({ row }) => row);
+  return questions.map((question, i) => {
+    const [near, scores] = [nearest(rows, asked[i], rows.count), words.scores(question)];
+    const fusedBy = weights.map((weight) => order(fused(scores, near, weight, rows.count)));
+    const [byVectors, byWords] = [order(near), fusedBy[0]];
+    const share = new Float64Array(rows.count);
+    for (const one of [byVectors, byWords]) one.forEach((row, rank) => (share[row] += 1 / (60 + rank + 1)));
+    return [byVectors, ...fusedBy, [...byVectors].sort((a, b) => share[b] - share[a])];
+  });
+}"""
+WAYS = ("vectors", *(f"words + {weight:g} cosine" for weight in WEIGHTS), "reciprocal ranks")
+
+
+def first_right(order: Sequence[int], texts: Sequence[str], pattern: str) -> float:
+    """One over the rank of the first passage that fits a pattern; 0 where none does."""
+    right = {row for row, text in enumerate(texts) if re.search(pattern, " ".join(text.lower().split()))}
+    return next((1 / rank for rank, row in enumerate(order, 1) if row in right), 0.0)
+
+
+def measure(url: str, page: "Page", data: bytes, questions: dict[str, str]) -> dict[str, list[float]]:
+    """One over the rank of the first right passage of a text, for each way and each question; the page is at `url`."""
+    with Client(url) as client:
+        rows = list(client.encode(data, window=WINDOW))
+        asked = client.embed(list(questions))
+    texts = [data[row.byte_start : row.byte_stop].decode(errors="ignore") for row in rows]
+    vectors = [row.embedding.tolist() for row in rows]
+    orders = page.evaluate(RANKED, [texts, vectors, asked.tolist(), list(questions), WEIGHTS])
+    found: dict[str, list[float]] = {way: [] for way in WAYS}
+    for ways, pattern in zip(orders, questions.values(), strict=True):
+        for way, order in zip(WAYS, ways, strict=True):
+            found[way].append(first_right(order, texts, pattern))
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit code: 0, or 2 when something is missing."""
+    parser = argparse.ArgumentParser(prog="dist-attn bench page-search", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", default="books-6m")
+    given = parser.parse_args(arguments)
+    books = sorted({book for kind in QUESTIONS.values() for book in kind})
+    missing = [book for book in books if not (given.folder / f"{book}.txt").is_file()]
+    lack = why_no_chromium() or (f"{given.folder} has no {missing[0]}.txt" if missing else None)
+    if lack:
+        print(f"page_search: {lack}", file=sys.stderr)
+        return 2
+    found: dict[str, dict[str, list[float]]] = {kind: {way: [] for way in WAYS} for kind in QUESTIONS}
+    with tempfile.TemporaryDirectory() as place, ServiceProcess(Path(place), ranks=1, model=given.model) as service:
+        asyncio.run(_ready(service.url))
+        with chromium() as browser:
+            page = browser.new_page()
+            page.goto(service.url)
+            for kind, of_books in QUESTIONS.items():
+                for book, questions in of_books.items():
+                    data = (given.folder / f"{book}.txt").read_bytes()
+                    for way, ranks in measure(service.url, page, data, questions).items():
+                        found[kind][way] += ranks
+    means = {kind: {way: round(fmean(ranks), 3) for way, ranks in of.items()} for kind, of in found.items()}
+    print(json.dumps({"model": given.model, "mean_reciprocal_rank": means}, indent=1))
+    return 0
+
+
+async def _ready(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        await until_ready(http, 0, START_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The papers' tables and figures at small scale: `dist-attn bench NAME` trains, measures and files."""

@@ -1,0 +1,107 @@
+"""The proof over a million tokens: which layers there are, what is measured of each, and what is reported."""
+
+from functools import partial
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.errors import ConfigError
+from dist_attn.mixers import MixerConfig
+from dist_attn_research.papers.experiment import Budget, Done
+from dist_attn_research.papers.million_layers import ARMS, WIDTH, formula_bytes
+from dist_attn_research.papers.million_run import Plan, Reading, first_bytes, read_in_blocks, read_slice, read_whole
+from dist_attn_research.papers.million_tokens import MILLION_TOKENS, RANKS, TOKENS, growth
+from tests.support.ranks import run_ranks
+
+LENGTHS = (66, 132)
+# One of each way to exchange; the contract of mixers holds all of them over ranks.
+WAYS = ("rfa_gate", "s4d", "convolution-centred", "bidirectional-elu", "fnet", "mlp_mixer", "million")
+
+
+def _text(length: int) -> NDArray[np.uint8]:
+    return np.random.default_rng(0).integers(0, 256, length, dtype=np.uint8)
+
+
+def _read(comm: Communicator, plan: Plan, length: int) -> Reading:
+    reading = read_slice(comm, plan, _text(length))
+    return read_in_blocks(comm, plan, _text(length), reading) if ARMS[plan.name].streams else reading
+
+
+def test_every_kind_of_linear_cost_is_read() -> None:
+    """All kinds of mixers but exact attention are among the arms, and the model that keeps few tokens."""
+    configs = get_args(get_args(MixerConfig)[0])
+    kinds = {kind for config in configs for kind in get_args(config.model_fields["kind"].annotation)}
+    read = {arm.options.get("kind", "million") for arm in ARMS.values()}
+    assert read == kinds - {"softmax"} | {"million", "bidirectional"}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_find_what_one_rank_finds(name: str, tmp_path: Path) -> None:
+    """Over three ranks, whole and in uneven blocks, outputs are those of one; bytes are the formula's, and where a
+    state is carried the same at both lengths.
+    """
+    plan = Plan(name, LENGTHS, 3, 50, 0, tmp_path / "outputs")
+    alone = [read_whole(plan, _text(length)) for length in LENGTHS]
+    assert plan.outputs.stat().st_size == 4 * WIDTH * LENGTHS[-1]
+    found = []
+    for length in LENGTHS:
+        one, *others = run_simulated(partial(_read, plan=plan, length=length), 3, timeout_s=60.0)
+        for other in others:
+            one = one.largest_of(other)
+        found.append(one)
+    assert found[-1].largest > 0.01
+    assert found[-1].difference <= 1e-5 * found[-1].largest
+    assert found[-1].streamed_difference <= 1e-5 * found[-1].largest
+    assert (found[0].sent == found[1].sent) == ARMS[name].carries
+    assert all(formula_bytes(name, n, 3) in (None, one.sent) for n, one in zip(LENGTHS, found, strict=True))
+    assert found[1].peak > 0 and alone[0].peak < alone[1].peak
+
+
+def test_processes_find_what_threads_find(tmp_path: Path) -> None:
+    """Over gloo the same numbers are sent, and outputs agree with one rank's."""
+    plan = Plan("elu", (132,), 2, 100, 0, tmp_path / "outputs")
+    read_whole(plan, _text(132))
+    read = partial(_read, plan=plan, length=132)
+    processes, threads = run_ranks("gloo", read, 2), run_simulated(read, 2, timeout_s=60.0)
+    assert [one.sent for one in processes] == [one.sent for one in threads]
+    assert all(one.difference <= 1e-5 and one.streamed_difference <= 1e-5 for one in processes)
+
+
+def test_the_first_bytes_of_the_books(tmp_path: Path) -> None:
+    """Books follow each other by name; too few bytes are said to be so."""
+    (tmp_path / "b.txt").write_bytes(b"second")
+    (tmp_path / "a.txt").write_bytes(b"first ")
+    assert first_bytes(tmp_path, 9).tobytes() == b"first sec"
+    with pytest.raises(ConfigError, match="books of 12 bytes; 13"):
+        first_bytes(tmp_path, 13)
+
+
+def test_the_jobs_read_a_million_tokens() -> None:
+    """Each kind reads a quarter, a half and all of 1,048,576 tokens, but for what memory does not allow."""
+    jobs = {job.arm: job.settings for job in MILLION_TOKENS.jobs(Budget(), (0,))}
+    assert jobs.keys() == ARMS.keys() and TOKENS == 1_048_576
+    assert {name for name, settings in jobs.items() if max(settings["lengths"]) != TOKENS} == {"s4-convolution"}
+    assert all(settings["lengths"][0] * 4 == settings["lengths"][2] for settings in jobs.values())
+
+
+def test_the_report() -> None:
+    """Growth is an exponent, or flat where nothing grows; what does not stream has no numbers of blocks."""
+    assert growth({1024: 3.0, 2048: 6.0, 4096: 12.0}) == pytest.approx(1.0)
+    done = []
+    for job in MILLION_TOKENS.jobs(Budget(), (0,)):
+        scores: dict[str, float] = {}
+        for length in job.settings["lengths"]:
+            sent = 96 if ARMS[job.arm].carries else 2 * length
+            reading = Reading(1e-6 * length, 40 * length, sent, sent, 1e-7, 2.0, 1.0, 9 << 20, 96, 1e-7)
+            for where in ("one", "ranks"):
+                scores |= {f"{where}:{what}:{length}": value for what, value in vars(reading).items()}
+        done.append(Done(job.arm, 0, scores, 1.0, dict(job.settings), ""))
+    sent, memory, times = MILLION_TOKENS.report(done).tables
+    assert {row[5] for row in sent.rows} == {"flat", "L^1.00"} and len(sent.rows) == len(ARMS)
+    by_name = {row[0]: row for row in memory.rows}
+    assert by_name["rfa"][8] == "flat" and by_name["fnet"][5:] == ("",) * (len(memory.columns) - 5)
+    assert all(row[5] == "1.00" for row in times.rows) and f"{RANKS} ranks" in " ".join(times.columns)

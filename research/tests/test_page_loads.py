@@ -1,0 +1,49 @@
+"""What the page does with much text and many tokens, watched in a real browser with less of both."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dist_attn_research.page import search as page_search
+from dist_attn_research.page import tokens as page_tokens
+from dist_attn_research.page import upload as page_upload
+from tests.support.browser import opened_page
+from tests.support.chromium import chromium, why_no_chromium
+from tests.support.fake_engine import FakeEngine
+from tests.support.service_server import running_service
+
+pytestmark = pytest.mark.skipif(bool(why_no_chromium()), reason=why_no_chromium() or "")
+
+
+def test_drawn_tokens_are_held_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two times 9,000 tokens: the page ends with what was drawn last, and neither its text nor its heap grows on."""
+    monkeypatch.setattr(page_tokens, "AT_ONCE", 9000)
+    found = page_tokens.measure(18_000)
+    assert len(found.held) == 3 and found.position > found.tokens == 18_000
+    assert found.ends_right and found.characters <= page_tokens.MOST_CHARACTERS
+    assert found.held[2].heap - found.held[1].heap < 1_000_000
+    assert json.loads(found.as_json())["report"]["steps"] > 1 and "18,000 tokens" in found.as_markdown()
+
+
+def test_a_file_is_watched_from_the_click_to_the_map() -> None:
+    """Every passage of the file is there in the end, and lag, tasks, memory and progress were measured meanwhile."""
+    found = page_upload.measure(0.3)
+    seen = found.report
+    assert found.tokens > 60_000 and found.rows >= found.tokens // 512
+    assert 0 <= seen.lag_p50_ms <= seen.lag_p99_ms <= seen.lag_max_ms and seen.steps > 1
+    assert seen.most.own >= seen.after.heap > 1_000_000 and seen.after.nodes > 100
+    assert json.loads(found.as_json())["case"] == "page-upload" and "page-upload" in found.as_markdown()
+
+
+def test_the_search_is_measured_by_the_scripts_of_the_page(tmp_path: Path) -> None:
+    """Each way ranks all passages; words find the one passage that has them."""
+    text = "".join(f"Line {i} of the sea and of {i * 7919 % 1000} ships.\n" for i in range(400)).encode()
+    with (
+        running_service(tmp_path, FakeEngine(keep=False)) as service,
+        chromium() as browser,
+        opened_page(browser, service.url) as page,
+    ):
+        found = page_search.measure(service.url, page, text, {"line 217 of the sea": "line 217", "nothing": "no such"})
+    assert list(found) == list(page_search.WAYS)
+    assert found["words + 0 cosine"] == [1.0, 0.0] and all(0 < ranks[0] <= 1 for ranks in found.values())
