@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from dist_attn.commands import cli, top
 from dist_attn.settings import read_settings
 from dist_attn_client import Client
+from dist_attn.wire.messages import SamplingSpec
 from tests.support.fake_engine import HIDDEN, FakeEngine
+from tests.support.opening import draw_of, is_completion
 from tests.support.programs import free_port
 from tests.support.service_server import RunningService, running_service
 from tests.support.terminal import terminal_as
@@ -67,6 +70,12 @@ def test_generate_and_plan_by_a_service(run: Run, service: RunningService) -> No
     assert (code, out) == (0, "abcdab\n")
     told = json.loads(run("generate", "--prompt", "abcd", "--max-tokens", "6", "--json", "--url", service.url)[1])
     assert (told["text"], told["tokens"], told["finish_reason"], told["model"]) == ("abcdab", 6, "length", "tiny")
+    drawing = ("--max-tokens", "6", "--set", "min_tokens=2", "--set", 'logit_bias={"5": 2}', "--temperature", "1")
+    assert run("generate", "--prompt", "abcd", *drawing, "--url", service.url)[0] == 0
+    told_by_set = SamplingSpec(6, min_tokens=2, logit_bias={5: 2.0})
+    opened = [message for message in service.engine.received if is_completion(message)]
+    spec = draw_of(opened[-1])
+    assert spec is not None and msgspec.structs.replace(spec, seed=None) == told_by_set
     plan = json.loads(run("plan", "--tokens", "1M", "--json", "--url", service.url)[1])
     assert plan["tokens"]["value"] == 1_000_000 and plan["output_bytes"]["npy"] >= 1954 * HIDDEN * 4
     code, out, _ = run("plan", "--tokens", "1M", "--url", service.url)

@@ -25,6 +25,7 @@ from dist_attn.commands.options import (
     AsJson,
     Config,
     DataDir,
+    DrawingSettings,
     Host,
     Model,
     Port,
@@ -32,6 +33,7 @@ from dist_attn.commands.options import (
     Url,
     Weights,
     leave_to_service,
+    sampling_spec,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
@@ -221,6 +223,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0,
     length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6,
+    set_: DrawingSettings = None,
     model: Model = None,
     weights: Weights = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
@@ -235,9 +238,9 @@ def generate(
     if (prompt is None) == (prompt_file is None):
         raise InputError("give either --prompt TEXT or --prompt-file FILE")
     data = _read(prompt_file) if prompt_file is not None else (prompt or "").encode(errors="surrogateescape")
-    from dist_attn.wire.messages import SamplingSpec
-
-    spec = SamplingSpec(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if set_ and beams:
+        raise InputError("--set and --beams were given; a search draws nothing, so leave one out")
+    spec = sampling_spec(set_, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
 
     def show(text: str) -> None:
         if not as_json:

@@ -82,11 +82,8 @@ def generate_remotely(
         text = prompt.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"the prompt is no UTF-8 (byte {error.start}), and a service takes texts only") from None
-    options: Sampling = {
-        "max_tokens": spec.max_tokens, "temperature": spec.temperature, "top_k": spec.top_k, "top_p": spec.top_p,
-    }  # fmt: skip
-    if spec.seed is not None:
-        options["seed"] = spec.seed
+    # The API's options have the names of the fields; those at their defaults are left out.
+    options: Sampling = msgspec.to_builtins(spec, str_keys=True)
     if model is not None:
         options["model"] = model
     started, parts, reason = time.perf_counter(), [], ""
