@@ -14,8 +14,8 @@ import pytest
 
 from dist_attn.commands import cli, top
 from dist_attn.settings import read_settings
-from dist_attn_client import Client
 from dist_attn.wire.messages import SamplingSpec
+from dist_attn_client import Client
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.opening import draw_of, is_completion
 from tests.support.programs import free_port

@@ -13,7 +13,7 @@ from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.text.base import Tokens
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.sampling import check_sampling
+from dist_attn.wire.specs import check_sampling
 
 __all__ = ["PREFILL_BLOCK", "generate", "prefill"]
 

@@ -12,7 +12,7 @@ from dist_attn.models import LanguageModel, weight_bytes, weight_precision_of
 from dist_attn.text import IncrementalDecoder
 from dist_attn.wire.choices import WeightPrecision
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.sampling import check_sampling
+from dist_attn.wire.specs import check_sampling
 
 __all__ = ["generate_text", "search_text"]
 

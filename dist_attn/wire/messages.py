@@ -11,9 +11,11 @@ Token payloads are raw little-endian int32, vectors raw little-endian float32: a
 without copying numbers one by one, and its size is checked against the declared counts.
 """
 
+import zlib
 from typing import Annotated
 
 import msgspec
+import msgspec.inspect
 from msgspec import Meta
 
 from dist_attn.errors import WireError
@@ -58,7 +60,7 @@ from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
 from dist_attn.wire.terms import Progress as Progress
 from dist_attn.wire.terms import Terms
 
-PROTOCOL_VERSION = 10
+PROTOCOL_REVISION = 11  # raised where a message comes to mean something else with the same fields
 MAX_MESSAGE_BYTES = 64 << 20
 
 # ---- API -> controller -------------------------------------------------------------------------
@@ -246,6 +248,9 @@ AnyMessage = (
     | RankExited
     | GroupExited
 )
+
+PROTOCOL_VERSION = zlib.crc32(f"{PROTOCOL_REVISION} {msgspec.inspect.type_info(AnyMessage)}".encode())
+"""Another number wherever a field of any message is another; processes with different ones do not work together."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)

@@ -86,7 +86,7 @@ def test_end_token() -> None:
     seen: list[int] = []
     drawn = generate(small_model(), prompt(9), spec, end_token=end, on_token=seen.append)
     assert seen == drawn == whole[: whole.index(end)]
-    past = generate(small_model(), prompt(9), SamplingSpec(max_tokens=20, seed=7, ignore_end=True), end_token=end)
+    past = generate(small_model(), prompt(9), SamplingSpec(max_tokens=20, seed=7, ignore_eos=True), end_token=end)
     assert past == whole
     least = SamplingSpec(max_tokens=20, seed=7, min_tokens=12)
     put_off = generate(small_model(), prompt(9), least, end_token=end)

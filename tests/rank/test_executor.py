@@ -138,9 +138,9 @@ def test_a_prompt_is_scored_as_the_model_alone_scores_it(ranks, kind):
 
 
 def test_the_end_token_waits_for_the_least_number_of_tokens():
-    """With `min_tokens` the end token is not drawn before so many others, however likely; `ignore_end` changes none."""
+    """With `min_tokens` the end token is not drawn before so many others, however likely; `ignore_eos` changes none."""
     for least, ignore, end_at in ((0, False, 0), (6, False, 6), (6, True, 0)):
-        spec = SamplingSpec(8, temperature=0.0, logit_bias={256: 100}, min_tokens=least, ignore_end=ignore)
+        spec = SamplingSpec(8, temperature=0.0, logit_bias={256: 100}, min_tokens=least, ignore_eos=ignore)
         made = executor()
         made.open(OpenOp(1, None, spec))
         assert complete(made, {1: TOKENS[:1]}, 8)[1].index(256) == end_at

@@ -108,8 +108,8 @@ def test_the_end_can_be_ignored_or_put_off(service: RunningService) -> None:
     complete(service, ignore_eos=True, min_tokens=3, max_tokens=3)
     complete(service, max_tokens=3)
     first, second = [draw_of(m) for m in service.engine.received if is_completion(m)][-2:]
-    assert (first.ignore_end, first.min_tokens) == (True, 3)
-    assert (second.ignore_end, second.min_tokens) == (False, 0)
+    assert (first.ignore_eos, first.min_tokens) == (True, 3)
+    assert (second.ignore_eos, second.min_tokens) == (False, 0)
 
 
 def test_stop_strings_wait_for_the_least_number_of_tokens(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dist_attn.errors import InputError
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.sampling import check_sampling
+from dist_attn.wire.specs import check_sampling
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from pydantic import BaseModel, Field
 
 from dist_attn.wire.messages import SamplingSpec
@@ -12,6 +11,9 @@ from dist_attn_service.schemas.neutral_fields import EmptyList, NeutralStream, N
 __all__ = ["AnswerOptions", "DrawingOptions", "HowSoon", "StreamOptions"]
 
 SEED_BOUND = 1 << 63
+SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs"}
+SAID_AS_THEY_ARE = {*SamplingSpec.__struct_fields__} - SAID_OTHERWISE
+"""Options that have the name and the value of a field of SamplingSpec."""
 
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
@@ -40,9 +42,9 @@ class DrawingOptions(HowSoon):
     user: str | None = None
 
     def spec(self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None) -> SamplingSpec:
-        """What the engine is told: null is an option's default, and -1 switches `top_k` off like 0."""
-        plain = ("temperature", "top_p", "seed", "presence_penalty", "frequency_penalty")
-        said = {name: value for name in plain if (value := getattr(self, name)) is not None}
+        """What the engine is told: an option that is null has its default, and -1 switches `top_k` off like 0."""
+        options: dict[str, Any] = {name: getattr(self, name, None) for name in SAID_AS_THEY_ARE}
+        said = {name: value for name, value in options.items() if value is not None}
         top_k = max(0, self.top_k or 0)
         return SamplingSpec(max_tokens, top_k=top_k, logit_bias=logit_bias, logprobs=logprobs, **said)
 
@@ -74,11 +76,6 @@ class AnswerOptions(DrawingOptions):
     include_stop_str_in_output: No | None = only("false: a text ends before its stop string")
     skip_special_tokens: Yes | None = only("true: special tokens have no text")
     spaces_between_special_tokens: Yes | None = only("true: special tokens have no text")
-
-    def spec(self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None) -> SamplingSpec:
-        """What the engine is told."""
-        drawing = super().spec(max_tokens, logit_bias, logprobs)
-        return msgspec.structs.replace(drawing, min_tokens=self.min_tokens or 0, ignore_end=bool(self.ignore_eos))
 
     def shared(self) -> dict[str, Any]:
         """These options by name, for a request of the other kind."""
