@@ -5,11 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
 
+from dist_attn_api.codes import Code
 from dist_attn_client.errors import BrokenOff, Busy, ClientError, OutOfTime, Overloaded, Refused, Unreachable
 
 __all__ = ["DEFAULT_RETRY", "Attempts", "Retry"]
 
-_PASSING = {"engine_failed", "engine_timeout", "internal_error"}
+_PASSING = {Code.ENGINE_FAILED, Code.ENGINE_TIMEOUT, Code.INTERNAL_ERROR}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from dist_attn_api.codes import Code
 from dist_attn_api.errors import ClientError, InputError
 
 __all__ = [
@@ -44,11 +45,11 @@ __all__ = [
 ]
 
 # What to do, where the service's own words cannot know it.
-_ADVICE = {
-    "invalid_api_key": "give a key of this service: Client(url, key=…), or DIST_ATTN_API_KEY for the command line",
-    "admin_key_needed": "this route needs an admin key",
-    "insufficient_quota": "delete what is no longer needed, or ask the operator for more",
-    "overloaded": "come back later, or hand the work in as a job",
+_ADVICE: dict[str, str] = {
+    Code.INVALID_API_KEY: "give a key of this service: Client(url, key=…), or DIST_ATTN_API_KEY for the command line",
+    Code.ADMIN_KEY_NEEDED: "this route needs an admin key",
+    Code.INSUFFICIENT_QUOTA: "delete what is no longer needed, or ask the operator for more",
+    Code.OVERLOADED: "come back later, or hand the work in as a job",
 }
 
 
@@ -139,33 +140,10 @@ class ServiceFailed(Refused):
     """The service or its engine failed."""
 
 
-_KIND_OF_CODE: dict[str, type[Refused]] = {
-    "session_busy": Busy,
-    "insufficient_quota": QuotaUsed,
-    "overloaded": Overloaded,
-    "engine_not_ready": Overloaded,
-    "engine_unreachable": Overloaded,
-    "stopping": Overloaded,
-    "invalid_api_key": KeyRefused,
-    "admin_key_needed": KeyRefused,
-    "not_found": Missing,
-    "model_not_found": Missing,
-    "conflict": Conflict,
-    "job_not_done": Conflict,
-    "state_mismatch": Conflict,
-    "body_too_large": TooLarge,
-    "context_length_exceeded": TooLarge,
-    "engine_failed": ServiceFailed,
-    "engine_timeout": ServiceFailed,
-    "deadline_exceeded": ServiceFailed,
-    "internal_error": ServiceFailed,
-    "disk_full": ServiceFailed,
-    "storage_failed": ServiceFailed,
-    "state_damaged": ServiceFailed,
-}
+_KIND_OF_CODE: dict[str, type[Refused]] = {Code.SESSION_BUSY: Busy, Code.INSUFFICIENT_QUOTA: QuotaUsed}
 _KIND_OF_STATUS: dict[int, type[Refused]] = {
     401: KeyRefused, 403: KeyRefused, 404: Missing, 410: Missing, 409: Conflict, 412: Conflict, 428: Conflict,
-    413: TooLarge, 429: Overloaded, 503: Overloaded,
+    413: TooLarge, 429: Overloaded, 503: Overloaded, 500: ServiceFailed, 504: ServiceFailed, 507: ServiceFailed,
 }  # fmt: skip
 
 
@@ -198,12 +176,16 @@ def error_of_words(document: Mapping[str, Any], *, what: str) -> Refused:
     error = document.get("error") or {}
     code, words = str(error.get("code") or ""), str(error.get("message") or "the stream ended with an error")
     facts = {key: value for key, value in document.items() if key not in _OWN_MEMBERS}
-    kind = _KIND_OF_CODE.get(code) or (ServiceFailed if error.get("type") == "server_error" else Unusable)
+    kind = _kind(code, 500 if error.get("type") == "server_error" else 400)
     return kind(f"{what}: {code}: {words}{_advice(code)}", code=code, param=error.get("param"), facts=facts)
 
 
 def _kind(code: str, status: int) -> type[Refused]:
-    return _KIND_OF_CODE.get(code) or _KIND_OF_STATUS.get(status) or (ServiceFailed if status >= 500 else Unusable)
+    """By the code, its usual status, and that of the answer: a newer service has codes that are unknown here."""
+    known = Code.of(code)
+    usual = status if known is None else known.status
+    kind = _KIND_OF_CODE.get(code) or _KIND_OF_STATUS.get(usual) or _KIND_OF_STATUS.get(status)
+    return kind or (ServiceFailed if status >= 500 else Unusable)
 
 
 _OWN_MEMBERS = {"type", "title", "status", "detail", "instance", "error", "object"}

@@ -24,6 +24,7 @@ from dist_attn.wire.agent_messages import (
 from dist_attn.wire.messages import AnyMessage, GetStatus, Status
 from dist_attn.wire.rank_messages import Draws, Heartbeat, Ping, RankFailed, RankHello, Shutdown, StatePart, StepDone
 from dist_attn.wire.sockets import Sent
+from dist_attn_api.codes import Code
 
 __all__ = ["Controller", "Port"]
 
@@ -208,7 +209,7 @@ class Controller:
             return
         for session in list(self._desk.sessions.values()):
             if now - session.created_at >= limit:
-                self._desk.fail(session, "engine_not_ready", f"no ranks for {limit:g} s: {self._group.reason(now)}")
+                self._desk.fail(session, Code.ENGINE_NOT_READY, f"no ranks for {limit:g} s: {self._group.reason(now)}")
 
     # ---- what the group decides ----------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from dist_attn.wire.messages import (
 from dist_attn.wire.rank_messages import RankHello, RowPieces
 from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
 from dist_attn.wire.sockets import Sent
+from dist_attn_api.codes import Code
 
 __all__ = ["Desk"]
 
@@ -97,7 +98,7 @@ class Desk:
             log.warning("request id is open already", request=name, peer=peer.hex())
             return
         if self._stopping:
-            self.post(peer, Failed(name, "engine_not_ready", self._stopping))
+            self.post(peer, Failed(name, Code.ENGINE_NOT_READY, self._stopping))
             return
         number = next(self._numbers)
         session = Session.opened_by(message, number, peer, self.now, self._chunk)
@@ -107,7 +108,7 @@ class Desk:
         limits = {"max_open": self._settings.max_open, "max_waiting_tokens": self._settings.max_waiting_tokens}
         refused = refusal(session, self.sessions.values(), **limits, pace=self.pace)
         if refused is not None:
-            self.post(peer, Failed(name, "overloaded", *refused))
+            self.post(peer, Failed(name, Code.OVERLOADED, *refused))
             return
         self.sessions[session.number] = self._by_name[peer, name] = session
         self.post(peer, Accepted(name))
@@ -118,7 +119,7 @@ class Desk:
         session = self._by_name.get((peer, message.request_id))
         if session is None:
             text = "the controller does not know this request: it has ended, or the controller was started again"
-            failed = ("engine_not_ready", self._stopping) if self._stopping else ("engine_failed", text)
+            failed = (Code.ENGINE_NOT_READY, self._stopping) if self._stopping else (Code.ENGINE_FAILED, text)
             self.post(peer, Failed(message.request_id, *failed))
             return
         number, rest = divmod(len(message.tokens), 4)
@@ -128,14 +129,14 @@ class Desk:
                 f"tokens [{message.start}, {stop}) of {len(message.tokens)} bytes do not follow: needed are whole "
                 f"int32 from {session.received} up to {session.credit}" + (", none after the end" * session.final)
             )
-            self.fail(session, "invalid_value", text)
+            self.fail(session, Code.INVALID_VALUE, text)
             return
         if not len(session.queue):
             session.waiting_since = self.now
         session.queue.push(message.tokens)
         session.received, session.final, session.heard_at = stop, message.final, self.now
         if session.final and not session.received and session.kind != "encoding":
-            self.fail(session, "empty_input", "the prompt has no tokens; send at least one")
+            self.fail(session, Code.EMPTY_INPUT, "the prompt has no tokens; send at least one")
         elif self._tokens_fit(session):
             self.settle(session)
 
@@ -148,7 +149,7 @@ class Desk:
         if outside is not None:
             text = f"token {outside} is not in the vocabulary of {self.model.vocab_size} tokens"
         if text:
-            self.fail(session, "invalid_value", text)
+            self.fail(session, Code.INVALID_VALUE, text)
         return not text
 
     # ---- from the ranks ------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Desk:
             session.count_loss()
             if session.losses >= self._settings.losses_to_fail:
                 text = f"the ranks were lost {session.losses} times while they worked on this request ({reason})"
-                self.fail(session, "engine_failed", text)
+                self.fail(session, Code.ENGINE_FAILED, text)
             else:
                 again += session.rewind()
         self.standing.ranks_lost()
@@ -323,7 +324,7 @@ class Desk:
         """End every open request as one that another controller may do, and refuse those that come now as not ready."""
         self._stopping = text
         for session in list(self.sessions.values()):
-            self.fail(session, "stopping", text)
+            self.fail(session, Code.STOPPING, text)
 
     def post(self, peer: bytes, message: AnyMessage) -> None:
         """Send to an API process; the requests of one that is gone end."""
@@ -352,10 +353,10 @@ class Desk:
                     f"its deadline of {session.terms.deadline_s:g} s has passed: {session.dispatched} of the "
                     f"{session.received} tokens that came were read, and {session.draws} drawn"
                 )
-                self.fail(session, "deadline_exceeded", text)
+                self.fail(session, Code.DEADLINE_EXCEEDED, text)
             elif waits_for_tokens and now - session.heard_at > self._settings.tokens_deadline_s:
                 text = f"no tokens came for {self._settings.tokens_deadline_s:g} s; send the request again"
-                self.fail(session, "body_timeout", text)
+                self.fail(session, Code.BODY_TIMEOUT, text)
             else:
                 self.standing.tick(session, now)
         if now - self._probed_at > PROBE_S:

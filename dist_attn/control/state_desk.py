@@ -10,6 +10,7 @@ from dist_attn.rank_link.rows import RowBatch
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import RankHello, SavedState
 from dist_attn.wire.session_messages import FinishDrawing, SessionDone, StateCredit, StatePiece, StatesDone
+from dist_attn_api.codes import Code
 
 __all__ = ["StateDesk"]
 
@@ -104,7 +105,7 @@ class StateDesk:
             session.saves.take(saved)
         elif session.work is not None:
             text = "the session's state could not be written to the controller's disk"
-            self._desk.fail(session, "engine_failed", text)
+            self._desk.fail(session, Code.ENGINE_FAILED, text)
             return
         else:
             session.saves.give_up(saved.ordinal)
@@ -127,7 +128,7 @@ class StateDesk:
         session.arrived()
         if session.leaving and not session.saves.pending:
             text = "it had to make room for others, and its state could not be kept"
-            self._desk.fail(session, "engine_failed", text)
+            self._desk.fail(session, Code.ENGINE_FAILED, text)
             return
         self.settle(session)
 
@@ -189,11 +190,11 @@ class StateDesk:
         """Notice a state that stopped coming, and one that nobody fetches: a completion does without it."""
         if session.arrival is not None and now - session.heard_at > self._patience_s:
             text = f"nothing came of the state to begin with for {self._patience_s:g} s"
-            self._desk.fail(session, "body_timeout", text)
+            self._desk.fail(session, Code.BODY_TIMEOUT, text)
         elif session.offers.waiting and now - session.offers.since > self._reader_patience_s:
             if session.work is None:
                 self._traffic.give_up(session)
                 self.settle(session)
                 return
             text = f"a state of the session was not fetched for {self._reader_patience_s:g} s"
-            self._desk.fail(session, "body_timeout", text)
+            self._desk.fail(session, Code.BODY_TIMEOUT, text)

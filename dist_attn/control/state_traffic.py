@@ -15,6 +15,7 @@ from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import RankHello, SavedState
 from dist_attn.wire.session_messages import Checkpoint, Restored, StateCredit, StatePiece
 from dist_attn.wire.snapshot import SnapshotParser, largest_snapshot
+from dist_attn_api.codes import Code
 
 __all__ = ["StateTraffic"]
 
@@ -49,14 +50,14 @@ class StateTraffic:
             return not session.has_states
         if model.manifest is None or model.state_bytes is None:
             text = "sessions are not offered by this model: what it knows of a text is no state of one size"
-            self._outlet.fail(session, "invalid_value", text)
+            self._outlet.fail(session, Code.INVALID_VALUE, text)
             return False
         if begin is None or session.arrival is not None or session.saved is not None:
             return True
         limit = largest_snapshot(model.state_bytes, model.vocab_size)
         if not 0 < begin.num_bytes <= limit:
             text = f"a state of {begin.num_bytes} bytes was announced; one of this model has up to {limit}"
-            self._outlet.fail(session, "invalid_state", text)
+            self._outlet.fail(session, Code.INVALID_STATE, text)
             return False
         session.arrival = Arrival(SnapshotParser(max_bytes=limit))
         self._grant(session, session.arrival)
@@ -68,7 +69,7 @@ class StateTraffic:
         stop = piece.start + len(piece.data)
         if arrival is None or begin is None or piece.start != arrival.received or stop > arrival.credit:
             text = f"bytes [{piece.start}, {stop}) of a state came that were not due"
-            self._outlet.fail(session, "invalid_value", text)
+            self._outlet.fail(session, Code.INVALID_VALUE, text)
             return False
         try:
             arrival.parser.feed(piece.data)
@@ -80,11 +81,11 @@ class StateTraffic:
                 return False
             return self._restore(session, arrival)
         except StateMismatchError as error:
-            self._outlet.fail(session, "state_mismatch", str(error))
+            self._outlet.fail(session, Code.STATE_MISMATCH, str(error))
         except WireError as error:
-            self._outlet.fail(session, "invalid_state", str(error))
+            self._outlet.fail(session, Code.INVALID_STATE, str(error))
         except OSError:
-            self._outlet.fail(session, "engine_failed", "the state could not be written to the controller's disk")
+            self._outlet.fail(session, Code.ENGINE_FAILED, "the state could not be written to the controller's disk")
         return False
 
     def _restore(self, session: Session, arrival: Arrival) -> bool:
@@ -128,7 +129,7 @@ class StateTraffic:
         if not self._states.offer(session.number, saved.ordinal):
             if session.work is None:
                 return  # a completion does without it
-            self._outlet.fail(session, "engine_failed", "a state could not be written to the controller's disk")
+            self._outlet.fail(session, Code.ENGINE_FAILED, "a state could not be written to the controller's disk")
             return
         offers.position = saved.position
         offers.waiting.append(Offer(saved))
@@ -162,7 +163,7 @@ class StateTraffic:
                 self.give_up(session)
                 return
             if len(data) != count:
-                self._outlet.fail(session, "engine_failed", "a saved state cannot be read any more")
+                self._outlet.fail(session, Code.ENGINE_FAILED, "a saved state cannot be read any more")
                 return
             self._outlet.post(session.peer, StatePiece(session.request_id, credit.position, offer.sent, data))
             offer.sent += count

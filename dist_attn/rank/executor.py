@@ -45,6 +45,7 @@ from dist_attn.wire.rank_messages import (
     SavedState,
     SessionFault,
 )
+from dist_attn_api.codes import Code
 
 __all__ = ["ModelExecutor", "open_executor"]
 
@@ -161,7 +162,7 @@ class ModelExecutor:
                 restored, logits_V = unpack_session(state, self._language_model, self.manifest)
             except (WireError, StateMismatchError) as error:
                 self._refused.add(op.session)
-                return SessionFault(op.session, str(error), "invalid_state")
+                return SessionFault(op.session, str(error), Code.INVALID_STATE)
         elif restore is not None:
             restored = read_state(state, restored)
         if restore is not None and restore.draws and op.sampling is not None:
@@ -263,7 +264,7 @@ class ModelExecutor:
         if session.from_logits and logits_V is None:
             self._refused.add(entry.session)
             text = "the stored state has no logits after its last token to draw from; feed at least one token"
-            return SessionFault(entry.session, text, "invalid_value")
+            return SessionFault(entry.session, text, Code.INVALID_VALUE)
         del self._prefilling[entry.session]
         kept_V = logits_V if session.from_logits else None
         self._decoding.take_in(entry.session, session.state, session.sampling, logits_V=kept_V)

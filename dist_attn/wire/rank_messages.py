@@ -12,6 +12,7 @@ from msgspec import Meta
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.message import Count, Message
 from dist_attn.wire.specs import RowSpec, SamplingSpec, TokenLogprobs
+from dist_attn_api.codes import Code
 
 __all__ = [
     "CloseOp",
@@ -220,7 +221,7 @@ class SessionFault(msgspec.Struct, frozen=True):
 
     session: Count
     error: str
-    code: str = "engine_failed"
+    code: str = Code.ENGINE_FAILED
 
 
 class Draws(Message, frozen=True):

@@ -190,7 +190,6 @@ def form_boundary(request: Request) -> bytes:
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send a form, as with curl -F, in multipart/form-data",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
     return boundary_of(request.headers.get("content-type", ""))
 
@@ -209,7 +208,6 @@ def media_type(request: Request, *, gzip: bool = False) -> str:
         raise ServiceError(
             f"Content-Encoding: {coding[:40]} is not offered; send the body as it is" + ", or in gzip" * gzip,
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
     kind, _, parameters = request.headers.get("content-type", "").partition(";")
     for parameter in parameters.split(";"):
@@ -218,6 +216,7 @@ def media_type(request: Request, *, gzip: bool = False) -> str:
             raise BadRequest(
                 f"charset {value[:40]} is not offered; convert the text to UTF-8",
                 code=Code.UNSUPPORTED_MEDIA_TYPE,
+                status=400,
             )
     return kind.strip().lower()
 
@@ -233,7 +232,6 @@ async def read_json_body(request: Request, body: RequestBody, limit: int) -> byt
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send JSON with -H 'Content-Type: application/json'",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:

@@ -14,11 +14,12 @@ The body is RFC 9457 (`application/problem+json`) and OpenAI's `{"error": {…}}
 """
 
 import math
-from enum import StrEnum
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+
+from dist_attn_api.codes import Code
 
 __all__ = [
     "DRAINING",
@@ -47,58 +48,6 @@ def retry_after(seconds: float) -> dict[str, str]:
     return {"retry-after": str(min(MOST_RETRY_SECONDS, max(1, math.ceil(seconds))))}
 
 
-class Code(StrEnum):
-    """The closed set of `error.code`; metrics and clients may rely on it."""
-
-    # the request
-    BAD_HTTP = "bad_http"
-    INVALID_JSON = "invalid_json"
-    INVALID_UTF8 = "invalid_utf8"
-    INVALID_VALUE = "invalid_value"
-    MISSING_PARAMETER = "missing_parameter"
-    UNKNOWN_PARAMETER = "unknown_parameter"
-    UNSUPPORTED_PARAMETER = "unsupported_parameter"
-    NO_CHAT_TEMPLATE = "no_chat_template"
-    UNSUPPORTED_MEDIA_TYPE = "unsupported_media_type"
-    EMPTY_INPUT = "empty_input"
-    MODEL_NOT_FOUND = "model_not_found"
-    NOT_FOUND = "not_found"
-    METHOD_NOT_ALLOWED = "method_not_allowed"
-    INVALID_API_KEY = "invalid_api_key"
-    ADMIN_KEY_NEEDED = "admin_key_needed"
-    HOST_NOT_ALLOWED = "host_not_allowed"
-    ORIGIN_NOT_ALLOWED = "origin_not_allowed"
-    BODY_TIMEOUT = "body_timeout"
-    BODY_TOO_LARGE = "body_too_large"
-    HEAD_TOO_LARGE = "head_too_large"
-    CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
-    # sessions and files
-    CONFLICT = "conflict"
-    SESSION_BUSY = "session_busy"
-    PRECONDITION_FAILED = "precondition_failed"
-    PRECONDITION_REQUIRED = "precondition_required"
-    INSUFFICIENT_QUOTA = "insufficient_quota"
-    # jobs
-    JOB_NOT_DONE = "job_not_done"
-    INPUT_LOST = "input_lost"
-    # the engine
-    ENGINE_NOT_READY = "engine_not_ready"
-    ENGINE_UNREACHABLE = "engine_unreachable"
-    ENGINE_TIMEOUT = "engine_timeout"
-    ENGINE_FAILED = "engine_failed"
-    OVERLOADED = "overloaded"
-    DEADLINE_EXCEEDED = "deadline_exceeded"
-    # stored states
-    INVALID_STATE = "invalid_state"
-    STATE_MISMATCH = "state_mismatch"
-    STATE_DAMAGED = "state_damaged"
-    # this process
-    DISK_FULL = "disk_full"
-    STORAGE_FAILED = "storage_failed"
-    STOPPING = "stopping"
-    INTERNAL_ERROR = "internal_error"
-
-
 class ClientGone(Exception):
     """The client closed the connection; nobody is left to answer."""
 
@@ -106,10 +55,10 @@ class ClientGone(Exception):
 class ServiceError(Exception):
     """An answer other than success: HTTP status, code of the closed set, a message, the parameter it is about.
 
-    `facts` are the values that a program needs to go on; they stand in the problem document beside its own members.
+    Without a `status` it is that of the code. `facts` are the values that a program needs to go on; they stand in the
+    problem document beside its own members.
     """
 
-    status = 500
     default_code = Code.INTERNAL_ERROR
 
     def __init__(
@@ -126,7 +75,7 @@ class ServiceError(Exception):
         self.message = message
         self.code = code or self.default_code
         self.param = param
-        self.status = status or type(self).status
+        self.status = status or self.code.status
         self.headers = headers or {}
         self.facts = facts or {}
 
@@ -167,28 +116,24 @@ class ServiceError(Exception):
 class BadRequest(ServiceError):
     """What was sent cannot be used."""
 
-    status = 400
     default_code = Code.INVALID_VALUE
 
 
 class NotFound(ServiceError):
     """There is nothing of that name."""
 
-    status = 404
     default_code = Code.NOT_FOUND
 
 
 class TooLarge(ServiceError):
     """Over a limit that the message names."""
 
-    status = 413
     default_code = Code.BODY_TOO_LARGE
 
 
 class EngineUnavailable(ServiceError):
     """The engine cannot take the request now; a client may try again soon, since new requests wait for an engine."""
 
-    status = 503
     default_code = Code.ENGINE_NOT_READY
 
     def __init__(self, message: str, *, code: Code | None = None, retry_after_seconds: float = 1) -> None:
@@ -207,7 +152,6 @@ DRAINING = "draining: the service is stopping, takes no new work and lets open s
 class ServiceStopping(ServiceError):
     """The server stops while the request is under way."""
 
-    status = 503
     default_code = Code.STOPPING
 
     def __init__(self) -> None:
@@ -223,24 +167,22 @@ class UnforeseenError(ServiceError):
 
 def engine_error(code: str, message: str, retry_after_seconds: int | None = None) -> ServiceError:
     """The HTTP answer for a controller's `Failed` message; a code outside the closed set counts as engine_failed."""
-    match code:
+    known = Code.of(code)
+    match known:
         case Code.ENGINE_NOT_READY | Code.ENGINE_UNREACHABLE | Code.STOPPING:
-            return EngineUnavailable(message, code=Code(code))
+            return EngineUnavailable(message, code=known)
         case Code.OVERLOADED:
-            wait = retry_after(retry_after_seconds or 1)
-            return ServiceError(message, code=Code.OVERLOADED, status=429, headers=wait)
-        case Code.DEADLINE_EXCEEDED:
-            no_retry = {"x-should-retry": "false"}  # sent again as it is, it would be as late
-            return ServiceError(message, code=Code.DEADLINE_EXCEEDED, status=504, headers=no_retry)
-        case Code.STATE_MISMATCH:
-            return ServiceError(message, code=Code.STATE_MISMATCH, status=409, headers={"x-should-retry": "false"})
-        case Code.INVALID_VALUE | Code.EMPTY_INPUT | Code.INVALID_STATE:
-            return BadRequest(message, code=Code(code))
-        case Code.BODY_TIMEOUT:
-            return ServiceError(message, code=Code.BODY_TIMEOUT, status=408)
-        case Code.CONTEXT_LENGTH_EXCEEDED:
-            return TooLarge(message, code=Code.CONTEXT_LENGTH_EXCEEDED)
-        case Code.ENGINE_TIMEOUT:
-            return EngineFailure(message, code=Code.ENGINE_TIMEOUT, status=504)
+            return ServiceError(message, code=Code.OVERLOADED, headers=retry_after(retry_after_seconds or 1))
+        case Code.DEADLINE_EXCEEDED | Code.STATE_MISMATCH:  # sent again as it is, it would end in the same way
+            return ServiceError(message, code=known, headers={"x-should-retry": "false"})
+        case (
+            Code.INVALID_VALUE
+            | Code.EMPTY_INPUT
+            | Code.INVALID_STATE
+            | Code.BODY_TIMEOUT
+            | Code.CONTEXT_LENGTH_EXCEEDED
+            | Code.ENGINE_TIMEOUT
+        ):
+            return ServiceError(message, code=known)
         case _:
             return EngineFailure(message)

@@ -20,7 +20,6 @@ MOST_SECONDS = 30 * 86_400.0
 class DeadlineExceeded(ServiceError):
     """The request's own deadline has passed; to send it again as it is would be of no use."""
 
-    status = 504
     default_code = Code.DEADLINE_EXCEEDED
 
     def __init__(self, message: str) -> None:
@@ -75,7 +74,6 @@ def terms_of(request: Request, body: WithTerms | None = None) -> RequestTerms:
         raise ServiceError(
             "the priority high asks for an admin key, and this key is none; leave it out",
             code=Code.ADMIN_KEY_NEEDED,
-            status=403,
             param="priority",
         )
     seconds = None if body is None else body.deadline_seconds

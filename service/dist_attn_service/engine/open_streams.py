@@ -107,19 +107,19 @@ class OpenStreams:
     def fail_all(self, message: str, code: Code) -> None:
         """End every open stream with an error."""
         for stream in list(self._streams.values()):
-            stream.fail(EngineFailure(message, code=code, status=503))
+            stream.fail(EngineFailure(message, code=code))
 
     def hold_all(self, message: str, code: Code) -> None:
         """The controller is gone: streams whose work another one can do again wait for it, the others end."""
         for stream in list(self._streams.values()):
             if not stream.hold():
-                stream.fail(EngineFailure(message, code=code, status=503))
+                stream.fail(EngineFailure(message, code=code))
 
     def fail_held(self, message: str, code: Code) -> None:
         """No other controller has come."""
         for stream in list(self._streams.values()):
             if stream.held:
-                stream.fail(EngineFailure(message, code=code, status=503))
+                stream.fail(EngineFailure(message, code=code))
 
     def do_again(self) -> int:
         """Another controller is there: it is given the work of the streams that wait for it; how many these are."""

@@ -180,6 +180,7 @@ class EngineStream:
                     f"more than {self._limits.inbox_hard_bytes} bytes of rows wait in memory; "
                     "ask for fewer rows at once (a larger window) or a smaller document",
                     code=Code.OVERLOADED,
+                    status=500,
                 )
             )
             return
@@ -233,7 +234,7 @@ class EngineStream:
 
     def _cannot_be_done_again(self) -> None:
         words = "the engine's controller was started again, and there was no memory to keep this input; send it again"
-        self.fail(EngineFailure(words, code=Code.ENGINE_UNREACHABLE, status=503))
+        self.fail(EngineFailure(words, code=Code.ENGINE_UNREACHABLE))
 
     def _send_again(self) -> None:
         """Send as many of the tokens that were sent before as there is credit for."""
@@ -334,7 +335,6 @@ class EngineStream:
                     f"the engine made no progress on this request for {self._limits.silence_seconds:g} s; "
                     "see /readyz, then send it again",
                     code=Code.ENGINE_TIMEOUT,
-                    status=504,
                 )
             )
 

@@ -61,7 +61,6 @@ class FeedingDesk:
             raise ServiceError(
                 f"session {session} stands at {found.position}, not at {expected}; begin the upload for there",
                 code=Code.CONFLICT,
-                status=409,
                 param="expected_position",
                 headers=NO_RETRY,
                 facts={"expected_position": expected, "position": found.position},
@@ -129,7 +128,7 @@ class FeedingDesk:
         except ClientGone:
             pass
         except asyncio.CancelledError:
-            feed.error = ServiceError("the service is stopping", code=Code.STOPPING, status=503)
+            feed.error = ServiceError("the service is stopping", code=Code.STOPPING)
             raise
         except ServiceError as error:
             feed.error = error

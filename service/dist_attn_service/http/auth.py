@@ -90,9 +90,7 @@ class KeyRing:
         record.may_hurry = is_admin or not self.admins
         record.note(key=record.caller[:8])
         if scope["path"] in ADMIN_ROUTES and self.admins and not is_admin:
-            return ServiceError(
-                f"{scope['path']} asks for an admin key; this one is not", code=Code.ADMIN_KEY_NEEDED, status=403
-            )
+            return ServiceError(f"{scope['path']} asks for an admin key; this one is not", code=Code.ADMIN_KEY_NEEDED)
         return None
 
     def _wrong_host(self, host: str) -> ServiceError | None:
@@ -105,7 +103,6 @@ class KeyRing:
             f"Host is {host[:80]!r}, and a service that asks for no key answers only under names that it knows: use "
             "its address or localhost, name it in http.allowed_hosts, or set keys",
             code=Code.HOST_NOT_ALLOWED,
-            status=421,
         )
 
 
@@ -130,12 +127,11 @@ def _wrong_origin(method: str, headers: Headers) -> ServiceError | None:
         f"a page of another site ({(origin or 'unknown')[:80]}) sent this; while the service asks for no key it takes "
         "requests of its own page and of programs only",
         code=Code.ORIGIN_NOT_ALLOWED,
-        status=403,
     )
 
 
 def _unauthorised(message: str) -> ServiceError:
-    return ServiceError(message, code=Code.INVALID_API_KEY, status=401, headers=_CHALLENGE)
+    return ServiceError(message, code=Code.INVALID_API_KEY, headers=_CHALLENGE)
 
 
 def _holds(digests: Iterable[bytes], wanted: bytes) -> bool:

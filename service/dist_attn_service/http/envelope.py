@@ -132,13 +132,11 @@ def _from_router(request: Request, error: HTTPException) -> ServiceError:
     headers = {name.lower(): value for name, value in (error.headers or {}).items()}
     where = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
-        return ServiceError(f"there is no {where}; see /docs", code=Code.NOT_FOUND, status=404, headers=headers)
+        return ServiceError(f"there is no {where}; see /docs", code=Code.NOT_FOUND, headers=headers)
     if error.status_code == 405:
         # Starlette names the methods of the first route of this path alone.
         headers["allow"] = allowed = ", ".join(_methods_here(request))
-        return ServiceError(
-            f"{where} is not offered; use {allowed}", code=Code.METHOD_NOT_ALLOWED, status=405, headers=headers
-        )
+        return ServiceError(f"{where} is not offered; use {allowed}", code=Code.METHOD_NOT_ALLOWED, headers=headers)
     code = Code.INVALID_VALUE if error.status_code < 500 else Code.INTERNAL_ERROR
     return ServiceError(str(error.detail), code=code, status=error.status_code, headers=headers)
 

@@ -68,7 +68,6 @@ class RequestBody:
                 raise ServiceError(
                     f"no byte of the body arrived for {self._idle_seconds:g} s; send it without such a pause",
                     code=Code.BODY_TIMEOUT,
-                    status=408,
                 ) from None
             if message["type"] == "http.disconnect":
                 raise ClientGone

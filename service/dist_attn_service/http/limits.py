@@ -43,7 +43,7 @@ class Turnover:
         self._line = {name: until for name, until in self._line.items() if until > now}
         until = self._line.get(caller, now) + max(usual, 2 * age) / max(1, own or len(self._held))
         self._line[caller] = min(until, now + MOST_RETRY_SECONDS)
-        return ServiceError(message, code=Code.OVERLOADED, status=429, headers=retry_after(until - now))
+        return ServiceError(message, code=Code.OVERLOADED, headers=retry_after(until - now))
 
 
 class OpenRequests:

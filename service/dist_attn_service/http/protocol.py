@@ -194,18 +194,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(self._refusal or _bad_http("this is not valid HTTP/1.1, or the body broke off"))
 
     def _head_too_large(self) -> ServiceError:
-        return ServiceError(
-            f"the head of the request has more than {self.head_bytes} bytes", code=Code.HEAD_TOO_LARGE, status=431
-        )
+        return ServiceError(f"the head of the request has more than {self.head_bytes} bytes", code=Code.HEAD_TOO_LARGE)
 
     def _head_too_slow(self) -> None:
         if self._reading is _Reading.BODY:
             self.transport.close()  # it has its answer
             return
         self._refuse(
-            ServiceError(
-                f"the head of the request took more than {self.head_seconds:g} s", code=Code.BODY_TIMEOUT, status=408
-            )
+            ServiceError(f"the head of the request took more than {self.head_seconds:g} s", code=Code.BODY_TIMEOUT)
         )
 
     def _refuse(self, error: ServiceError) -> None:

@@ -85,7 +85,7 @@ class JobBook:
         try:
             return await self._records.transact(work)
         except StorageError as error:
-            raise ServiceError(str(error), code=Code.STORAGE_FAILED, status=507) from None
+            raise ServiceError(str(error), code=Code.STORAGE_FAILED) from None
 
     async def add(self, record: JobRecord) -> str:
         """Enter a new job; its id.
@@ -100,7 +100,6 @@ class JobBook:
                 raise ServiceError(
                     f"you have {count} jobs, which is the limit; delete some, or let them expire",
                     code=Code.INSUFFICIENT_QUOTA,
-                    status=429,
                     headers={"x-should-retry": "false"},
                 )
             _put_number(transaction, f"usage/{record.caller}", count + 1)
@@ -259,7 +258,6 @@ class JobBook:
                     f"jobs may take {self._limits.disk_bytes} bytes of this service's disk, and {used} are taken; "
                     "delete jobs whose results you have, or wait for some to expire",
                     code=Code.DISK_FULL,
-                    status=507,
                 )
             _put_number(transaction, "usage", used + grown)
         if before is not None:

@@ -78,7 +78,7 @@ class JobDesk:
             await asyncio.shield(self._drop(name))
             if isinstance(error, OSError):
                 words = f"what was sent could not be written to the disk: {error.strerror}; nothing of it is kept"
-                raise ServiceError(words, code=Code.STORAGE_FAILED, status=507) from None
+                raise ServiceError(words, code=Code.STORAGE_FAILED) from None
             raise
 
     async def completion(self, caller: str, request: dict[str, Any]) -> tuple[str, JobRecord]:

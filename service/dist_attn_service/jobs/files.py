@@ -166,7 +166,6 @@ class RowFile:
                 f"of the rows {first} to {first + count} of this job some are no longer on the disk; a job that runs "
                 "makes them again, in place of one that has ended send the input as a new job",
                 code=Code.STORAGE_FAILED,
-                status=507,
             )
         return RowBlock(
             first,

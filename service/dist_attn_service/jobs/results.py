@@ -41,7 +41,7 @@ def not_done(record: JobRecord) -> ServiceError:
     else:
         words = f"this job is {record.state}; ask again when it has ended, or follow its events"
         headers["retry-after"] = "5"
-    return ServiceError(words, code=Code.JOB_NOT_DONE, status=409, headers=headers)
+    return ServiceError(words, code=Code.JOB_NOT_DONE, headers=headers)
 
 
 @final
@@ -166,10 +166,9 @@ class JobResults:
 def _as_error(record: JobRecord) -> ServiceError:
     """The error of a job that did not succeed, as it was."""
     if record.error is None:
-        return ServiceError("this job was cancelled", code=Code.JOB_NOT_DONE, status=409)
-    code = record.error.get("code")
-    known = Code(code) if code in set(Code) else Code.ENGINE_FAILED
-    return ServiceError(str(record.error.get("message")), code=known)
+        return ServiceError("this job was cancelled", code=Code.JOB_NOT_DONE)
+    code = Code.of(record.error.get("code")) or Code.ENGINE_FAILED
+    return ServiceError(str(record.error.get("message")), code=code, status=500)
 
 
 def _bounds(part: tuple[int | None, int | None], total: int) -> tuple[int, int]:

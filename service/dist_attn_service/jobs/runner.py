@@ -187,7 +187,7 @@ class JobRunner:
                 await self._end(name, "failed", {"error": error.error_object()})
         except OSError as error:
             words = f"the files of this job cannot be read or written: {error.strerror}"
-            await self._failed(name, ServiceError(words, code=Code.DISK_FULL, status=507))
+            await self._failed(name, ServiceError(words, code=Code.DISK_FULL))
         except Exception as error:
             self._log.error("unexpected error in a job", job=name, exc_info=error)
             await self._failed(name, UnforeseenError())

@@ -63,7 +63,6 @@ def document_source(request: Request, services: Services, body: RequestBody) -> 
             f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes), {JSON}, or "
             f"a form (curl -F file=@book.txt)",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
     length, limit = content_length(request), services.settings.body_bytes
     if length is not None and length > limit + FORM_BYTES * (kind == FORM):

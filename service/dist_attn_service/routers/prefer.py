@@ -52,6 +52,5 @@ async def becomes_job(services: Services, headers: Headers, source: Source) -> b
         f"this would wait for about {queue:.0f} s behind other work; send it with `Prefer: respond-async` and it "
         "becomes a job, or send it later",
         code=Code.OVERLOADED,
-        status=429,
         headers=retry_after(queue),
     )

@@ -224,7 +224,6 @@ async def _appended(request: Request, services: Services, body: RequestBody) -> 
             f"Content-Type is {kind[:80]!r}; send -H 'Content-Type: {TEXT}' (UTF-8), {BYTES} (any bytes) or "
             "application/json",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
     limit, length = services.settings.body_bytes, request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:

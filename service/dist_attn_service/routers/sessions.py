@@ -145,7 +145,6 @@ async def put_state(request: Request, session_id: str) -> Response:
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; send the snapshot file with -H 'Content-Type: {STATE}'",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
     limit, length = services.settings.store.snapshot_bytes, request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:

@@ -309,7 +309,6 @@ def _check_stream(request: Request) -> None:
         raise ServiceError(
             f"Content-Type is {kind[:80]!r}; needed is {tus.OFFSET_STREAM}",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
-            status=415,
         )
 
 

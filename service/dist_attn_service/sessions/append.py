@@ -245,7 +245,6 @@ def _another(append: _Append) -> ServiceError:
     return ServiceError(
         f"the key {append.source.key!r} was used for another text, which began at {known.start}; take a new key",
         code=Code.CONFLICT,
-        status=409,
         headers=NO_RETRY,
     )
 

@@ -214,7 +214,6 @@ class GenerateService:
                 f"this generation was done under the key {work.key!r} and came to position {known.position}; its text "
                 "was too long to be kept for a second answer",
                 code=Code.CONFLICT,
-                status=409,
                 headers=NO_RETRY,
                 facts={"position": known.position},
             )

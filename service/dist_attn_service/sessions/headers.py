@@ -64,7 +64,6 @@ def require_match(headers: Headers, tag: str) -> None:
         raise ServiceError(
             f"the session has a state; to put another in its place send If-Match: {tag}",
             code=Code.PRECONDITION_REQUIRED,
-            status=428,
             headers={"etag": tag},
         )
     if not names_tag(wanted, tag):
@@ -89,4 +88,4 @@ def idempotency_key(headers: Headers) -> str:
 
 def _failed(message: str, tag: str) -> ServiceError:
     headers = {"etag": tag} if tag else {}
-    return ServiceError(message, code=Code.PRECONDITION_FAILED, status=412, headers=headers)
+    return ServiceError(message, code=Code.PRECONDITION_FAILED, headers=headers)

@@ -36,17 +36,17 @@ def store_refusals() -> Iterator[None]:
         raise _conflict(str(error), facts) from None
     except BusyError as error:
         after = retry_after(error.retry_s)
-        raise ServiceError(str(error), code=Code.SESSION_BUSY, status=409, headers=after) from None
+        raise ServiceError(str(error), code=Code.SESSION_BUSY, headers=after) from None
     except ConflictError as error:
         raise _conflict(str(error), {}) from None
     except QuotaError as error:
-        raise ServiceError(str(error), code=Code.INSUFFICIENT_QUOTA, status=429, headers=NO_RETRY) from None
+        raise ServiceError(str(error), code=Code.INSUFFICIENT_QUOTA, headers=NO_RETRY) from None
     except StateDamagedError as error:
-        raise ServiceError(str(error), code=Code.STATE_DAMAGED, status=500, headers=NO_RETRY) from None
+        raise ServiceError(str(error), code=Code.STATE_DAMAGED, headers=NO_RETRY) from None
     except StorageError as error:
-        raise ServiceError(str(error), code=Code.STORAGE_FAILED, status=507, headers=NO_RETRY) from None
+        raise ServiceError(str(error), code=Code.STORAGE_FAILED, headers=NO_RETRY) from None
     except StateMismatchError as error:
-        raise ServiceError(str(error), code=Code.STATE_MISMATCH, status=409, headers=NO_RETRY) from None
+        raise ServiceError(str(error), code=Code.STATE_MISMATCH, headers=NO_RETRY) from None
     except WireError as error:
         raise BadRequest(str(error), code=Code.INVALID_STATE) from None
     except InputError as error:
@@ -54,4 +54,4 @@ def store_refusals() -> Iterator[None]:
 
 
 def _conflict(message: str, facts: dict[str, int]) -> ServiceError:
-    return ServiceError(message, code=Code.CONFLICT, status=409, headers=NO_RETRY, facts=facts)
+    return ServiceError(message, code=Code.CONFLICT, headers=NO_RETRY, facts=facts)

@@ -242,4 +242,4 @@ class SpoolFactory:
 
 
 def _disk_full(message: str) -> ServiceError:
-    return ServiceError(message, code=Code.DISK_FULL, status=507)
+    return ServiceError(message, code=Code.DISK_FULL)

@@ -74,7 +74,7 @@ def refuse_other(head: bytes, media_type: str = "") -> None:
     """Raises: ServiceError (415) for what is not plain text by its first bytes or its media type."""
     words = refusal_of(head, media_type)
     if words is not None:
-        raise ServiceError(words, code=Code.UNSUPPORTED_MEDIA_TYPE, status=415, param="input", facts=dict(AS_BYTES))
+        raise ServiceError(words, code=Code.UNSUPPORTED_MEDIA_TYPE, param="input", facts=dict(AS_BYTES))
 
 
 async def utf8_checked(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:

@@ -66,7 +66,6 @@ class ByteFolder:
             raise ServiceError(
                 "another request is writing to this upload; send it again once that one has ended",
                 code=Code.CONFLICT,
-                status=409,
             ) from None
         await self.beside(wanted.unlink, missing_ok=True)
 
@@ -228,7 +227,6 @@ def _writing() -> Iterator[None]:
             raise ServiceError(
                 "the disk of this service is full; what has arrived is kept, delete files or try again later",
                 code=Code.DISK_FULL,
-                status=507,
                 headers=NO_RETRY,
             ) from None
         raise

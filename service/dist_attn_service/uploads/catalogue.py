@@ -75,7 +75,7 @@ class Catalogue:
                 self.records, lambda transaction: FileLedger(transaction, self.limits, self.clock()), counted
             )
         except StorageError as error:
-            raise ServiceError(str(error), code=Code.STORAGE_FAILED, status=507, headers=NO_RETRY) from None
+            raise ServiceError(str(error), code=Code.STORAGE_FAILED, headers=NO_RETRY) from None
         await self._folder.delete(dropped)
         return result
 
@@ -215,7 +215,6 @@ def pending(record: UploadRecord) -> UploadRecord:
         raise ServiceError(
             f"the upload is {record.state}, and takes nothing any more",
             code=Code.CONFLICT,
-            status=409,
             headers=NO_RETRY,
         )
     return record

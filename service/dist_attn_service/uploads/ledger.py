@@ -28,7 +28,6 @@ class FileLedger(Ledger):
                 raise ServiceError(
                     f"all files of this service may have {limits.all_bytes} bytes, which are taken; try again later",
                     code=Code.DISK_FULL,
-                    status=507,
                     headers=NO_RETRY,
                 )
         elif after.entries > limits.caller_files:
@@ -118,4 +117,4 @@ class FileLedger(Ledger):
 
 
 def _over_quota(message: str) -> ServiceError:
-    return ServiceError(f"{message}; delete some", code=Code.INSUFFICIENT_QUOTA, status=429, headers=NO_RETRY)
+    return ServiceError(f"{message}; delete some", code=Code.INSUFFICIENT_QUOTA, headers=NO_RETRY)

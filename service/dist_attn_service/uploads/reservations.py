@@ -153,4 +153,4 @@ class Reservations:
 
 
 def _mixed(message: str) -> ServiceError:
-    return ServiceError(message, code=Code.CONFLICT, status=409, headers=NO_RETRY)
+    return ServiceError(message, code=Code.CONFLICT, headers=NO_RETRY)

@@ -139,7 +139,6 @@ class FileService:
                 raise ServiceError(
                     f"{OFFSET} is {offset}, and the upload stands at {begin}; go on there",
                     code=Code.CONFLICT,
-                    status=409,
                     param=OFFSET,
                     headers={OFFSET.lower(): str(begin), **NO_RETRY},
                 )

@@ -140,5 +140,4 @@ async def _make_way(writer: BlobWriter) -> None:
         raise ServiceError(
             "another request goes on with this upload, or it was deleted; ask where it stands before sending more",
             code=Code.CONFLICT,
-            status=409,
         )
