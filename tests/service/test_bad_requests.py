@@ -55,7 +55,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"top_p": 0}, 400, "invalid_value", "top_p", "0"),
     ({"top_k": -2}, 400, "invalid_value", "top_k", "-2"),
     ({"min_tokens": 5, "max_tokens": 4}, 400, "invalid_value", "min_tokens", "max_tokens=4"),
-    ({"min_p": 0.05}, 400, "unsupported_parameter", "min_p", "min_p=0.05 is not offered: only 0"),
+    ({"length_penalty": 2}, 400, "unsupported_parameter", "length_penalty", "length_penalty=2 is not offered: only 1"),
     ({"repetition_penalty": 1.1}, 400, "unsupported_parameter", "repetition_penalty", "presence_penalty"),
     ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format", "text"),
     ({"store": True}, 400, "unsupported_parameter", "store", "only false"),
