@@ -24,6 +24,7 @@ class Drawing(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
     seed: int
     stop: str | list[str]
     logprobs: int

@@ -39,7 +39,7 @@ def sample(
     counts: Sequence[Mapping[int, int]] | None = None,
     barred: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """One token for each sequence: biases and penalties, then top_k, then top_p of what it left, then one draw.
+    """One token for each sequence: biases and penalties, top_k and min_p, then top_p of what they left, and one draw.
 
     `counts` says how often each sequence has drawn which token so far; None: nothing was drawn yet. `barred` names a
     token of each sequence that is not drawn.
@@ -49,7 +49,7 @@ def sample(
 
     Shapes: logits [B, V] of any floating type on any device; B specs, B generators on the CPU -> B ids.
     Raises: ShapeError when the numbers differ; EngineError for logits that allow no draw.
-    Reference: top_p is nucleus sampling, Holtzman et al. 2020.
+    Reference: top_p is nucleus sampling, Holtzman et al. 2020; min_p is Nguyen et al. 2024, in vLLM's order.
     """
     if logits_BV.dim() != 2 or not len(logits_BV) == len(specs) == len(generators) or not logits_BV.shape[1]:
         raise ShapeError(
@@ -77,6 +77,9 @@ def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator
         sorted_V = sorted_V[: spec.top_k]
     # The maximum is subtracted before the division: a tiny temperature then gives exp(-inf) = 0 and no inf - inf.
     weights_V = ((sorted_V - sorted_V[0]) / spec.temperature).exp()
+    if spec.min_p:
+        # The largest weight is 1, so each is its probability over the largest one.
+        weights_V = weights_V[weights_V >= spec.min_p]
     sums_V = weights_V.cumsum(0)
     if spec.top_p < 1:
         # A token stays while those before it do not reach top_p yet, so the first one always stays.

@@ -26,7 +26,7 @@ class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How tokens are drawn; temperature 0 is greedy. top_k 0 and top_p 1 switch the filters off.
+    """How tokens are drawn; temperature 0 is greedy. top_k 0, top_p 1 and min_p 0 switch the filters off.
 
     `logprobs` asks for the log-probability of every drawn token and of so many likeliest ones; None asks for none.
     `logit_bias` is added to the logits of these tokens; the penalties are subtracted from those of tokens that were
@@ -47,6 +47,7 @@ class SamplingSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     min_tokens: Count = 0
     ignore_eos: bool = False
     prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
     def ends(self, token: int, end_token: int | None) -> bool:
         """Whether this drawn token ends the text."""
@@ -84,6 +85,8 @@ def check_sampling(spec: SamplingSpec) -> None:
         raise InputError(f"top_k is {spec.top_k}; it must be 0 (off) or the number of likeliest tokens to draw from")
     if not 0 < spec.top_p <= 1:
         raise InputError(f"top_p is {spec.top_p}; it must be above 0 and at most 1 (1 switches the filter off)")
+    if not 0 <= spec.min_p <= 1:
+        raise InputError(f"min_p is {spec.min_p}; it must be from 0 to 1 (0 switches the filter off)")
     if spec.seed is not None and not -(1 << 63) <= spec.seed < 1 << 63:
         raise InputError(f"seed is {spec.seed}; it must fit into 64 bits: from -2**63 to 2**63 - 1")
     for name in ("presence_penalty", "frequency_penalty"):

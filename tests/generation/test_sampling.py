@@ -55,6 +55,10 @@ def test_greedy_leaves_the_generator() -> None:
         ({"top_p": 0.71}, [0, 2 / 9, 3 / 9, 4 / 9]),
         ({"top_k": 2, "top_p": 0.5}, [0, 0, 0, 1]),
         ({"top_p": 1e-9}, [0, 0, 0, 1]),
+        ({"min_p": 0.49}, [0, 2 / 9, 3 / 9, 4 / 9]),
+        ({"min_p": 1.0}, [0, 0, 0, 1]),
+        ({"min_p": 0.5, "temperature": 0.5}, [0, 0, 9 / 25, 16 / 25]),
+        ({"min_p": 0.7, "top_k": 3, "top_p": 0.5}, [0, 0, 0, 1]),
         ({"top_k": 99}, [0.1, 0.2, 0.3, 0.4]),
     ],
     ids=str,
@@ -66,6 +70,42 @@ def test_frequencies(values: dict[str, float], expected: list[float]) -> None:
     for token, probability in enumerate(expected):
         allowed = 4.5 * math.sqrt(probability * (1 - probability) / number)
         assert abs(drawn.count(token) / number - probability) <= allowed
+
+
+def naive_draw(logits: list[float], wanted: SamplingSpec, number: float) -> int:
+    """One draw by the definitions of the filters, one after the other; `number` is the random one."""
+    largest = max(logits)
+    weights = [math.exp((logit - largest) / wanted.temperature) for logit in logits]
+    left = [token for token, weight in enumerate(weights) if weight >= wanted.min_p * max(weights)]
+    left = sorted(left, key=lambda token: -weights[token])[: wanted.top_k or None]
+    total, before, kept = sum(weights[token] for token in left), 0.0, list[int]()
+    for token in left:
+        if before < wanted.top_p * total:
+            kept.append(token)
+        before += weights[token]
+    point = number * sum(weights[token] for token in kept)
+    for token in kept:
+        point -= weights[token]
+        if point < 0:
+            return token
+    return kept[-1]
+
+
+@given(
+    logits=st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=1, max_size=12, unique=True),
+    temperature=st.sampled_from([0.3, 1.0, 2.5]),
+    top_k=st.integers(0, 6),
+    top_p=st.sampled_from([0.21, 0.63, 0.97, 1.0]),
+    min_p=st.sampled_from([0.0, 1e-4, 0.013, 0.11, 0.47, 1.0]),
+    seed=st.integers(0, 1 << 40),
+)
+def test_the_filters_are_their_definitions(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    """Every draw is that of a plain loop over the definitions of min_p, top_k and top_p, in vLLM's order."""
+    wanted = spec(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    numbers = torch.rand(5, generator=generator_for(wanted, 0), dtype=torch.float64).tolist()
+    assert draws(logits, wanted, 5) == [naive_draw(logits, wanted, number) for number in numbers]
 
 
 def test_equal_logits_and_filters() -> None:
@@ -81,6 +121,7 @@ def test_equal_logits_and_filters() -> None:
             "temperature": st.sampled_from([0.0, 0.3, 1.0, 4.0]),
             "top_k": st.integers(0, 5),
             "top_p": st.floats(0.05, 1),
+            "min_p": st.floats(0, 1),
             "seed": st.integers(-(1 << 63), (1 << 63) - 1),
         }
     ),

@@ -90,12 +90,12 @@ def test_the_sampling_options_reach_the_engine(service: RunningService) -> None:
     """They are those of completions, with their bounds."""
     client, session = begun(service)
     before = len(service.engine.received)
-    generate(client, session, max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, seed=7, logit_bias={"5": 2})
+    generate(client, session, max_tokens=3, temperature=0.5, top_k=4, top_p=0.9, min_p=0.1, seed=7, logit_bias={"5": 2})
     (opened,) = [message for message in service.engine.received[before:] if is_session(message)]
     sampling = draw_of(opened)
     assert sampling is not None
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (3, 0.5, 4, 0.9)
-    assert (sampling.seed, sampling.logit_bias) == (7, {5: 2.0})
+    assert (sampling.min_p, sampling.seed, sampling.logit_bias) == (0.1, 7, {5: 2.0})
     for name, value in (("max_tokens", 0), ("max_tokens", 65_537), ("temperature", -1), ("stop", [""]), ("n", 2)):
         refused = generate(client, session, **{name: value})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == name, refused.text

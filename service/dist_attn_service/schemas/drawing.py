@@ -6,7 +6,7 @@ from pydantic import BaseModel, Field
 
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_service.schemas.base import Input
-from dist_attn_service.schemas.neutral_fields import EmptyList, NeutralStream, No, One, Yes, Zero, only
+from dist_attn_service.schemas.neutral_fields import EmptyList, NeutralStream, No, One, Yes, only
 
 __all__ = ["AnswerOptions", "DrawingOptions", "HowSoon", "StreamOptions"]
 
@@ -33,6 +33,7 @@ class DrawingOptions(HowSoon):
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     presence_penalty: Penalty | None = None
@@ -67,7 +68,6 @@ class AnswerOptions(DrawingOptions):
     repetition_penalty: One | None = only(
         "1: penalties are subtracted; use presence_penalty or frequency_penalty, which the prompt does not count for"
     )
-    min_p: Zero | None = only("0: use top_p or top_k to draw from the likeliest tokens")
     length_penalty: One | None = only("1: there is no beam search")
     use_beam_search: No | None = only("false: there is no beam search")
     early_stopping: No | None = only("false: there is no beam search")
