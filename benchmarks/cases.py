@@ -10,8 +10,8 @@ import torch
 from benchmarks import scaleformer
 from benchmarks.peers import absent, cumulative_sums, performer, sdpa
 from benchmarks.roofline import rate_works
-from dist_attn.costs import KernelAttention
 from dist_attn.feature_maps import Gaussian
+from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import linear_attention
 
 __all__ = ["CASES", "OURS", "Case", "Statistic", "attention_flops", "attention_inputs"]
@@ -53,8 +53,9 @@ class Case:
 
 def attention_flops(length: int) -> float:
     """Of the blocked form without gradients at the reference shape, features included."""
-    mixer = KernelAttention("rfa", HEADS * HEAD_SIZE, HEADS, NUM_RANDOM, "gaussian", 0)
-    return length * (mixer.prefill_flops().total - mixer.prefill_flops().projections)
+    sizes = {"hidden_size": HEADS * HEAD_SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
+    flops = RandomFeatureConfig(kind="rfa", short_convolution=0, **sizes).prefill_flops(length)
+    return length * (flops.total - flops.projections)
 
 
 def _tensor_bytes(length: int) -> float:

@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from benchmarks.decoding_forms import CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
+from benchmarks.decoding_forms import RANDOM_FEATURES, CachedForm, Form, Gpt2Form, Sizes, StateForm, language_model
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.roofline import RATES, Roofline, rate_works
 from benchmarks.setting import look_around
 from benchmarks.timing import Times, interleaved
-from dist_attn.costs import KernelAttention, LanguageModelCosts
+from dist_attn.costs import LanguageModelCosts
+from dist_attn.models import LanguageModelConfig
 
 __all__ = ["NAME", "QUESTION", "TESTS", "forms", "measure", "ratios_of", "step_costs"]
 
@@ -129,8 +130,7 @@ def ratios_of(batch: int, seconds: Mapping[str, float], held: Mapping[str, int])
 
 def step_costs(sizes: Sizes, batch: int) -> tuple[float, float]:
     """Operations, and bytes at the least: all weights once, every state read and written, all in float32."""
-    mixer = KernelAttention("rfa", sizes.width, sizes.heads, 64, "gaussian", 0)
-    model = LanguageModelCosts(sizes.vocabulary, sizes.width, sizes.mlp, (mixer,) * sizes.layers)
+    model = LanguageModelCosts(LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES)))
     return batch * model.decode_flops().total, model.weights_bytes + 2.0 * model.state_bytes(batch=batch)
 
 

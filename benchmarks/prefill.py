@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.decoding_forms import Sizes, gpt2, language_model
+from benchmarks.decoding_forms import RANDOM_FEATURES, Sizes, gpt2, language_model
 from benchmarks.measured import Measured, Panel, Table
 from benchmarks.peers import absent
 from benchmarks.roofline import RATES, Roofline, rate_works
 from benchmarks.setting import look_around
 from benchmarks.timing import interleaved
-from dist_attn.costs import KernelAttention, LanguageModelCosts
-from dist_attn.models import LanguageModel
+from dist_attn.costs import LanguageModelCosts
+from dist_attn.models import LanguageModel, LanguageModelConfig
 from dist_attn.ops import LocalSequenceOps
 
 __all__ = ["NAME", "QUESTION", "TESTS", "measure", "prefill_costs"]
@@ -63,8 +63,7 @@ def measure(smoke: bool) -> Measured:
 
 def prefill_costs(sizes: Sizes, length: int) -> tuple[float, float]:
     """Operations, and bytes at the least: all weights but the embedding's other rows once, hidden states written."""
-    mixer = KernelAttention("rfa", sizes.width, sizes.heads, 64, "gaussian", 0)
-    model = LanguageModelCosts(sizes.vocabulary, sizes.width, sizes.mlp, (mixer,) * sizes.layers)
+    model = LanguageModelCosts(LanguageModelConfig.model_validate(sizes.settings(RANDOM_FEATURES)))
     weights = model.weights_bytes - 4.0 * sizes.vocabulary * sizes.width
     return length * model.prefill_flops(length).total, weights + 4.0 * 2 * length * sizes.width
 

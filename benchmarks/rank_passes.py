@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from benchmarks.setting import own_cores, pin_to
 from dist_attn.comm import Communicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
-from dist_attn.costs import KernelAttention, Link, default_exchange
+from dist_attn.costs import Link, default_exchange
 from dist_attn.feature_maps import Gaussian
 from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import RandomFeatureConfig
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 
@@ -31,7 +32,8 @@ __all__ = ["COSTS", "Pass", "Passed", "measured_link", "pass_on_rank", "run_pass
 Result = TypeVar("Result")
 
 HEADS, SIZE, NUM_RANDOM = 8, 64, 64
-COSTS = KernelAttention("rfa", HEADS * SIZE, HEADS, NUM_RANDOM, "gaussian", 0)
+_SIZES = {"hidden_size": HEADS * SIZE, "num_heads": HEADS, "num_random": NUM_RANDOM}
+COSTS = RandomFeatureConfig(kind="rfa", short_convolution=0, **_SIZES)
 """Formulas of the reference shape, without a short convolution."""
 
 TIMEOUT_S = 900.0

@@ -28,7 +28,7 @@ def measure(smoke: bool) -> Measured:
         Pass(short, alone=False),
     ]
     found = run_passes(passes, 2, 1 if smoke else ROUNDS)
-    carry = COSTS.carry_bytes()
+    carry = COSTS.traffic().carry_bytes
     forward, at_step, at_short = found[0], found[4], found[5]
     ratios = {one.name: round(speedup(ranks), 3) for one, ranks in zip(passes[:4], found, strict=False)}
     ratios |= {

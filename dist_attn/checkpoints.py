@@ -5,29 +5,26 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import dist_attn
 from dist_attn.errors import InputError, ModelFolderError
+from dist_attn.model_config.folder import OTHER_KINDS, kind_of_model, read_any_config, read_config
+from dist_attn.model_config.language_model import NAMES_FOR_OTHERS
 from dist_attn.models import (
     LanguageModel,
-    LanguageModelConfig,
     MillionModel,
     Model,
-    ModelConfig,
     TextEncoder,
     build_model,
     check_precision,
     hold_weights_as,
     weight_precision_of,
 )
-from dist_attn.models.config import NAMES_FOR_OTHERS
-from dist_attn.models.refusal import refusal
 from dist_attn.shipped import default_model_folder, resolve_model_folder
 from dist_attn.shipped.manifest import check_manifest, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
@@ -46,18 +43,7 @@ __all__ = [
     "save_model",
 ]
 
-
-Config = TypeVar("Config")
-
 READERS = ("text_encoder", "million")  # what encodes texts beside language models
-OTHER_KINDS = (
-    "text_encoder",
-    "text_classifier",
-    "vision_classifier",
-    "masked_autoencoder",
-    "encoder_decoder",
-    "million",
-)
 
 
 def load_model(path_or_name: str | Path | None = None, *, weights: WeightPrecision = "float32") -> LanguageModel:
@@ -138,55 +124,6 @@ def _check_vocabulary(folder: Path, tokeniser: Tokeniser, vocab_size: int) -> No
             f"{folder}: tokenizer.json has {tokeniser.vocab_size} tokens, config.json says {vocab_size}; "
             "they must be equal, so the files are of two models"
         )
-
-
-def kind_of_model(folder: Path) -> str:
-    """The `kind` that config.json names; empty where it names none.
-
-    Raises: ModelFolderError when it cannot be read.
-    """
-    try:
-        values = _values((folder / "config.json").read_bytes())
-    except OSError as error:
-        raise ModelFolderError(f"{folder / 'config.json'} cannot be read: {error.strerror}") from None
-    return str(values.get("kind", "")) if isinstance(values, dict) else ""
-
-
-def read_config(folder: Path) -> LanguageModelConfig:
-    """The configuration in a model folder.
-
-    Raises: ModelFolderError when config.json is not a configuration of a language model of ours.
-    """
-    kind = kind_of_model(folder)
-    if kind in OTHER_KINDS:
-        raise ModelFolderError(f"{folder} holds a {kind}; needed here is a language model, which can write")
-    return _read_config(folder, TypeAdapter(LanguageModelConfig))
-
-
-def read_any_config(folder: Path) -> ModelConfig:
-    """`read_config` for a model of any kind."""
-    return _read_config(folder, TypeAdapter[ModelConfig](ModelConfig))
-
-
-def _read_config(folder: Path, kind: TypeAdapter[Config]) -> Config:
-    path = folder / "config.json"
-    try:
-        contents = path.read_bytes()
-    except OSError as error:
-        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
-    try:
-        return kind.validate_json(contents)
-    except ValidationError as error:
-        where, words = refusal(error, _values(contents))
-        raise ModelFolderError(f"{path}: {where or 'the whole file'}: {words}") from None
-
-
-def _values(contents: bytes) -> Any:
-    """What a JSON file holds; nothing where it is none, of which whoever needs its values says what is wrong."""
-    try:
-        return json.loads(contents)
-    except (ValueError, RecursionError):
-        return None
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

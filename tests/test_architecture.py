@@ -25,6 +25,7 @@ TORCH_FREE = (
     "dist_attn.errors",
     "dist_attn.layout",
     "dist_attn.launchers",
+    "dist_attn.model_config",
     "dist_attn.settings",
     "dist_attn.store",
     "dist_attn.text",

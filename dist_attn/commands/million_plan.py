@@ -20,8 +20,8 @@ def plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_json
     if tokens < 1 or ranks < 1:
         raise InputError(f"tokens is {tokens}, ranks is {ranks}; both must be 1 or more")
     costs = read_million_costs(folder)
-    whole, rest = divmod(tokens, costs.max_tokens)
-    lengths = [costs.max_tokens] * whole + [rest] * bool(rest)
+    whole, rest = divmod(tokens, costs.config.max_tokens)
+    lengths = [costs.config.max_tokens] * whole + [rest] * bool(rest)
     sent: Counter[str] = Counter()
     for length in lengths:
         sent.update(costs.bytes_sent(length, ranks))
@@ -47,8 +47,8 @@ def plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_json
             Table("Expected to be sent per rank", [(purpose, byte_size(count)) for purpose, count in sent.items()]),
         ],
         [
-            f"Expected: the Selector keeps {costs.selector.rate:.3%} of the tokens (selector.rate), evenly over the "
-            "sequence, and experts are chosen equally often. Validations say what one keeps (kept_share).",
+            f"Expected: the Selector keeps {costs.config.selector.rate:.3%} of the tokens (selector.rate), evenly over "
+            "the sequence, and experts are chosen equally often. Validations say what one keeps (kept_share).",
             f"Assumed for each rank: {rates.matmul_flops_per_s / 1e9:.3g} GFLOP/s in matrix products, of which reading "
             f"reaches {rates.prefill_efficiency:.0%}.",
         ],

@@ -2,25 +2,16 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import ValidationError
 
 from dist_attn.commands.tables import Table, byte_size, print_tables
-from dist_attn.costs import layer_costs, parse_count
+from dist_attn.costs import LayerCosts, parse_count
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
-from dist_attn.mixers import BidirectionalConfig, MixerConfig, Paradigm, build_mixer
-
-__all__ = ["MixerFacts", "mixer_facts", "print_mixers"]
-
-# Options that make another row of a kind: it sees both sides, or takes the sequence whole, and costs otherwise.
-FORMS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("static_kernel", "over all keys", {"bidirectional": True}),
-    ("convolution", "centred", {"centred": True}),
-    ("s4d", "as a convolution", {"form": "convolution"}),
-    ("s4", "as a convolution", {"form": "convolution"}),
-)
+from dist_attn.mixers import MixerConfig, Paradigm, build_mixer
+from dist_attn.model_config.mixer import load_offered_mixers, registered_mixers
 
 
 @dataclass(frozen=True)
@@ -49,14 +40,16 @@ def mixer_facts(tokens: int, *, hidden_size: int, num_heads: int, ranks: int) ->
     Raises: InputError for sizes that do not make a mixer.
     """
     lengths = SequenceLayout.even(tokens, ranks).lengths
+    # That of a kind's class; sizes do not enter.
+    paradigms = {(small.kind, form): build_mixer(small).paradigm for form, small in _configs(4, 1, 4)}
     facts = []
     for form, config in _configs(hidden_size, num_heads, tokens):
-        costs = layer_costs(config.model_dump(mode="json"))
+        costs = LayerCosts(config)
         facts.append(
             MixerFacts(
                 kind=config.kind,
                 form=form,
-                paradigm=_paradigm(config.kind, form),
+                paradigm=paradigms[config.kind, form],
                 causal=config.causal,
                 streams=config.streams,
                 parameters=costs.parameters,
@@ -109,29 +102,27 @@ def print_mixers(tokens: str, *, hidden_size: int, num_heads: int, ranks: int, a
     )
 
 
-def _configs(hidden_size: int, num_heads: int, tokens: int) -> list[tuple[str, MixerConfig | BidirectionalConfig]]:
-    """A configuration of every kind and form, with what has no default."""
-    needed = {"hidden_size": hidden_size, "num_heads": num_heads, "length": tokens, "token_mlp_size": hidden_size}
-    configs: list[tuple[str, MixerConfig | BidirectionalConfig]] = []
-    for config in get_args(get_args(MixerConfig)[0]):
-        given = {name: needed[name] for name, field in config.model_fields.items() if name in needed}
-        for kind in get_args(config.model_fields["kind"].annotation):
-            forms = [("", dict[str, Any]()), *((form, options) for of, form, options in FORMS if of == kind)]
+def _configs(hidden_size: int, num_heads: int, tokens: int) -> list[tuple[str, MixerConfig]]:
+    """A configuration of every kind and form, with the sizes that have no default.
+
+    Kinds that need more than sizes have no row.
+    """
+    load_offered_mixers()
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "length": tokens, "token_mlp_size": hidden_size}
+    configs: list[tuple[str, MixerConfig]] = []
+    for kind, config in sorted(registered_mixers().items()):
+        fields = config.model_fields
+        known = {"kind": kind, **{name: size for name, size in sizes.items() if name in fields}}
+        for form, options in config.forms.items():
+            values = {**known, **options}
+            if any(field.is_required() and name not in values for name, field in fields.items()):
+                continue
             try:
-                configs += [(form, config(kind=kind, **given, **options)) for form, options in forms]
+                configs.append((form, config.model_validate(values)))
             except ValidationError as error:
                 said = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise InputError(f"{kind} cannot have these sizes: {said}") from None
-    for attention in get_args(BidirectionalConfig.model_fields["attention"].annotation):
-        all_keys = BidirectionalConfig(hidden_size=hidden_size, num_heads=num_heads, attention=attention)
-        configs.append((attention, all_keys))
     return configs
-
-
-def _paradigm(kind: str, form: str) -> Paradigm:
-    """That of the kind's class; sizes do not enter."""
-    (small,) = (config for of, config in _configs(4, 1, 4) if (config.kind, of) == (kind, form))
-    return build_mixer(small).paradigm
 
 
 def _as_object(facts: MixerFacts) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def plan(
 
 def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:
     """The exchange that ranks choose on this machine: the one measured fastest, if any was; None without a choice."""
-    messages = [message for mixer in costs.kinds if (message := mixer.scan_message()) is not None]
+    messages = [message for mixer in costs.kinds if (message := mixer.traffic().scanned) is not None]
     if not messages or ranks < 2:
         return None
     message = max(messages, key=lambda one: one.bytes)

@@ -112,7 +112,7 @@ def measured_rates(
         prefill_efficiency=reached / measured.matmul_flops_per_s,
         link=_link(measured, message_bytes, ranks),
         text_tokens_per_s=measured.text_tokens_per_s,
-        exposed_s=measured.exchange_s / costs.num_layers if ranks > 1 else 0.0,
+        exposed_s=measured.exchange_s / costs.config.num_layers if ranks > 1 else 0.0,
         handing_s=measured.handing_s,
     )
 

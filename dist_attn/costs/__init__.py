@@ -1,9 +1,7 @@
 """Memory, bytes and time of models and exchanges in plain numbers, before anything is started; never loads torch."""
 
-from dist_attn.costs.build import layer_costs
 from dist_attn.costs.calibration import Calibration, ScanTime, calibration_file, default_exchange, read_calibration
 from dist_attn.costs.counts import parse_count
-from dist_attn.costs.dense_space import DenseStateSpace
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, Rates, estimate
 from dist_attn.costs.exchanges import (
     Link,
@@ -14,10 +12,7 @@ from dist_attn.costs.exchanges import (
     broadcast_bytes,
     reduce_scatter_bytes,
 )
-from dist_attn.costs.flops import TokenFlops
-from dist_attn.costs.input_independent import CausalConvolution, DiagonalStateSpace
-from dist_attn.costs.legs import LegsMemory
-from dist_attn.costs.mixers import KernelAttention, LayerCosts, MixerCosts, SoftmaxAttention
+from dist_attn.costs.layers import LayerCosts, layer_costs
 from dist_attn.costs.models import LanguageModelCosts, model_kind, read_model_costs
 from dist_attn.costs.operations import (
     diagonal_scan_bytes,
@@ -29,38 +24,30 @@ from dist_attn.costs.operations import (
     reshuffle_bytes,
 )
 from dist_attn.costs.output import OutputFormat, output_bytes
-from dist_attn.costs.relative_attention import RelativeAttention
-from dist_attn.costs.scans import ScanCost, ScanMessage, scan_cost, scan_seconds
+from dist_attn.costs.scans import ScanCost, scan_cost, scan_seconds
+from dist_attn.model_config.figures import ScanMessage, TokenFlops
 
 __all__ = [
     "Calibration",
-    "CausalConvolution",
-    "DenseStateSpace",
-    "DiagonalStateSpace",
     "Estimate",
-    "KernelAttention",
     "LanguageModelCosts",
     "LayerCosts",
-    "LegsMemory",
     "Link",
     "MemoryPerRank",
-    "MixerCosts",
     "OutputFormat",
     "Rates",
-    "RelativeAttention",
     "ScanCost",
     "ScanMessage",
     "ScanTime",
-    "SoftmaxAttention",
     "TokenFlops",
     "all_gather_bytes",
     "all_gather_seconds",
     "all_reduce_bytes",
     "all_to_all_bytes",
     "broadcast_bytes",
-    "diagonal_scan_bytes",
     "calibration_file",
     "default_exchange",
+    "diagonal_scan_bytes",
     "estimate",
     "halo_bytes",
     "layer_costs",
@@ -73,8 +60,8 @@ __all__ = [
     "reduce_scatter_bytes",
     "relative_attention_bytes",
     "relative_state_numbers",
-    "scan_cost",
-    "scan_seconds",
     "reshuffle_back_bytes",
     "reshuffle_bytes",
+    "scan_cost",
+    "scan_seconds",
 ]

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import msgspec
 
-__all__ = ["Calibration", "ScanTime", "calibration_file", "default_exchange", "read_calibration"]
-
 # Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.
 GATHER_RANKS = 8
 # What is measured with any number of ranks; two of them may also swap.

@@ -5,8 +5,6 @@ from decimal import Decimal
 
 from dist_attn.errors import InputError
 
-__all__ = ["parse_count"]
-
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _COUNT = re.compile(r"(\d{1,3}(?:,\d{3})+|\d+(?:_\d+)*)(\.\d+)?\s?([kmgbt]?)", re.IGNORECASE | re.ASCII)
 _LARGEST = 1 << 53  # what JSON readers keep exact

@@ -4,16 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dist_attn.costs.calibration import default_exchange
-from dist_attn.costs.exchanges import Link, all_gather_bytes, all_gather_seconds
-from dist_attn.costs.handing import handing_seconds
-from dist_attn.costs.mixers import FLOAT_BYTES, MixerCosts
+from dist_attn.costs.exchanges import Link, all_gather_bytes, all_gather_seconds, handing_seconds
 from dist_attn.costs.models import LanguageModelCosts
 from dist_attn.costs.output import FORMATS, output_bytes
-from dist_attn.costs.scans import ScanMessage, scan_cost, scan_seconds
+from dist_attn.costs.scans import scan_cost, scan_seconds
 from dist_attn.errors import ConfigError, InputError
+from dist_attn.model_config.figures import FLOAT_BYTES, Traffic
+from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.wire.choices import WeightPrecision
-
-__all__ = ["GRAIN", "Estimate", "MemoryPerRank", "Rates", "busiest_rank_tokens", "estimate"]
 
 GRAIN = 512  # tokens; ranks are cut on this grid
 # Python, torch and the libraries beside it, on a CPU, and what the allocator keeps between blocks: measured, a process
@@ -137,9 +135,9 @@ def estimate(
         memory=_memory(model, tokens, ranks, block_tokens, layers),
         exchange=" and ".join(dict.fromkeys(layer.algorithm for layer in layers if layer.algorithm)),
         carry_message_bytes=model.carry_bytes,
-        halo_message_bytes=max(layer.halo_bytes for layer in layers),
+        halo_message_bytes=max(layer.edge_bytes for layer in layers),
         carry_bytes_sent=blocks * sum(layer.layers * layer.state_bytes_sent() for layer in layers),
-        halo_bytes_sent=blocks * sum(layer.layers * all_gather_bytes(layer.halo_bytes, ranks) for layer in layers),
+        halo_bytes_sent=blocks * sum(layer.layers * all_gather_bytes(layer.edge_bytes, ranks) for layer in layers),
         key_bytes_sent=keys,
         compute_seconds=operations / (rates.matmul_flops_per_s * rates.prefill_efficiency),
         exchange_seconds=_exchange_seconds(layers, blocks, ranks, keys, rates),
@@ -158,45 +156,50 @@ def estimate(
 class _LayerExchange:
     """How states and edge tokens of each of `layers` layers travel in one block; no `algorithm` where no states do."""
 
-    mixer: MixerCosts
+    mixer: MixerConfig
+    traffic: Traffic
     layers: int
     algorithm: str
-    message: ScanMessage | None  # None: states are all-gathered
     ranks: int
 
     @staticmethod
-    def of(mixer: MixerCosts, layers: int, ranks: int, exchange: str | None) -> "_LayerExchange":
-        message = mixer.scan_message()
-        if ranks == 1 or not mixer.carry_bytes():
-            return _LayerExchange(mixer, layers, "", None, ranks)
-        if message is None:  # whatever is chosen for states that are scanned
-            return _LayerExchange(mixer, layers, "gather", None, ranks)
+    def of(mixer: MixerConfig, layers: int, ranks: int, exchange: str | None) -> "_LayerExchange":
+        traffic = mixer.traffic()
+        if ranks == 1 or not traffic.carry_bytes:
+            return _LayerExchange(mixer, traffic, layers, "", ranks)
+        if traffic.scanned is None:  # whatever is chosen for states that are scanned
+            return _LayerExchange(mixer, traffic, layers, "gather", ranks)
         if exchange == "pair" and ranks != 2:
             raise ConfigError(f"the exchange pair is for 2 ranks, not {ranks}; leave it open, or take gather")
-        return _LayerExchange(mixer, layers, exchange or default_exchange(ranks), message, ranks)
+        return _LayerExchange(mixer, traffic, layers, exchange or default_exchange(ranks), ranks)
 
     @property
-    def halo_bytes(self) -> int:
-        return self.mixer.halo_bytes()
+    def edge_bytes(self) -> int:
+        return self.traffic.edge_bytes
 
     def state_bytes_sent(self) -> int:
         """In one layer, of the rank that sends most."""
-        if self.message is None:
-            return all_gather_bytes(self.mixer.carry_bytes(), self.ranks) if self.algorithm else 0
-        costs = (scan_cost(self.algorithm, self.message, self.ranks, r, hosts=self._hosts) for r in range(self.ranks))
+        if not self.algorithm:
+            return 0
+        message = self.traffic.scanned
+        if message is None:
+            return all_gather_bytes(self.traffic.gathered_bytes, self.ranks)
+        costs = (scan_cost(self.algorithm, message, self.ranks, r, hosts=self._hosts) for r in range(self.ranks))
         return max(cost.bytes_sent for cost in costs)
 
     def seconds(self, link: Link) -> float:
         """Of one layer."""
-        edges = all_gather_seconds(self.halo_bytes, self.ranks, link) if self.halo_bytes else 0.0
-        if self.message is not None:
-            return edges + scan_seconds(self.algorithm, self.message, self.ranks, link, hosts=self._hosts)
-        return edges + (all_gather_seconds(self.mixer.carry_bytes(), self.ranks, link) if self.algorithm else 0.0)
+        edges = all_gather_seconds(self.edge_bytes, self.ranks, link) if self.edge_bytes else 0.0
+        if not self.algorithm:
+            return edges
+        if self.traffic.scanned is None:
+            return edges + all_gather_seconds(self.traffic.gathered_bytes, self.ranks, link)
+        return edges + scan_seconds(self.algorithm, self.traffic.scanned, self.ranks, link, hosts=self._hosts)
 
     def memory_bytes(self, block_tokens: int) -> int:
         """What a rank holds for the exchanges of one layer."""
-        edges = 0 if self.ranks == 1 else (3 * self.ranks + 3) * self.halo_bytes
-        carries = self._messages_held() * self.mixer.carry_bytes() if self.algorithm else 0
+        edges = 0 if self.ranks == 1 else (3 * self.ranks + 3) * self.edge_bytes
+        carries = self._messages_held() * self.traffic.carry_bytes if self.algorithm else 0
         return carries + edges + self.mixer.key_exchange_bytes(self.ranks, block_tokens)
 
     def _messages_held(self) -> int:

@@ -7,16 +7,7 @@ The scans over ranks are in `costs.scans`.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "Link",
-    "all_gather_bytes",
-    "all_gather_seconds",
-    "all_reduce_bytes",
-    "all_to_all_bytes",
-    "broadcast_bytes",
-    "reduce_scatter_bytes",
-]
-
+TOKEN_BYTES = 4
 ONE_STEP_BYTES = 64 * 1024  # up to here an all-reduce is one all-gather
 
 
@@ -58,3 +49,16 @@ def all_to_all_bytes(send_counts: Sequence[int], row_bytes: int, rank: int) -> i
 def broadcast_bytes(message_bytes: int, ranks: int, *, is_source: bool) -> int:
     """(P - 1) |x| from the source, nothing from the others."""
     return (ranks - 1) * message_bytes if is_source else 0
+
+
+def handing_seconds(ranks: int, block_tokens: int, row_bytes: int, link: Link) -> float:
+    """How long a block's tokens take from rank 0 to the ranks, and the rows' pieces from the ranks back to rank 0.
+
+    Two broadcasts of ceil(log2 P) steps, the second with P L tokens; P - 1 messages each of counts, ranges and rows.
+    `block_tokens` is L, `row_bytes` what one rank sends back. One rank hands nothing to anybody.
+    """
+    if ranks == 1:
+        return 0.0
+    steps = (ranks - 1).bit_length()
+    tokens_s = steps * (2 * link.latency_s + TOKEN_BYTES * ranks * block_tokens / link.bytes_per_s)
+    return tokens_s + (ranks - 1) * (3 * link.latency_s + row_bytes / link.bytes_per_s)

@@ -1,88 +1,82 @@
-"""What a whole model costs, from the few numbers of its folder's config.json; no model is built."""
+"""What a whole language model costs, from its folder's config.json; no model is built."""
 
 import contextlib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
 
-from dist_attn.costs.build import Count, MixerNumbers, mixer_costs
-from dist_attn.costs.flops import TokenFlops
-from dist_attn.costs.linear_weights import LinearWeights
-from dist_attn.costs.mixers import FLOAT_BYTES, POSITION_BYTES, MixerCosts
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, ModelFolderError
+from dist_attn.model_config.figures import FLOAT_BYTES, POSITION_BYTES, TokenFlops, Weights, linear
+from dist_attn.model_config.folder import read_config
+from dist_attn.model_config.hybrid import pattern_of
+from dist_attn.model_config.language_model import LanguageModelConfig, LearnedPositions
+from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.wire.choices import WeightPrecision
 
-__all__ = ["LanguageModelCosts", "model_kind", "read_model_costs"]
-
-
 _HALF_BYTES = 2
+_SAVED_BYTES = {"float32": 0, "bfloat16": 2, "int8": 3}  # of each number in a matrix, beside float32
+_SCALE_BYTES = 2  # of each row of an int8 matrix
 
 
 @dataclass(frozen=True)
 class LanguageModelCosts:
-    """A language model: embedding, pre-norm blocks of mixer and MLP, final norm, read-out tied or of its own.
+    """The costs of a language model; `weights` is how those of linear layers and tables lie in memory."""
 
-    `mixers` are those of the layers, in order; `weights` is how those of linear layers and tables lie in memory.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    mlp_size: int
-    mixers: tuple[MixerCosts, ...]
-    norm: Literal["layer", "rms"] = "layer"
-    mlp: Literal["plain", "gated"] = "plain"
-    mlp_bias: bool = True
-    learned_positions: int = 0
-    concatenated_positions: bool = False
-    readout: Literal["tied", "own"] = "tied"
+    config: LanguageModelConfig
     weights: WeightPrecision = "float32"
 
     @property
-    def num_layers(self) -> int:
-        """How many blocks there are."""
-        return len(self.mixers)
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state."""
+        return self.config.hidden_size
 
     @cached_property
-    def kinds(self) -> dict[MixerCosts, int]:
+    def kinds(self) -> dict[MixerConfig, int]:
         """The different mixers, and how many layers have each."""
-        return dict(Counter(self.mixers))
+        pattern = pattern_of(self.config.mixer)
+        return dict(Counter(pattern[layer % len(pattern)] for layer in range(self.config.num_layers)))
 
-    def over_layers(self, count: Callable[[MixerCosts], int]) -> int:
+    def over_layers(self, count: Callable[[MixerConfig], int]) -> int:
         """The sum of something that is counted of a mixer, over all layers."""
         return sum(layers * count(mixer) for mixer, layers in self.kinds.items())
 
     @property
     def carry_bytes(self) -> int:
         """The largest state message that a rank contributes to a block in a layer."""
-        return max(mixer.carry_bytes() for mixer in self.kinds)
+        return max(mixer.traffic().carry_bytes for mixer in self.kinds)
+
+    @cached_property
+    def numbers(self) -> Weights:
+        """All numbers held: embedding, positions, blocks of mixer, MLP and two norms, final norm, read-out."""
+        config, size = self.config, self.config.hidden_size
+        norm = Weights(others=(2 if config.block.norm.kind == "layer" else 1) * size)
+        table = linear(size, config.vocab_size)
+        total = (self._mlp + norm * 2) * config.num_layers + norm + table * (2 if config.readout == "own" else 1)
+        if isinstance(config.positions, LearnedPositions):
+            total += Weights(others=config.positions.length * size)
+        if config.positions == "concatenated":
+            total += linear(2 * size, size, bias=True)
+        return sum((mixer.weights() * layers for mixer, layers in self.kinds.items()), total)
 
     @property
     def parameters(self) -> int:
         """Learned numbers of the whole model."""
-        size = self.hidden_size
-        norm = 2 * size if self.norm == "layer" else size
-        bias = self._mlp_inner + size if self.mlp_bias else 0
-        per_layer = 2 * norm + self._mlp_weights + bias
-        mixers = self.over_layers(lambda mixer: mixer.parameters)
-        tables = self.learned_positions + self.vocab_size * (2 if self.readout == "own" else 1)
-        position_map = 2 * size * size + size if self.concatenated_positions else 0
-        return tables * size + position_map + self.num_layers * per_layer + mixers + norm
+        return self.numbers.parameters
 
     @property
     def weights_bytes(self) -> int:
         """Parameters and buffers as they lie in memory."""
-        return self.read_bytes - self._linear.saved_bytes(self.weights)
+        scales = _SCALE_BYTES * self.numbers.rows if self.weights == "int8" else 0
+        return self.read_bytes - _SAVED_BYTES[self.weights] * self.numbers.matrices + scales
 
     @property
     def read_bytes(self) -> int:
         """Parameters and buffers in float32, as they are read from the folder."""
-        return FLOAT_BYTES * (self.parameters + self.over_layers(lambda mixer: mixer.buffers))
+        return FLOAT_BYTES * (self.numbers.parameters + self.numbers.buffers)
 
     def state_bytes(self, position: int = 0, batch: int = 1) -> int:
         """What `batch` sessions keep after `position` tokens each."""
@@ -99,7 +93,7 @@ class LanguageModelCosts:
     def decode_flops(self, position: int = 0) -> TokenFlops:
         """Of the token at `position`, with the read-out."""
         parts = self._all_layers(lambda mixer: mixer.decode_flops(position))
-        return replace(parts, readout=2.0 * self.hidden_size * self.vocab_size)
+        return replace(parts, readout=2.0 * self.hidden_size * self.config.vocab_size)
 
     def activation_bytes(self, tokens: int, batch: int = 1) -> int:
         """Peak of all temporary tensors in a block of `tokens` per sequence, without gradients.
@@ -111,82 +105,35 @@ class LanguageModelCosts:
         those of the MLP, and a copy of its weights: widened from int8 and then packed, which is 2 bytes twice, packed
         alone, or float32. Steps make a copy of the read-out so, at another time.
         """
-        mlp = FLOAT_BYTES * batch * tokens * (4 * self.hidden_size + self.mlp_size + self._mlp_inner)
+        size, inner = self.hidden_size, self._mlp_inner
+        mlp = FLOAT_BYTES * batch * tokens * (4 * size + self.config.mlp_size + inner)
         layer = max(mlp, *(mixer.activation_bytes(tokens, batch) for mixer in self.kinds))
         if self.weights != "float32":
-            layer += _HALF_BYTES * batch * tokens * (self.hidden_size + self._mlp_inner)
-            largest = max(self.hidden_size * self._mlp_inner, *(mixer.linear.numbers for mixer in self.kinds))
-            layer = max(layer + FLOAT_BYTES * largest, FLOAT_BYTES * self.hidden_size * self.vocab_size)
+            layer += _HALF_BYTES * batch * tokens * (size + inner)
+            largest = max(size * inner, *(mixer.weights().matrices for mixer in self.kinds))
+            layer = max(layer + FLOAT_BYTES * largest, FLOAT_BYTES * size * self.config.vocab_size)
         return layer + 2 * POSITION_BYTES * batch * tokens + self.state_bytes(tokens, batch)
 
-    def _all_layers(self, count: Callable[[MixerCosts], TokenFlops]) -> TokenFlops:
+    def _all_layers(self, count: Callable[[MixerConfig], TokenFlops]) -> TokenFlops:
         parts = [(layers, count(mixer)) for mixer, layers in self.kinds.items()]
-        return TokenFlops(
-            projections=sum(layers * part.projections for layers, part in parts) + self._position_flops,
-            features=sum(layers * part.features for layers, part in parts),
-            scores=sum(layers * part.scores for layers, part in parts),
-            state=sum(layers * part.state for layers, part in parts),
-            mlp=2.0 * self.num_layers * self._mlp_weights,
-        )
+        summed = {
+            part.name: sum(layers * getattr(flops, part.name) for layers, flops in parts) for part in fields(TokenFlops)
+        }
+        summed["projections"] += 4.0 * self.hidden_size**2 if self.config.positions == "concatenated" else 0.0
+        return TokenFlops(**{**summed, "mlp": 2.0 * self.config.num_layers * self._mlp.matrices})
 
     @property
-    def _linear(self) -> LinearWeights:
-        """Mixers', the MLPs', the tables of tokens, and the map of concatenated positions."""
-        size = self.hidden_size
-        layer = LinearWeights(self._mlp_weights, self._mlp_inner + size)
-        table = LinearWeights(self.vocab_size * size, self.vocab_size) * (2 if self.readout == "own" else 1)
-        position_map = LinearWeights(2 * size * size, size) * int(self.concatenated_positions)
-        mixers = sum((mixer.linear * layers for mixer, layers in self.kinds.items()), LinearWeights())
-        return layer * self.num_layers + table + position_map + mixers
-
-    @property
-    def _position_flops(self) -> float:
-        return 4.0 * self.hidden_size**2 if self.concatenated_positions else 0.0
+    def _mlp(self) -> Weights:
+        size, bias = self.hidden_size, self.config.block.mlp.bias
+        return linear(size, self._mlp_inner, bias=bias) + linear(self.config.mlp_size, size, bias=bias)
 
     @property
     def _mlp_inner(self) -> int:
-        return self.mlp_size * (2 if self.mlp == "gated" else 1)
-
-    @property
-    def _mlp_weights(self) -> int:
-        return self.hidden_size * (self._mlp_inner + self.mlp_size)
-
-
-class _NormConfig(msgspec.Struct, frozen=True):
-    kind: Literal["layer", "rms"] = "layer"
-
-
-class _MlpConfig(msgspec.Struct, frozen=True):
-    kind: Literal["plain", "gated"] = "plain"
-    bias: bool = True
-
-
-class _BlockConfig(msgspec.Struct, frozen=True):
-    norm: _NormConfig = _NormConfig()
-    mlp: _MlpConfig = _MlpConfig()
-
-
-class _LearnedPositions(msgspec.Struct, frozen=True):
-    length: Count
+        return self.config.mlp_size * (2 if self.config.block.mlp.kind == "gated" else 1)
 
 
 class _Kind(msgspec.Struct, frozen=True):
     kind: str = ""
-
-
-class _ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    vocab_size: Count
-    hidden_size: Count
-    num_layers: Annotated[int, Meta(ge=1, le=10_000)]
-    mlp_size: Count
-    mixer: MixerNumbers
-    positions: str | _LearnedPositions = "none"
-    block: _BlockConfig = _BlockConfig()
-    readout: Literal["tied", "own"] = "tied"
-    kind: Literal["language_model"] = "language_model"
-    # What the file says to transformers.
-    model_type: str = ""
-    architectures: tuple[str, ...] = ()
 
 
 def model_kind(folder: Path) -> str:
@@ -197,39 +144,14 @@ def model_kind(folder: Path) -> str:
 
 
 def read_model_costs(folder: Path, weights: WeightPrecision = "float32") -> LanguageModelCosts:
-    """The costs of the model in a folder, by the numbers in its config.json, with `weights` held in that precision.
+    """The costs of the model in a folder, by its config.json, with `weights` held in that precision.
 
-    Raises: ConfigError for a file that cannot be read, a number that is missing, or a kind without a formula here.
+    Raises: ConfigError for a file that cannot be read, or that is not the configuration of a language model.
     """
-    path = folder / "config.json"
+    kind = model_kind(folder)
+    if kind not in ("", "language_model"):
+        raise ConfigError(f"{folder / 'config.json'} describes a {kind!r}; the costs of a 'language_model' are known")
     try:
-        data = path.read_bytes()
-        kind = msgspec.json.decode(data, type=_Kind).kind
-        if kind not in ("", "language_model"):
-            raise ConfigError(f"{path} describes a {kind!r}; the costs of a 'language_model' are known")
-        config = msgspec.json.decode(data, type=_ModelConfig)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the configuration of a model: {error}") from None
-    return LanguageModelCosts(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        mlp_size=config.mlp_size,
-        mixers=_mixers_of_layers(path, config),
-        norm=config.block.norm.kind,
-        mlp=config.block.mlp.kind,
-        mlp_bias=config.block.mlp.bias,
-        concatenated_positions=config.positions == "concatenated",
-        learned_positions=0 if isinstance(config.positions, str) else config.positions.length,
-        readout=config.readout,
-        weights=weights,
-    )
-
-
-def _mixers_of_layers(path: Path, config: _ModelConfig) -> tuple[MixerCosts, ...]:
-    if config.mixer.kind == "hybrid" and not config.mixer.pattern:
-        raise ConfigError(f"{path}: the mixer is hybrid and has no pattern; it needs the mixers of its layers")
-    named = config.mixer.pattern if config.mixer.kind == "hybrid" else (config.mixer,)
-    pattern = [mixer_costs(path, mixer, config.hidden_size) for mixer in named]
-    return tuple(pattern[layer % len(pattern)] for layer in range(config.num_layers))
+        return LanguageModelCosts(read_config(folder), weights)
+    except ModelFolderError as error:
+        raise ConfigError(str(error)) from None

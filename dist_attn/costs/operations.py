@@ -8,17 +8,6 @@ from collections.abc import Sequence
 
 from dist_attn.costs.exchanges import all_gather_bytes
 
-__all__ = [
-    "diagonal_scan_bytes",
-    "halo_bytes",
-    "realignment_bytes",
-    "relative_attention_bytes",
-    "relative_state_numbers",
-    "reshuffle_back_bytes",
-    "reshuffle_bytes",
-    "there_and_back_bytes",
-]
-
 
 def reshuffle_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
     """From tokens to columns: L local tokens of the columns that other ranks take."""
@@ -28,12 +17,6 @@ def reshuffle_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, ra
 def reshuffle_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
     """From columns to tokens: the other ranks' tokens of this rank's columns."""
     return (sum(lengths) - lengths[rank]) * _own_columns(columns, len(lengths), rank) * numbers_bytes
-
-
-def there_and_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: int, rank: int) -> int:
-    """From tokens to columns, and back."""
-    there = reshuffle_bytes(lengths, columns, numbers_bytes, rank)
-    return there + reshuffle_back_bytes(lengths, columns, numbers_bytes, rank)
 
 
 def diagonal_scan_bytes(batch: int, channels: int, modes: int, ranks: int, *, real_bytes: int = 4) -> int:

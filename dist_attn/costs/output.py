@@ -2,8 +2,6 @@
 
 from typing import Literal
 
-__all__ = ["FORMATS", "OutputFormat", "output_bytes"]
-
 OutputFormat = Literal["npy", "ndjson", "arrow"]
 FORMATS: tuple[OutputFormat, ...] = ("npy", "ndjson")  # of files
 

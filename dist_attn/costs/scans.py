@@ -9,28 +9,7 @@ from dataclasses import dataclass
 
 from dist_attn.costs.exchanges import Link
 from dist_attn.errors import ConfigError
-
-__all__ = ["ScanCost", "ScanMessage", "scan_cost", "scan_seconds"]
-
-WEIGHTS = 1  # columns that every piece carries: the log decay
-
-
-@dataclass(frozen=True)
-class ScanMessage:
-    """What one rank contributes to a scan: `groups` rows of `sums` numbers and their log decay."""
-
-    groups: int
-    sums: int
-    element_bytes: int = 4
-
-    @property
-    def bytes(self) -> int:
-        """|x|."""
-        return self.groups * (self.sums + WEIGHTS) * self.element_bytes
-
-    def piece_bytes(self, pieces: int) -> int:
-        """One of equal pieces, each with the log decay."""
-        return self.groups * (-(-self.sums // pieces) + WEIGHTS) * self.element_bytes
+from dist_attn.model_config.figures import ScanMessage
 
 
 @dataclass(frozen=True)

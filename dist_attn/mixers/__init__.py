@@ -1,34 +1,32 @@
 """Token mixers: one template, one file per family."""
 
-from dist_attn.mixers.base import MixerState, TokenMixer
-from dist_attn.mixers.build import build_mixer
-from dist_attn.mixers.config import (
-    BidirectionalConfig,
-    CrossConfig,
-    EfficientConfig,
-    EluConfig,
-    MixerConfig,
-    PerformerConfig,
-    RandomFeatureConfig,
-    ScaleformerConfig,
-    SoftmaxConfig,
-    StaticKernelConfig,
+from dist_attn.mixers.base import (
+    MixerState,
+    Paradigm,
+    TokenMixer,
+    build_mixer,
+    require_own,
+    state_zeros,
 )
 from dist_attn.mixers.cross import CrossAttention, MemoryState
-from dist_attn.mixers.head_config import DenominatorConfig, RelativeConfig, RotaryConfig
-from dist_attn.mixers.input_independent_config import (
-    ConvolutionConfig,
-    FourierConfig,
-    HippoConfig,
-    LsslConfig,
-    S4Config,
-    S4DConfig,
-    SgConvConfig,
-    TokenMlpConfig,
+from dist_attn.mixers.feature_map_attention import RandomFeatureAttention
+from dist_attn.mixers.random_matrices import redraw_pools
+from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Weights, linear
+from dist_attn.model_config.mixer import MixerConfig, register_mixer
+from dist_attn.model_config.mixers.all_keys import BidirectionalConfig, CrossConfig
+from dist_attn.model_config.mixers.convolutions import ConvolutionConfig, FourierConfig, SgConvConfig, TokenMlpConfig
+from dist_attn.model_config.mixers.exact import SoftmaxConfig
+from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
+from dist_attn.model_config.mixers.kernels import (
+    EfficientConfig,
+    EluConfig,
+    PerformerConfig,
+    RandomFeatureConfig,
+    StaticKernelConfig,
 )
-from dist_attn.mixers.paradigm import Paradigm
-from dist_attn.mixers.random_feature import RandomFeatureAttention
-from dist_attn.mixers.redraw import redraw_pools
+from dist_attn.model_config.mixers.scaleformer import ScaleformerConfig
+from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig, S4Config, S4DConfig
 
 __all__ = [
     "BidirectionalConfig",
@@ -44,8 +42,8 @@ __all__ = [
     "MemoryState",
     "MixerConfig",
     "MixerState",
-    "PerformerConfig",
     "Paradigm",
+    "PerformerConfig",
     "RandomFeatureAttention",
     "RandomFeatureConfig",
     "RelativeConfig",
@@ -53,11 +51,20 @@ __all__ = [
     "S4Config",
     "S4DConfig",
     "ScaleformerConfig",
+    "ScanMessage",
     "SgConvConfig",
     "SoftmaxConfig",
     "StaticKernelConfig",
+    "TokenFlops",
     "TokenMixer",
     "TokenMlpConfig",
+    "Traffic",
+    "Weights",
+    "WholeSequenceMixer",
     "build_mixer",
+    "linear",
     "redraw_pools",
+    "register_mixer",
+    "require_own",
+    "state_zeros",
 ]

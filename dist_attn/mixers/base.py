@@ -5,17 +5,45 @@ rest; it never asks its rank. Its state is a value: what the tokens so far leave
 """
 
 from abc import ABC, abstractmethod
-from typing import Protocol, Self, cast
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol, Self, TypeVar, cast
 
 import torch
-from pydantic import BaseModel
 from torch import nn
 
-from dist_attn.costs import LayerCosts, layer_costs
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.costs import LayerCosts
+from dist_attn.errors import ConfigError, InputError
+from dist_attn.model_config.mixer import MixerConfig, mixer_builder
 from dist_attn.ops import SequenceOps
 
-__all__ = ["MixerState", "TokenMixer", "state_zeros"]
+
+class Paradigm(Enum):
+    """P(X | theta) or P(X), with X in the mixing or not; the value is the paper's number.
+
+    The paper counts state spaces as dependent on the input, because their state is; with constant matrices the weights
+    between tokens are not.
+
+    Reference: A Unified View of Long-Sequence Models, Sec. 2.
+    """
+
+    LEARNED_INDEPENDENT = 1
+    LEARNED_DEPENDENT = 2
+    FIXED_INDEPENDENT = 3
+    FIXED_DEPENDENT = 4
+
+    @property
+    def learned(self) -> bool:
+        """Whether the mixing has parameters."""
+        return self in (Paradigm.LEARNED_INDEPENDENT, Paradigm.LEARNED_DEPENDENT)
+
+    @property
+    def dependent(self) -> bool:
+        """Whether the mixing depends on the input."""
+        return self in (Paradigm.LEARNED_DEPENDENT, Paradigm.FIXED_DEPENDENT)
+
+    def __str__(self) -> str:
+        return f"{'learned' if self.learned else 'fixed'}, {'dependent' if self.dependent else 'independent'}"
 
 
 class MixerState(Protocol):
@@ -56,13 +84,55 @@ class TokenMixer(nn.Module, ABC):
         """The state before any token."""
 
     def costs(self) -> LayerCosts:
-        """Parameters, operations, state and traffic over ranks, in plain numbers.
-
-        Raises: ConfigError for a kind without formulas.
-        """
-        return layer_costs(cast(BaseModel, self.config).model_dump(mode="json"))
+        """Parameters, operations, state and traffic over ranks, in plain numbers."""
+        return LayerCosts(cast(MixerConfig, self.config))
 
 
 def state_zeros(parameter: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """Zeros of the type of a parameter, where it lies; whole on every rank, also where the parameter is sharded."""
     return torch.zeros(shape, dtype=parameter.dtype, device=parameter.device)
+
+
+State = TypeVar("State", bound=MixerState)
+
+
+def require_own(state: MixerState, own: type[State], kind: str, shapes: Sequence[tuple[int | None, ...]]) -> State:
+    """The state as what it is. `shapes` are those of its tensors, in order; None stands for any number.
+
+    States that several kinds of mixers share say in `kind` which one left them: sizes may be equal by chance.
+
+    Raises: InputError for a state of another kind or with other sizes, with what was given and what is needed.
+    """
+    given = [tuple(tensor.shape) for tensor in state.tensors()]
+    left_by = getattr(state, "kind", kind)
+    if not isinstance(state, own) or left_by != kind or not _fit(given, shapes):
+        name = type(state).__name__ if not hasattr(state, "kind") else f"{type(state).__name__} of {left_by}"
+        raise InputError(
+            f"a {name} with tensors {_words(given)} was given to {kind}; it needs its own state, a {own.__name__} with "
+            f"tensors {_words(shapes)}"
+        )
+    return state
+
+
+def _fit(given: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int | None, ...]]) -> bool:
+    return len(given) == len(shapes) and all(
+        len(has) == len(needs) and all(need is None or size == need for size, need in zip(has, needs, strict=True))
+        for has, needs in zip(given, shapes, strict=True)
+    )
+
+
+def _words(shapes: Sequence[tuple[int | None, ...]]) -> str:
+    return ", ".join("[" + ", ".join("any" if size is None else str(size) for size in shape) + "]" for shape in shapes)
+
+
+def build_mixer(config: MixerConfig) -> TokenMixer:
+    """The mixer that `config.kind` names, with fresh parameters.
+
+    Raises: ConfigError for a configuration whose kind is not registered.
+    """
+    mixer = mixer_builder(config)(config)
+    if not isinstance(mixer, TokenMixer):
+        raise ConfigError(
+            f"what is registered for the mixer {config.kind!r} made a {type(mixer).__name__}, no TokenMixer"
+        )
+    return mixer

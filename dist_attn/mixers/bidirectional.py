@@ -1,33 +1,17 @@
 """Self-attention in which every token sees every other, before and after it."""
 
-from dataclasses import dataclass
 from typing import NoReturn, final
 
 import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.mixers.base import MixerState, TokenMixer
-from dist_attn.mixers.config import BidirectionalConfig
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.kernels import AllKeys
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.whole_sequence import NoState
+from dist_attn.model_config.mixers.all_keys import BidirectionalConfig
 from dist_attn.ops import SequenceOps
-
-__all__ = ["BidirectionalAttention", "NoState"]
-
-
-@dataclass(frozen=True)
-class NoState:
-    """What a mixer leaves behind that has seen the whole sequence: nothing that a later token could go on from."""
-
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """No tensors."""
-        return ()
-
-    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "NoState":
-        """The same."""
-        return self
 
 
 @final

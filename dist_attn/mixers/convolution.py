@@ -6,14 +6,10 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.input_independent_config import ConvolutionConfig
-from dist_attn.mixers.own_state import require_own
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.model_config.mixers.convolutions import ConvolutionConfig
 from dist_attn.ops import SequenceOps
-
-__all__ = ["CausalConvolution", "CentredConvolution", "ConvolutionState"]
 
 
 @dataclass(frozen=True)
@@ -91,3 +87,8 @@ class CentredConvolution(WholeSequenceMixer):
 
 def _filters(config: ConvolutionConfig) -> nn.Parameter:
     return nn.Parameter(torch.randn(config.taps, config.hidden_size) / config.taps**0.5)
+
+
+def convolution(config: ConvolutionConfig) -> TokenMixer:
+    """The convolution around each token, or over the last ones."""
+    return CentredConvolution(config) if config.centred else CausalConvolution(config)

@@ -7,13 +7,11 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.feature_maps import elu_plus_one
-from dist_attn.mixers.config import CrossConfig
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.kernels import AllKeys
+from dist_attn.model_config.mixers.all_keys import CrossConfig
 from dist_attn.ops import LinearState, LocalSequenceOps, RelativePositions, SequenceOps, softmax_attention
 from dist_attn.ops.softmax_attention import Placement
-
-__all__ = ["CrossAttention", "MemoryState"]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ from typing import final
 
 import torch
 
-from dist_attn.mixers.config import EfficientConfig
 from dist_attn.mixers.feature_softmax import efficient_attention, key_ratios, log_key_sizes, query_features
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
+from dist_attn.model_config.mixers.kernels import EfficientConfig
 from dist_attn.ops import LinearState, SequenceOps
 from dist_attn.ops.running_maximum import NO_TOKENS
-
-__all__ = ["EfficientAttention"]
 
 
 @final

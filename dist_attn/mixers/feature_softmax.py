@@ -13,8 +13,6 @@ import torch
 
 from dist_attn.ops import Denominator, LinearState, SequenceOps
 
-__all__ = ["efficient_attention", "key_ratios", "log_key_sizes", "query_features"]
-
 # One maximum serves all features of a head: one whose keys are all this far below the largest so far counts for less
 # than it should, down to nothing; the inverse and its gradients are still numbers in float32.
 LEAST_MEAN = 1.8e-35  # exp(-80)

@@ -6,14 +6,10 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer
-from dist_attn.mixers.input_independent_config import HippoConfig
-from dist_attn.mixers.own_state import require_own
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.state_space import Readout
+from dist_attn.model_config.mixers.state_spaces import HippoConfig
 from dist_attn.ops import LegsState, SequenceOps, legs_step
-
-__all__ = ["LegsMemory"]
 
 
 @final

@@ -1,23 +1,60 @@
 """What causal kernel attention is, whatever the feature map: projections, positions, gates, and a walk over a state."""
 
 from abc import abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.config import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
-from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, split_heads
-from dist_attn.mixers.kernel_state import KernelState, attention_shapes
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, rotate, split_heads
 from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
 from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.mixers.own_state import require_own
-from dist_attn.mixers.paradigm import Paradigm
-from dist_attn.mixers.rotary import rotate
-from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
+from dist_attn.model_config.mixers.kernels import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
+from dist_attn.ops import Denominator, LinearState, SequenceOps
 
-__all__ = ["CausalKernelAttention", "FeatureMapAttention"]
+
+@dataclass(frozen=True)
+class KernelState:
+    """The attention state, the last tokens that the short convolution still needs, and how far rotary positions are.
+
+    Where keys have weights the attention state is held in units of exp(unit), which cancel in outputs. `kind` is the
+    mixer's: features of another kind may be as many, and mean something else.
+    """
+
+    attention: LinearState
+    tail_BKD: torch.Tensor
+    kind: str
+    position_B: torch.Tensor | None = None  # tokens so far, where positions are rotary
+    unit_BH: torch.Tensor | None = None  # float64, where keys have weights
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        optional = (t for t in (self.position_B, self.unit_BH) if t is not None)
+        return (*self.attention.tensors(), self.tail_BKD, *optional)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "KernelState":
+        """The same kind of state over other tensors."""
+        count = len(self.attention.tensors())
+        optional = iter(tensors[count + 1 :])
+        position_B = None if self.position_B is None else next(optional)
+        unit_BH = None if self.unit_BH is None else next(optional)
+        return KernelState(LinearState(*tensors[:count]), tensors[count], self.kind, position_B, unit_BH)
+
+    def advanced(
+        self, attention: LinearState, tail_BKD: torch.Tensor, tokens: int, unit_BH: torch.Tensor | None
+    ) -> "KernelState":
+        """The state after `tokens` more, with what they leave behind."""
+        position_B = None if self.position_B is None else self.position_B + tokens
+        return KernelState(attention, tail_BKD, self.kind, position_B, unit_BH)
+
+
+def attention_shapes(batch: int, heads: int, features: int, values: int) -> list[tuple[int, ...]]:
+    """Shapes of the tensors of a `LinearState`, in their order."""
+    each = (batch, heads)
+    return [(*each, features, values), (*each, features), each, each, each]
+
 
 # Gate biases are spread over the heads so that time scales from about 2 to 150 tokens exist from the first step.
 GATE_BIAS_RANGE = (-1.0, 5.0)
@@ -165,53 +202,3 @@ class CausalKernelAttention(TokenMixer):
         if self.first_unit() is not None:
             shapes.append((batch, config.num_heads))
         return require_own(state, KernelState, config.kind, shapes)
-
-
-class FeatureMapAttention(CausalKernelAttention):
-    """phi(q) . S / (phi(q) . z), where one phi serves queries and keys; a kind of it says which."""
-
-    @abstractmethod
-    def feature_map(self) -> FeatureMap:
-        """phi, with what is learned of it."""
-
-    def attend(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        ops: SequenceOps,
-        state: LinearState,
-        log_gate_BHL: torch.Tensor | None,
-        key_scale_BHL: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, LinearState]:
-        return ops.linear_attention(
-            q_BHLK,
-            k_BHLK,
-            v_BHLV,
-            feature_map=self.feature_map(),
-            log_gate_BHS=log_gate_BHL,
-            key_scale_BHS=key_scale_BHL,
-            causal=True,
-            state=state,
-            denominator=self.denominator,
-        )
-
-    def attend_step(
-        self,
-        q_BHK: torch.Tensor,
-        k_BHK: torch.Tensor,
-        v_BHV: torch.Tensor,
-        state: LinearState,
-        log_gate_BH: torch.Tensor | None,
-        key_scale_BH: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, LinearState]:
-        return linear_attention_step(
-            q_BHK,
-            k_BHK,
-            v_BHV,
-            state,
-            feature_map=self.feature_map(),
-            log_gate_BH=log_gate_BH,
-            key_scale_BH=key_scale_BH,
-            denominator=self.denominator,
-        )

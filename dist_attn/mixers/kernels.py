@@ -4,17 +4,14 @@ import torch
 from torch import nn
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, PositiveRatios, elu_plus_one
-from dist_attn.mixers.config import RANDOM_KERNELS, BidirectionalConfig, CrossConfig
 from dist_attn.mixers.feature_softmax import efficient_attention, log_key_sizes, query_features
-from dist_attn.mixers.head_config import DenominatorConfig
+from dist_attn.mixers.heads import RelativeRows
 from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights, stable_key_weights
-from dist_attn.mixers.redraw import RandomMatrices
-from dist_attn.mixers.relative import RelativeRows
+from dist_attn.mixers.random_matrices import RandomMatrices
+from dist_attn.model_config.mixers.all_keys import RANDOM_KERNELS, BidirectionalConfig, CrossConfig
+from dist_attn.model_config.mixers.heads import DenominatorConfig
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_read
 from dist_attn.ops.running_maximum import NO_TOKENS
-
-__all__ = ["AllKeys"]
-
 
 # The weights of the others are positive: those of elu are divided as they are, the rest may underflow together.
 NEVER_ZERO = DenominatorConfig(kind="floor", eps=1e-12)

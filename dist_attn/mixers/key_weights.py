@@ -11,8 +11,6 @@ import torch
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.running_maximum import rise_from
 
-__all__ = ["KeyWeights", "log_key_weights", "log_positive_weights", "stable_key_weights", "step_key_weights"]
-
 PROJECTED_TOKENS = 512  # by random vectors at a time
 
 

@@ -7,14 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.input_independent_config import LsslConfig
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, state_zeros
 from dist_attn.mixers.state_space import StateSpaceState, own_state
+from dist_attn.model_config.mixers.state_spaces import LsslConfig
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.state_space import discretise_dense, legs
-
-__all__ = ["LinearStateSpace"]
 
 
 @final

@@ -14,16 +14,6 @@ from dist_attn.errors import InputError
 from dist_attn.ops.narrow_weights import bfloat16_linear, int8_linear, int8_step_linear, round_rows, widen_rows
 from dist_attn.wire.choices import WeightPrecision
 
-__all__ = [
-    "Bfloat16Embedding",
-    "Bfloat16Linear",
-    "Int8Embedding",
-    "Int8Linear",
-    "NarrowLayer",
-    "empty_output",
-    "refuse_training",
-]
-
 
 class NarrowLayer(nn.Module, ABC):
     """Weights of fewer bits than float32, [O, I]: a row for each output or, in an embedding, for each token."""

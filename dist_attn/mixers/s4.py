@@ -6,16 +6,13 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.input_independent_config import S4Config
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, state_zeros
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.model_config.mixers.state_spaces import S4Config
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.dense_space import matrix_power
 from dist_attn.ops.state_space import discretise_dense, dplr_kernel, legs_eigenvalues, real_form
-
-__all__ = ["LowRankSpace", "S4Convolution", "S4Scan"]
 
 Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -108,3 +105,8 @@ class S4Convolution(WholeSequenceMixer):
         y_BLD = ops.long_convolve(x_BLD, self.space.kernel(length), backward_kernel_LD=ahead)
         mixed: torch.Tensor = self.readout(y_BLD, x_BLD)
         return mixed
+
+
+def s4(config: S4Config) -> TokenMixer:
+    """The form that the configuration asks for."""
+    return S4Scan(config) if config.form == "scan" else S4Convolution(config)

@@ -6,15 +6,12 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.input_independent_config import S4DConfig
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, state_zeros
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.model_config.mixers.state_spaces import S4DConfig
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.state_space import diagonal_kernel, discretise, initial_eigenvalues, initial_inputs
-
-__all__ = ["DiagonalSpace", "S4DConvolution", "S4DScan"]
 
 
 class DiagonalSpace(nn.Module):
@@ -98,3 +95,8 @@ class S4DConvolution(WholeSequenceMixer):
         y_BLD = ops.long_convolve(x_BLD, diagonal_kernel(*self.space.discrete(), length), backward_kernel_LD=ahead)
         mixed: torch.Tensor = self.readout(y_BLD, x_BLD)
         return mixed
+
+
+def s4d(config: S4DConfig) -> TokenMixer:
+    """The form that the configuration asks for."""
+    return S4DScan(config) if config.form == "scan" else S4DConvolution(config)

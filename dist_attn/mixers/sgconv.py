@@ -7,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.input_independent_config import SgConvConfig
-from dist_attn.mixers.paradigm import Paradigm
+from dist_attn.mixers.base import Paradigm
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.model_config.mixers.convolutions import SgConvConfig
 from dist_attn.ops import SequenceOps
-
-__all__ = ["StructuredConvolution", "stretched_kernel"]
 
 
 def stretched_kernel(pieces_SDK: torch.Tensor, decay_D: torch.Tensor, interpolation: str) -> torch.Tensor:

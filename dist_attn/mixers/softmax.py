@@ -6,18 +6,12 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, TokenMixer, state_zeros
-from dist_attn.mixers.config import SoftmaxConfig
-from dist_attn.mixers.heads import ShortConvolution, merge_heads, split_heads
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
+from dist_attn.mixers.heads import RelativeRows, ShortConvolution, merge_heads, rotate, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.mixers.own_state import require_own
-from dist_attn.mixers.paradigm import Paradigm
-from dist_attn.mixers.relative import RelativeRows
-from dist_attn.mixers.rotary import rotate
+from dist_attn.model_config.mixers.exact import SoftmaxConfig
 from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, softmax_attention
 from dist_attn.ops.softmax_attention import Placement
-
-__all__ = ["SoftmaxAttention", "SoftmaxState"]
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState
-from dist_attn.mixers.own_state import require_own
-
-__all__ = ["Readout", "StateSpaceState", "own_state"]
+from dist_attn.mixers.base import MixerState, require_own
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,13 @@ from typing import final
 import torch
 
 from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian
-from dist_attn.mixers.base import MixerState, TokenMixer
-from dist_attn.mixers.config import StaticKernelConfig
+from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.heads import merge_heads, split_heads
-from dist_attn.mixers.kernel_state import KernelState, attention_shapes
-from dist_attn.mixers.own_state import require_own
-from dist_attn.mixers.paradigm import Paradigm
-from dist_attn.mixers.redraw import RandomMatrices
+from dist_attn.mixers.kernel_attention import KernelState, attention_shapes
+from dist_attn.mixers.random_matrices import RandomMatrices
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
+from dist_attn.model_config.mixers.kernels import StaticKernelConfig
 from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_step
-
-__all__ = ["CausalStaticKernel", "StaticKernel"]
 
 
 class _Kernel(RandomMatrices):
@@ -114,3 +110,8 @@ class CausalStaticKernel(TokenMixer):
         config = self.config
         shapes = attention_shapes(batch, config.num_heads, config.num_features, config.head_size)
         return require_own(state, KernelState, config.kind, [*shapes, (batch, 0, config.hidden_size)])
+
+
+def static_kernel(config: StaticKernelConfig) -> TokenMixer:
+    """The mixer over all keys, or over those so far."""
+    return StaticKernel(config) if config.bidirectional else CausalStaticKernel(config)

@@ -1,25 +1,32 @@
 """Models over any token mixer, local or sharded."""
 
-from dist_attn.models.build import Model, ModelConfig, build_model
-from dist_attn.models.classifier import TextClassifier
-from dist_attn.models.config import BlockConfig, LanguageModelConfig, LearnedPositions, MlpConfig, NormConfig
-from dist_attn.models.encoder import Encoder
-from dist_attn.models.encoder_config import (
+from dist_attn.model_config.encoders import (
     DecoderConfig,
     EncoderConfig,
     EncoderDecoderConfig,
     ImageConfig,
     MaskedAutoencoderConfig,
     TextClassifierConfig,
+    TextEncoderConfig,
     VisionClassifierConfig,
 )
+from dist_attn.model_config.folder import ModelConfig
+from dist_attn.model_config.hybrid import HybridConfig
+from dist_attn.model_config.language_model import (
+    BlockConfig,
+    LanguageModelConfig,
+    LearnedPositions,
+    MlpConfig,
+    NormConfig,
+)
+from dist_attn.model_config.million import MillionConfig
+from dist_attn.models.build import Model, build_model
+from dist_attn.models.classifier import TextClassifier
+from dist_attn.models.encoder import Encoder
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
 from dist_attn.models.language_model import LanguageModel, ModelState
 from dist_attn.models.million import MillionModel
-from dist_attn.models.million_config import MillionConfig
-from dist_attn.models.mixer_stack import HybridConfig
 from dist_attn.models.text_encoder import TextEncoder
-from dist_attn.models.text_encoder_config import TextEncoderConfig
 from dist_attn.models.vision import MaskedAutoencoder, VisionClassifier
 from dist_attn.models.weight_precision import (
     WeightReport,

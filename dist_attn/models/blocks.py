@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers import BidirectionalConfig, MixerConfig, MixerState, build_mixer
-from dist_attn.models.config import BlockConfig, NormConfig
+from dist_attn.mixers import MixerConfig, MixerState, build_mixer
+from dist_attn.model_config.language_model import BlockConfig, NormConfig
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.ops import SequenceOps
 
@@ -26,9 +26,7 @@ class Block(Recomputable):
     Reference: Introduction to Transformers, Sec. 3 (with per-token LayerNorm); Vaswani et al. 2017 (norms after).
     """
 
-    def __init__(
-        self, mixer: MixerConfig | BidirectionalConfig, mlp_size: int, config: BlockConfig | None = None
-    ) -> None:
+    def __init__(self, mixer: MixerConfig, mlp_size: int, config: BlockConfig | None = None) -> None:
         super().__init__()
         self.config = BlockConfig() if config is None else config
         size, mlp = mixer.hidden_size, self.config.mlp

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
+from dist_attn.model_config.encoders import EncoderConfig
+from dist_attn.model_config.hybrid import mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm
-from dist_attn.models.encoder_config import EncoderConfig
-from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.models.positions import sinusoidal
 from dist_attn.ops import SequenceOps, current_watch
 

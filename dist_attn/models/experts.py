@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.heads import linear_float32, merge_heads, split_heads
-from dist_attn.models.million_config import RouterConfig
+from dist_attn.model_config.million import RouterConfig
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention

@@ -12,9 +12,9 @@ from torch import nn
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
+from dist_attn.model_config.hybrid import mixers_of_layers
+from dist_attn.model_config.language_model import LanguageModelConfig
 from dist_attn.models.blocks import Block, build_norm
-from dist_attn.models.config import LanguageModelConfig
-from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.models.positions import position_layers, with_positions
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch

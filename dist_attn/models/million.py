@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.errors import InputError
+from dist_attn.model_config.million import MillionConfig
 from dist_attn.models.encoder import initialise
 from dist_attn.models.experts import ExpertLayer
-from dist_attn.models.million_config import MillionConfig
 from dist_attn.models.positions import sinusoidal
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.models.selector import Selector

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.models.config import LearnedPositions, TokenPositions
+from dist_attn.model_config.language_model import LearnedPositions, TokenPositions
 
 __all__ = ["position_layers", "sinusoidal", "with_positions"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dist_attn.mixers.heads import linear_float32
-from dist_attn.models.million_config import SelectorConfig
+from dist_attn.model_config.million import SelectorConfig
 from dist_attn.models.position_noise import logistic_noise
 
 __all__ = ["Gates", "Selector"]

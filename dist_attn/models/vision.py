@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.model_config.encoders import ImageConfig, MaskedAutoencoderConfig, VisionClassifierConfig
 from dist_attn.models.encoder import Encoder, initialise
-from dist_attn.models.encoder_config import ImageConfig, MaskedAutoencoderConfig, VisionClassifierConfig
 from dist_attn.models.pooling import Pooling
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 

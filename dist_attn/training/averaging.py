@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from dist_attn.checkpoints import load_weights, read_any_config, save_model
+from dist_attn.checkpoints import load_weights, save_model
 from dist_attn.errors import ConfigError, InputError
+from dist_attn.model_config.folder import read_any_config
 from dist_attn.models import Model, ModelConfig, build_model
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.checkpointing import load_checkpoint_weights

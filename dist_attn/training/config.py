@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dist_attn.checkpoints import read_any_config
 from dist_attn.errors import ConfigError
-from dist_attn.models import ModelConfig
-from dist_attn.models.presets import expand_preset
-from dist_attn.models.refusal import refusal
+from dist_attn.model_config.folder import ModelConfig, read_any_config
+from dist_attn.model_config.presets import expand_preset
+from dist_attn.model_config.refusal import refusal
 from dist_attn.shipped import SHIPPED
 from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
 from dist_attn.training.key_names import key_of, nearest_key

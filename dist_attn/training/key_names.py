@@ -6,6 +6,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+from dist_attn.model_config.mixer import MixerConfig, registered_mixers
+
 __all__ = ["key_of", "nearest_key"]
 
 Place = tuple[int | str, ...]
@@ -44,6 +46,8 @@ def _walk(config: type[BaseModel], place: Place) -> Iterator[tuple[int | str, li
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
     """Every configuration in a type, however it is wrapped."""
+    if annotation is MixerConfig:
+        return [*dict.fromkeys(registered_mixers().values())]
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for part in get_args(annotation) for model in _models(part)]

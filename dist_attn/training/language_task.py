@@ -9,8 +9,8 @@ from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
+from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
-from dist_attn.models.config import LearnedPositions
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.data import SegmentStream, tokenise_files

@@ -21,8 +21,8 @@ from dist_attn.mixers import (
     TokenMlpConfig,
     redraw_pools,
 )
+from dist_attn.model_config.hybrid import mixers_of_layers
 from dist_attn.models import TextClassifier, TextClassifierConfig
-from dist_attn.models.mixer_stack import mixers_of_layers
 from dist_attn.training.classification import Tally, cross_entropy
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig

@@ -94,7 +94,7 @@ def gates(figure: Any) -> None:
 def state_size(figure: Any) -> None:
     """Bytes of the state of the shipped model, and of the keys and values of a softmax model of its size."""
     costs = read_model_costs(default_model_folder())
-    layers, width = costs.num_layers, 256
+    layers, width = costs.config.num_layers, 256
     lengths = [2**power for power in range(6, 25)]
     panel = figure.subplots()
     panel.plot(lengths, [costs.state_bytes(length) / 2**20 for length in lengths], color=COLOURS[0], label="books-6m")

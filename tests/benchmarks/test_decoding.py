@@ -8,7 +8,7 @@ from benchmarks.decoding_forms import CachedForm, Gpt2Form, Sizes, StateForm, la
 from benchmarks.peers import absent
 from benchmarks.prefill import prefill_costs
 from benchmarks.targets import TARGETS
-from dist_attn.costs import KernelAttention
+from dist_attn.mixers import RandomFeatureConfig
 
 TINY = Sizes(width=32, layers=2, heads=2, mlp=64, vocabulary=64)
 NO_TRANSFORMERS = bool(absent("transformers"))
@@ -80,7 +80,7 @@ def test_gpt2_goes_on_from_its_cache() -> None:
 def test_costs_at_the_roof() -> None:
     """A step reads every weight once whatever the batch, and every state twice; prefill's products grow with tokens."""
     one, two = step_costs(TINY, 1), step_costs(TINY, 2)
-    state = KernelAttention("rfa", 32, 2, 64, "gaussian", 0).state_bytes()
+    state = RandomFeatureConfig(kind="rfa", hidden_size=32, num_heads=2, short_convolution=0).state_bytes()
     assert two[0] == 2 * one[0]
     assert two[1] - one[1] == 2 * TINY.layers * state
     assert prefill_costs(TINY, 20)[0] == 2 * prefill_costs(TINY, 10)[0]

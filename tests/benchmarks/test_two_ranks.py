@@ -16,7 +16,7 @@ def test_a_pass_sends_one_carry_each_way(gated: bool, gradients: bool, carries: 
     for length in (64, 200):
         one = Pass(length, gated, gradients)
         first, second = run_ranks("simulated", partial(pass_on_rank, one=one, rounds=2), 2)
-        assert first.bytes_sent == second.bytes_sent == carries * COSTS.carry_bytes()
+        assert first.bytes_sent == second.bytes_sent == carries * COSTS.traffic().carry_bytes
         assert (len(first.alone_s), len(second.alone_s), len(second.together_s)) == (2, 0, 2)
         assert 0 <= second.exposed_share <= 1
 

@@ -24,7 +24,7 @@ def test_ranks_measure_every_rate(tmp_path: Path) -> None:
     planned = estimate(costs, 1 << 20, ranks=2, block_tokens=512, rates=rates)
     tokens_per_s = rates.matmul_flops_per_s * rates.prefill_efficiency / costs.prefill_flops(512, 2).total
     blocks = (1 << 20) / (2 * 512)
-    each = 512 / tokens_per_s + costs.num_layers * rates.exposed_s + rates.handing_s
+    each = 512 / tokens_per_s + costs.config.num_layers * rates.exposed_s + rates.handing_s
     assert planned.prefill_seconds == pytest.approx(blocks * each + (1 << 20) / rates.text_tokens_per_s)
 
 

@@ -85,10 +85,10 @@ def test_a_model_folder_that_is_damaged(fields, spoil, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_layers": None}, r"config.json is not the configuration of a model: .*num_layers"),
-        ({"num_layers": 0}, r"config.json is not the configuration of a model: .*num_layers"),
-        ({"vocab_size": "many"}, r"config.json is not the configuration of a model: .*vocab_size"),
-        ({"n_layer": 2}, r"config.json is not the configuration of a model: .*unknown field `n_layer`"),
+        ({"num_layers": None}, r"config.json: num_layers: "),
+        ({"num_layers": 0}, r"config.json: num_layers: "),
+        ({"vocab_size": "many"}, r"config.json: vocab_size: "),
+        ({"n_layer": 2}, r"config.json: n_layer: there is no such key"),
         ({"mixer": {"kind": "rfa_gates"}}, r"config.json.*rfa_gates"),
     ],
 )

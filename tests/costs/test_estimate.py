@@ -9,13 +9,18 @@ import torch
 from dist_attn_service.encodings.rows import RowBlock, format_rows
 
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.costs import Link, Rates, estimate, output_bytes, read_model_costs
+from dist_attn.costs import LanguageModelCosts, Link, Rates, estimate, output_bytes, read_model_costs
 from dist_attn.costs.estimate import GRAIN, busiest_rank_tokens
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.rank_link import rows as control_rows
 from dist_attn.sharded import Algorithm, Exchange, ShardedSequenceOps
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
+
+
+def _edges(model: LanguageModelCosts) -> int:
+    return next(iter(model.kinds)).traffic().edge_bytes
+
 
 KERNEL_CASES = [name for name in MODEL_CASES if "softmax" not in kinds_of(name)]
 
@@ -73,7 +78,7 @@ def test_the_exchange_that_is_estimated(tmp_path: Path) -> None:
     assert estimate(exact, 1000, ranks=9, exchange="log_step").exchange == ""
     # What a rank holds of the others' states grows with them only where it gathers them.
     held = [estimate(kernel, 10**6, ranks=p, exchange="log_step").memory.exchange for p in (16, 64)]
-    assert held[1] - held[0] == 3 * (64 - 16) * kernel.mixers[0].halo_bytes()
+    assert held[1] - held[0] == 3 * (64 - 16) * _edges(kernel)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -152,9 +157,9 @@ def test_time_of_a_chosen_exchange(tmp_path: Path) -> None:
         for name in ("log_step", "gather")
     )
     message_s = 1e-3 + model.carry_bytes / 1e6
-    assert gather - steps == pytest.approx(model.num_layers * (7 - 3) * message_s)
+    assert gather - steps == pytest.approx(model.config.num_layers * (7 - 3) * message_s)
     pair = estimate(model, 2 * 2048, ranks=2, rates=rates).exchange_seconds
-    assert pair == pytest.approx(model.num_layers * (message_s + 1e-3 + model.mixers[0].halo_bytes() / 1e6))
+    assert pair == pytest.approx(model.config.num_layers * (message_s + 1e-3 + _edges(model) / 1e6))
 
 
 def test_measured_times_take_the_place_of_the_links(tmp_path: Path) -> None:
@@ -162,7 +167,7 @@ def test_measured_times_take_the_place_of_the_links(tmp_path: Path) -> None:
     model = read_model_costs(write_config("gated", tmp_path))
     rates = Rates(link=Link(1.0, 1.0), exposed_s=0.25, handing_s=0.5)
     result = estimate(model, 2 * 2048 * 3 + 1, ranks=2, rates=rates)
-    assert result.exchange_seconds == 4 * model.num_layers * 0.25
+    assert result.exchange_seconds == 4 * model.config.num_layers * 0.25
     assert result.handing_seconds == 4 * 0.5
     assert estimate(model, 2048, rates=rates).exchange_seconds == 0
 

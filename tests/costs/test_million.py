@@ -11,9 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands.plan import plan
 from dist_attn.costs.million import MillionCosts, read_million_costs
-from dist_attn.costs.whole_sequence import FourierMixing
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.layout import SequenceLayout
+from dist_attn.mixers import FourierConfig
 from dist_attn.models import MillionConfig, MillionModel, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
@@ -49,8 +49,10 @@ def test_operations_are_the_counted_ones(changes: dict[str, Any], tmp_path: Path
     costs, model = _pair(tmp_path, **{**changes, "selector": {**TOP, **changes.get("selector", {})}})
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model.spread(model.read(torch.randperm(4096)[:400], LocalSequenceOps()))
-    unseen = costs.num_layers * 2.0 * 100**2 * (2 * 16 + 2)
-    unseen += 100 * FourierMixing(16).prefill_flops(100).total if costs.global_mixing else 0.0
+    unseen = costs.config.num_layers * 2.0 * 100**2 * (2 * 16 + 2)
+    unseen += (
+        100 * FourierConfig(kind="fnet", hidden_size=16).prefill_flops(100).total if costs.config.global_mixing else 0.0
+    )
     assert counter.get_total_flops() == pytest.approx(costs.flops(400) - unseen, rel=1e-12)
 
 
@@ -94,5 +96,5 @@ def test_what_is_not_planned_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="ranks is 0"):
         plan("2M", ranks=0, model=str(tmp_path), gflops=None, as_json=True)
     (tmp_path / "config.json").write_text('{"kind": "million"}')
-    with pytest.raises(ConfigError, match="not the configuration of a million-scale model"):
+    with pytest.raises(ConfigError, match="vocab_size"):
         read_million_costs(tmp_path)

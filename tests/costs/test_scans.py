@@ -5,9 +5,9 @@ import torch
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.costs import Link, ScanMessage, scan_cost, scan_seconds
-from dist_attn.costs import scans as formulas
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
+from dist_attn.model_config import figures
 from dist_attn.ops import LinearState
 from dist_attn.sharded import Exchange, ShardedSequenceOps, exclusive_scan
 from dist_attn.sharded.prefix_scan import LogDecay
@@ -36,7 +36,7 @@ def test_bytes_and_messages_of_every_exchange(ranks: int) -> None:
             assert (comm.traffic.bytes_sent, comm.traffic.messages) == (want.bytes_sent, want.messages), exchange
 
     run_simulated(measure, ranks)
-    assert LogDecay().weights == formulas.WEIGHTS
+    assert LogDecay().weights == figures.LOG_DECAY
 
 
 @pytest.mark.parametrize("tokens", [1_024, 16_384, 262_144])

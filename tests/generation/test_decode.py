@@ -9,7 +9,7 @@ import torch
 from dist_attn.errors import EngineError, InputError, TokenError
 from dist_attn.generation import generate
 from dist_attn.generation.decode import PREFILL_BLOCK, prefill
-from dist_attn.mixers.config import RandomFeatureConfig
+from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.wire.messages import SamplingSpec
 

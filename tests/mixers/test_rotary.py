@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from dist_attn.mixers import RotaryConfig, SoftmaxConfig
-from dist_attn.mixers.rotary import rotate
+from dist_attn.mixers.heads import rotate
 from tests.support.closeness import assert_close
 
 

@@ -5,16 +5,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, build_mixer
 from dist_attn.mixers.sgconv import stretched_kernel
+from dist_attn.model_config.language_model import BlockConfig, MlpConfig, NormConfig
 from dist_attn.models import LanguageModelConfig
 from dist_attn.models.blocks import Block
-from dist_attn.models.config import BlockConfig, MlpConfig, NormConfig
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.ops.state_space import diagonal_kernel, legs
 from dist_attn.sharded import ShardedSequenceOps
@@ -23,7 +23,6 @@ from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
 SIZE, LENGTH = 6, 40
-ADAPTER: TypeAdapter = TypeAdapter(MixerConfig)
 MIXERS = {
     "convolution, centred": {"kind": "convolution", "taps": 9, "centred": True},
     "fnet": {"kind": "fnet"},
@@ -50,7 +49,7 @@ MIXERS = {
 
 def _mixer(name: str):
     torch.manual_seed(0)
-    return build_mixer(ADAPTER.validate_python({"hidden_size": SIZE, **MIXERS[name]})).double()
+    return build_mixer(MixerConfig.model_validate({"hidden_size": SIZE, **MIXERS[name]})).double()
 
 
 @pytest.mark.parametrize("lengths", [(17, 23), (0, 11, 2, 27), (40, 0)])
@@ -63,7 +62,7 @@ def test_ranks_change_nothing(name, lengths):
     initial = _mixer(name).state_dict()
 
     def run(ops, start: int, stop: int):
-        mixer = build_mixer(ADAPTER.validate_python({"hidden_size": SIZE, **MIXERS[name]})).double()
+        mixer = build_mixer(MixerConfig.model_validate({"hidden_size": SIZE, **MIXERS[name]})).double()
         mixer.load_state_dict(initial)
         mine = x[:, start:stop].clone().requires_grad_()
         y, _ = mixer(mine, ops)
@@ -96,7 +95,7 @@ def test_there_is_no_step(name):
     state = mixer.initial_state(1)
     with pytest.raises(InputError, match="has no step; take a causal mixer"):
         mixer.step(torch.zeros(1, SIZE, dtype=torch.float64), state)
-    foreign = build_mixer(ADAPTER.validate_python({"kind": "s4d", "hidden_size": SIZE})).initial_state(1)
+    foreign = build_mixer(MixerConfig.model_validate({"kind": "s4d", "hidden_size": SIZE})).initial_state(1)
     with pytest.raises(InputError, match="takes no state"):
         mixer(torch.zeros(1, LENGTH, SIZE, dtype=torch.float64), LocalSequenceOps(), foreign)
     sizes = {"vocab_size": 9, "hidden_size": SIZE, "num_layers": 1, "mlp_size": 8}
@@ -120,7 +119,7 @@ def test_golden_token_mixing():
     """MLP-Mixer's token MLP between its norms gives the golden block's tokens."""
     g = golden("mixer")
     mixer = build_mixer(
-        ADAPTER.validate_python({"kind": "mlp_mixer", "hidden_size": 5, "length": 6, "token_mlp_size": 4})
+        MixerConfig.model_validate({"kind": "mlp_mixer", "hidden_size": 5, "length": 6, "token_mlp_size": 4})
     ).double()
     with torch.no_grad():
         for parameter, name in ((mixer.token_in_LS, "W1"), (mixer.bias_in_S, "c1"), (mixer.token_out_SL, "W2"),
@@ -136,7 +135,7 @@ def test_golden_mixer_block():
     g = golden("mixer")
     values = {"kind": "mlp_mixer", "hidden_size": 5, "length": 6, "token_mlp_size": 4}
     config = BlockConfig(norm=NormConfig(eps=1e-6), mlp=MlpConfig(activation="gelu_tanh"))
-    block = Block(ADAPTER.validate_python(values), 7, config).double()
+    block = Block(MixerConfig.model_validate(values), 7, config).double()
     golden_names = {
         "mixer_norm.weight": "g1", "mixer_norm.bias": "b1", "mlp_norm.weight": "g2", "mlp_norm.bias": "b2",
         "mixer.token_in_LS": "W1", "mixer.bias_in_S": "c1", "mixer.token_out_SL": "W2", "mixer.bias_out_L": "c2",
@@ -175,7 +174,7 @@ def test_golden_bidirectional_state_space():
 def test_legs_of_s4d_is_the_normal_part_of_hippo(form):
     """A diagonal space at `legs` answers as x' = (A + P P^T) x + B u does that is read by B, held over each step."""
     mixer = build_mixer(
-        ADAPTER.validate_python(
+        MixerConfig.model_validate(
             {"kind": "s4d", "hidden_size": 1, "state_size": 8, "spectrum": "legs", "form": form, "dt_min": 0.05}
         )
     ).double()
@@ -198,7 +197,7 @@ def test_the_scan_is_the_convolution(kind):
     """With the same parameters, walking the state along and convolving with its response are the same mixer."""
     scan, whole = (
         build_mixer(
-            ADAPTER.validate_python({"kind": kind, "hidden_size": SIZE, "state_size": 8, "form": form})
+            MixerConfig.model_validate({"kind": kind, "hidden_size": SIZE, "state_size": 8, "form": form})
         ).double()
         for form in ("scan", "convolution")
     )
@@ -212,7 +211,7 @@ def test_a_learned_transition_learns():
     x = torch.randn(1, 70, SIZE, generator=torch.Generator().manual_seed(0))
     for transition in ("learned", "fixed"):
         values = {"kind": "lssl", "hidden_size": SIZE, "state_size": 4, "transition": transition}
-        mixer = build_mixer(ADAPTER.validate_python(values))
+        mixer = build_mixer(MixerConfig.model_validate(values))
         mixer(x, LocalSequenceOps())[0].square().sum().backward()
         learned = dict(mixer.named_parameters()).get("a_NN")
         assert (learned is not None) == (transition == "learned")
@@ -223,7 +222,7 @@ def test_a_learned_transition_learns():
 def test_steps_that_a_rule_allows_stay_finite(values):
     """Within the longest steps of its rule a fixed LSSL is finite after 4,096 tokens."""
     torch.manual_seed(0)
-    mixer = build_mixer(ADAPTER.validate_python({"kind": "lssl", "hidden_size": 2, **values}))
+    mixer = build_mixer(MixerConfig.model_validate({"kind": "lssl", "hidden_size": 2, **values}))
     with torch.no_grad():
         mixer.log_dt_D.fill_(math.log(mixer.config.dt_max))
         y, state = mixer(torch.randn(1, 4096, 2), LocalSequenceOps())
@@ -251,4 +250,4 @@ def test_steps_that_a_rule_allows_stay_finite(values):
 def test_bad_configurations_are_refused(values):
     """Odd states, scans that look ahead, steps out of order or too long, no decay, no taps are refused."""
     with pytest.raises(ValidationError):
-        ADAPTER.validate_python({"hidden_size": SIZE, **values})
+        MixerConfig.model_validate({"hidden_size": SIZE, **values})

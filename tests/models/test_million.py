@@ -14,9 +14,9 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import InputError, ModelFolderError, TokenError
 from dist_attn.generation import generate
 from dist_attn.layout import SequenceLayout
+from dist_attn.model_config.million import RouterConfig
 from dist_attn.models import MillionConfig, MillionModel, build_model
 from dist_attn.models.experts import Expert, ExpertLayer
-from dist_attn.models.million_config import RouterConfig
 from dist_attn.models.position_noise import uniform_at
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dist_attn.model_config.million import RouterConfig
 from dist_attn.models import MillionConfig, MillionModel, build_model
 from dist_attn.models.experts import ExpertLayer
-from dist_attn.models.million_config import RouterConfig
 from dist_attn.ops import LocalSequenceOps
 from tests.models.test_million import CASES, SMALL, TOTAL, VOCAB
 from tests.support.closeness import assert_close

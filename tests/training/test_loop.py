@@ -13,8 +13,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dist_attn.checkpoints import load_model, load_model_and_tokeniser
 from dist_attn.conversion import Conversion, convert_folder
 from dist_attn.errors import ConfigError, EngineError, InputError
+from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel
-from dist_attn.models.config import LearnedPositions
 from dist_attn.training import TrainingConfig, checkpointing, language_task, train
 from dist_attn.training.config import read_config
 from dist_attn.training.data import SegmentStream

@@ -5,7 +5,9 @@ from functools import partial
 import torch
 
 from dist_attn.generation import CapturedStep
-from dist_attn.mixers.config import MixerConfig, RandomFeatureConfig, ScaleformerConfig
+from dist_attn.model_config.mixer import MixerConfig
+from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
+from dist_attn.model_config.mixers.scaleformer import ScaleformerConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
 from dist_attn_research.gpu.cases import ACCEPTED, DEVICE, Row, largest_errors, seconds

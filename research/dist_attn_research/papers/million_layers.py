@@ -6,16 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 
-from dist_attn.costs import layer_costs
+from dist_attn.costs import LayerCosts
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, MixerState, TokenMixer, build_mixer
 from dist_attn.mixers.bidirectional import BidirectionalAttention
-from dist_attn.mixers.config import BidirectionalConfig
+from dist_attn.model_config.million import MillionConfig
+from dist_attn.model_config.mixers.all_keys import BidirectionalConfig
 from dist_attn.models.million import MillionModel
-from dist_attn.models.million_config import MillionConfig
 from dist_attn.ops import SequenceOps
 
 __all__ = ["ARMS", "BYTES", "HEADS", "WIDTH", "Arm", "Layer", "build_layer", "formula_bytes", "million_config"]
@@ -131,10 +130,7 @@ def formula_bytes(name: str, tokens: int, ranks: int) -> int | None:
     """What the rank that sends most sends by formula, forward; None for what has no formula."""
     if name == "million" or ARMS[name].options["kind"] == "bidirectional":
         return None
-    costs, lengths = (
-        layer_costs(_config(name, tokens).model_dump(mode="json")),
-        SequenceLayout.even(tokens, ranks).lengths,
-    )
+    costs, lengths = LayerCosts(_config(name, tokens)), SequenceLayout.even(tokens, ranks).lengths
     return max(costs.bytes_sent(lengths, rank) for rank in range(ranks))
 
 
@@ -142,5 +138,4 @@ def _config(name: str, tokens: int) -> MixerConfig:
     values = {"hidden_size": WIDTH, **ARMS[name].options}
     if values["kind"] in ("sgconv", "mlp_mixer"):
         values["length"] = tokens
-    config: MixerConfig = TypeAdapter(MixerConfig).validate_python(values)
-    return config
+    return MixerConfig.model_validate(values)

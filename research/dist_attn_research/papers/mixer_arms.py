@@ -1,12 +1,9 @@
 """The mixers that are compared: language models of equal size over those with a state, encoders over the others."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter
+from typing import Any
 
 from dist_attn.costs import layer_costs
-from dist_attn.mixers import BidirectionalConfig, MixerConfig
 
 __all__ = ["CAUSAL", "ENCODERS", "HYBRID", "LAYERS_ALONE", "equal_mlp", "layer_config", "mixer_values"]
 
@@ -48,9 +45,6 @@ LAYERS_ALONE: Mapping[str, Mapping[str, Any]] = {
     "s4d-convolution": {"kind": "s4d", "form": "convolution"},
     "mlp_mixer": {"kind": "mlp_mixer", "token_mlp_size": 64},
 }
-_CONFIG: TypeAdapter[MixerConfig | BidirectionalConfig] = TypeAdapter(
-    Annotated[MixerConfig | BidirectionalConfig, Field(discriminator="kind")]
-)
 _HEADLESS = ("convolution", "s4d", "s4", "lssl", "hippo", "fnet", "sgconv", "mlp_mixer")
 
 
@@ -85,5 +79,4 @@ def _parameters(values: Mapping[str, Any]) -> float:
     if values["kind"] == "hybrid":
         each = [_parameters(entry) for entry in values["pattern"]]
         return sum(each) / len(each)
-    config = _CONFIG.validate_python(values)
-    return layer_costs(config.model_dump(mode="json")).parameters
+    return layer_costs(values).parameters

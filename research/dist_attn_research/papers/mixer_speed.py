@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from benchmarks.memory import peak_bytes
 from benchmarks.timing import interleaved
@@ -38,7 +37,7 @@ def _measure(settings: Mapping[str, Any], folder: Path, watch: Watch) -> Scores:
     torch.manual_seed(0)
     mixers = {}
     for arm, values in settings["layers"].items():
-        config: MixerConfig = TypeAdapter(MixerConfig).validate_python(values)
+        config = MixerConfig.model_validate(values)
         mixers[arm] = build_mixer(config)
     works = {arm: _pass(mixer, settings["length"]) for arm, mixer in mixers.items()}
     watch.tell(f"{len(works)} layers forward and backward over {settings['length']:,} tokens")

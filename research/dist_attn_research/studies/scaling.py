@@ -185,7 +185,7 @@ def _even_table(evens: dict[tuple[str, str, int], str], counts: Sequence[int]) -
 
 def _scan_table(counts: Sequence[int]) -> Table:
     """The scan of states alone by every exchange that the simulation plays; the project's choice first."""
-    message, rows = Shape().costs.scan_message(), []
+    message, rows = Shape().scanned, []
     for ranks in counts:
         cluster = gpus(ranks)
         seconds = {name: float(play(scan_rounds(name, message, cluster), cluster).max()) for name in EXCHANGES_PLAYED}

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dist_attn.costs import KernelAttention, default_exchange
+from dist_attn.costs import ScanMessage, default_exchange
+from dist_attn.mixers import RandomFeatureConfig
 from dist_attn_research.studies.cluster import Cluster, Times, all_to_all_rounds, play, ring_round, scan_rounds
 
 __all__ = ["FORMS", "OVERLAP_TOKENS", "Shape", "Simulated", "break_even", "simulate"]
@@ -26,9 +27,17 @@ class Shape:
     element_bytes: int = 2
 
     @property
-    def costs(self) -> KernelAttention:
+    def costs(self) -> RandomFeatureConfig:
         """The project's formulas, without a short convolution."""
-        return KernelAttention("rfa", self.heads * self.head_size, self.heads, self.num_random, "gaussian", 0)
+        sizes = {"hidden_size": self.heads * self.head_size, "num_heads": self.heads, "num_random": self.num_random}
+        return RandomFeatureConfig(kind="rfa", short_convolution=0, **sizes)
+
+    @property
+    def scanned(self) -> ScanMessage:
+        """The state that the ranks scan."""
+        message = self.costs.traffic().scanned
+        assert message is not None
+        return message
 
     @property
     def width(self) -> int:
@@ -37,7 +46,7 @@ class Shape:
 
     def kernel_flops(self, ranks: int) -> float:
         """Of a token of kernel attention, features included, projections not."""
-        flops = self.costs.prefill_flops(ranks=ranks)
+        flops = self.costs.prefill_flops(1, ranks)
         return flops.total - flops.projections
 
 
@@ -84,7 +93,7 @@ def break_even(form: str, cluster: Cluster, shape: Shape, lengths: Sequence[int]
 def _carry(tokens: int, cluster: Cluster, shape: Shape, exchange: str | None) -> Simulated:
     ranks, own = cluster.ranks, -(-tokens // cluster.ranks)
     compute_s = own * shape.kernel_flops(ranks) / cluster.flops_per_s
-    message = shape.costs.scan_message()
+    message = shape.scanned
     rounds = scan_rounds(exchange or default_exchange(ranks, cluster.hosts), message, cluster)
     if not rounds:
         return Simulated(compute_s, compute_s, 0.0)

@@ -2,18 +2,13 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dist_attn.models.config import MAX_LAYERS
-
-__all__ = ["MillionConfig", "RouterConfig", "SelectorConfig", "UpsamplingConfig"]
-
-
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from dist_attn.model_config.language_model import MAX_LAYERS
+from dist_attn.model_config.mixer import FrozenConfig
 
 
-class SelectorConfig(_Config):
+class SelectorConfig(FrozenConfig):
     """Which tokens go on: those whose score reaches `threshold`, at test in every mode but `top_k`.
 
     How the decision is made differentiable in training (m is what a kept token weighs):
@@ -48,7 +43,7 @@ class SelectorConfig(_Config):
     seed: int = 0
 
 
-class RouterConfig(_Config):
+class RouterConfig(FrozenConfig):
     """Which of `num_experts` a kept token goes to: the `choices` likeliest ones.
 
     An expert has room for ceil(capacity_factor choices N / num_experts) of N kept tokens, and never for more than
@@ -70,14 +65,14 @@ class RouterConfig(_Config):
         return self
 
 
-class UpsamplingConfig(_Config):
+class UpsamplingConfig(FrozenConfig):
     """How positions between kept tokens are filled: on the line between them, or from the nearest ones."""
 
     kind: Literal["linear", "knn"] = "linear"
     neighbours: int = Field(default=3, ge=1)
 
 
-class MillionConfig(_Config):
+class MillionConfig(FrozenConfig):
     """A Selector, layers of experts over what it keeps, Fourier mixing, up-sampling, and a head."""
 
     kind: Literal["million"] = "million"

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_attn.errors import ConfigError
-
-__all__ = ["PRESETS", "Preset", "expand_preset"]
+from dist_attn.model_config.mixer import mixer_config_class
 
 
 @dataclass(frozen=True)
@@ -27,10 +26,6 @@ PRESETS = {
     "big": Preset(hidden_size=1024, num_layers=16, num_heads=16, mlp_size=4096),
 }
 
-WITH_HEADS = ("rfa", "rfa_gate", "softmax", "scaleformer", "elu", "performer", "efficient")
-"""Kinds of mixers that divide a token among heads."""
-
-
 HYBRID_PATTERN = ("rfa_gate", "rfa_gate", "rfa_gate", "softmax")
 """Mostly states of constant size, and now and then a look at every token so far."""
 
@@ -41,7 +36,7 @@ def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
     The mixer is `rfa_gate` with 64 random vectors unless the values name another. Of kind `hybrid` it is three of these
     and then `softmax`, unless a pattern is given, whose entries may be just the names of kinds.
 
-    Raises: ConfigError for a preset that there is not, and for a pattern that is no list.
+    Raises: ConfigError for a preset or a kind of mixer that there is not, and for a pattern that is no list.
     Reference: Random Feature Attention, Sec. 4.1: about 38M and 242M parameters.
     """
     given = dict(values)
@@ -72,4 +67,5 @@ def _expand_mixer(mixer: Any, hidden_size: int, num_heads: int) -> Any:
         named = [{"kind": one} if isinstance(one, str) else one for one in pattern]
         return {"kind": "hybrid", **mixer, "pattern": [_expand_mixer(one, hidden_size, num_heads) for one in named]}
     own: dict[str, Any] = {"kind": "rfa_gate", "hidden_size": hidden_size, **mixer}
-    return {**({"num_heads": num_heads} if own["kind"] in WITH_HEADS else {}), **own}
+    heads = mixer_config_class(own["kind"]).model_fields.get("num_heads")
+    return {**({"num_heads": num_heads} if heads is not None and heads.is_required() else {}), **own}

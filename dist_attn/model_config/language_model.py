@@ -2,22 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dist_attn.mixers import MixerConfig
-from dist_attn.models.mixer_stack import HybridConfig, check_streams, check_uses_all
+from dist_attn.model_config.hybrid import StackMixer, check_streams, check_uses_all
+from dist_attn.model_config.mixer import FrozenConfig
 from dist_attn.shipped.foreign import OUR_MODEL_TYPE
-
-__all__ = [
-    "MAX_LAYERS",
-    "NAMES_FOR_OTHERS",
-    "BlockConfig",
-    "LanguageModelConfig",
-    "LearnedPositions",
-    "MlpConfig",
-    "NormConfig",
-    "TokenPositions",
-]
 
 MAX_LAYERS = 10_000
 """More are a mistake: they would be built one by one until memory ends."""
@@ -26,18 +15,14 @@ NAMES_FOR_OTHERS = {"model_type": OUR_MODEL_TYPE, "architectures": ["DistAttnFor
 """What config.json says to transformers, where it is that of a language model."""
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class NormConfig(_Config):
+class NormConfig(FrozenConfig):
     """Each token's features to mean 0 and variance 1 (`layer`) or to a mean square of 1 (`rms`)."""
 
     kind: Literal["layer", "rms"] = "layer"
     eps: float = Field(default=1e-5, gt=0, allow_inf_nan=False)
 
 
-class MlpConfig(_Config):
+class MlpConfig(FrozenConfig):
     """out(f(in(x))), or out(f(gate(x)) * in(x)), where gate and in lie one above the other in one matrix."""
 
     kind: Literal["plain", "gated"] = "plain"
@@ -45,7 +30,7 @@ class MlpConfig(_Config):
     bias: bool = True
 
 
-class BlockConfig(_Config):
+class BlockConfig(FrozenConfig):
     """What surrounds the mixer in a layer; `parallel`: the MLP reads the layer's input, not the mixer's output.
 
     `norm_placement`: norms before the mixer and the MLP (`pre`), or after each has been added to its input (`post`).
@@ -63,7 +48,7 @@ class BlockConfig(_Config):
         return self
 
 
-class LearnedPositions(_Config):
+class LearnedPositions(FrozenConfig):
     """A vector for each of the first `length` positions; longer texts are refused, or begin again with the first."""
 
     kind: Literal["learned"] = "learned"
@@ -75,7 +60,7 @@ TokenPositions = Literal["none", "sinusoidal", "concatenated"] | LearnedPosition
 """Positions of tokens that a state goes on from: nothing, sinusoids added or behind the token, or learned vectors."""
 
 
-class LanguageModelConfig(_Config):
+class LanguageModelConfig(FrozenConfig):
     """A causal language model over any mixer that goes on from a state, or several kinds of them."""
 
     kind: Literal["language_model"] = "language_model"
@@ -83,7 +68,7 @@ class LanguageModelConfig(_Config):
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
-    mixer: MixerConfig | HybridConfig = Field(discriminator="kind")
+    mixer: StackMixer
     positions: TokenPositions = "none"
     block: BlockConfig = BlockConfig()
     # The read-out has the embedding's weights, or a matrix of its own.

@@ -5,8 +5,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["refusal"]
-
 GIVEN_CHARACTERS = 80
 PLAIN = {"missing": "it is missing", "extra_forbidden": "there is no such key; leave it out"}
 """Our words for kinds of errors whose own speak of inputs and fields."""

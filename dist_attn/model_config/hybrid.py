@@ -1,27 +1,23 @@
 """Which mixer each layer of a stack has: one kind in all of them, or several kinds in a pattern."""
 
-from typing import Annotated, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
 
-from dist_attn.mixers import BidirectionalConfig, MixerConfig
+from dist_attn.model_config.mixer import AnyMixer, FrozenConfig, MixerConfig
 
-__all__ = ["HybridConfig", "check_streams", "check_uses_all", "mixers_of_layers", "with_layer_seed"]
-
-LayerMixer = Annotated[MixerConfig | BidirectionalConfig, Field(discriminator="kind")]
-Config = TypeVar("Config", bound=BaseModel)
+Config = TypeVar("Config", bound=FrozenConfig)
 
 
-class HybridConfig(BaseModel):
+class HybridConfig(FrozenConfig):
     """Layer after layer takes the next mixer of `pattern`, which begins again behind its last one.
 
     With one mixer for each layer it is a list of them.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     kind: Literal["hybrid"] = "hybrid"
-    pattern: tuple[LayerMixer, ...] = Field(min_length=1)
+    pattern: tuple[AnyMixer, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _one_width(self) -> "HybridConfig":
@@ -41,7 +37,17 @@ class HybridConfig(BaseModel):
         return all(mixer.causal for mixer in self.pattern)
 
 
-def check_uses_all(mixer: BaseModel, num_layers: int) -> None:
+def _one_or_several(values: Any) -> MixerConfig | HybridConfig:
+    if isinstance(values, HybridConfig) or (isinstance(values, Mapping) and values.get("kind") == "hybrid"):
+        return HybridConfig.model_validate(values)
+    return MixerConfig.model_validate(values)
+
+
+StackMixer = Annotated[SerializeAsAny[MixerConfig | HybridConfig], PlainValidator(_one_or_several)]
+"""The mixer of all layers, or a pattern of them."""
+
+
+def check_uses_all(mixer: FrozenConfig, num_layers: int) -> None:
     """Raises: ValueError for a pattern with mixers that no layer takes."""
     if isinstance(mixer, HybridConfig) and len(mixer.pattern) > num_layers:
         raise ValueError(
@@ -50,9 +56,9 @@ def check_uses_all(mixer: BaseModel, num_layers: int) -> None:
         )
 
 
-def check_streams(mixer: LayerMixer | HybridConfig, model: str) -> None:
+def check_streams(mixer: MixerConfig | HybridConfig, model: str) -> None:
     """Raises: ValueError where a layer could not go on from a state, as `model` must to generate."""
-    for place, one in enumerate(_pattern(mixer)):
+    for place, one in enumerate(pattern_of(mixer)):
         if not one.streams:
             where = f" in entry {place} of the pattern" if isinstance(mixer, HybridConfig) else ""
             raise ValueError(
@@ -61,9 +67,9 @@ def check_streams(mixer: LayerMixer | HybridConfig, model: str) -> None:
             )
 
 
-def mixers_of_layers(mixer: LayerMixer | HybridConfig, num_layers: int) -> tuple[LayerMixer, ...]:
+def mixers_of_layers(mixer: MixerConfig | HybridConfig, num_layers: int) -> tuple[MixerConfig, ...]:
     """The mixer of each layer, with that layer's seed."""
-    pattern = _pattern(mixer)
+    pattern = pattern_of(mixer)
     return tuple(with_layer_seed(pattern[layer % len(pattern)], layer) for layer in range(num_layers))
 
 
@@ -72,5 +78,6 @@ def with_layer_seed(mixer: Config, layer: int) -> Config:
     return mixer.model_copy(update={"seed": mixer.seed + layer}) if hasattr(mixer, "seed") else mixer
 
 
-def _pattern(mixer: LayerMixer | HybridConfig) -> tuple[LayerMixer, ...]:
+def pattern_of(mixer: MixerConfig | HybridConfig) -> tuple[MixerConfig, ...]:
+    """The mixers that layers take in turn."""
     return mixer.pattern if isinstance(mixer, HybridConfig) else (mixer,)

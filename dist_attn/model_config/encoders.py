@@ -2,34 +2,21 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from dist_attn.mixers import BidirectionalConfig, CrossConfig, MixerConfig
-from dist_attn.models.config import MAX_LAYERS, BlockConfig, TokenPositions
-from dist_attn.models.mixer_stack import HybridConfig, check_streams, check_uses_all
-
-__all__ = [
-    "DecoderConfig",
-    "EncoderConfig",
-    "EncoderDecoderConfig",
-    "ImageConfig",
-    "MaskedAutoencoderConfig",
-    "TextClassifierConfig",
-    "VisionClassifierConfig",
-]
+from dist_attn.model_config.hybrid import StackMixer, check_streams, check_uses_all
+from dist_attn.model_config.language_model import MAX_LAYERS, BlockConfig, TokenPositions
+from dist_attn.model_config.mixer import FrozenConfig
+from dist_attn.model_config.mixers.all_keys import CrossConfig
 
 
-class _Config(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class EncoderConfig(_Config):
+class EncoderConfig(FrozenConfig):
     """A stack of blocks with positions, over any mixer, causal or bidirectional, or several kinds of them."""
 
     hidden_size: int = Field(ge=1)
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
-    mixer: MixerConfig | BidirectionalConfig | HybridConfig = Field(discriminator="kind")
+    mixer: StackMixer
     block: BlockConfig = BlockConfig()
     positions: Literal["none", "sinusoidal", "learned", "concatenated"] = "sinusoidal"
     # How many positions have a learned vector; needed with learned positions, of no use without.
@@ -52,7 +39,43 @@ class EncoderConfig(_Config):
         return self.mixer.causal
 
 
-class TextClassifierConfig(_Config):
+class TextEncoderConfig(FrozenConfig):
+    """One vector for a text of bounded length."""
+
+    kind: Literal["text_encoder"] = "text_encoder"
+    vocab_size: int = Field(ge=1)
+    encoder: EncoderConfig
+    # Vectors for the sentences of a pair, of which a text alone takes the first; 0: none.
+    token_types: int = Field(default=0, ge=0)
+    pooling: Literal["mean", "first"] = "mean"
+    # Vectors have length 1.
+    normalise: bool = False
+    # Tokens of a sequence at most, prefix and suffix included.
+    max_tokens: int = Field(ge=1)
+    # What stands before and behind every text: BERT's [CLS] and [SEP].
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _fits(self) -> "TextEncoderConfig":
+        if self.text_tokens < 1:
+            raise ValueError(f"max_tokens {self.max_tokens} leaves no room for text beside prefix and suffix")
+        if any(not 0 <= token < self.vocab_size for token in (*self.prefix, *self.suffix)):
+            raise ValueError(f"prefix and suffix must be token ids below vocab_size {self.vocab_size}")
+        longest = self.encoder.max_length
+        if longest is not None and self.max_tokens > longest:
+            raise ValueError(f"max_tokens {self.max_tokens} is over the encoder's max_length {longest}")
+        if self.encoder.causal and self.pooling == "first":
+            raise ValueError("under a causal mixer the first token has seen no other; take pooling = mean")
+        return self
+
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of text in a sequence at most."""
+        return self.max_tokens - len(self.prefix) - len(self.suffix)
+
+
+class TextClassifierConfig(FrozenConfig):
     """One of `num_classes` for a text, or for a pair of texts."""
 
     kind: Literal["text_classifier"] = "text_classifier"
@@ -64,7 +87,7 @@ class TextClassifierConfig(_Config):
     pooling: Literal["mean", "class_token"] = "mean"
 
 
-class ImageConfig(_Config):
+class ImageConfig(FrozenConfig):
     """Images of one size, cut into square patches, row by row."""
 
     height: int = Field(ge=1)
@@ -89,7 +112,7 @@ class ImageConfig(_Config):
         return self.channels * self.patch**2
 
 
-class VisionClassifierConfig(_Config):
+class VisionClassifierConfig(FrozenConfig):
     """One of `num_classes` for an image."""
 
     kind: Literal["vision_classifier"] = "vision_classifier"
@@ -99,7 +122,7 @@ class VisionClassifierConfig(_Config):
     pooling: Literal["mean", "class_token"] = "class_token"
 
 
-class MaskedAutoencoderConfig(_Config):
+class MaskedAutoencoderConfig(FrozenConfig):
     """Patches that were hidden, from those that were not."""
 
     kind: Literal["masked_autoencoder"] = "masked_autoencoder"
@@ -107,12 +130,12 @@ class MaskedAutoencoderConfig(_Config):
     encoder: EncoderConfig
 
 
-class DecoderConfig(_Config):
+class DecoderConfig(FrozenConfig):
     """A stack of causal self-attention, cross attention and MLP."""
 
     num_layers: int = Field(ge=1, le=MAX_LAYERS)
     mlp_size: int = Field(ge=1)
-    mixer: MixerConfig | HybridConfig = Field(discriminator="kind")
+    mixer: StackMixer
     cross: CrossConfig
     block: BlockConfig = BlockConfig()
     positions: TokenPositions = "sinusoidal"
@@ -128,7 +151,7 @@ class DecoderConfig(_Config):
         return self
 
 
-class EncoderDecoderConfig(_Config):
+class EncoderDecoderConfig(FrozenConfig):
     """From one sequence to another; the target's embedding is the read-out's, and the source's where it has no own."""
 
     kind: Literal["encoder_decoder"] = "encoder_decoder"

@@ -2,24 +2,9 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-__all__ = [
-    "DenominatorConfig",
-    "FrozenConfig",
-    "HeadSizes",
-    "HeadsConfig",
-    "MatricesConfig",
-    "RelativeConfig",
-    "RotaryConfig",
-    "check_key_weights",
-]
-
-
-class FrozenConfig(BaseModel):
-    """A value that does not change; unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+from dist_attn.model_config.mixer import FrozenConfig
 
 
 class DenominatorConfig(FrozenConfig):
@@ -31,7 +16,7 @@ class DenominatorConfig(FrozenConfig):
 
 
 class RotaryConfig(FrozenConfig):
-    """Queries and keys turned by their position, as `mixers.rotary` does."""
+    """Queries and keys turned by their position, as `mixers.heads.rotate` does."""
 
     # Leading numbers of each head that turn; the others stay as they are.
     size: int = Field(ge=2, multiple_of=2)
@@ -62,28 +47,24 @@ class HeadSizes(FrozenConfig):
         return self
 
     @property
+    def head_size(self) -> int:
+        """K: numbers in a head's queries and keys."""
+        return self.hidden_size // self.num_heads
+
+    @property
     def value_size(self) -> int:
-        """Numbers in a head's values."""
+        """V: numbers in a head's values."""
         return self.head_size if self.value_rank is None else self.value_rank
+
+    @property
+    def values_size(self) -> int:
+        """H V: numbers in the values of a token, of all heads."""
+        return self.num_heads * self.value_size
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """Numbers of a token's queries, keys and values in all heads."""
-        return self.hidden_size, self.hidden_size, self.num_heads * self.value_size
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def causal(self) -> bool:
-        """Whether no token sees a later one."""
-        return True
-
-    @property
-    def streams(self) -> bool:
-        """Whether there is a state to go on from."""
-        return self.causal
+        return self.hidden_size, self.hidden_size, self.values_size
 
 
 class HeadsConfig(HeadSizes):
@@ -122,6 +103,25 @@ class MatricesConfig(HeadSizes):
             raise ValueError(
                 f"a pool of {self.pool} matrices is too small for {self.num_heads} heads, which all differ"
             )
+        return self
+
+
+class FeaturesConfig(MatricesConfig):
+    """Random features of Gaussian and arc-cosine kernels."""
+
+    feature: Literal["gaussian", "arc_cosine"] = "gaussian"
+    # Queries and keys have unit norm, or keys weigh exp(|sigma k|^2 / 2) and neither is normalised.
+    weighting: Literal["unit_norm", "norm"] = "unit_norm"
+
+    @property
+    def first_sigma(self) -> float:
+        """Where sigma begins: 1 for unit norms; else at softmax's temperature, logits q.k / sqrt(K)."""
+        return 1.0 if self.weighting == "unit_norm" else self.softmax_scale
+
+    @model_validator(mode="after")
+    def _features_fit(self) -> "FeaturesConfig":
+        if self.weighting == "norm" and self.feature != "gaussian":
+            raise ValueError(f"weighting 'norm' is that of the Gaussian kernel; feature is {self.feature!r}")
         return self
 
 

@@ -1,0 +1,152 @@
+"""Causal attention by a feature map: random features (RFA, RFA-Gate), positive ones (Performer), and elu + 1."""
+
+from abc import abstractmethod
+from typing import final
+
+import torch
+from torch import nn
+
+from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, PositiveRatios
+from dist_attn.mixers.kernel_attention import CausalKernelAttention
+from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights
+from dist_attn.mixers.random_matrices import RandomMatrices
+from dist_attn.model_config.mixers.kernels import EluConfig, PerformerConfig, RandomFeatureConfig
+from dist_attn.ops import FeatureMap, LinearState, SequenceOps, linear_attention_step
+from dist_attn.ops.running_maximum import NO_TOKENS
+
+
+class FeatureMapAttention(CausalKernelAttention):
+    """phi(q) . S / (phi(q) . z), where one phi serves queries and keys; a kind of it says which."""
+
+    @abstractmethod
+    def feature_map(self) -> FeatureMap:
+        """phi, with what is learned of it."""
+
+    def attend(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHLK: torch.Tensor,
+        v_BHLV: torch.Tensor,
+        ops: SequenceOps,
+        state: LinearState,
+        log_gate_BHL: torch.Tensor | None,
+        key_scale_BHL: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        return ops.linear_attention(
+            q_BHLK,
+            k_BHLK,
+            v_BHLV,
+            feature_map=self.feature_map(),
+            log_gate_BHS=log_gate_BHL,
+            key_scale_BHS=key_scale_BHL,
+            causal=True,
+            state=state,
+            denominator=self.denominator,
+        )
+
+    def attend_step(
+        self,
+        q_BHK: torch.Tensor,
+        k_BHK: torch.Tensor,
+        v_BHV: torch.Tensor,
+        state: LinearState,
+        log_gate_BH: torch.Tensor | None,
+        key_scale_BH: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, LinearState]:
+        return linear_attention_step(
+            q_BHK,
+            k_BHK,
+            v_BHV,
+            state,
+            feature_map=self.feature_map(),
+            log_gate_BH=log_gate_BH,
+            key_scale_BH=key_scale_BH,
+            denominator=self.denominator,
+        )
+
+
+@final
+class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
+    """Multi-head RFA: learned sigma per head, fixed random vectors; optional scalar gates.
+
+    Queries and keys have unit norm, or keys the weights of those that have not.
+
+    Reference: Random Feature Attention, Eq. 5 to 9; Eq. 12 (`weighting = "norm"`).
+    """
+
+    config: RandomFeatureConfig
+
+    def __init__(self, config: RandomFeatureConfig) -> None:
+        super().__init__(config)
+        self.sigma_H1K = nn.Parameter(torch.full((config.num_heads, 1, config.head_size), config.first_sigma))
+        self.hold_matrices()
+
+    @property
+    def num_features(self) -> int:
+        return self.config.num_random * (2 if self.config.feature == "gaussian" else 1)
+
+    def feature_map(self) -> FeatureMap:
+        """phi with the learned sigma multiplied in (RFA Eq. 8); float32 always."""
+        w_HDK = self.sigma_H1K * self.matrices()
+        if self.config.feature == "gaussian":
+            return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
+        return ArcCosine(w_HDK, unit_norm=True)
+
+    def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
+        return log_key_weights(k, self.sigma_H1K) if self.config.weighting == "norm" else None
+
+    def first_unit(self) -> float | None:
+        """0: no key weighs less than exp(0)."""
+        return 0.0 if self.config.weighting == "norm" else None
+
+
+@final
+class PerformerAttention(FeatureMapAttention, RandomMatrices):
+    """Multi-head attention whose weights estimate exp(q.k / sqrt(K)): features exp(w x - |x|^2 / 2) of x / K^(1/4).
+
+    Every token's features are taken relative to its largest one. Of a query that factor cancels; of a key it is a
+    weight, held relative to the largest so far (docs/decisions/0010): exact, without a look at later keys, and the same
+    over ranks, in a stream and step by step.
+
+    Reference: Choromanski et al. 2021, Rethinking Attention with Performers, Eq. 7 (FAVOR+).
+    """
+
+    config: PerformerConfig
+
+    def __init__(self, config: PerformerConfig) -> None:
+        super().__init__(config)
+        self.hold_matrices()
+
+    @property
+    def num_features(self) -> int:
+        return self.config.num_random
+
+    def feature_map(self) -> FeatureMap:
+        """The ratios of positive features, with softmax's temperature in the random vectors."""
+        return PositiveRatios(self.config.softmax_scale * self.matrices())
+
+    def log_key_weights(self, k: torch.Tensor) -> torch.Tensor:
+        scale = self.config.softmax_scale
+        return log_positive_weights(k, scale * self.matrices(), scale)
+
+    def first_unit(self) -> float:
+        """Key weights may be as small as they like."""
+        return NO_TOKENS
+
+
+@final
+class EluAttention(FeatureMapAttention):
+    """Multi-head attention whose weights are (elu(q) + 1) . (elu(k) + 1), as many features as a head has numbers.
+
+    Reference: Katharopoulos et al. 2020, Transformers are RNNs, Eq. 7 and 18; gates as in RFA-Gate (Random Feature
+    Attention, Eq. 7).
+    """
+
+    config: EluConfig
+
+    @property
+    def num_features(self) -> int:
+        return self.config.head_size
+
+    def feature_map(self) -> FeatureMap:
+        return EluPlusOne()

@@ -1,0 +1,122 @@
+"""The plain numbers in which a layer says what it costs: weights, operations, and what travels between ranks.
+
+Letters: B batch, L tokens, P ranks.
+"""
+
+from dataclasses import dataclass
+
+FLOAT_BYTES = 4
+POSITION_BYTES = 8
+LOG_DECAY = 1  # numbers that every piece of a scanned message carries beside its sums
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers that a layer holds.
+
+    `matrices` are those of linear layers, which are rounded where fewer bits are asked for, with `rows` outputs in all;
+    `others` are parameters that stay in float32 (biases, gates, filters, norms); `buffers` are fixed numbers.
+    """
+
+    matrices: int = 0
+    rows: int = 0
+    others: int = 0
+    buffers: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Learned numbers."""
+        return self.matrices + self.others
+
+    def __add__(self, more: "Weights") -> "Weights":
+        return Weights(
+            self.matrices + more.matrices,
+            self.rows + more.rows,
+            self.others + more.others,
+            self.buffers + more.buffers,
+        )
+
+    def __mul__(self, count: int) -> "Weights":
+        return Weights(count * self.matrices, count * self.rows, count * self.others, count * self.buffers)
+
+
+def linear(inputs: int, outputs: int, *, bias: bool = False) -> Weights:
+    """The weights of a linear layer."""
+    return Weights(matrices=inputs * outputs, rows=outputs, others=outputs if bias else 0)
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """What one token costs, by part: floating-point operations, two per multiply-add of a matrix product.
+
+    Element-wise work (norms, activations, sin and cos, the short convolution, the sums over chunks) is not counted; it
+    is what `Rates.prefill_efficiency` allows for. `scores` are the causal half of a square of which blocked kernels
+    compute all.
+    """
+
+    projections: float = 0.0  # q, k, v, output and gates
+    features: float = 0.0  # the random projections of the feature map
+    scores: float = 0.0  # attention between tokens
+    state: float = 0.0  # recurrent state: what a token adds and what it reads
+    mlp: float = 0.0
+    readout: float = 0.0  # from a hidden state to the vocabulary
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return self.projections + self.features + self.scores + self.state + self.mlp + self.readout
+
+
+@dataclass(frozen=True)
+class ScanMessage:
+    """What one rank contributes to a scan over ranks: `groups` rows of `sums` numbers and their log decay."""
+
+    groups: int
+    sums: int
+    element_bytes: int = FLOAT_BYTES
+
+    @property
+    def bytes(self) -> int:
+        """|x|."""
+        return self.groups * (self.sums + LOG_DECAY) * self.element_bytes
+
+    def piece_bytes(self, pieces: int) -> int:
+        """One of equal pieces, each with the log decay."""
+        return self.groups * (-(-self.sums // pieces) + LOG_DECAY) * self.element_bytes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank contributes to what travels when a layer mixes one sequence (or a block of it), forward.
+
+    A state is `scanned` by the exchange that is chosen, or all-gathered (`gathered_bytes`); `edge_bytes` are tokens for
+    the next rank's convolution, and `aside_bytes` small messages beside a state, both all-gathered. Where tokens are
+    exchanged for `columns`, every rank gets all tokens of its share of them, `column_bytes` for a token and column, and
+    sends `columns_back` back. `reduced` numbers are summed over ranks by an all-reduce.
+    """
+
+    scanned: ScanMessage | None = None
+    gathered_bytes: int = 0
+    edge_bytes: int = 0
+    aside_bytes: int = 0
+    columns: int = 0
+    columns_back: int = 0
+    column_bytes: int = 0
+    columns_are: str = "channels"
+    reduced: int = 0
+
+    @property
+    def carry_bytes(self) -> int:
+        """The message of the state, however it travels."""
+        return self.gathered_bytes + (0 if self.scanned is None else self.scanned.bytes)
+
+    @property
+    def travels(self) -> str:
+        """What ranks send each other, in words."""
+        named = {
+            "a state": self.carry_bytes,
+            f"all tokens of some {self.columns_are}": self.columns,
+            "weighed sums of tokens": self.reduced,
+            "edge tokens": self.edge_bytes,
+        }
+        return ", ".join(what for what, there in named.items() if there)

@@ -1,0 +1,91 @@
+"""Reading the config.json of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from dist_attn.errors import ModelFolderError
+from dist_attn.model_config.encoders import (
+    EncoderDecoderConfig,
+    MaskedAutoencoderConfig,
+    TextClassifierConfig,
+    TextEncoderConfig,
+    VisionClassifierConfig,
+)
+from dist_attn.model_config.language_model import LanguageModelConfig
+from dist_attn.model_config.million import MillionConfig
+from dist_attn.model_config.refusal import refusal
+
+ModelConfig = Annotated[
+    LanguageModelConfig
+    | TextEncoderConfig
+    | TextClassifierConfig
+    | VisionClassifierConfig
+    | MaskedAutoencoderConfig
+    | EncoderDecoderConfig
+    | MillionConfig,
+    Field(discriminator="kind"),
+]
+
+OTHER_KINDS = (
+    "text_encoder",
+    "text_classifier",
+    "vision_classifier",
+    "masked_autoencoder",
+    "encoder_decoder",
+    "million",
+)
+
+Config = TypeVar("Config")
+
+
+def kind_of_model(folder: Path) -> str:
+    """The `kind` that config.json names; empty where it names none.
+
+    Raises: ModelFolderError when it cannot be read.
+    """
+    values = _values(_contents(folder / "config.json"))
+    return str(values.get("kind", "")) if isinstance(values, dict) else ""
+
+
+def read_config(folder: Path) -> LanguageModelConfig:
+    """The configuration in a model folder.
+
+    Raises: ModelFolderError when config.json is not a configuration of a language model of ours.
+    """
+    kind = kind_of_model(folder)
+    if kind in OTHER_KINDS:
+        raise ModelFolderError(f"{folder} holds a {kind}; needed here is a language model, which can write")
+    return _read(folder, TypeAdapter(LanguageModelConfig))
+
+
+def read_any_config(folder: Path) -> ModelConfig:
+    """`read_config` for a model of any kind."""
+    return _read(folder, TypeAdapter[ModelConfig](ModelConfig))
+
+
+def _read(folder: Path, kind: TypeAdapter[Config]) -> Config:
+    path = folder / "config.json"
+    contents = _contents(path)
+    try:
+        return kind.validate_json(contents)
+    except ValidationError as error:
+        where, words = refusal(error, _values(contents))
+        raise ModelFolderError(f"{path}: {where or 'the whole file'}: {words}") from None
+
+
+def _contents(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelFolderError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _values(contents: bytes) -> Any:
+    """What a JSON file holds; nothing where it is none, of which whoever needs its values says what is wrong."""
+    try:
+        return json.loads(contents)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,341 @@
+"""Causal attention by kernels, over a state of constant size: random features, elu + 1, softmax features, and static.
+
+Letters: B batch, D model size, H heads, K numbers of a head's key, M features, V values per head, C tokens of a chunk.
+"""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from dist_attn.model_config.figures import (
+    FLOAT_BYTES,
+    POSITION_BYTES,
+    ScanMessage,
+    TokenFlops,
+    Traffic,
+    Weights,
+    linear,
+)
+from dist_attn.model_config.mixer import MixerConfig, register_mixer
+from dist_attn.model_config.mixers.heads import (
+    DenominatorConfig,
+    FeaturesConfig,
+    HeadsConfig,
+    HeadSizes,
+    MatricesConfig,
+    check_key_weights,
+)
+
+CHUNK_TOKENS = 64  # of the blocked form of kernel attention
+BLOCK_GROUP_TOKENS = 8 * 512  # tokens times heads times batch that it works on at once
+
+
+class KernelCosts(HeadSizes, MixerConfig):
+    """A state of M (V + 1) + 2 numbers for each head, whatever the length."""
+
+    @property
+    @abstractmethod
+    def num_features(self) -> int:
+        """M."""
+
+    @property
+    def random_vectors(self) -> int:
+        """Of each head."""
+        return 0
+
+    @property
+    def gates(self) -> int:
+        """How many gates there are: one per head, one for all, or none."""
+        return 0
+
+    @property
+    def weighs_keys(self) -> bool:
+        """Whether keys have weights, so that states are held in units of their own."""
+        return False
+
+    @property
+    def taps(self) -> int:
+        """Of the short convolution."""
+        return 0
+
+    @property
+    def mean_numbers(self) -> int:
+        """Of a second state, that of the keys' means."""
+        return 0
+
+    @property
+    def tensors(self) -> int:
+        """Of [B, L, D], around the attention."""
+        return 8
+
+    @property
+    def state_numbers(self) -> int:
+        """S, z, mass and log decay of a head."""
+        return self.num_features * (self.value_size + 1) + 2
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """The state and a flag per head, its unit in float64 where keys have weights, and edge tokens."""
+        heads = self.num_heads * (FLOAT_BYTES * self.state_numbers + 1 + (8 if self.weighs_keys else 0))
+        return batch * heads + self.traffic(batch).edge_bytes
+
+    def traffic(self, batch: int = 1) -> Traffic:
+        """The scan of states, K - 1 edge tokens, and 16 B H bytes for the unit of key weights."""
+        return Traffic(
+            scanned=ScanMessage(batch * self.num_heads, self.state_numbers + self.mean_numbers - 1),
+            edge_bytes=FLOAT_BYTES * batch * max(0, self.taps - 1) * self.hidden_size,
+            aside_bytes=16 * batch * self.num_heads if self.weighs_keys else 0,
+        )
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """The blocked form; with several ranks each reads its keys a second time, for the state it sends."""
+        passes = 2 if ranks == 1 else 3
+        # Per head: C M for q k^T, C (V + 1) for the weighted sum; gates add C for the mass. Half of it is causal.
+        per_head = self.num_features + self.value_size + 1 + (self.gates > 0 or self.weighs_keys) + self.mean_numbers
+        per_pass = self.num_features * (self.value_size + 1) + max(0, self.mean_numbers - 2)
+        return TokenFlops(
+            projections=2.0 * self.weights().matrices + 2.0 * self.hidden_size * self.gates,
+            features=passes * 2.0 * self.hidden_size * self.random_vectors,
+            scores=1.0 * self.num_heads * CHUNK_TOKENS * per_head,
+            state=passes * 2.0 * self.num_heads * per_pass,
+        )
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """Tensors of [B, L, D], four of them of values, which may be wider; features and scores of a block."""
+        groups = batch * self.num_heads
+        chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
+        width = self.value_size + 1
+        per_token = 4 * self.num_features + 4 * CHUNK_TOKENS + 6 * width
+        states = 3 * self.num_features * width * chunks
+        block = groups * (per_token * min(tokens, chunks * CHUNK_TOKENS) + states)
+        numbers = (self.tensors - 4) * self.hidden_size + 4 * max(self.values_size, self.hidden_size)
+        return FLOAT_BYTES * (batch * tokens * numbers + block)
+
+
+class _ProjectedConfig(HeadsConfig, KernelCosts):
+    """With q, k, v and output projections, and perhaps gates, a short convolution and rotary positions."""
+
+    @property
+    def taps(self) -> int:
+        """Of the short convolution."""
+        return self.short_convolution
+
+    @property
+    def tensors(self) -> int:
+        """Rotary positions make two more."""
+        return 8 + 2 * (self.rotary is not None)
+
+    def weights(self) -> Weights:
+        """q, k, v and output, taps K D, a row and a bias for each gate, the random vectors of all heads."""
+        size, values, bias = self.hidden_size, self.values_size, self.projection_bias
+        own = Weights(
+            others=self.short_convolution * size + self.gates * (size + 1), buffers=self.random_vectors * size
+        )
+        return linear(size, 2 * size + values, bias=bias) + linear(values, size, bias=bias) + own
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """With the position, where positions are rotary."""
+        return super().state_bytes(position, batch) + (0 if self.rotary is None else batch * POSITION_BYTES)
+
+
+class RandomFeatureConfig(_ProjectedConfig, FeaturesConfig):
+    """Random feature attention (`rfa`) and its gated form (`rfa_gate`)."""
+
+    kind: Literal["rfa", "rfa_gate"]
+    denominator: DenominatorConfig = DenominatorConfig()
+    # One gate for all heads in place of one each; of rfa_gate.
+    shared_gate: bool = False
+
+    @property
+    def gated(self) -> bool:
+        """Whether the state forgets."""
+        return self.kind == "rfa_gate"
+
+    @property
+    def gates(self) -> int:
+        """One per head, one for all, or none."""
+        return (1 if self.shared_gate else self.num_heads) if self.gated else 0
+
+    @property
+    def num_features(self) -> int:
+        """A Gaussian feature map has a sine and a cosine for every random vector."""
+        return self.num_random * (2 if self.feature == "gaussian" else 1)
+
+    @property
+    def random_vectors(self) -> int:
+        """Of each head."""
+        return self.num_random
+
+    @property
+    def weighs_keys(self) -> bool:
+        """Where keys have no unit norm."""
+        return self.weighting == "norm"
+
+    def weights(self) -> Weights:
+        """With sigma, a number for each of a token's."""
+        return super().weights() + Weights(others=self.hidden_size)
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "RandomFeatureConfig":
+        if self.weighting == "norm":
+            check_key_weights(self.denominator, "weighting 'norm'")
+        if self.shared_gate and not self.gated:
+            raise ValueError("shared_gate was given to a mixer without gates; take kind rfa_gate")
+        return self
+
+
+class _PositiveConfig(_ProjectedConfig):
+    """Kernels whose features are positive, so that a divisor is never small by chance."""
+
+    # Only keeps 0 / 0 away where all weights have underflowed.
+    denominator: DenominatorConfig = DenominatorConfig(kind="floor", eps=1e-12)
+    # The state forgets by a gate of each head, or by one of all heads.
+    gated: bool = False
+    shared_gate: bool = False
+
+    @property
+    def gates(self) -> int:
+        """One per head, one for all, or none."""
+        return (1 if self.shared_gate else self.num_heads) if self.gated else 0
+
+    @property
+    def num_features(self) -> int:
+        """As many as a head has numbers."""
+        return self.head_size
+
+    @model_validator(mode="after")
+    def _gates_fit(self) -> "_PositiveConfig":
+        if self.shared_gate and not self.gated:
+            raise ValueError("shared_gate was given to a mixer without gates; set gated = true")
+        return self
+
+
+class EluConfig(_PositiveConfig):
+    """Causal attention with the feature map elu + 1."""
+
+    kind: Literal["elu"]
+
+
+class EfficientConfig(_PositiveConfig):
+    """Causal attention by a softmax of queries over features and of keys over the tokens so far.
+
+    It walks twice, once for the means of its keys, with one feature and M values: M + 3 numbers more travel.
+    """
+
+    kind: Literal["efficient"]
+
+    @property
+    def weighs_keys(self) -> bool:
+        """By their largest number."""
+        return True
+
+    @property
+    def mean_numbers(self) -> int:
+        """Of the second walk."""
+        return self.num_features + 3
+
+    @property
+    def tensors(self) -> int:
+        """The second walk makes two more."""
+        return super().tensors + 2
+
+    @model_validator(mode="after")
+    def _divisor_fits(self) -> "EfficientConfig":
+        check_key_weights(self.denominator, "attention by weighted keys")
+        return self
+
+
+class PerformerConfig(_PositiveConfig, MatricesConfig):
+    """Causal attention by positive random features."""
+
+    kind: Literal["performer"]
+    orthogonal: bool = True  # the paper's FAVOR+
+
+    @property
+    def num_features(self) -> int:
+        """One for every random vector."""
+        return self.num_random
+
+    @property
+    def random_vectors(self) -> int:
+        """Of each head."""
+        return self.num_random
+
+    @property
+    def weighs_keys(self) -> bool:
+        """By their largest feature."""
+        return True
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """The weights of keys are found first, by the random vectors once more."""
+        parts = super().prefill_flops(tokens, ranks)
+        return replace(parts, features=parts.features + 2.0 * self.hidden_size * self.num_random)
+
+    @model_validator(mode="after")
+    def _divisor_fits(self) -> "PerformerConfig":
+        check_key_weights(self.denominator, "attention by weighted keys")
+        return self
+
+
+class StaticKernelConfig(MatricesConfig, KernelCosts):
+    """phi(X) phi(X)^T X over the tokens so far or, `bidirectional`, over all; random features are of unit vectors."""
+
+    forms = {"": {}, "over all keys": {"bidirectional": True}}  # noqa: RUF012
+
+    kind: Literal["static_kernel"]
+    num_heads: int = Field(default=1, ge=1)
+    feature: Literal["elu", "gaussian", "arc_cosine"] = "elu"
+    sigma: float = Field(default=1.0, gt=0, allow_inf_nan=False)  # of random vectors
+    # The sum of the weights, the number of tokens, or nothing, as the formula is printed.
+    divisor: Literal["weights", "length", "none"] = "weights"
+    bidirectional: bool = False
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return not self.bidirectional
+
+    @property
+    def num_features(self) -> int:
+        """Numbers in phi of a head."""
+        if self.feature == "elu":
+            return self.head_size
+        return self.num_random * (2 if self.feature == "gaussian" else 1)
+
+    @property
+    def random_vectors(self) -> int:
+        """Of each head."""
+        return 0 if self.feature == "elu" else self.num_random
+
+    @property
+    def tensors(self) -> int:
+        """There are no q, k and v."""
+        return 5
+
+    def weights(self) -> Weights:
+        """Nothing is learned."""
+        return Weights(buffers=self.random_vectors * self.hidden_size)
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """None over all keys: a later token could not go on from it."""
+        return 0 if self.bidirectional else super().state_bytes(position, batch)
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Over all keys without scores inside a chunk, and no rank walks its keys a second time."""
+        if self.bidirectional:
+            return replace(super().prefill_flops(tokens), scores=0.0)
+        return super().prefill_flops(tokens, ranks)
+
+    @model_validator(mode="after")
+    def _nothing_is_projected(self) -> "StaticKernelConfig":
+        if self.value_rank is not None:
+            raise ValueError("value_rank was given to a static kernel, whose values are the tokens themselves")
+        return self
+
+
+register_mixer(RandomFeatureConfig, "dist_attn.mixers.feature_map_attention:RandomFeatureAttention")
+register_mixer(EluConfig, "dist_attn.mixers.feature_map_attention:EluAttention")
+register_mixer(EfficientConfig, "dist_attn.mixers.efficient:EfficientAttention")
+register_mixer(PerformerConfig, "dist_attn.mixers.feature_map_attention:PerformerAttention")
+register_mixer(StaticKernelConfig, "dist_attn.mixers.static_kernel:static_kernel")
