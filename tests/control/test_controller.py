@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -53,7 +52,7 @@ API = b"api"
 class Table:
     """A controller with two ranks that are ready, and everything it has sent."""
 
-    def __init__(self):
+    def __init__(self, state_bytes=None):
         self.to_peers, self.steps, self.others = [], {0: [], 1: []}, []
         self.gone = set()
         self.controller = Controller(SETTINGS, self, MemoryStates())
@@ -63,7 +62,7 @@ class Table:
         for rank in (0, 1):
             self.engine(
                 rank_identity(1, rank),
-                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, 9, pauses=12),
+                RankHello(PROTOCOL_VERSION, 1, rank, 2, 70 + rank, "h", "m", 2, 9000, 9, None, state_bytes, pauses=12),
             )
 
     def to_api(self, peer, message):
@@ -128,10 +127,9 @@ def test_every_rank_gets_every_step_and_the_same_collective_operations(table):
 
 
 @pytest.mark.parametrize(("open_requests", "seconds"), [(1, 0.5), (4, 2.0)])
-def test_a_state_is_saved_as_time_goes_by(table, open_requests, seconds):
+def test_a_state_is_saved_as_time_goes_by(open_requests, seconds):
     """A text that is read slowly is saved twice a second, less often where all requests' states are many bytes."""
-    hello = table.controller._desk.model
-    table.controller._desk.model = msgspec.structs.replace(hello, state_bytes=8 << 20)
+    table = Table(state_bytes=8 << 20)
     for number in range(open_requests):
         table.api(open_encoding(str(number), RowSpec()))
     asked, k, fed = [], 0, 0
