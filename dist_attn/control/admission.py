@@ -1,10 +1,15 @@
-"""What a request asks that the loaded model cannot do: found before it can hurt a rank."""
+"""Whether a request is taken: what the loaded model cannot do, and what there is no room for."""
 
+import math
+from collections.abc import Iterable
+
+from dist_attn.control.pace import Pace
+from dist_attn.control.requests import Request
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import RankHello
 from dist_attn.wire.row_choice import MODEL_POOLING
 
-__all__ = ["misfit"]
+LEAST_WAIT_S, MOST_WAIT_S = 1, 120  # clients do not come back by themselves after longer waits
 
 
 def misfit(model: RankHello, rows: RowSpec | None, sampling: SamplingSpec | None, received: int) -> str:
@@ -25,3 +30,31 @@ def misfit(model: RankHello, rows: RowSpec | None, sampling: SamplingSpec | None
     if rows.granularity == "document" and received > longest:
         return f"a text of {received} tokens or more is over the {longest} that this model reads at once"
     return ""
+
+
+def refusal(
+    new: Request, others: Iterable[Request], *, max_open: int, max_waiting_tokens: int, pace: Pace
+) -> tuple[str, int] | None:
+    """Why there is no room for one more request, and in how many seconds there may be; None when there is.
+
+    What counts is work of its own class and of those before it: what is less urgent does not keep it waiting. One
+    that is alone is always taken.
+    """
+    known = list(others)
+    if len(known) >= max_open:
+        text = f"{len(known)} requests are open, which is the limit of this engine; try again soon"
+        return text, _wait(min(r.remaining for r in known), pace)
+    ahead = sum(r.remaining for r in known if r.terms.priority <= new.terms.priority)
+    surplus = ahead + new.remaining - max_waiting_tokens
+    if ahead and surplus > 0:
+        text = (
+            f"{ahead} tokens are still to be read or drawn, and this request adds {new.remaining}; the limit of this "
+            f"engine is {max_waiting_tokens}; try again later"
+        )
+        return text, _wait(surplus, pace)
+    return None
+
+
+def _wait(tokens: int, pace: Pace) -> int:
+    """How long so many tokens take; the least where the ranks' speed is not known yet. Units: seconds."""
+    return min(MOST_WAIT_S, max(LEAST_WAIT_S, math.ceil(tokens * pace.token_s)))

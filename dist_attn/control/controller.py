@@ -5,11 +5,16 @@ from typing import Protocol
 
 import structlog
 
-from dist_attn.control.desk import Desk
+from dist_attn.control.answers import Answers
 from dist_attn.control.group import Phase, RankGroup
+from dist_attn.control.intake import Intake
+from dist_attn.control.open_requests import OpenRequests
+from dist_attn.control.pace import Pace
+from dist_attn.control.request_view import Cutting, view_of
 from dist_attn.control.scheduler import Limits, Turn, View, plan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
+from dist_attn.control.states import States
 from dist_attn.control.steps import StepBook
 from dist_attn.errors import WireError
 from dist_attn.rank_link.guard_tally import GuardTally
@@ -25,8 +30,6 @@ from dist_attn.wire.messages import AnyMessage, GetStatus, Status
 from dist_attn.wire.rank_messages import Draws, Heartbeat, Ping, RankFailed, RankHello, Shutdown, StatePart, StepDone
 from dist_attn.wire.sockets import Sent
 from dist_attn_api.codes import Code
-
-__all__ = ["Controller", "Port"]
 
 STOPPING = "the engine is stopping; send the request again later"
 HELD_UP_S = 1.0  # a turn of the loop that took longer than this was not the ranks' fault
@@ -45,7 +48,7 @@ class Port(Protocol):
 class Controller:
     """All open requests and the group of ranks that works on them."""
 
-    def __init__(self, settings: ControlSettings, port: Port, states: StateKeeper, engine: str = "") -> None:
+    def __init__(self, settings: ControlSettings, port: Port, keeper: StateKeeper, engine: str = "") -> None:
         self._settings = settings
         self._engine = engine
         self._port = port
@@ -59,13 +62,16 @@ class Controller:
         )
         self._ring: tuple[Turn, ...] = ()
         self._agents: set[bytes] = set()
-        self._now = 0.0
         self._ticked_at = 0.0
         self._down_since = 0.0
-        self._desk = Desk(settings, port.to_api, states)
-        self._states = states
+        self._keeper = keeper
+        self._requests = OpenRequests(settings, port.to_api, keeper)
+        self._states = States(self._requests, settings, keeper)
+        self._answers = Answers(self._requests, self._states, settings)
+        self._pace = Pace()
+        self._intake = Intake(self._requests, self._states, self._answers, settings, self._pace)
         self._group = RankGroup(settings, self, engine)
-        self._steps = StepBook(settings.ranks, pace=self._desk.pace)
+        self._steps = StepBook(settings.ranks, pace=self._pace)
         self._guards = GuardTally()
         self._draining = False
         self._lost_groups = 0
@@ -75,15 +81,15 @@ class Controller:
 
     def on_api(self, peer: bytes, message: AnyMessage, now: float) -> None:
         """Take a message of an API process."""
-        self._now = now
+        self._requests.now = now
         if isinstance(message, GetStatus):
             self._port.to_api(peer, self.status(now))
         else:
-            self._desk.receive(peer, message, now)
+            self._intake.receive(peer, message)
 
     def on_engine(self, identity: bytes, message: AnyMessage, now: float) -> None:
         """Take a message of an agent or a rank; those of an older epoch are dropped."""
-        self._now = now
+        self._requests.now = now
         group = self._group
         match message:
             case AgentHello():
@@ -119,8 +125,8 @@ class Controller:
                 self._group.rank_hello(message, now)
             case RankFailed():
                 self._group.rank_failed(message, now)
-            case StatePart() if message.session in self._desk.sessions:
-                self._states.append(message.session, message.ordinal, message.start, message.data)
+            case StatePart() if message.session in self._requests:
+                self._keeper.append(message.session, message.ordinal, message.start, message.data)
             case Draws() if self._group.running and message.rank in self._group.ranks:
                 self._round_done(message, now)
             case StepDone() if self._group.running and message.rank in self._group.ranks:
@@ -138,27 +144,25 @@ class Controller:
         try:
             reached = self._steps.finish(done)
             for pieces in done.pieces:
-                self._desk.take_pieces(pieces)
+                self._answers.take_pieces(pieces)
         except WireError as error:
             self._group.rank_confused(done.rank, str(error), now)
             return
         for number, position in reached:
-            self._desk.progress(number, position)
+            self._answers.progress(number, position)
         if done.guards is not None:
             self._guards.add(done.guards)
         self._take_draws(done)
         for saved in done.saved:
-            self._desk.standing.take_saved(saved)
+            self._states.take_saved(saved)
         self._group.ranks[done.rank].finished(done.k, done.seconds, now)
 
     def _take_draws(self, message: Draws | StepDone) -> None:
         for drawn in message.drawn:
-            self._desk.take_draw(drawn.session, drawn.token, drawn.logprobs)
+            self._answers.take_draw(drawn)
         for fault in message.faults:
-            session = self._desk.sessions.get(fault.session)
-            if session is not None:
-                self._desk.fail(session, fault.code, fault.error)
-        if self._desk.came_further():
+            self._answers.take_fault(fault)
+        if self._answers.came_further():
             self._group.was_of_use()
 
     # ---- time ----------------------------------------------------------------------------------
@@ -167,8 +171,8 @@ class Controller:
         """Act on time, and send the next steps if there is room for them."""
         if now - self._ticked_at > HELD_UP_S:
             self._group.forgive_silence(now)
-        self._now = self._ticked_at = now
-        self._desk.tick(now)
+        self._requests.now = self._ticked_at = now
+        self._intake.tick()
         oldest = self._steps.oldest
         self._group.tick(now, oldest[0] if oldest else None, oldest[1] if oldest else 0)
         self._fail_the_unserved(now)
@@ -176,30 +180,32 @@ class Controller:
 
     def advance(self, now: float) -> None:
         """Send steps until as many are under way as may be, or there is nothing to do."""
+        self._requests.now = now
         while self._group.running and len(self._steps.under_way) < self._settings.steps_in_flight:
             chosen = plan(self._view(now))
             self._ring = chosen.ring
-            if chosen.empty and not self._desk.closing and not self._desk.unsaved:
+            if chosen.empty and not self._requests.any_to_close and not self._states.any_awaited:
                 return
-            for rank, message in self._steps.compose(chosen, self._desk, now):
+            for rank, message in self._steps.compose(chosen, self._requests, self._states, now):
                 if self._port.to_engine(self._rank(rank), message) is not Sent.DONE:
                     self._group.rank_unreachable(rank, now)
 
     @property
     def idle(self) -> bool:
         """Whether no request is open."""
-        return not self._desk.sessions
+        return not len(self._requests)
 
     def _view(self, now: float) -> View:
-        desk, model, patience_s = self._desk, self._desk.model, self._settings.patience_s
-        hidden_size, text_tokens = (model.hidden_size, model.text_tokens) if model else (0, None)
-        chunk = self._settings.ranks * self._settings.chunk_tokens
-        stays = desk.save_tokens if model and model.state_bytes is not None else None
-        views = (
-            s.view(now, patience_s, hidden_size, desk.blocked(s), chunk, text_tokens, stays)
-            for s in desk.sessions.values()
+        model, requests = self._requests.model, self._requests
+        cutting = Cutting(
+            chunk=self._settings.ranks * self._settings.chunk_tokens,
+            patience_s=self._settings.patience_s,
+            hidden_size=model.hidden_size if model else 0,
+            text_tokens=model.text_tokens if model else None,
+            stay_tokens=self._states.save_tokens if model and model.state_bytes is not None else None,
         )
-        pace, pauses = self._steps.pace, model.pauses if model else 0
+        views = (view_of(request, cutting, now, requests.blocked(request)) for request in requests)
+        pace, pauses = self._pace, model.pauses if model else 0
         limits = replace(self._limits, token_s=pace.token_s, round_s=pace.round_s, pauses=pauses)
         return View(limits, tuple(views), self._ring)
 
@@ -207,9 +213,10 @@ class Controller:
         limit = self._settings.ready_deadline_s
         if self._group.running or now - self._down_since < limit:
             return
-        for session in list(self._desk.sessions.values()):
-            if now - session.created_at >= limit:
-                self._desk.fail(session, Code.ENGINE_NOT_READY, f"no ranks for {limit:g} s: {self._group.reason(now)}")
+        for request in self._requests:
+            if now - request.created_at >= limit:
+                text = f"no ranks for {limit:g} s: {self._group.reason(now)}"
+                self._requests.fail(request, Code.ENGINE_NOT_READY, text)
 
     # ---- what the group decides ----------------------------------------------------------------
 
@@ -221,24 +228,24 @@ class Controller:
         """A fresh group is complete."""
         self._steps.begin_epoch(hello.epoch)
         self._ring = ()
-        self._desk.set_model(hello)
+        self._intake.set_model(hello)
 
     def group_lost(self, reason: str) -> None:
         """What the ranks had begun goes back to its last saved state, and is done again by those that come next."""
-        self._down_since = self._now
+        self._down_since = self._requests.now
         self._steps.begin_epoch(self._group.epoch)
         self._ring = ()
         self._lost_groups += 1
-        again = self._desk.rewind(reason)
+        again = self._answers.rewind(reason)
         self._replayed_tokens += again
-        log.info("requests go back", open=len(self._desk.sessions), tokens_again=again)
+        log.info("requests go back", open=len(self._requests), tokens_again=again)
 
     # ---- state and end -------------------------------------------------------------------------
 
     def status(self, now: float) -> Status:
         """What the engine is doing now."""
-        model, group, sessions = self._desk.model, self._group, self._desk.sessions.values()
-        active = sum(session.opened or session.dispatched > 0 for session in sessions)
+        model, group = self._requests.model, self._group
+        active = sum(request.keeping.on_ranks or request.reading.dispatched > 0 for request in self._requests)
         return Status(
             ready=group.running and not self._draining,
             reason=STOPPING if self._draining else group.reason(now),
@@ -248,7 +255,7 @@ class Controller:
             backend=self._settings.backend,
             epoch=group.epoch,
             step=self._steps.last_k,
-            queued=len(sessions) - active,
+            queued=len(self._requests) - active,
             active=active,
             tokens_per_second=round(self._steps.tokens_per_second(now), 1),
             ranks=group.status(now),
@@ -261,13 +268,13 @@ class Controller:
     def drain(self) -> None:
         """No new requests; those that are open may finish."""
         self._draining = True
-        self._desk.drain(STOPPING)
+        self._intake.drain(STOPPING)
 
     def stop(self, now: float) -> None:
         """The engine ends: open requests fail and the ranks finish; `stopped` tells when nothing of them is left."""
-        self._now = now
+        self._requests.now = now
         self._group.stop()
-        self._desk.stop(STOPPING)
+        self._intake.stop(STOPPING)
         for rank in self._group.ranks:
             self._port.to_engine(self._rank(rank), Shutdown(self._group.epoch))
 

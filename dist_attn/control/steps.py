@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import final
 
-from dist_attn.control.desk import Desk
+from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.pace import Pace
+from dist_attn.control.requests import Request
 from dist_attn.control.scheduler import Block, Plan
-from dist_attn.control.sessions import Session
+from dist_attn.control.states import States
 from dist_attn.errors import WireError
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import (
@@ -23,9 +25,105 @@ from dist_attn.wire.rank_messages import (
     StepDone,
 )
 
-__all__ = ["StepBook"]
-
 RATE_WINDOW_S = 5.0
+
+
+@final
+class _Orders:
+    """The orders of one step. Operations that all ranks take part in stand in the same order everywhere."""
+
+    def __init__(self, ranks: int, requests: OpenRequests, states: States, now: float) -> None:
+        self._requests = requests
+        self._states = states
+        self._now = now
+        self.ops: list[list[Op]] = [[] for _ in range(ranks)]
+        self.rounds: list[list[DecodeOp]] = [[] for _ in range(ranks)]
+        self.restores: list[tuple[int, int]] = []
+        """Ranks, and requests whose saved state they begin with."""
+
+    def to_all(self, op: Op) -> None:
+        for of_rank in self.ops:
+            of_rank.append(op)
+
+    def put_aside(self, request: Request) -> None:
+        """Have the request's state sent and forgotten; it goes on from there once it has come."""
+        ordinal = request.keeping.swap_out(request.here, self._now)
+        self.ops[request.number % len(self.ops)].append(SaveOp(request.number, ordinal))
+        self.to_all(CloseOp(request.number))
+
+    def open(self, request: Request, decodes: tuple[tuple[int, ...], ...]) -> None:
+        """Let the ranks begin with the request, or the one that draws for it."""
+        request.open(self._now)
+        drawing, number, work = request.drawing, request.number, request.work
+        owners = [rank for rank, numbers in enumerate(decodes) if number in numbers]
+        counts = dict(drawing.counts) if work.sampling is not None and work.sampling.penalises else {}
+        saved = request.keeping.saved
+        for rank in owners if drawing.saved else range(len(self.ops)):
+            self.ops[rank].append(OpenOp(number, work.rows, work.sampling, saved, counts, request.is_session))
+            if saved is not None:
+                self.restores.append((rank, number))
+
+    def decode(self, rank: int, numbers: tuple[int, ...]) -> None:
+        """One token for each of them; the other ranks forget those that draw for the first time."""
+        if numbers:
+            self.ops[rank].append(DecodeOp([_entry(self._requests[number], rank) for number in numbers]))
+        for number in numbers:
+            request = self._requests[number]
+            if request.drawing.asked == 1:
+                for other, ops in enumerate(self.ops):
+                    ops += [CloseOp(number)] if other != rank else []
+            self._save(request, rank)
+
+    def decode_again(self, rank: int, numbers: tuple[int, ...], rounds: int) -> None:
+        """Further rounds for those that may draw; where a state is to be handed out, it comes first."""
+        requests = [self._requests[number] for number in numbers]
+        for _ in range(rounds):
+            drawing = [request for request in requests if request.drawing.may_ask and not request.awaits_save]
+            self.rounds[rank].append(DecodeOp([_entry(request, rank) for request in drawing]))
+
+    def prefill(self, block: Block) -> None:
+        """A block, cut over the ranks."""
+        request = self._requests[block.session]
+        reading = request.reading
+        for ops, length in zip(self.ops, block.lengths, strict=True):
+            tokens = reading.take(length)
+            # The last token of a prompt is in no block, so there is always one that follows.
+            following = None if request.scores is None else reading.queue.first
+            ops.append(PrefillOp(block.session, block.start, list(block.lengths), tokens, following))
+        reading.end_block(block.tokens, self._now)
+        request.drawing.logits_are_at(max(rank for rank, length in enumerate(block.lengths) if length))
+        self.save_awaited(request)
+
+    def end_blocks(self, request: Request) -> None:
+        """All blocks of a request in this step are given; an encoding whose last one was may be forgotten."""
+        self._save(request, request.number % len(self.ops))
+        if request.is_read:
+            request.keeping.close()
+            self.to_all(CloseOp(request.number))
+
+    def save_awaited(self, request: Request) -> None:
+        """Ask for a state that is handed out, and of a stored session for any: of the rank that has its logits."""
+        drawing = request.drawing
+        kept = request.is_session and request.keeping.on_ranks and not drawing.rewinding
+        if request.awaits_save or (kept and self._states.save_is_due(request)):
+            rank = drawing.owner if drawing.owner is not None else drawing.logits_rank
+            self.ops[rank or 0].append(SaveOp(request.number, request.ask_state(self._now), True))
+
+    def _save(self, request: Request, rank: int) -> None:
+        """Ask for the state where the request has gone far since the last one that was asked for."""
+        if not request.is_session and not request.is_read and self._states.save_is_due(request):
+            self.ops[rank].append(SaveOp(request.number, request.ask_state(self._now)))
+
+
+def _entry(request: Request, rank: int) -> DecodeEntry:
+    """The next draw, and the token that it gave the first time or that is fed for it, as far as it is known."""
+    drawing = request.drawing
+    index = drawing.ask(rank)
+    if request.is_session:
+        return DecodeEntry(request.number, drawing.drawn(index))
+    if index:
+        return DecodeEntry(request.number, drawing.drawn(index - 1))
+    return DecodeEntry(request.number, int.from_bytes(request.reading.take(1), "little"))
 
 
 @dataclass
@@ -69,93 +167,57 @@ class StepBook:
         """When the oldest unfinished step was sent, and its number."""
         return (self.under_way[0].sent_at, self.under_way[0].k) if self.under_way else None
 
-    def compose(self, plan: Plan, desk: Desk, now: float) -> Iterator[tuple[int, AnyMessage]]:
-        """The next step of every rank, and before it the states it begins with; takes tokens out of the sessions.
+    def compose(
+        self, plan: Plan, requests: OpenRequests, states: States, now: float
+    ) -> Iterator[tuple[int, AnyMessage]]:
+        """The next step of every rank, and before it the states it begins with; takes tokens out of the requests.
 
-        Decoding stands before prefill, and operations that all ranks take part in stand in the same order everywhere.
+        Decoding stands before prefill.
         """
-        ops: list[list[Op]] = [[CloseOp(number) for number in desk.closing] for _ in range(self.ranks)]
-        desk.closing.clear()
+        orders = _Orders(self.ranks, requests, states, now)
+        for number in requests.take_closed():
+            orders.to_all(CloseOp(number))
         for number in plan.swaps:
-            _put_aside(desk.sessions[number], ops, now)
-        restores: list[tuple[int, int]] = []
+            orders.put_aside(requests[number])
         for number in plan.opens:
-            restores += self._open(desk.sessions[number], plan, ops, now)
+            orders.open(requests[number], plan.decodes)
         for rank, numbers in enumerate(plan.decodes):
-            if numbers:
-                ops[rank].append(DecodeOp([_entry(desk, number, rank) for number in numbers]))
-            for number in numbers:
-                if desk.sessions[number].draws_asked == 1:
-                    for other in range(self.ranks):
-                        if other != rank:
-                            ops[other].append(CloseOp(number))
-                self._save(desk, desk.sessions[number], ops, rank, now)
+            orders.decode(rank, numbers)
         for block in plan.blocks:
-            _prefill(desk, block, ops, now)
-            self._save_asked(desk, desk.sessions[block.session], ops, now)
-        for number in dict.fromkeys(block.session for block in plan.blocks):
-            self._save(desk, desk.sessions[number], ops, number % self.ranks, now)
-            _close_read(desk.sessions[number], ops)
-        rounds = [
-            [_round(desk, numbers, rank) for _ in range(plan.rounds)] for rank, numbers in enumerate(plan.decodes)
-        ]
-        for session in desk.sessions.values():
-            self._save_asked(desk, session, ops, now)
+            orders.prefill(block)
+        given = list(dict.fromkeys(block.session for block in plan.blocks))
+        for number in given:
+            orders.end_blocks(requests[number])
+        for rank, numbers in enumerate(plan.decodes):
+            orders.decode_again(rank, numbers, plan.rounds)
+        for request in requests:
+            orders.save_awaited(request)
+        self._account(plan, now)
+        return self._messages(orders, requests, states, given)
+
+    def _account(self, plan: Plan, now: float) -> None:
+        """The step is under way."""
         self.last_k += 1
         reached = [(block.session, block.start + block.tokens) for block in plan.blocks]
         tokens, drawing = sum(block.tokens for block in plan.blocks), 1 + plan.rounds if any(plan.decodes) else 0
         self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks)), reached, tokens, drawing))
         self._forget_old_rates(now)
         self._rate.append((now, tokens + sum(map(len, plan.decodes)) * (1 + plan.rounds)))
-        return self._messages(desk, restores, ops, rounds, [block.session for block in plan.blocks])
 
     def _messages(
-        self,
-        desk: Desk,
-        restores: list[tuple[int, int]],
-        ops: list[list[Op]],
-        rounds: list[list[DecodeOp]],
-        given: list[int],
+        self, orders: _Orders, requests: OpenRequests, states: States, given: list[int]
     ) -> Iterator[tuple[int, AnyMessage]]:
-        for rank, number in restores:
+        for rank, number in orders.restores:
             start = 0
-            for part in desk.states.parts(number):
+            for part in states.parts(number):
                 yield rank, StatePart(self.epoch, rank, number, start, part)
                 start += len(part)
-        for rank, of_rank in enumerate(ops):
-            yield rank, Step(self.epoch, self.last_k, of_rank, rounds[rank])
-        # Only now: an API process that turns out to be gone ends all of its sessions, and the step may hold several.
-        for number in dict.fromkeys(given):
-            if (session := desk.sessions.get(number)) is not None:
-                desk.grant(session)
-
-    def _open(self, session: Session, plan: Plan, ops: list[list[Op]], now: float) -> list[tuple[int, int]]:
-        """Let the ranks begin with the session, or the one that draws for it; which of them need its saved state."""
-        session.opened = session.exposed = True
-        session.opened_at, session.save_asked_s = session.dispatched, now
-        journal, number = session.journal, session.number
-        owners = [rank for rank, numbers in enumerate(plan.decodes) if number in numbers]
-        ranks = owners if journal.draws else list(range(self.ranks))
-        kept = session.work is not None
-        counts = dict(journal.counts) if session.sampling is not None and session.sampling.penalises else {}
-        for rank in ranks:
-            ops[rank].append(OpenOp(number, session.rows, session.sampling, session.saved, counts, kept))
-        return [(rank, number) for rank in ranks if session.saved is not None]
-
-    def _save(self, desk: Desk, session: Session, ops: list[list[Op]], rank: int, now: float) -> None:
-        """Ask for the session's state where it has gone far since the last one that was asked for."""
-        if session.work is None and not session.is_read and _has_gone_far(desk, session, now):
-            session.saved_at, session.save_asked_s = (session.dispatched, session.draws_asked), now
-            ops[rank].append(SaveOp(session.number, session.saves.ask()))
-
-    def _save_asked(self, desk: Desk, session: Session, ops: list[list[Op]], now: float) -> None:
-        """Ask for the state of a stored session, for a loss or to hand it out: of the rank that has its logits."""
-        kept = session.work is not None and session.opened and not session.draining
-        if session.awaits_save or (kept and _has_gone_far(desk, session, now)):
-            rank = session.owner if session.owner is not None else session.holder
-            session.saved_at, session.save_asked_s = (session.dispatched, session.draws_asked), now
-            session.end_asked = session.prefilled and not session.may_draw
-            ops[rank or 0].append(SaveOp(session.number, session.saves.ask(), True))
+        for rank, ops in enumerate(orders.ops):
+            yield rank, Step(self.epoch, self.last_k, ops, orders.rounds[rank])
+        # Only now: an API process that turns out to be gone ends all of its requests, and the step may hold several.
+        for number in given:
+            if (request := requests.get(number)) is not None:
+                requests.grant(request)
 
     def finish(self, done: StepDone) -> list[tuple[int, int]]:
         """One rank has finished a step; the sessions that have come further, now that all ranks have, and how far.
@@ -186,64 +248,3 @@ class StepBook:
     def _forget_old_rates(self, now: float) -> None:
         while self._rate and self._rate[0][0] < now - RATE_WINDOW_S:
             self._rate.popleft()
-
-
-def _has_gone_far(desk: Desk, session: Session, now: float) -> bool:
-    """In tokens, in draws, or in time: ranks that are lost every few seconds get on by what was saved in between."""
-    if desk.model is None or desk.model.state_bytes is None:
-        return False
-    tokens, draws = session.saved_at
-    far = session.dispatched - tokens >= desk.save_tokens or session.draws_asked - draws >= desk.save_draws
-    further = session.saved_at != (session.dispatched, session.draws_asked)
-    return far or (further and now - session.save_asked_s >= desk.save_every_s)
-
-
-def _entry(desk: Desk, number: int, rank: int) -> DecodeEntry:
-    session = desk.sessions[number]
-    index = session.draws_asked
-    session.draws_asked += 1
-    session.owner = rank
-    if session.work is not None:
-        return DecodeEntry(number, session.journal.drawn(index))
-    if index:
-        return DecodeEntry(number, session.journal.drawn(index - 1))
-    last = session.queue.take(1)
-    session.journal.give(last)
-    return DecodeEntry(number, int.from_bytes(last, "little"))
-
-
-def _round(desk: Desk, numbers: tuple[int, ...], rank: int) -> DecodeOp:
-    """One more token for those of the sessions that may draw one; where a state is wanted, it comes first."""
-    sessions = [desk.sessions[number] for number in numbers]
-    drawing = [session for session in sessions if session.may_draw and not session.awaits_save]
-    return DecodeOp([_entry(desk, session.number, rank) for session in drawing])
-
-
-def _prefill(desk: Desk, block: Block, ops: list[list[Op]], now: float) -> None:
-    session = desk.sessions[block.session]
-    for of_rank, length in zip(ops, block.lengths, strict=True):
-        tokens = session.queue.take(length)
-        session.journal.give(tokens)
-        # The last token of a prompt is in no block, so there is always one that follows.
-        following = None if session.scores is None else session.queue.first
-        of_rank.append(PrefillOp(block.session, block.start, list(block.lengths), tokens, following))
-    session.dispatched += block.tokens
-    session.holder = max(rank for rank, length in enumerate(block.lengths) if length)
-    session.journal.cut(session.dispatched)
-    session.waiting_since = now
-
-
-def _put_aside(session: Session, ops: list[list[Op]], now: float) -> None:
-    """Have the session's state sent and forgotten; it goes on from there once it has come."""
-    session.put_aside(now)
-    ops[session.number % len(ops)].append(SaveOp(session.number, session.saves.ask()))
-    for of_rank in ops:
-        of_rank.append(CloseOp(session.number))
-
-
-def _close_read(session: Session, ops: list[list[Op]]) -> None:
-    """An encoding whose last block is given may be forgotten; the session itself ends when its last row is back."""
-    if session.is_read:
-        session.opened = False
-        for of_rank in ops:
-            of_rank.append(CloseOp(session.number))

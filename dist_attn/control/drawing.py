@@ -1,0 +1,125 @@
+"""What one request draws: tokens that the ranks were asked for, that came back, that were sent, and how it ends."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import final
+
+from dist_attn.wire.messages import SamplingSpec
+
+
+@final
+@dataclass
+class Drawing:
+    """Draws of one request. `saved` <= `back` <= `asked`, and `back` < `sent` only while draws are made a second time.
+
+    Memory: the tokens drawn since the last saved state, and a count of each token of the vocabulary drawn before.
+    """
+
+    spec: SamplingSpec | None = None
+    unfed: int = 1  # drawn tokens that are not in a saved state: the last one, where each is fed by the next draw
+    asked: int = 0
+    back: int = 0  # that came back from the ranks
+    sent: int = 0
+    limit: int | None = None  # where drawing ends before `max_tokens`
+    owner: int | None = None  # the rank that draws
+    logits_rank: int | None = None  # that has the logits after the last token that was read; None: all, or none
+    rewinding: bool = False  # too much was drawn: once the ranks owe nothing more, it goes back
+    saved: int = 0  # draws of the last saved state
+    counts: Counter[int] = field(default_factory=Counter)
+    """How often each token was drawn that was fed to the saved state; penalties need it."""
+    _drawn: deque[int] = field(default_factory=deque)
+    _first_drawn: int = 0  # which draw the first of them was
+
+    @property
+    def most(self) -> int:
+        """How many tokens are drawn at most, as far as is known now."""
+        most = 0 if self.spec is None else self.spec.max_tokens
+        return most if self.limit is None else min(most, self.limit)
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether fewer tokens are asked of the ranks than the request wants."""
+        return self.asked < self.most and not self.rewinding
+
+    @property
+    def complete(self) -> bool:
+        """Whether every token has been sent."""
+        return self.sent >= self.most
+
+    def ask(self, rank: int) -> int:
+        """Ask a rank for the next token; which draw it is."""
+        self.owner = rank
+        self.asked += 1
+        return self.asked - 1
+
+    def logits_are_at(self, rank: int) -> None:
+        """This rank has read the last token of a block."""
+        self.logits_rank = rank
+
+    def drawn(self, index: int) -> int | None:
+        """The token of that draw; None if it is not known (yet)."""
+        at = index - self._first_drawn
+        return self._drawn[at] if 0 <= at < len(self._drawn) else None
+
+    # ---- what comes back -----------------------------------------------------------------------
+
+    def take_back(self) -> bool:
+        """A token has come back; whether it was sent before, and is drawn for the second time."""
+        self.back += 1
+        return self.back <= self.sent
+
+    def send(self, token: int) -> str | None:
+        """The token goes to the client; why drawing ends with it, None if it goes on."""
+        assert self.spec is not None
+        self.sent += 1
+        self._drawn.append(token)
+        if not self.complete:
+            return None
+        return "length" if self.sent >= self.spec.max_tokens else "stop"
+
+    def end(self) -> None:
+        """The end token was drawn: what was asked for beyond it is not drawn."""
+        self.limit = self.sent
+        self.back = self.asked
+
+    def end_again(self) -> None:
+        """The end token was drawn behind all that counts."""
+        self.back = self.asked
+
+    @property
+    def owed(self) -> bool:
+        """Whether the ranks have not answered for everything that was asked."""
+        return self.back < self.asked
+
+    # ---- states --------------------------------------------------------------------------------
+
+    def finish_after(self, drawn: int) -> bool:
+        """No more than the first `drawn` tokens shall count; false where that changes nothing.
+
+        What is in the saved state counts in any case. `rewinding` says whether more was asked of the ranks.
+        """
+        drawn = max(drawn, self.saved)
+        if self.spec is None or drawn >= self.most:
+            return False
+        self.limit = drawn
+        # While draws are made a second time, more may have been sent than are asked for now.
+        self.sent = min(self.sent, drawn)
+        while self._first_drawn + len(self._drawn) > max(drawn, self._first_drawn):
+            self._drawn.pop()
+        self.rewinding = self.asked > drawn
+        return True
+
+    def commit(self, draws: int) -> None:
+        """A state was saved after so many draws."""
+        while self._first_drawn < draws - self.unfed and self._drawn:
+            self.counts[self._drawn.popleft()] += 1
+            self._first_drawn += 1
+        self.saved = draws
+
+    def rewind(self) -> int:
+        """Go back to the last saved state; how many draws will be made again."""
+        again = self.back - self.saved
+        self.asked = self.back = self.saved
+        self.owner = self.logits_rank = None
+        self.rewinding = False
+        return again

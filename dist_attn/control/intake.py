@@ -1,0 +1,148 @@
+"""What API processes ask: requests are admitted, their tokens taken and checked, and those that stopped coming end."""
+
+from typing import final
+
+import structlog
+
+from dist_attn.control.admission import misfit, refusal
+from dist_attn.control.answers import Answers
+from dist_attn.control.open_requests import OpenRequests
+from dist_attn.control.pace import Pace
+from dist_attn.control.requests import Request
+from dist_attn.control.settings import ControlSettings
+from dist_attn.control.states import States
+from dist_attn.wire.messages import Accepted, AnyMessage, Cancel, Failed, OpenCompletion, OpenEncoding, Tokens
+from dist_attn.wire.rank_messages import RankHello
+from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
+from dist_attn_api.codes import Code
+
+PROBE_S = 2.0
+
+log = structlog.get_logger("dist_attn.control")
+
+
+@final
+class Intake:
+    """Takes the messages of API processes. `pace` tells when there may be room for a request that is refused."""
+
+    def __init__(
+        self, requests: OpenRequests, states: States, answers: Answers, settings: ControlSettings, pace: Pace
+    ) -> None:
+        self._requests = requests
+        self._states = states
+        self._answers = answers
+        self._settings = settings
+        self._pace = pace
+        self._probed_at = 0.0
+        self._stopping = ""
+
+    def receive(self, peer: bytes, message: AnyMessage) -> None:
+        """Take one message of an API process."""
+        match message:
+            case OpenEncoding() | OpenCompletion() | OpenSession():
+                self._open(peer, message)
+            case Tokens():
+                self._take_tokens(peer, message)
+            case StatePiece() | StateCredit() | FinishDrawing():
+                request = self._requests.find(peer, message.request_id)
+                if request is not None and request.has_states:
+                    self._states.receive(request, message)
+            case Cancel(request_id=request_id):
+                request = self._requests.find(peer, request_id)
+                if request is not None:
+                    self._requests.remove(request, "cancelled")
+            case _:
+                log.warning("unexpected message", peer=peer.hex(), kind=type(message).__name__)
+
+    def _open(self, peer: bytes, message: OpenEncoding | OpenCompletion | OpenSession) -> None:
+        request_id = message.request_id
+        if self._requests.find(peer, request_id) is not None:
+            log.warning("request id is open already", request=request_id, peer=peer.hex())
+            return
+        if self._stopping:
+            self._requests.post(peer, Failed(request_id, Code.ENGINE_NOT_READY, self._stopping))
+            return
+        request = self._requests.make(peer, message)
+        limits = {"max_open": self._settings.max_open, "max_waiting_tokens": self._settings.max_waiting_tokens}
+        refused = refusal(request, self._requests, **limits, pace=self._pace)
+        if refused is not None:
+            self._requests.post(peer, Failed(request_id, Code.OVERLOADED, *refused))
+            return
+        self._requests.add(request)
+        self._requests.post(peer, Accepted(request_id))
+        if self._states.expect(request):
+            self._requests.grant(request)
+
+    def _take_tokens(self, peer: bytes, message: Tokens) -> None:
+        request = self._requests.find(peer, message.request_id)
+        if request is None:
+            text = "the controller does not know this request: it has ended, or the controller was started again"
+            failed = (Code.ENGINE_NOT_READY, self._stopping) if self._stopping else (Code.ENGINE_FAILED, text)
+            self._requests.post(peer, Failed(message.request_id, *failed))
+            return
+        refused = request.reading.refusal(message.start, message.tokens)
+        if refused:
+            self._requests.fail(request, Code.INVALID_VALUE, refused)
+            return
+        request.reading.push(message.tokens, message.final, self._requests.now)
+        if message.final and not request.reading.received and request.work.kind != "encoding":
+            self._requests.fail(request, Code.EMPTY_INPUT, "the prompt has no tokens; send at least one")
+        elif self._tokens_fit(request):
+            self._answers.settle(request)
+
+    def _tokens_fit(self, request: Request) -> bool:
+        """Whether the model can do this and knows all queued tokens; otherwise the request fails."""
+        model = self._requests.model
+        if model is None:
+            return True
+        text = misfit(model, request.work.rows, request.work.sampling, request.reading.received)
+        outside = request.reading.queue.first_outside(model.vocab_size)
+        if outside is not None:
+            text = f"token {outside} is not in the vocabulary of {model.vocab_size} tokens"
+        if text:
+            self._requests.fail(request, Code.INVALID_VALUE, text)
+        return not text
+
+    def set_model(self, model: RankHello) -> None:
+        """What the ranks have loaded; tokens that came before it was known are checked now."""
+        self._requests.model = model
+        for request in self._requests:
+            if self._states.expect(request) and self._tokens_fit(request):
+                self._requests.grant(request)
+
+    # ---- time ----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Send what waits, notice API processes that died or hang, and requests whose tokens stopped coming."""
+        self._requests.flush()
+        for request in self._requests:
+            self._check_deadlines(request)
+        if self._requests.now - self._probed_at > PROBE_S:
+            self._probed_at = self._requests.now
+            self._requests.probe()
+
+    def _check_deadlines(self, request: Request) -> None:
+        now, reading, patience_s = self._requests.now, request.reading, self._settings.tokens_deadline_s
+        if request.deadline_passed(now) and not request.keeping.ranks_done:
+            text = (
+                f"its deadline of {request.terms.deadline_s:g} s has passed: {reading.dispatched} of the "
+                f"{reading.received} tokens that came were read, and {request.drawing.sent} drawn"
+            )
+            self._requests.fail(request, Code.DEADLINE_EXCEEDED, text)
+        elif reading.awaits_tokens and now - reading.heard_at > patience_s:
+            text = f"no tokens came for {patience_s:g} s; send the request again"
+            self._requests.fail(request, Code.BODY_TIMEOUT, text)
+        else:
+            self._states.tick(request)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def drain(self, text: str) -> None:
+        """Refuse what comes from now on as not ready; what is open goes on."""
+        self._stopping = text
+
+    def stop(self, text: str) -> None:
+        """End every open request as one that another controller may do, and refuse those that come now as not ready."""
+        self._stopping = text
+        for request in self._requests:
+            self._requests.fail(request, Code.STOPPING, text)

@@ -1,0 +1,181 @@
+"""Every open request, and what is sent to its API process."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import final
+
+import numpy as np
+import structlog
+
+from dist_attn.control.outboxes import Outboxes
+from dist_attn.control.requests import Request
+from dist_attn.control.settings import ControlSettings
+from dist_attn.control.state_files import StateKeeper
+from dist_attn.rank_link.rows import RowBatch
+from dist_attn.wire.messages import AnyMessage, Credit, Failed, OpenCompletion, OpenEncoding, Rows
+from dist_attn.wire.rank_messages import RankHello
+from dist_attn.wire.session_messages import OpenSession
+from dist_attn.wire.sockets import Sent
+
+ROWS_MESSAGE_BYTES = 256 << 10
+SUSPECT = 2  # losses after which it is worked on without others that are suspect too
+
+log = structlog.get_logger("dist_attn.control")
+
+
+@final
+class OpenRequests:
+    """Open requests by number, in order of arrival. `send` hands a message to ZeroMQ and never waits.
+
+    `keeper` holds the bytes of their states.
+    """
+
+    def __init__(
+        self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent], keeper: StateKeeper
+    ) -> None:
+        self._block = settings.ranks * settings.block_tokens
+        self._chunk = settings.ranks * settings.chunk_tokens
+        self._blocks_of_credit = settings.blocks_of_credit
+        self._outboxes = Outboxes(send, settings.reader_deadline_s)
+        self._keeper = keeper
+        self._numbers = count(1)
+        self._requests: dict[int, Request] = {}
+        self._by_id: dict[tuple[bytes, str], Request] = {}
+        self._to_close: list[int] = []
+        self.now = 0.0
+        self.model: RankHello | None = None
+        """What the ranks have loaded, once it is known."""
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All of them; while one goes through, any may end."""
+        return iter(list(self._requests.values()))
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._requests
+
+    def __getitem__(self, number: int) -> Request:
+        return self._requests[number]
+
+    def get(self, number: int) -> Request | None:
+        """The request of that number, if it is open."""
+        return self._requests.get(number)
+
+    def find(self, peer: bytes, request_id: str) -> Request | None:
+        """The open request of an API process that has this id there."""
+        return self._by_id.get((peer, request_id))
+
+    def make(self, peer: bytes, message: OpenEncoding | OpenCompletion | OpenSession) -> Request:
+        """A new request, which is not open yet."""
+        return Request.opened_by(message, next(self._numbers), peer, self.now, self._chunk)
+
+    def add(self, request: Request) -> None:
+        """It is open."""
+        self._requests[request.number] = self._by_id[request.peer, request.request_id] = request
+
+    # ---- what the ranks hold -------------------------------------------------------------------
+
+    @property
+    def any_to_close(self) -> bool:
+        """Whether the ranks still hold the state of a request that has ended."""
+        return bool(self._to_close)
+
+    def close(self, number: int) -> None:
+        """The ranks are to forget it."""
+        self._to_close.append(number)
+
+    def take_closed(self) -> list[int]:
+        """Those that the ranks are to forget now."""
+        closed, self._to_close = self._to_close, []
+        return closed
+
+    # ---- to the API ----------------------------------------------------------------------------
+
+    def post(self, peer: bytes, message: AnyMessage) -> None:
+        """Send to an API process; the requests of one that is gone end."""
+        if self._outboxes.post(peer, message, self.now) is Sent.GONE:
+            self._drop(peer)
+
+    def post_rows(self, request: Request, batches: list[RowBatch]) -> None:
+        """Send complete rows, in messages that stay small."""
+        if not batches:
+            return
+        starts = np.concatenate([batch.starts for batch in batches])
+        stops = np.concatenate([batch.stops for batch in batches])
+        vectors = np.concatenate([batch.vectors for batch in batches]).astype("<f4", copy=False)
+        per_message = max(1, ROWS_MESSAGE_BYTES // (4 * max(1, vectors.shape[1])))
+        for at in range(0, len(starts), per_message):
+            part = slice(at, at + per_message)
+            ranges = starts[part].tolist(), stops[part].tolist()
+            rows = Rows(request.request_id, batches[0].first_row + at, *ranges, vectors[part].tobytes())
+            self.post(request.peer, rows)
+        request.reading.count_rows(len(starts))
+
+    def grant(self, request: Request) -> None:
+        """Let the API send more tokens once a good part of what it may send has been used."""
+        reading = request.reading
+        # A sequence is read whole, so there must always be credit for one.
+        whole = (self.model and self.model.text_tokens) or 0
+        upto = reading.dispatched + max(self._blocks_of_credit * self._block, whole)
+        short = reading.credit - reading.dispatched < whole
+        worth_it = short or upto - reading.credit >= min(self._block, upto)
+        if request.is_restored and not reading.final and worth_it:
+            reading.grant(upto, self.now)
+            self.post(request.peer, Credit(request.request_id, upto))
+
+    def probe(self) -> None:
+        """See whether the API processes of waiting requests are still there, by a credit that says nothing new."""
+        waiting = {request.peer: request for request in self if not request.reading.final}
+        for request in waiting.values():
+            if not self.blocked(request):
+                self.post(request.peer, Credit(request.request_id, request.reading.credit))
+
+    def flush(self) -> None:
+        """Send what waits; the requests of API processes that take nothing, or are gone, end."""
+        for peer in self._outboxes.flush(self.now):
+            self._drop(peer)
+
+    # ---- the end -------------------------------------------------------------------------------
+
+    def fail(self, request: Request, code: str, text: str) -> None:
+        """End a request without its result."""
+        self.post(request.peer, Failed(request.request_id, code, text))
+        self.remove(request, code)
+
+    def remove(self, request: Request, outcome: str) -> None:
+        """End a request; nothing where it has ended."""
+        if self._requests.pop(request.number, None) is None:
+            return
+        del self._by_id[request.peer, request.request_id]
+        self._keeper.drop(request.number)
+        if request.keeping.close():
+            self.close(request.number)
+        log.info(
+            "request ended",
+            request=request.request_id,
+            kind=request.work.kind,
+            outcome=outcome,
+            tokens=request.reading.received,
+            rows=request.reading.rows_sent,
+            drawn=request.drawing.sent,
+            seconds=round(self.now - request.created_at, 3),
+        )
+
+    def _drop(self, peer: bytes) -> None:
+        for request in self:
+            if request.peer == peer:
+                self.remove(request, "reader gone")
+
+    # ---- whose turn it is ----------------------------------------------------------------------
+
+    def blocked(self, request: Request) -> bool:
+        """Whether its API process does not take what is sent, or it is not its turn to be tried again."""
+        return self._outboxes.blocked(request.peer) or self._waits_as_suspect(request)
+
+    def _waits_as_suspect(self, request: Request) -> bool:
+        """Of the requests that may have killed the ranks, one at a time is worked on: so the guilty one is found."""
+        if request.losses.count < SUSPECT:
+            return False
+        return request is not next(r for r in self._requests.values() if r.losses.count >= SUSPECT)

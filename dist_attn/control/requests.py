@@ -1,0 +1,265 @@
+"""One open request: what is asked, and the four records of how far it is: reading, drawing, keeping and losses."""
+
+import secrets
+from dataclasses import dataclass, field
+from typing import Literal, final
+
+import msgspec
+
+from dist_attn.control.drawing import Drawing
+from dist_attn.control.keeping import Keeping
+from dist_attn.control.reading import Reading
+from dist_attn.rank_link.rows import SCORE_ROWS, score_width
+from dist_attn.wire.messages import OpenCompletion, OpenEncoding, RowSpec, SamplingSpec
+from dist_attn.wire.rank_messages import SavedState
+from dist_attn.wire.session_messages import BeginState, OpenSession
+from dist_attn.wire.terms import Terms
+
+
+@final
+@dataclass(frozen=True)
+class Work:
+    """What is asked: rows of the input, tokens after it, and states on the way.
+
+    A `session` hands out its state at multiples of `checkpoint_interval` (0: none) and at its end, a `completion` those
+    of its prompt at `states_at`.
+    """
+
+    kind: Literal["encoding", "completion", "session"]
+    rows: RowSpec | None = None
+    sampling: SamplingSpec | None = None
+    begin: BeginState | None = None
+    checkpoint_interval: int = 0
+    states_at: tuple[int, ...] = ()
+
+
+def work_of(message: OpenEncoding | OpenCompletion | OpenSession, chunk: int) -> Work:
+    """The work that a message asks for; blocks end at multiples of `chunk`, and so do the states of a session."""
+    match message:
+        case OpenEncoding(rows=rows):
+            return Work("encoding", rows)
+        case OpenCompletion(sampling=sampling, begin=begin, states_at=states_at):
+            return Work("completion", None, _with_seed(sampling), begin, states_at=states_at)
+        case OpenSession(rows=rows, sampling=sampling, begin=begin, checkpoint_tokens=every):
+            return Work("session", rows, sampling and _with_seed(sampling), begin, -(-every // chunk) * chunk)
+
+
+def _with_seed(sampling: SamplingSpec) -> SamplingSpec:
+    """The seed is settled here, so that doing the work again elsewhere draws the same tokens."""
+    return sampling if sampling.seed is not None else msgspec.structs.replace(sampling, seed=secrets.randbits(63))
+
+
+@final
+@dataclass
+class Losses:
+    """How often the ranks were lost while they worked on a request. Pairs are tokens read and drawn."""
+
+    count: int = 0
+    """Groups lost in a row while they worked on it and it came no further."""
+    touched_this_epoch: bool = False
+    best: tuple[int, int] = (0, 0)  # what has come back from the ranks
+    _saved: tuple[int, int] = (0, 0)  # the saved state at the last loss
+
+    def touch(self) -> None:
+        """The ranks of this epoch begin to work on it."""
+        self.touched_this_epoch = True
+
+    def leave(self) -> None:
+        """They know nothing of it any more."""
+        self.touched_this_epoch = False
+
+    def add(self, saved: tuple[int, int]) -> None:
+        """A group was lost while it worked on this; where a further state was saved since the last loss, the first."""
+        self.count = 1 if saved > self._saved else self.count + 1
+        self._saved = saved
+
+    def progress(self, tokens: int, draws: int) -> bool:
+        """The ranks have come so far; whether further than ever: then this request is not what kills them."""
+        further = (tokens, draws) > self.best
+        if further:
+            self.best, self.count = (tokens, draws), 0
+        return further
+
+
+@final
+@dataclass
+class Request:
+    """An open request of one API process; `number` is its name between the controller and the ranks.
+
+    Times are monotonic seconds. Positions of a stored session count from its beginning, not from that of the request.
+    """
+
+    number: int
+    peer: bytes
+    request_id: str
+    created_at: float
+    work: Work
+    terms: Terms = field(default_factory=Terms)
+    reading: Reading = field(default_factory=Reading)
+    drawing: Drawing = field(default_factory=Drawing)
+    keeping: Keeping = field(default_factory=Keeping)
+    losses: Losses = field(default_factory=Losses)
+
+    @staticmethod
+    def opened_by(
+        message: OpenEncoding | OpenCompletion | OpenSession, number: int, peer: bytes, now: float, chunk: int
+    ) -> "Request":
+        """A new request; blocks end at multiples of `chunk`."""
+        work = work_of(message, chunk)
+        at = work.begin.position if work.begin else 0
+        return Request(
+            number,
+            peer,
+            message.request_id,
+            now,
+            work,
+            message.terms,
+            Reading.from_position(at, now),
+            Drawing(work.sampling, unfed=0 if work.kind == "session" else 1),
+            Keeping(now, work.states_at, (at, 0)),
+            Losses(best=(at, 0)),
+        )
+
+    # ---- what it is ----------------------------------------------------------------------------
+
+    @property
+    def is_session(self) -> bool:
+        """Whether it is work on a stored session."""
+        return self.work.kind == "session"
+
+    @property
+    def has_states(self) -> bool:
+        """Whether states travel between it and its API process."""
+        return self.is_session or self.work.begin is not None or bool(self.keeping.states_at)
+
+    @property
+    def scores(self) -> int | None:
+        """How many likeliest tokens are told of beside each token of the prompt; None: the prompt is not scored."""
+        sampling = self.work.sampling
+        return None if sampling is None or self.is_session else sampling.prompt_logprobs
+
+    def row_form(self, hidden_size: int) -> tuple[RowSpec, int] | None:
+        """The rows that the ranks make of it and how many numbers are in one; None where they make none."""
+        if self.scores is not None:
+            return SCORE_ROWS, score_width(self.scores)
+        return None if self.work.rows is None else (self.work.rows, hidden_size)
+
+    # ---- how far it is -------------------------------------------------------------------------
+
+    @property
+    def here(self) -> tuple[int, int]:
+        """Where it stands as far as the ranks have orders: tokens read and drawn."""
+        return self.reading.dispatched, self.drawing.asked
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether every token that a block may hold is in one; a completion's last token is left for decoding."""
+        left = self.work.kind == "completion" and self.drawing.asked == 0
+        return self.reading.final and len(self.reading.queue) <= left
+
+    @property
+    def prompt_is_done(self) -> bool:
+        """Whether every rank has answered for all of a completion's prompt that is in blocks."""
+        return self.prefilled and self.reading.done >= self.reading.received - 1
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that are still to be read or drawn, as far as that is known: what has come, or was announced."""
+        announced = 0 if self.reading.final else (self.terms.tokens or 0)
+        to_draw = max(0, self.drawing.most - self.drawing.asked)
+        return max(self.reading.received, announced) - self.reading.dispatched + to_draw
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it is an encoding of which every token is in a block."""
+        return self.work.kind == "encoding" and self.prefilled
+
+    @property
+    def is_restored(self) -> bool:
+        """Whether the state that it begins with is here."""
+        return self.work.begin is None or self.keeping.saved is not None
+
+    def deadline_passed(self, now: float) -> bool:
+        """Whether its result is of no use any more."""
+        limit = self.terms.deadline_s
+        return limit is not None and now - self.created_at >= limit
+
+    # ---- its states ----------------------------------------------------------------------------
+
+    @property
+    def awaits_save(self) -> bool:
+        """Whether it stands now where its state shall be handed out, as far as the ranks have orders."""
+        keeping = self.keeping
+        if keeping.ranks_done or self.drawing.rewinding or not keeping.on_ranks:
+            return False
+        tokens, draws = self.here
+        if not self.is_session:
+            return tokens in keeping.states_at and not draws and self.here != keeping.asked_at
+        if self.prefilled and not self.drawing.may_ask:
+            return not keeping.end_asked
+        every = self.work.checkpoint_interval
+        return bool(every) and (tokens + draws) % every == 0 and self.here != keeping.asked_at
+
+    @property
+    def is_at_its_end(self) -> bool:
+        """Whether the last saved state of a stored session is the one at its end."""
+        saved = self.keeping.saved
+        complete = self.reading.final and self.drawing.complete
+        return complete and saved is not None and saved.position == self.reading.received + self.drawing.sent
+
+    def hands_out(self, saved: SavedState) -> bool:
+        """Whether a state that was saved on the way was asked for by the API, and not for a loss alone."""
+        if not self.is_session:
+            return saved.snapshot and saved.position in self.keeping.states_at
+        every = self.work.checkpoint_interval
+        return bool(every) and saved.position % every == 0
+
+    def text_position(self, saved: SavedState) -> int:
+        """How much of the input is in a saved state."""
+        if self.is_session:
+            return saved.position - saved.draws
+        # The last token of a prompt is fed by the first draw.
+        return self.reading.received if saved.draws else saved.position
+
+    def ask_state(self, now: float) -> int:
+        """Ask the ranks for its state as they will have it; the number of that state."""
+        at_end = self.is_session and self.prefilled and not self.drawing.may_ask
+        return self.keeping.ask(self.here, now, at_end=at_end)
+
+    def commit(self, saved: SavedState) -> None:
+        """A state was saved: work is done again from there on."""
+        self.reading.commit(self.text_position(saved))
+        self.drawing.commit(saved.draws)
+        self.keeping.commit(saved)
+
+    # ---- on the ranks --------------------------------------------------------------------------
+
+    def open(self, now: float) -> None:
+        """The ranks begin with it, or the one that draws for it."""
+        self.keeping.open(self.reading.dispatched, now)
+        self.losses.touch()
+
+    def end_swap(self) -> None:
+        """If it was put aside and its newest state is here, it may go on, and the ranks know nothing of it."""
+        if self.keeping.swapping_out and self.reading.saved == self.reading.dispatched:
+            self.keeping.swapped_out()
+            self.losses.leave()
+
+    def finish(self) -> bool:
+        """The ranks have no more to do for it; whether they must be told to forget it."""
+        self.losses.leave()
+        return self.keeping.finish()
+
+    def rewind(self) -> int:
+        """Go back to the last saved state; how many tokens will be read or drawn again.
+
+        What was sent to the client stays sent: it is made again, and not sent again.
+        """
+        again = self.reading.rewind() + self.drawing.rewind()
+        self.keeping.rewind(self.here)
+        self.losses.leave()
+        return again
+
+    def count_loss(self) -> None:
+        """A group was lost while it worked on this."""
+        self.losses.add((self.reading.saved, self.drawing.saved))
