@@ -11,10 +11,10 @@ from dist_attn.comm.rendezvous import Rendezvous
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import read_launch
+from dist_attn.wire.choices import BACKENDS
 
-__all__ = ["BACKENDS", "open_communicator"]
+__all__ = ["open_communicator"]
 
-BACKENDS = ("local", "gloo", "nccl", "mpi")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE")
 TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 

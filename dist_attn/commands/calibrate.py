@@ -10,24 +10,23 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from dist_attn.commands.finding import Finding, missing, ok
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.control.ranks import child_environment
-from dist_attn.costs import Calibration, ScanTime, calibration_file, read_calibration
+from dist_attn.costs import Calibration, ScanTime, calibration_file, read_calibration, timed_exchanges
 from dist_attn.errors import EngineError
 from dist_attn.launchers import find_mpiexec, lacks_for_mpi
 from dist_attn.rank_link.tether import die_with_parent
+from dist_attn.wire.choices import CpuBackend
 
 if TYPE_CHECKING:
     from dist_attn.comm import Communicator
 
 __all__ = ["CALIBRATED_RANKS", "calibrate", "measure_exchanges"]
-
-Backend = Literal["gloo", "mpi"]
 
 CALIBRATED_RANKS = (2, 4)
 FEATURES, VALUES = 128, 64  # of one head of the message that is timed
@@ -43,7 +42,7 @@ class CalibrateSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int  # of mpi what the launcher says
     ranks: int
     folder: str  # private: where the ranks meet, and where rank 0 writes what was measured
-    backend: Backend = "gloo"
+    backend: CpuBackend = "gloo"
     heads: tuple[int, ...] = HEADS
     rounds: int = ROUNDS
 
@@ -56,7 +55,7 @@ def calibrate(ranks: Sequence[int] = CALIBRATED_RANKS) -> list[Finding]:
     file = calibration_file(os.environ)
     known = read_calibration(file)
     findings = []
-    backends: list[Backend] = ["gloo", *(["mpi"] if not lacks_for_mpi() else [])]  # type: ignore[list-item]
+    backends: list[CpuBackend] = ["gloo"] if lacks_for_mpi() else ["gloo", "mpi"]
     for backend, count in itertools.product(backends, ranks):
         name = f"exchange {count}" if backend == "gloo" else f"exchange {count} mpi"
         try:
@@ -71,7 +70,7 @@ def calibrate(ranks: Sequence[int] = CALIBRATED_RANKS) -> list[Finding]:
 
 
 def measure_exchanges(
-    ranks: int, backend: Backend = "gloo", *, heads: tuple[int, ...] = HEADS, rounds: int = ROUNDS
+    ranks: int, backend: CpuBackend = "gloo", *, heads: tuple[int, ...] = HEADS, rounds: int = ROUNDS
 ) -> tuple[ScanTime, ...]:
     """Seconds of each exchange between so many processes of this machine, for a few sizes of state.
 
@@ -107,7 +106,7 @@ def measure_exchanges(
         return msgspec.json.decode(result.read_bytes(), type=tuple[ScanTime, ...])
 
 
-def _in_words(known: Calibration, times: Sequence[ScanTime], ranks: int, backend: Backend) -> str:
+def _in_words(known: Calibration, times: Sequence[ScanTime], ranks: int, backend: CpuBackend) -> str:
     sizes = sorted({t.message_bytes for t in times})
     parts = []
     for size in sizes:
@@ -124,8 +123,7 @@ def _run(settings: CalibrateSettings) -> None:
     from dist_attn.ops import LinearState
     from dist_attn.sharded import Exchange, exclusive_scan
 
-    algorithms = ["gather", "log_step", "pipelined_ring", *(["pair"] if settings.ranks == 2 else [])]
-    algorithms += ["exscan"] if settings.backend == "mpi" else []
+    algorithms = timed_exchanges(settings.ranks, settings.backend)
     found = []
     with torch.inference_mode(), _join(settings) as comm:
         for heads in settings.heads:
@@ -135,7 +133,7 @@ def _run(settings: CalibrateSettings) -> None:
                 for name in algorithms:  # in turns, so that a change of the machine's speed meets all of them
                     comm.barrier()
                     began = time.perf_counter()
-                    exclusive_scan(comm, state, None, Exchange(name))  # type: ignore[arg-type]
+                    exclusive_scan(comm, state, None, Exchange(name))
                     seconds[name].append(time.perf_counter() - began)
             medians = torch.tensor([statistics.median(seconds[name][WARM_UP_ROUNDS:]) for name in algorithms])
             # The exchange is over when it is over everywhere.

@@ -37,7 +37,7 @@ from dist_attn.commands.options import (
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
-from dist_attn.wire.choices import WeightPrecision
+from dist_attn.wire.choices import GroupBackend, LogLevel, WeightPrecision
 
 __all__ = ["app", "main"]
 
@@ -356,16 +356,14 @@ def serve(
         int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
     ] = None,
     backend: Annotated[
-        Literal["gloo", "nccl", "mpi"] | None,
+        GroupBackend | None,
         typer.Option(help="How ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs (default: gloo)."),
     ] = None,
     weights: Annotated[WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = None,
     host: Host = None,
     port: Port = None,
     data_dir: DataDir = None,
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"] | None, typer.Option(help="What is logged (default: info).")
-    ] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="What is logged (default: info).")] = None,
 ) -> None:
     """Start the HTTP service with its engine on this machine; `dist-attn config show` lists all that can be set.
 

@@ -4,7 +4,7 @@ Like all commands they import what they need when they run.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -22,6 +22,7 @@ from dist_attn.commands.options import (
     Weights,
     leave_to_service,
 )
+from dist_attn.wire.choices import CpuBackend
 
 __all__ = ["ShowByDefault", "bench", "config_show", "doctor", "mixers", "plan", "state_show", "top"]
 
@@ -64,7 +65,7 @@ def plan(
     model: Model = None,
     gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False,
-    backend: Annotated[Literal["gloo", "mpi"], typer.Option(help="What carries the bytes between ranks.")] = "gloo",
+    backend: Annotated[CpuBackend, typer.Option(help="What carries the bytes between ranks.")] = "gloo",
     exchange: StateExchange = "auto",
     weights: Weights = "float32",
     as_json: AsJson = False,

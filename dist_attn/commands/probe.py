@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,6 +18,7 @@ from dist_attn.commands.finding import Finding, broken, missing, ok
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.launchers import is_first_rank
 from dist_attn.rank_link.tether import die_with_parent
+from dist_attn.wire.choices import CpuBackend
 
 if TYPE_CHECKING:
     from dist_attn.comm import Communicator
@@ -40,7 +41,7 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     message_bytes: int = 1
     timeout_s: float = 10.0
-    backend: Literal["gloo", "mpi"] = "gloo"
+    backend: CpuBackend = "gloo"
 
     @property
     def report(self) -> Path:

@@ -1,6 +1,13 @@
 """Memory, bytes and time of models and exchanges in plain numbers, before anything is started; never loads torch."""
 
-from dist_attn.costs.calibration import Calibration, ScanTime, calibration_file, default_exchange, read_calibration
+from dist_attn.costs.calibration import (
+    Calibration,
+    ScanTime,
+    calibration_file,
+    default_exchange,
+    read_calibration,
+    timed_exchanges,
+)
 from dist_attn.costs.counts import parse_count
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, Rates, estimate
 from dist_attn.costs.exchanges import (
@@ -64,4 +71,5 @@ __all__ = [
     "reshuffle_bytes",
     "scan_cost",
     "scan_seconds",
+    "timed_exchanges",
 ]

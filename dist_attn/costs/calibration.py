@@ -12,12 +12,22 @@ from pathlib import Path
 
 import msgspec
 
+from dist_attn.wire.choices import StateExchange
+
 # Up to so many ranks one all-gather is the fewest steps on a fast link; more need log2 P steps or two levels.
 GATHER_RANKS = 8
-# What is measured with any number of ranks; two of them may also swap.
-MEASURED = ("gather", "log_step", "pipelined_ring")
 # MPI combines states in fewer steps than messages between pairs do, by an operator in Python that larger ones wait for.
 EXSCAN_BYTES = 1 << 20
+
+
+def timed_exchanges(ranks: int, backend: str) -> list[StateExchange]:
+    """What `doctor --calibrate` measures on one host: two ranks may also swap, and MPI combines by itself."""
+    names: list[StateExchange] = ["gather", "log_step", "pipelined_ring"]
+    if ranks == 2:
+        names.append("pair")
+    if backend == "mpi":
+        names.append("exscan")
+    return names
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class Calibration:
 
         Entries that nobody can have measured count for nothing: a file may be of another version, or edited.
         """
-        known = (*MEASURED, *(["pair"] if ranks == 2 else []), *(["exscan"] if backend == "mpi" else []))
+        known = timed_exchanges(ranks, backend)
         measured = [
             t
             for t in self.times

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dist_attn.log_lines import LogFormat
-from dist_attn.wire.choices import Backend, WeightPrecision
+from dist_attn.wire.choices import Backend, LogLevel, WeightPrecision
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -55,7 +55,6 @@ Names = Annotated[
 Bytes = Annotated[int, Field(gt=0)]
 Number = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0)]
-LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class HttpSettings(Section):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Literal, TypeVar, cast, final, get_args
+from typing import Generic, TypeVar, cast, final
 
 import torch
 
@@ -16,6 +16,7 @@ from dist_attn.sharded.prefix_scan import exscan, gather, log_step, pair, pipeli
 from dist_attn.sharded.prefix_scan.monoid import LogDecay, Monoid
 from dist_attn.sharded.prefix_scan.state_message import pack, unpack
 from dist_attn.sharded.prefix_scan.steps import Finish
+from dist_attn.wire.choices import EXCHANGES, StateExchange
 
 __all__ = [
     "Algorithm",
@@ -29,7 +30,7 @@ __all__ = [
 ]
 
 Value = TypeVar("Value")
-Algorithm = Literal["auto", "pair", "gather", "exscan", "log_step", "two_level", "pipelined_ring", "serial_ring"]
+Algorithm = StateExchange
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,8 @@ class Exchange:
     calibration: Calibration | None = None
 
     def __post_init__(self) -> None:
-        if self.algorithm not in get_args(Algorithm):
-            raise ConfigError(
-                f"exchange {self.algorithm!r} is unknown; use one of {', '.join(map(str, get_args(Algorithm)))}"
-            )
+        if self.algorithm not in EXCHANGES:
+            raise ConfigError(f"exchange {self.algorithm!r} is unknown; use one of {', '.join(EXCHANGES)}")
         if self.pieces < 1:
             raise ConfigError(f"a ring in {self.pieces} pieces was asked for; it needs 1 or more")
 
@@ -62,7 +61,7 @@ class Exchange:
             return self
         calibration = Calibration() if self.calibration is None else self.calibration
         name = calibration.choose(comm.backend, comm.size, message_bytes, self.hosts)
-        return replace(self, algorithm=cast(Algorithm, name))
+        return replace(self, algorithm=cast(StateExchange, name))
 
 
 def settle(comm: Communicator, exchange: Exchange) -> Exchange:

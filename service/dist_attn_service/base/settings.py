@@ -1,7 +1,7 @@
 """What one API process needs to know: the parts of the settings tree that are its own, side by side."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field
 
@@ -20,6 +20,7 @@ from dist_attn.settings import (
 )
 from dist_attn.settings import Settings as SettingsTree
 from dist_attn.store import StoreLimits
+from dist_attn.wire.choices import LogLevel
 
 __all__ = ["Settings"]
 
@@ -35,7 +36,7 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     insecure_network: bool = Field(default=False, description="connect over a network without keys")
     model: Path = Field(description="model folder; only tokenizer.json and config.json are read from it")
     data_dir: Path = Field(default=Path("data"), description="spools and states live here")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     log_format: LogFormat = "auto"
     store: StoreSettings = Field(default=StoreSettings(), description="where states of sessions are kept")
     tracing: TracingSettings = Field(default=TracingSettings(), description="where spans of OpenTelemetry are sent")
