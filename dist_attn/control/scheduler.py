@@ -10,13 +10,13 @@ A text is always cut into the same blocks: at multiples of its chunk, however mu
 waits. So its rows and its state have the same bits in a busy engine, in an idle one, and when it is read a second time.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
-from dist_attn.control.places import admitted
 from dist_attn.control.views import Block, Limits, Plan, SessionView, Turn, View
 from dist_attn.rank_link.rows import GRAIN
 
-__all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "plan", "split"]
+__all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "admitted", "plan", "split"]
 
 WEIGHTS = (1, 4, 16)
 """What a token counts for in each class, the most urgent first."""
@@ -163,3 +163,32 @@ def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) 
         if min(lengths) >= grid:
             return (*lengths, *[0] * (ranks - parts))
     return tuple(count if rank == home else 0 for rank in range(ranks))
+
+
+def admitted(view: View, has_work: Callable[[SessionView], bool]) -> tuple[tuple[SessionView, ...], tuple[int, ...]]:
+    """The sessions that are worked on, in order of arrival, and those whose state is put aside for them.
+
+    Room goes to the most urgent class, in it to who has waited longest. When there is none, a text that is being read
+    and has come some way gives its place to a short prompt of its class or to anybody of a more urgent one; it waits
+    then like one that has just come.
+    """
+    here = [s for s in view.sessions if s.opened]
+    waiting = [s for s in view.sessions if not s.opened and not s.blocked and has_work(s)]
+    waiting.sort(key=lambda session: (session.priority, session.queued_at))
+    room = max(0, view.limits.max_active - len(here))
+    chosen, left = waiting[:room], waiting[room:]
+    # The least urgent first; of these the one that came last.
+    victims = sorted((s for s in reversed(here) if s.swappable), key=lambda s: -s.priority)
+    swaps: list[int] = []
+    for session in left:
+        if not victims or not _goes_before(session, victims[0], view.limits.short_tokens):
+            break
+        swaps.append(victims.pop(0).session)
+        chosen.append(session)
+    working = {s.session for s in chosen} | ({s.session for s in here if not s.blocked} - set(swaps))
+    return tuple(s for s in view.sessions if s.session in working), tuple(swaps)
+
+
+def _goes_before(session: SessionView, other: SessionView, short_tokens: int) -> bool:
+    short = session.ready or (session.final and session.available <= short_tokens)
+    return session.priority < other.priority or (short and session.priority == other.priority)

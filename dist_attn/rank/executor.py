@@ -24,8 +24,7 @@ from dist_attn.ops.linear_attention import why_no_library
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor
-from dist_attn.rank.state_bytes import read_state, state_size, write_state
-from dist_attn.rank.stored_states import pack_session, unpack_session
+from dist_attn.rank.state_bytes import pack_session, read_state, state_size, unpack_session, write_state
 from dist_attn.rank_link.guard_tally import GuardTally
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings

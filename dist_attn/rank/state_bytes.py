@@ -1,15 +1,21 @@
-"""A session's state as plain bytes, for a rank that goes on from it: all tensors in a fixed order, little-endian.
+"""A session's state in bytes: as it goes from rank to rank after a loss, and as a snapshot that is stored.
 
-Whoever reads it has the same model, so shapes and types are those of its empty state, and nothing else is stored.
+For a rank: all tensors in a fixed order, little-endian. Whoever reads it has the same model, so shapes and types are
+those of its empty state, and nothing else is stored. A snapshot has a manifest and the logits after its last token.
 """
+
+import io
 
 import numpy as np
 import torch
 
-from dist_attn.errors import WireError
+from dist_attn.errors import EngineError, WireError
+from dist_attn.generation import pack_state, restore_state
 from dist_attn.models import LanguageModel, ModelState
+from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.snapshot import read_snapshot
 
-__all__ = ["read_state", "state_size", "write_state"]
+__all__ = ["pack_session", "read_state", "state_size", "unpack_session", "write_state"]
 
 
 def state_size(model: LanguageModel) -> int | None:
@@ -51,6 +57,30 @@ def read_state(data: bytes, empty: ModelState) -> ModelState:
 
     layers = tuple(layer.replace(tuple(take(t) for t in layer.tensors())) for layer in empty.layers)
     return ModelState(layers, take(empty.position_B))
+
+
+def pack_session(state: ModelState, logits_V: torch.Tensor | None, manifest: Manifest | None) -> bytes:
+    """The bytes of the snapshot.
+
+    Raises: EngineError where the model's states cannot be stored.
+    """
+    if manifest is None:
+        raise EngineError("states of this model cannot be stored: it was loaded without a manifest")
+    return b"".join(pack_state(state, manifest, logits_V=logits_V).pieces())
+
+
+def unpack_session(
+    data: bytes, model: LanguageModel, manifest: Manifest | None
+) -> tuple[ModelState, torch.Tensor | None]:
+    """The state of a snapshot and the logits after its last token, where they were stored.
+
+    Raises: WireError or StateMismatchError for bytes that are not a snapshot of this model's states; EngineError where
+        the model has none.
+    """
+    if manifest is None:
+        raise EngineError("stored states cannot be gone on from: the model was loaded without a manifest")
+    restored = restore_state(read_snapshot(io.BytesIO(data)), model, manifest)
+    return restored.state, restored.logits_V
 
 
 def _tensors(state: ModelState) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_attn.control.passing_on import PassOn
+from dist_attn.control.ranks import PassOn
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_attn.control.places import admitted
+from dist_attn.control.scheduler import admitted
 from dist_attn.control.views import Limits, SessionView, View
 
 
