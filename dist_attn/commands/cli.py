@@ -1,6 +1,6 @@
 """The command line: argument parsing and one call per command.
 
-Those that only look and tell are in `commands/looking.py`. Commands import what they need when they run, so
+Read-only ones are in `commands/inspect.py`. Commands import what they need when they run, so
 `dist-attn --help` and `serve` never load torch.
 Bad input, and a file or disk that cannot be read or written, ends with exit code 2 and one line on stderr; a failure
 of the work with exit code 1 and one line.
@@ -18,9 +18,8 @@ from typing import Annotated, Literal
 import typer
 
 from dist_attn import __version__
-from dist_attn.commands import looking
+from dist_attn.commands import inspect
 from dist_attn.commands.help_search import help_search
-from dist_attn.commands.models import models
 from dist_attn.commands.options import (
     AsJson,
     Config,
@@ -66,7 +65,7 @@ configuration = typer.Typer(name="config", help="The settings of `serve`.", no_a
 app.add_typer(configuration)
 
 states = typer.Typer(
-    name="state", help="The file of a state, or a folder of them.", cls=looking.ShowByDefault, no_args_is_help=True
+    name="state", help="The file of a state, or a folder of them.", cls=inspect.ShowByDefault, no_args_is_help=True
 )
 app.add_typer(states)
 
@@ -97,8 +96,8 @@ def main() -> None:
     except (InputError, StorageError) as error:
         code = _complain(str(error), 2)
     except CommError as error:
-        _let_the_first_rank_speak()
-        code = _complain(str(error), 1, instead_of_first=True)
+        _wait_for_rank_0_error()
+        code = _complain(str(error), 1, instead_of_rank_0=True)
     except DistAttnError as error:
         code = _complain(str(error), 1)
     except BrokenPipeError:
@@ -147,15 +146,15 @@ def _usage(error: Exception) -> str:
     return words or "which command? They are listed above"
 
 
-def _let_the_first_rank_speak() -> None:
-    """Wait where this is not rank 0: when that ends with an error its launcher ends all, and nothing is said twice."""
+def _wait_for_rank_0_error() -> None:
+    """Let rank 0 print the error first: its launcher then ends the others, and nothing is printed twice."""
     launch = read_launch(os.environ)
     time.sleep(PATIENCE_S * ((launch and launch.rank) or 0))
 
 
-def _complain(message: str, code: int, *, instead_of_first: bool = False) -> int:
+def _complain(message: str, code: int, *, instead_of_rank_0: bool = False) -> int:
     # One rank speaks for all: under torchrun or mpiexec every rank meets the same bad input.
-    if instead_of_first or is_first_rank(os.environ):
+    if instead_of_rank_0 or is_first_rank(os.environ):
         print(f"dist-attn: {' '.join(message.split())}", file=sys.stderr)
     return code
 
@@ -198,7 +197,7 @@ def encode(
     try:
         with ended_in_order():
             if url is None:
-                from dist_attn.commands.encode_here import encode_here
+                from dist_attn.commands.encode_file import encode_here
 
                 report = encode_here(file, out, rows, deterministic=deterministic, exchange=exchange)
             else:
@@ -413,13 +412,12 @@ def state_repair(
     repair_states(folder, caller=key_hash, as_json=as_json)
 
 
-configuration.command("show")(looking.config_show)
-states.command("show")(looking.state_show)
-for look in (looking.plan, looking.top, looking.mixers, looking.doctor):
-    app.command()(look)
-app.command()(models)
+configuration.command("show")(inspect.config_show)
+states.command("show")(inspect.state_show)
+for command in (inspect.plan, inspect.top, inspect.mixers, inspect.doctor, inspect.models):
+    app.command()(command)
 app.command("help")(help_search)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(looking.bench)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(inspect.bench)
 
 
 def _require_plain_text(file: Path) -> None:

@@ -1,22 +1,25 @@
-"""Encode one file over all ranks of a communicator, block by block, in memory that does not grow with the file."""
+"""`dist-attn encode`: one file over all ranks, block by block, in memory that does not grow with the file."""
 
 import contextlib
 import io
+import os
 import resource
 import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from dist_attn.comm import Communicator
+from dist_attn.checkpoints import load_reader_and_tokeniser
+from dist_attn.comm import Communicator, open_communicator
 from dist_attn.commands.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
 from dist_attn.commands.encode_blocks import Seconds, encode_blocks
+from dist_attn.commands.progress import byte_progress
 from dist_attn.commands.row_file import RowFile, row_file
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
@@ -24,14 +27,16 @@ from dist_attn.ops.denormals import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.rows import GRAIN, RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm
+from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
+from dist_attn.wire.row_choice import RowsAsked, SequenceReading, choose_rows
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-__all__ = ["BLOCK_TOKENS_PER_RANK", "EncodeReport", "encode_file"]
+__all__ = ["BLOCK_TOKENS_PER_RANK", "EncodeReport", "encode_file", "encode_here"]
 
 BLOCK_TOKENS_PER_RANK = 4 * GRAIN
 _READ_BYTES = 1 << 18
@@ -43,7 +48,7 @@ class EncodeReport:
     """What an encoding cost; `carry_bytes_per_rank` is what one rank contributes to the carry exchange of a block.
 
     Of the ring exchanges it is all that rank 0 passes on in a block. Where the time of rank 0 went is told as `plan`
-    tells it beforehand (see `engine.encode_blocks.Seconds`); opening and writing files is what lacks to `seconds`.
+    tells it beforehand (see `encode_blocks.Seconds`); opening and writing files is what lacks to `seconds`.
     """
 
     tokens: int
@@ -58,6 +63,30 @@ class EncodeReport:
     exchange_seconds: float
     text_seconds: float
     handing_seconds: float
+
+
+def encode_here(
+    source: Path, target: Path, asked: RowsAsked, *, deterministic: bool, exchange: Algorithm
+) -> dict[str, Any] | None:
+    """Write the rows of a file; the report in plain values on rank 0, None elsewhere.
+
+    Raises: InputError, ModelFolderError, CommError; as `encode_file`.
+    """
+    folder = resolve_model_folder(asked.model)
+    loaded, tokeniser = load_reader_and_tokeniser(folder)
+    reading = None
+    if isinstance(loaded, TextEncoder):
+        reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
+    spec = choose_rows(asked.granularity, asked.window, asked.pooling, reading)
+    with open_communicator() as comm:
+        # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
+        size = source.stat().st_size if os.path.isfile(source) else 0
+        with byte_progress("encoding", size, wanted=comm.rank == 0) as on_progress:
+            report = encode_file(
+                comm, loaded, tokeniser, source, target, spec,
+                deterministic=deterministic, exchange=exchange, on_progress=on_progress,
+            )  # fmt: skip
+    return None if report is None else {**asdict(report), "model": folder.name}
 
 
 @torch.inference_mode()

@@ -1,8 +1,10 @@
-"""Commands that look and tell: settings, states, plans, a running service, mixers, this machine, benchmarks.
+"""Read-only commands: settings, states, plans, a running service, mixers, models, this machine, benchmarks.
 
 Like all commands they import what they need when they run.
 """
 
+import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,17 +26,28 @@ from dist_attn.commands.options import (
 )
 from dist_attn.wire.choices import CpuBackend
 
-__all__ = ["ShowByDefault", "bench", "config_show", "doctor", "mixers", "plan", "state_show", "top"]
+__all__ = ["ShowByDefault", "bench", "config_show", "doctor", "mixers", "models", "plan", "state_show", "top"]
 
 
 def config_show(config: Config = None, as_json: AsJson = False) -> None:
-    """Print every setting of `serve`, its value, and where that comes from.
+    """Print every setting of `serve`, its value, where that comes from, and what it is; of keys only their number.
 
     Example: dist-attn config show --config serve.toml
     """
-    from dist_attn.commands.show_settings import show_settings
+    from dist_attn.commands.tables import Table, print_tables
+    from dist_attn.settings import read_settings, settings_words
 
-    show_settings(config, as_json=as_json)
+    rows, words = list(read_settings(config, environment=os.environ).rows()), settings_words()
+    if as_json:
+        print(json.dumps({key: {"value": value, "origin": origin, "what": words[key]} for key, value, origin in rows}))
+        return
+    cells = [(key, "" if value is None else str(value), origin, words[key]) for key, value, origin in rows]
+    notes = [
+        "a file is given by --config or DIST_ATTN_CONFIG; in the environment http.port is DIST_ATTN_HTTP__PORT",
+        "flags of `dist-attn serve` come over the environment, and this over the file",
+    ]
+    table = Table("in the order of the file", cells, ("key", "value", "from", "what"), texts=(0, 3))
+    print_tables("settings", [table], notes)
 
 
 class ShowByDefault(TyperGroup):
@@ -119,6 +132,43 @@ def mixers(
     from dist_attn.commands.mixer_table import print_mixers
 
     print_mixers(tokens, hidden_size=hidden_size, num_heads=num_heads, ranks=ranks, as_json=as_json)
+
+
+def models(
+    folders: Annotated[
+        list[Path] | None, typer.Argument(help="Model folders; without any, the models that ship.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List models that --model takes: those that ship, or those in folders, with their size and what they are for.
+
+    Example: dist-attn models
+
+    Example: dist-attn models runs/first/model
+    """
+    from dist_attn.commands.tables import byte_size, stdout_console
+    from dist_attn.costs import model_kind
+    from dist_attn.shipped import DEFAULT_MODEL, purpose, resolve_model_folder, shipped_models
+
+    found = [resolve_model_folder(folder) for folder in folders] if folders else shipped_models()
+    described: list[dict[str, Any]] = [
+        {
+            "name": str(folder) if folders else folder.name,
+            "kind": model_kind(folder),
+            "bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")),
+            "default": not folders and folder.name == DEFAULT_MODEL,
+            "purpose": purpose(folder),
+        }
+        for folder in found
+    ]
+    if as_json:
+        print(json.dumps({"object": "list", "data": described}))
+        return
+    console = stdout_console()
+    for one in described:
+        default = ", taken where no --model is given" if one["default"] else ""
+        console.print(f"{one['name']}  {one['kind']}, {byte_size(one['bytes'])}{default}", soft_wrap=True, markup=False)
+        console.print(f"    {one['purpose'] or 'no README.md says what it is for'}", soft_wrap=True, markup=False)
 
 
 def doctor(
