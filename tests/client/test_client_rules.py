@@ -6,6 +6,9 @@ from itertools import pairwise
 
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.schemas.completions import CompletionRequest
+from dist_attn_service.schemas.drawing import DrawingOptions
+from dist_attn_service.schemas.neutral_fields import words_on
 
 from dist_attn_client import (
     AsyncClient,
@@ -27,6 +30,7 @@ from dist_attn_client.lines import Event, EventDecoder, LineDecoder
 from dist_attn_client.sessions import AsyncSessions
 from dist_attn_client.sources import Source
 from dist_attn_client.synchronous import Files, Jobs, Sessions
+from dist_attn_client.texts import Drawing, Sampling
 from dist_attn_client.transport import SyncTransport, at_once
 
 LOST = BrokenOff("lost")
@@ -185,3 +189,12 @@ def test_a_stream_can_be_opened_again_at_any_byte() -> None:
         assert at_once(read(source, 0)) == data
         assert at_once(source.measure(SyncTransport().blocking)) == len(data)
         source.close()
+
+
+def test_the_client_takes_the_options_of_drawing() -> None:
+    """Every option with which the service draws is one of the client's, and the client has no other."""
+    answered_by_methods = {"stream", "priority", "deadline_seconds", "user", "model"}
+    drawing = (DrawingOptions.model_fields.keys() | {"max_tokens", "logprobs"}) - answered_by_methods
+    assert set(Drawing.__annotations__) == drawing
+    offered = {name for name in CompletionRequest.model_fields if words_on(CompletionRequest, (name,)) is None}
+    assert set(Sampling.__annotations__) - {"priority", "model"} <= offered

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import json
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -131,7 +132,7 @@ async def generate(request: Request, session_id: str) -> Response:
         wanted.expected_position,
         spec,
         stops,
-        hashlib.sha256(wanted.model_dump_json(exclude=NO_PART_OF_IT).encode()).hexdigest(),
+        _digest(wanted),
         terms_of(request, wanted),
     )
     record.note(completion_id=work.id, stream=bool(wanted.stream))
@@ -151,6 +152,12 @@ async def generate(request: Request, session_id: str) -> Response:
         last_words=ServiceError.events,
         stall_seconds=services.settings.client_stall_seconds,
     )
+
+
+def _digest(wanted: GenerateRequest) -> str:
+    """What tells requests under one key apart; neither the order of options nor those that nobody has named count."""
+    options = wanted.model_dump(exclude=NO_PART_OF_IT, exclude_none=True)
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()
 
 
 async def _stream(
