@@ -130,7 +130,7 @@ class Answers:
             self._states.settle(request)
             return
         undrawn = request.work.sampling is not None and not request.work.sampling.max_tokens
-        if undrawn and request.prompt_is_done and not request.keeping.ranks_done:
+        if undrawn and request.reading.prefill_done and not request.keeping.ranks_done:
             self._requests.post(request.peer, Generated(request.request_id, [], "length"))
             self._states.end_drawing(request)
             return

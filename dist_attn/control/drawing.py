@@ -16,7 +16,7 @@ class Drawing:
     """
 
     spec: SamplingSpec | None = None
-    unfed: int = 1  # drawn tokens that are not in a saved state: the last one, where each is fed by the next draw
+    unfed: int = 0  # drawn tokens that are not in a saved state: 1 where each is fed by the next draw
     asked: int = 0
     back: int = 0  # that came back from the ranks
     sent: int = 0
@@ -47,10 +47,13 @@ class Drawing:
         return self.sent >= self.most
 
     def ask(self, rank: int) -> int:
-        """Ask a rank for the next token; which draw it is."""
+        """Ask a rank for the next token; the draw whose token goes along, below 0 the last one of the prompt.
+
+        Where a draw feeds the token before, that is it; else what this draw gave, where it is made a second time.
+        """
         self.owner = rank
         self.asked += 1
-        return self.asked - 1
+        return self.asked - 1 - self.unfed
 
     def logits_are_at(self, rank: int) -> None:
         """This rank has read the last token of a block."""

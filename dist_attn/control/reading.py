@@ -8,7 +8,7 @@ import numpy as np
 
 from dist_attn.rank_link.rows import RowAssembler, RowBatch
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.rank_messages import RowPieces
+from dist_attn.wire.rank_messages import RowPieces, SavedState
 
 TOKEN_BYTES = 4
 
@@ -83,6 +83,7 @@ class Reading:
     """
 
     start: int = 0
+    held_back: int = 0  # tokens at the end that are in no block: the first draw feeds a completion's last one
     received: int = 0
     final: bool = False  # none will follow what was received
     credit: int = 0
@@ -98,9 +99,9 @@ class Reading:
     _edges: deque[int] = field(default_factory=deque)  # where the blocks since then ended
 
     @classmethod
-    def from_position(cls, start: int, now: float) -> "Reading":
+    def from_position(cls, start: int, now: float, held_back: int = 0) -> "Reading":
         """The input of a request that begins with the state after `start` tokens."""
-        return cls(start, start, credit=start, heard_at=now, dispatched=start, done=start, saved=start)
+        return cls(start, held_back, start, credit=start, heard_at=now, dispatched=start, done=start, saved=start)
 
     # ---- from the API --------------------------------------------------------------------------
 
@@ -137,6 +138,25 @@ class Reading:
 
     # ---- to the ranks --------------------------------------------------------------------------
 
+    @property
+    def available(self) -> int:
+        """Tokens that may go into blocks now."""
+        return max(0, len(self.queue) - self.held_back)
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether every token that a block may hold is in one."""
+        return self.final and not self.available
+
+    @property
+    def prefill_done(self) -> bool:
+        """Whether every rank has answered for all of these blocks."""
+        return self.prefilled and self.done >= self.received - self.held_back
+
+    def tokens_in(self, saved: SavedState) -> int:
+        """How many tokens of the input are in a saved state."""
+        return saved.position - saved.draws + (self.held_back if saved.draws else 0)
+
     def take(self, count: int) -> bytes:
         """The next tokens, for a rank; they are kept for the case of a loss."""
         tokens = self.queue.take(count)
@@ -159,8 +179,9 @@ class Reading:
         """Every rank has answered for the text up to here."""
         self.done = max(self.done, position)
 
-    def commit(self, position: int) -> None:
-        """A state was saved that holds the text up to here: what came before will not be needed again."""
+    def commit(self, saved: SavedState) -> None:
+        """A state was saved: what it holds will not be needed again."""
+        position = self.tokens_in(saved)
         self._given.drop(position - self.saved)
         while self._edges and self._edges[0] <= position:
             self._edges.popleft()

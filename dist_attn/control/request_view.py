@@ -39,31 +39,31 @@ def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> Se
         overdue=now - reading.waiting_since >= cutting.patience_s,
         blocked=blocked or keeping.swapping_out,
         chunk=cutting.chunk,
+        available=reading.available,
         due=reading.due,
         priority=request.terms.priority,
         queued_at=keeping.queued_at,
         swappable=keeping.on_ranks
         and not request.is_session
-        and not request.prefilled
+        and not reading.prefilled
         and cutting.stay_tokens is not None
         and reading.dispatched - keeping.place_at >= cutting.stay_tokens,
     )
-    ready = request.prefilled and drawing.may_ask
+    ready = reading.prefilled and drawing.may_ask
     if request.is_session:
         # However slowly its text comes: it is always cut into the same blocks.
         waits = not request.is_restored or drawing.rewinding or keeping.ranks_done
         rests = waits or len(keeping.offers.waiting) > MOST_OFFERS
         owner = drawing.logits_rank if ready and drawing.owner is None else drawing.owner
-        view = replace(view, overdue=False, blocked=blocked or rests, home=request.number)
-        return replace(view, available=len(reading.queue), ready=ready, owner=owner)
+        blocked = blocked or rests
+        return replace(view, overdue=False, blocked=blocked, home=request.number, ready=ready, owner=owner)
     if request.work.rows is not None:
-        return _cut_rows(replace(view, available=len(reading.queue)), request.work.rows, cutting)
+        return _cut_rows(view, request.work.rows, cutting)
     # A request ends with its last token: by then the scores of its prompt must have come from every rank.
-    ready = ready and (request.scores is None or request.prompt_is_done)
-    available = 0 if request.prefilled else max(0, len(reading.queue) - 1)
+    ready = ready and (request.scores is None or reading.prefill_done)
     # As those of sessions, states that are kept for others always come of the same blocks.
     overdue = view.overdue and not request.has_states
-    return replace(view, available=available, ready=ready, owner=drawing.owner, overdue=overdue)
+    return replace(view, ready=ready, owner=drawing.owner, overdue=overdue)
 
 
 def _cut_rows(view: SessionView, rows: RowSpec, cutting: Cutting) -> SessionView:

@@ -107,6 +107,7 @@ class Request:
         """A new request; blocks end at multiples of `chunk`."""
         work = work_of(message, chunk)
         at = work.begin.position if work.begin else 0
+        fed_late = 1 if work.kind == "completion" else 0  # tokens, by the draw after them: decision 0033
         return Request(
             number,
             peer,
@@ -114,8 +115,8 @@ class Request:
             now,
             work,
             message.terms,
-            Reading.from_position(at, now),
-            Drawing(work.sampling, unfed=0 if work.kind == "session" else 1),
+            Reading.from_position(at, now, held_back=fed_late),
+            Drawing(work.sampling, unfed=fed_late),
             Keeping(now, work.states_at, (at, 0)),
             Losses(best=(at, 0)),
         )
@@ -152,17 +153,6 @@ class Request:
         return self.reading.dispatched, self.drawing.asked
 
     @property
-    def prefilled(self) -> bool:
-        """Whether every token that a block may hold is in one; a completion's last token is left for decoding."""
-        left = self.work.kind == "completion" and self.drawing.asked == 0
-        return self.reading.final and len(self.reading.queue) <= left
-
-    @property
-    def prompt_is_done(self) -> bool:
-        """Whether every rank has answered for all of a completion's prompt that is in blocks."""
-        return self.prefilled and self.reading.done >= self.reading.received - 1
-
-    @property
     def remaining(self) -> int:
         """Tokens that are still to be read or drawn, as far as that is known: what has come, or was announced."""
         announced = 0 if self.reading.final else (self.terms.tokens or 0)
@@ -172,7 +162,7 @@ class Request:
     @property
     def is_read(self) -> bool:
         """Whether it is an encoding of which every token is in a block."""
-        return self.work.kind == "encoding" and self.prefilled
+        return self.work.kind == "encoding" and self.reading.prefilled
 
     @property
     def is_restored(self) -> bool:
@@ -195,7 +185,7 @@ class Request:
         tokens, draws = self.here
         if not self.is_session:
             return tokens in keeping.states_at and not draws and self.here != keeping.asked_at
-        if self.prefilled and not self.drawing.may_ask:
+        if self.reading.prefilled and not self.drawing.may_ask:
             return not keeping.end_asked
         every = self.work.checkpoint_interval
         return bool(every) and (tokens + draws) % every == 0 and self.here != keeping.asked_at
@@ -214,21 +204,14 @@ class Request:
         every = self.work.checkpoint_interval
         return bool(every) and saved.position % every == 0
 
-    def text_position(self, saved: SavedState) -> int:
-        """How much of the input is in a saved state."""
-        if self.is_session:
-            return saved.position - saved.draws
-        # The last token of a prompt is fed by the first draw.
-        return self.reading.received if saved.draws else saved.position
-
     def ask_state(self, now: float) -> int:
         """Ask the ranks for its state as they will have it; the number of that state."""
-        at_end = self.is_session and self.prefilled and not self.drawing.may_ask
+        at_end = self.is_session and self.reading.prefilled and not self.drawing.may_ask
         return self.keeping.ask(self.here, now, at_end=at_end)
 
     def commit(self, saved: SavedState) -> None:
         """A state was saved: work is done again from there on."""
-        self.reading.commit(self.text_position(saved))
+        self.reading.commit(saved)
         self.drawing.commit(saved.draws)
         self.keeping.commit(saved)
 

@@ -148,7 +148,7 @@ class States:
         if not request.is_session:
             # What comes with a draw is behind all of the text.
             return saved.draws > 0 or saved.position <= request.reading.done
-        if request.text_position(saved) > request.reading.done:
+        if request.reading.tokens_in(saved) > request.reading.done:
             return False
         # Its reader may still want to go back to a token before it, which a state cannot.
         drawing = request.drawing

@@ -116,14 +116,11 @@ class _Orders:
 
 
 def _entry(request: Request, rank: int) -> DecodeEntry:
-    """The next draw, and the token that it gave the first time or that is fed for it, as far as it is known."""
-    drawing = request.drawing
-    index = drawing.ask(rank)
-    if request.is_session:
-        return DecodeEntry(request.number, drawing.drawn(index))
-    if index:
-        return DecodeEntry(request.number, drawing.drawn(index - 1))
-    return DecodeEntry(request.number, int.from_bytes(request.reading.take(1), "little"))
+    """The next draw, and the token that goes along, as far as it is known."""
+    index = request.drawing.ask(rank)
+    if index < 0:
+        return DecodeEntry(request.number, int.from_bytes(request.reading.take(1), "little"))
+    return DecodeEntry(request.number, request.drawing.drawn(index))
 
 
 @dataclass

@@ -23,7 +23,7 @@ from dist_attn.wire.messages import (
     TokenLogprobs,
     Tokens,
 )
-from dist_attn.wire.rank_messages import Drawn, RankHello, RowPieces
+from dist_attn.wire.rank_messages import Drawn, RankHello, RowPieces, SavedState
 from dist_attn.wire.sockets import Sent
 from dist_attn.wire.terms import Terms
 from tests.support.opening import open_completion, open_encoding
@@ -365,7 +365,7 @@ def test_a_request_whose_state_gets_further_is_not_what_kills_the_ranks(side):
         side.lose()
         if loss < allowed + 3:
             side.read(512)
-            reading.commit(reading.dispatched)
+            reading.commit(SavedState(1, reading.dispatched, 0, 0))
     assert losses.count == allowed
     side.lose()
     assert side.last(Failed).code == "engine_failed"
