@@ -64,7 +64,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         DRAWING,
     ),
     "CONTRIBUTING.md": (Not(INSTALLS), Not(GATE)),
-    "docs/adding-a-mixer.md": (Elsewhere("tests/mixers/test_adding_a_mixer.py"),),
+    "docs/adding-a-mixer.md": (*[Elsewhere("tests/mixers/test_adding_a_mixer.py")] * 3,),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
     "docs/client.md": (
         Run("python", says=(" tokens",)),

@@ -6,12 +6,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands.cli import app
 from dist_attn.commands.mixer_table import mixer_facts
 from dist_attn.costs import layer_costs
 from dist_attn.errors import ConfigError, InputError
-from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import (
     BidirectionalConfig,
     ConvolutionConfig,
@@ -24,10 +22,10 @@ from dist_attn.mixers import (
     StaticKernelConfig,
     TokenMlpConfig,
     build_mixer,
+    contract,
 )
 from dist_attn.model_config.mixer import registered_mixers
 from dist_attn.ops import LocalSequenceOps
-from dist_attn.sharded import ShardedSequenceOps
 from tests.mixers.test_contract import CONFIGS, SIZE
 
 TOKENS = 24
@@ -57,32 +55,10 @@ STATE_SPACES = {"s4", "s4d", "lssl", "hippo"}
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_parameters_and_state_are_the_mixers(name):
-    """The learned numbers, and the bytes of the state after some tokens, are those of the mixer, exactly."""
-    mixer = build_mixer(ALL[name])
-    costs = mixer.costs()
-    assert costs.parameters == sum(p.numel() for p in mixer.parameters())
-    with torch.no_grad():
-        _, state = mixer(torch.zeros(2, TOKENS, SIZE), LocalSequenceOps())
-    assert costs.state_bytes(TOKENS, 2) == sum(t.numel() * t.element_size() for t in state.tensors())
-    assert bool(costs.state_bytes(TOKENS)) == (ALL[name].streams and name != "convolution-pointwise")
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_bytes_sent_are_the_counted_ones(name):
-    """What every rank sends for one sequence, over uneven and empty slices, is what the formula says, to the byte."""
-    lengths = (5, 0, 19)
-    layout, x = SequenceLayout.from_lengths(lengths), torch.zeros(2, TOKENS, SIZE)
-
-    def body(comm: Communicator) -> int:
-        mixer, ops = build_mixer(ALL[name]), ShardedSequenceOps(comm, layout)
-        comm.traffic.clear()
-        with torch.no_grad():
-            mixer(x[:, slice(*layout.range(comm.rank))], ops)
-        return comm.traffic.bytes_sent
-
-    costs = build_mixer(ALL[name]).costs()
-    assert run_simulated(body, layout.size) == [costs.bytes_sent(lengths, rank, 2) for rank in range(layout.size)]
+def test_costs_are_the_mixers(name):
+    """Weights, the bytes of the state after some tokens, and what every rank sends are what was said, exactly."""
+    contract.check_costs(ALL[name], TOKENS)
+    assert bool(ALL[name].state_bytes(TOKENS)) == (ALL[name].streams and name != "convolution-pointwise")
 
 
 @pytest.mark.parametrize("name", ALL)
