@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from dist_attn.commands.calibrate import calibrate
 from dist_attn.commands.finding import Finding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.commands.tables import stdout_console
+from dist_attn.commands.trial_ranks import trial_command
 from dist_attn.control.ranks import child_environment
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.errors import ConfigError, ModelFolderError
@@ -28,6 +28,7 @@ from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 
+PROBE = "dist_attn.commands.probe"
 PROBE_DEADLINE_S = 60.0  # torch alone takes 20 s to load beside other work
 END_DEADLINE_S = 1.0
 QUIETER = "the machine is slow or busy: run it again when it is quieter"
@@ -99,7 +100,7 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
             )
             for rank in (0, 1)
         ]
-        ended, late = _run([_command(settings) for settings in reversed(ranks)], Path(private), deadline_s)
+        ended, late = _run([trial_command(PROBE, settings) for settings in reversed(ranks)], Path(private), deadline_s)
         found = findings_in(ranks[0])
     known = {finding.name for finding in found}
     waiting = [name for name in ranks[0].checks if name not in known]
@@ -120,15 +121,11 @@ def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
         settings = ProbeSettings(
             rank=0, folder=private, message_bytes=message_bytes, timeout_s=deadline_s / 2, backend="mpi"
         )
-        ended, late = _run([[mpiexec, "-n", "2", *_command(settings)]], Path(private), deadline_s)
+        ended, late = _run([[mpiexec, "-n", "2", *trial_command(PROBE, settings)]], Path(private), deadline_s)
         for found in findings_in(settings):
             return msgspec.structs.replace(found, detail=f"{finding.detail}: {found.detail}")
     told, advice = (unknown, QUIETER) if late else (broken, ADVICE["mpi"])
     return told("mpi", f"{finding.detail}: {ended}", advice, needed=False)
-
-
-def _command(settings: ProbeSettings) -> list[str]:
-    return [sys.executable, "-m", "dist_attn.commands.probe", msgspec.json.encode(settings).decode()]
 
 
 def _run(commands: list[list[str]], private: Path, deadline_s: float) -> tuple[str, bool]:

@@ -10,18 +10,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from dist_attn.commands.finding import Finding, broken, missing, ok
 from dist_attn.commands.tables import byte_size, duration
+from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own
 from dist_attn.launchers import is_first_rank
-from dist_attn.rank_link.tether import die_with_parent
-from dist_attn.wire.choices import CpuBackend
-
-if TYPE_CHECKING:
-    from dist_attn.comm import Communicator
 
 __all__ = ["ADVICE", "OPTIONAL", "ProbeSettings", "findings_in"]
 
@@ -33,15 +28,13 @@ WARM_UP_ROUNDS = 3
 ERROR_CHARACTERS = 500
 
 
-class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ProbeSettings(TrialSettings, frozen=True, kw_only=True):
     """What one of the two processes is told."""
 
-    rank: int  # of gloo; mpiexec tells its ranks itself
-    folder: str  # private to this probe: where the ranks meet and where the findings go
+    ranks: int = 2
     model: str = ""
     message_bytes: int = 1
     timeout_s: float = 10.0
-    backend: CpuBackend = "gloo"
 
     @property
     def report(self) -> Path:
@@ -54,11 +47,6 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.backend == "mpi":
             return ["mpi"]
         return [name for name in CHECKS if name != "mpi" and (name != "model" or self.model)]
-
-    @property
-    def store(self) -> str:
-        """Where the two ranks meet."""
-        return (Path(self.folder) / "store").as_uri()
 
 
 def findings_in(settings: ProbeSettings) -> list[Finding]:
@@ -206,31 +194,13 @@ def _gather_times(settings: ProbeSettings) -> list[float]:
     import torch
 
     message = torch.zeros(settings.message_bytes, dtype=torch.uint8)
-    with _join(settings) as comm:
+    with join_trial(settings) as comm:
         times = []
         for _ in range(WARM_UP_ROUNDS + ROUNDS):
             began = time.perf_counter()
             comm.all_gather(message)
             times.append(time.perf_counter() - began)
         return times[WARM_UP_ROUNDS:]
-
-
-def _join(settings: ProbeSettings) -> "Communicator":
-    import torch
-
-    from dist_attn.comm.mpi import MpiCommunicator
-    from dist_attn.comm.torch_dist import TorchDistCommunicator
-
-    if settings.backend == "mpi":
-        return MpiCommunicator.connect(timeout_s=settings.timeout_s)
-    return TorchDistCommunicator.connect(
-        "gloo",
-        timeout_s=settings.timeout_s,
-        device=torch.device("cpu"),
-        init_method=settings.store,
-        rank=settings.rank,
-        size=2,
-    )
 
 
 def _times(work: Callable[[], object], at_most_s: float) -> list[float]:
@@ -244,12 +214,5 @@ def _times(work: Callable[[], object], at_most_s: float) -> list[float]:
     return times
 
 
-def main(arguments: list[str]) -> None:
-    """Run the part that the one argument, `ProbeSettings` as JSON, describes."""
-    die_with_parent()
-    (text,) = arguments
-    run(msgspec.json.decode(text, type=ProbeSettings))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run(read_own(sys.argv[1:], ProbeSettings))

@@ -4,11 +4,9 @@ As many processes as the plan has ranks go through the loop of `encode` at the s
 wait for each other in the same exchanges, and hand tokens and rows over as an encoding does.
 """
 
-import contextlib
+import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +14,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dist_attn.control.ranks import child_environment
+from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own, run_trial
 from dist_attn.control.settings import threads_for
 from dist_attn.costs import LanguageModelCosts, Link, Rates
 from dist_attn.errors import EngineError, MissingExtraError, extra_hint
 from dist_attn.launchers import find_mpiexec, lacks_for_mpi
-from dist_attn.rank_link.tether import die_with_parent
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,23 +37,16 @@ GATHERS = 20
 WARM_UP_GATHERS = 5
 SMALL_MESSAGE_BYTES = 1024
 DEADLINE_S = 120.0
-END_S = 10.0
-LOOK_S = 0.05
 
 
-class RehearsalSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What one of the processes is told; under mpiexec, which tells the rank itself, all are told the same."""
+class RehearsalSettings(TrialSettings, frozen=True, kw_only=True):
+    """What one of the processes is told."""
 
-    rank: int
-    ranks: int
-    folder: str
     model: str
     block_tokens: int
     message_bytes: int
-    backend: str = "gloo"
     exchange: str = "auto"
     read_s: float = READ_S
-    timeout_s: float = DEADLINE_S / 2
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,15 +83,14 @@ def measured_rates(
     """
     message_bytes = max(costs.carry_bytes, 2 * SMALL_MESSAGE_BYTES)
     settings = RehearsalSettings(
-        rank=0,
         ranks=ranks,
-        folder="",
         model=str(folder.resolve()),
         block_tokens=block_tokens,
         message_bytes=message_bytes,
         backend=backend if ranks > 1 else "gloo",
         exchange=exchange,
         read_s=read_s,
+        timeout_s=DEADLINE_S / 2,
     )
     measured = _rehearse(settings)
     done = [_operations(costs, WARM_UP_BLOCKS + more, ranks, block_tokens) for more in (0, measured.blocks)]
@@ -133,44 +122,22 @@ def _link(measured: Measured, message_bytes: int, ranks: int) -> Link:
 
 def _rehearse(settings: RehearsalSettings) -> Measured:
     """Run the ranks until the first has the result, or one of them fails."""
-    ranks, environment = settings.ranks, child_environment()
-    environment.setdefault("OMP_NUM_THREADS", str(threads_for(ranks)))
-    with tempfile.TemporaryDirectory(prefix="dist-attn-plan-") as private, contextlib.ExitStack() as stack:
-        words, result = Path(private) / "stderr", Path(private) / "measured"
-        stderr = stack.enter_context(words.open("wb"))
-        processes: list[subprocess.Popen[bytes]] = []
-        for command in _commands(msgspec.structs.replace(settings, folder=private)):
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=stderr, env=environment)
-            stack.callback(process.wait, END_S)
-            stack.callback(process.kill)
-            processes.append(process)
-        until, codes = time.monotonic() + DEADLINE_S, [process.poll() for process in processes]
-        while codes[0] is None and not any(codes):
-            if time.monotonic() > until:
-                raise EngineError(f"{ranks} ranks did not finish measuring within {DEADLINE_S:g} s")
-            time.sleep(LOOK_S)
-            codes = [process.poll() for process in processes]
-        if any(codes) or not result.exists():
-            said = words.read_text(errors="replace").strip().splitlines() or [f"exit codes {codes}"]
-            raise EngineError(f"measuring with {ranks} rank(s) failed: {said[-1]}; try `dist-attn doctor`")
-        return msgspec.json.decode(result.read_bytes(), type=Measured)
-
-
-def _commands(settings: RehearsalSettings) -> list[list[str]]:
-    """What starts the ranks: a process each, or one mpiexec for all."""
-
-    def command(rank: int) -> list[str]:
-        text = msgspec.json.encode(msgspec.structs.replace(settings, rank=rank)).decode()
-        return [sys.executable, "-m", "dist_attn.commands.rehearsal", text]
-
-    if settings.backend != "mpi":
-        return [command(rank) for rank in range(settings.ranks)]
-    mpiexec = find_mpiexec()
-    if mpiexec is None or lacks_for_mpi():
+    if settings.backend == "mpi" and (find_mpiexec() is None or lacks_for_mpi()):
         raise MissingExtraError(
             f"measuring over MPI needs {' and '.join(lacks_for_mpi())}: {extra_hint('mpi')}, or plan with gloo"
         )
-    return [[mpiexec, "-n", str(settings.ranks), *command(0)]]
+    threads = os.environ.get("OMP_NUM_THREADS", str(threads_for(settings.ranks)))
+    try:
+        result = run_trial(
+            "dist_attn.commands.rehearsal",
+            settings,
+            doing="measuring",
+            deadline_s=DEADLINE_S,
+            environment={"OMP_NUM_THREADS": threads},
+        )
+    except EngineError as error:
+        raise EngineError(f"{error}; try `dist-attn doctor`") from None
+    return msgspec.json.decode(result, type=Measured)
 
 
 def _run(settings: RehearsalSettings) -> None:
@@ -183,7 +150,7 @@ def _run(settings: RehearsalSettings) -> None:
     from dist_attn.wire.messages import RowSpec
 
     model, tokeniser = load_model_and_tokeniser(settings.model)
-    with torch.inference_mode(), _join(settings) as comm:
+    with torch.inference_mode(), join_trial(settings) as comm:
         text_rate, tokens = _tokenised(tokeniser)
         blocks = _blocks(tokens, settings) if comm.rank == 0 else None
         reader = StreamReader(comm, model, RowSpec(), exchange=settings.exchange)  # type: ignore[arg-type]
@@ -196,29 +163,7 @@ def _run(settings: RehearsalSettings) -> None:
         first = comm.rank == 0
     if first:
         times = [counted, spent.compute / counted, spent.exchange / counted, spent.handing / counted]
-        found = Measured(**dict(zip(Measured.__struct_fields__, [*times, *of_all], strict=True)))
-        result = Path(settings.folder) / "measured"
-        result.write_bytes(msgspec.json.encode(found))
-
-
-def _join(settings: RehearsalSettings) -> "Communicator":
-    import torch
-
-    from dist_attn.comm import open_communicator
-    from dist_attn.comm.torch_dist import TorchDistCommunicator
-
-    if settings.ranks == 1:
-        return open_communicator("local")
-    if settings.backend == "mpi":
-        return open_communicator("mpi", timeout_s=settings.timeout_s)
-    return TorchDistCommunicator.connect(
-        settings.backend,
-        timeout_s=settings.timeout_s,
-        device=torch.device("cpu"),
-        init_method=(Path(settings.folder) / "store").as_uri(),
-        rank=settings.rank,
-        size=settings.ranks,
-    )
+        settings.write_result(Measured(**dict(zip(Measured.__struct_fields__, [*times, *of_all], strict=True))))
 
 
 def _tokenised(tokeniser: "Tokeniser") -> tuple[float, "np.ndarray"]:
@@ -277,12 +222,5 @@ def _gather_s(comm: "Communicator", size: int) -> float:
     return statistics.median(seconds[WARM_UP_GATHERS:])
 
 
-def main(arguments: list[str]) -> None:
-    """Run the part that the one argument, `RehearsalSettings` as JSON, describes."""
-    die_with_parent()
-    (text,) = arguments
-    _run(msgspec.json.decode(text, type=RehearsalSettings))
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    _run(read_own(sys.argv[1:], RehearsalSettings))

@@ -1,0 +1,127 @@
+"""Ranks of this machine that run for a moment, so that a command can measure or try something with real processes."""
+
+import contextlib
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
+
+from dist_attn.control.ranks import child_environment
+from dist_attn.errors import EngineError
+from dist_attn.launchers import find_mpiexec
+from dist_attn.rank_link.tether import die_with_parent
+
+if TYPE_CHECKING:
+    from dist_attn.comm import Communicator
+
+END_S = 10.0
+POLL_S = 0.05
+
+
+class TrialSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one of the processes is told; under mpiexec, which tells the rank itself, all are told the same.
+
+    `folder` is private to the trial: the ranks meet there, and rank 0 writes there what was found. `timeout_s` bounds
+    every exchange.
+    """
+
+    rank: int = 0
+    ranks: int
+    folder: str = ""
+    backend: str = "gloo"
+    timeout_s: float
+
+    @property
+    def result(self) -> Path:
+        """What rank 0 writes when it is done."""
+        return Path(self.folder) / "result"
+
+    def write_result(self, value: object) -> None:
+        """Leave the result to the command, whole or not at all."""
+        beside = self.result.with_suffix(".writing")
+        beside.write_bytes(msgspec.json.encode(value))
+        beside.rename(self.result)
+
+
+S = TypeVar("S", bound=TrialSettings)
+
+
+def run_trial(
+    module: str, settings: TrialSettings, *, doing: str, deadline_s: float, environment: dict[str, str]
+) -> bytes:
+    """Run `python -m MODULE SETTINGS` once for each rank until the first has a result; the result as JSON.
+
+    Raises: EngineError when the processes cannot be started, fail or are late; `doing` says what they do.
+    """
+    with tempfile.TemporaryDirectory(prefix="dist-attn-trial-") as private, contextlib.ExitStack() as stack:
+        settings = msgspec.structs.replace(settings, folder=private)
+        words = Path(private) / "stderr"
+        stderr = stack.enter_context(words.open("wb"))
+        processes: list[subprocess.Popen[bytes]] = []
+        for command in _commands(module, settings):
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=child_environment() | environment,
+            )
+            stack.callback(process.wait, END_S)
+            # mpiexec ends its ranks when it is asked to, and cannot when it is killed.
+            stack.callback(process.terminate if settings.backend == "mpi" else process.kill)
+            processes.append(process)
+        until, codes = time.monotonic() + deadline_s, [process.poll() for process in processes]
+        while codes[0] is None and not any(codes):
+            if time.monotonic() > until:
+                raise EngineError(f"{settings.ranks} ranks did not finish {doing} within {deadline_s:g} s")
+            time.sleep(POLL_S)
+            codes = [process.poll() for process in processes]
+        if any(codes) or not settings.result.exists():
+            said = words.read_text(errors="replace").strip().splitlines() or [f"exit codes {codes}"]
+            raise EngineError(f"{doing} with {settings.ranks} rank(s) failed: {said[-1]}")
+        return settings.result.read_bytes()
+
+
+def _commands(module: str, settings: TrialSettings) -> list[list[str]]:
+    """What starts the ranks: a process each, or one mpiexec for all."""
+    if settings.backend == "mpi":
+        return [[find_mpiexec() or "mpiexec", "-n", str(settings.ranks), *trial_command(module, settings)]]
+    each = [msgspec.structs.replace(settings, rank=rank) for rank in range(settings.ranks)]
+    return [trial_command(module, one) for one in each]
+
+
+def trial_command(module: str, settings: TrialSettings) -> list[str]:
+    """What starts one process, which calls `read_own` with its arguments."""
+    return [sys.executable, "-m", module, msgspec.json.encode(settings).decode()]
+
+
+def read_own(arguments: list[str], kind: type[S]) -> S:
+    """In one of the processes: what it is told; from now on it ends with the command that started it."""
+    die_with_parent()
+    (text,) = arguments
+    return msgspec.json.decode(text, type=kind)
+
+
+def join_trial(settings: TrialSettings) -> "Communicator":
+    """In one of the processes: meet the others, on CPUs."""
+    import torch
+
+    from dist_attn.comm import open_communicator
+    from dist_attn.comm.torch_dist import TorchDistCommunicator
+
+    if settings.ranks == 1:
+        return open_communicator("local")
+    if settings.backend == "mpi":
+        return open_communicator("mpi", timeout_s=settings.timeout_s)
+    return TorchDistCommunicator.connect(
+        settings.backend,
+        timeout_s=settings.timeout_s,
+        device=torch.device("cpu"),
+        init_method=(Path(settings.folder) / "store").as_uri(),
+        rank=settings.rank,
+        size=settings.ranks,
+    )
