@@ -70,8 +70,8 @@ states = typer.Typer(
 app.add_typer(states)
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _say_version(asked: bool) -> None:
+    if asked:
         print(f"dist-attn {__version__}")
         raise typer.Exit
 

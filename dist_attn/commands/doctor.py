@@ -101,15 +101,15 @@ def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Fi
             for rank in (0, 1)
         ]
         ended, late = _run([trial_command(PROBE, settings) for settings in reversed(ranks)], Path(private), deadline_s)
-        found = findings_in(ranks[0])
-    known = {finding.name for finding in found}
+        findings = findings_in(ranks[0])
+    known = {finding.name for finding in findings}
     waiting = [name for name in ranks[0].checks if name not in known]
-    told = unknown if late else broken
+    failed = unknown if late else broken
     for name in waiting[:1]:
-        found.append(told(name, ended, QUIETER if late else ADVICE.get(name, ""), needed=name not in OPTIONAL))
+        findings.append(failed(name, ended, QUIETER if late else ADVICE.get(name, ""), needed=name not in OPTIONAL))
     for name in waiting[1:]:
-        found.append(told(name, f"not tried, {waiting[0]} came first", "", needed=name not in OPTIONAL))
-    return found
+        findings.append(failed(name, f"not tried, {waiting[0]} came first", "", needed=name not in OPTIONAL))
+    return findings
 
 
 def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
@@ -122,10 +122,10 @@ def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
             rank=0, folder=private, message_bytes=message_bytes, timeout_s=deadline_s / 2, backend="mpi"
         )
         ended, late = _run([[mpiexec, "-n", "2", *trial_command(PROBE, settings)]], Path(private), deadline_s)
-        for found in findings_in(settings):
-            return msgspec.structs.replace(found, detail=f"{finding.detail}: {found.detail}")
-    told, advice = (unknown, QUIETER) if late else (broken, ADVICE["mpi"])
-    return told("mpi", f"{finding.detail}: {ended}", advice, needed=False)
+        for exchange in findings_in(settings):
+            return msgspec.structs.replace(exchange, detail=f"{finding.detail}: {exchange.detail}")
+    failed, advice = (unknown, QUIETER) if late else (broken, ADVICE["mpi"])
+    return failed("mpi", f"{finding.detail}: {ended}", advice, needed=False)
 
 
 def _run(commands: list[list[str]], private: Path, deadline_s: float) -> tuple[str, bool]:

@@ -81,7 +81,7 @@ def encode_here(
     with open_communicator() as comm:
         # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
         size = source.stat().st_size if os.path.isfile(source) else 0
-        with byte_progress("encoding", size, wanted=comm.rank == 0) as on_progress:
+        with byte_progress("encoding", size, enabled=comm.rank == 0) as on_progress:
             report = encode_file(
                 comm, loaded, tokeniser, source, target, spec,
                 deterministic=deterministic, exchange=exchange, on_progress=on_progress,

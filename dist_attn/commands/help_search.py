@@ -8,7 +8,7 @@ import typer
 
 from dist_attn.errors import InputError
 
-__all__ = ["Entry", "entries", "found", "help_search"]
+__all__ = ["Entry", "entries", "help_search"]
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def entries(command: Any, name: str) -> Iterator[Entry]:
         yield from entries(inner, f"{name} {word}")
 
 
-def found(command: Any, words: Sequence[str]) -> list[Entry]:
+def search(command: Any, words: Sequence[str]) -> list[Entry]:
     """What holds all of the words: commands, then their options, then settings."""
     from dist_attn.settings import settings_words
 
@@ -62,7 +62,7 @@ def help_search(
 
     from dist_attn.commands.tables import stdout_console
 
-    hits = found(context.find_root().command, words)
+    hits = search(context.find_root().command, words)
     if not hits:
         raise InputError(f"nothing speaks of {' and '.join(words)}; `dist-attn --help` lists the commands")
     console = stdout_console()

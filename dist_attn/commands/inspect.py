@@ -150,7 +150,7 @@ def models(
     from dist_attn.costs import model_kind
     from dist_attn.shipped import DEFAULT_MODEL, purpose, resolve_model_folder, shipped_models
 
-    found = [resolve_model_folder(folder) for folder in folders] if folders else shipped_models()
+    model_folders = [resolve_model_folder(folder) for folder in folders] if folders else shipped_models()
     described: list[dict[str, Any]] = [
         {
             "name": str(folder) if folders else folder.name,
@@ -159,7 +159,7 @@ def models(
             "default": not folders and folder.name == DEFAULT_MODEL,
             "purpose": purpose(folder),
         }
-        for folder in found
+        for folder in model_folders
     ]
     if as_json:
         print(json.dumps({"object": "list", "data": described}))

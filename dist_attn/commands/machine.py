@@ -80,7 +80,7 @@ def check_mpi() -> Finding:
     """mpi4py and an mpiexec."""
     version, program = _version("mpi4py"), find_mpiexec()
     if version is None or program is None:
-        absent = " and ".join(name for name, found in (("mpi4py", version), ("mpiexec", program)) if found is None)
+        absent = " and ".join(name for name, present in (("mpi4py", version), ("mpiexec", program)) if present is None)
         return missing("mpi", f"optional back end, lacks {absent}", extra_hint("mpi"))
     return ok("mpi", f"mpi4py {version}, {program}")
 

@@ -72,7 +72,7 @@ def sampling_spec(assignments: list[str] | None, **flags: Any) -> SamplingSpec:
     return SamplingSpec(**flags, **rare)
 
 
-def leave_to_service(**given: bool) -> None:
+def leave_to_service(**flags: bool) -> None:
     """Raises: InputError for flags that say how it is done here."""
-    for name in (name for name, is_given in given.items() if is_given):
+    for name in (name for name, is_set in flags.items() if is_set):
         raise InputError(f"--{name} and --url were given; how a service does its work is its own choice: leave one out")

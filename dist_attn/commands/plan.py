@@ -161,20 +161,20 @@ def _output(result: Estimate) -> Table:
 
 def _notes(result: Estimate, source: str) -> list[str]:
     rates = result.rates
-    told = [
+    notes = [
         f"{source} for each rank: {rates.matmul_flops_per_s / 1e9:.3g} GFLOP/s in matrix products, of which reading "
         f"reaches {rates.prefill_efficiency:.0%}; {rates.memory_bytes_per_s / 1e9:.3g} GB/s of memory, which bounds "
         f"writing; {rates.link.latency_s * 1e6:.3g} us and {rates.link.bytes_per_s / 1e9:.3g} GB/s between ranks.",
     ]
     if rates.exposed_s:
-        told.append(f"{source}: the exchanges of a layer and block hold a rank up for {duration(rates.exposed_s)}.")
+        notes.append(f"{source}: the exchanges of a layer and block hold a rank up for {duration(rates.exposed_s)}.")
     if source == "Assumed":
-        told.append("With --measure the ranks read for a few seconds and find the rates of this machine.")
-    told.append(
+        notes.append("With --measure the ranks read for a few seconds and find the rates of this machine.")
+    notes.append(
         f"Times are for a machine that does nothing else; in the last minute {os.getloadavg()[0]:.1f} processes wanted "
         f"to run here, on {os.cpu_count()} cores."
     )
-    return told
+    return notes
 
 
 def _plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_json: bool) -> None:
@@ -200,8 +200,8 @@ def _plan_million(folder: Path, tokens: int, *, ranks: int, rates: Rates, as_jso
     name = folder.resolve().name
     if as_json:
         about = {"model": name, "kind": "million", "tokens": tokens, "ranks": ranks, "sequences": len(lengths)}
-        told = {**about, "parameters": costs.parameters, "expected": {**expected, "bytes_sent_of_rank": dict(sent)}}
-        print(json.dumps({"object": "plan", **told, "assumed_matmul_flops_per_s": rates.matmul_flops_per_s}))
+        facts = {**about, "parameters": costs.parameters, "expected": {**expected, "bytes_sent_of_rank": dict(sent)}}
+        print(json.dumps({"object": "plan", **facts, "assumed_matmul_flops_per_s": rates.matmul_flops_per_s}))
         return
     work = [(what.replace("_", " "), f"{value:,.4g}") for what, value in expected.items()]
     print_tables(

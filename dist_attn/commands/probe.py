@@ -96,8 +96,8 @@ def check_cuda(_: ProbeSettings) -> Finding:
     if not torch.cuda.is_available():
         why = "torch was built without CUDA" if torch.version.cuda is None else "torch finds no NVIDIA GPU or driver"
         return missing("cuda", f"optional, {why}", "models run on the CPU")
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return ok("cuda", ", ".join(f"{d.name} with {byte_size(d.total_memory)}" for d in found), devices=len(found))
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return ok("cuda", ", ".join(f"{d.name} with {byte_size(d.total_memory)}" for d in devices), devices=len(devices))
 
 
 def check_nccl(_: ProbeSettings) -> Finding:

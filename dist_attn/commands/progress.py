@@ -21,18 +21,18 @@ __all__ = ["TrainingProgress", "byte_progress", "bytes_progress", "training_prog
 
 
 @contextlib.contextmanager
-def byte_progress(title: str, total: int, *, wanted: bool = True) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes done so far; it draws only if `wanted` and stderr is a terminal."""
-    with bytes_progress((title,), total, wanted=wanted) as (report,):
+def byte_progress(title: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done so far; it draws only if `enabled` and stderr is a terminal."""
+    with bytes_progress((title,), total, enabled=enabled) as (report,):
         yield report
 
 
 @contextlib.contextmanager
 def bytes_progress(
-    titles: Sequence[str], total: int, *, wanted: bool = True
+    titles: Sequence[str], total: int, *, enabled: bool = True
 ) -> Iterator[Sequence[Callable[[int], None]]]:
     """The same for several things that are done with the same bytes, a bar each."""
-    if not wanted or not sys.stderr.isatty():
+    if not enabled or not sys.stderr.isatty():
         yield [lambda _: None] * len(titles)
         return
     columns = (
@@ -64,12 +64,12 @@ class TrainingProgress(Protocol):
 
 
 @contextlib.contextmanager
-def training_progress(steps: int, *, wanted: bool = True) -> Iterator[TrainingProgress]:
+def training_progress(steps: int, *, enabled: bool = True) -> Iterator[TrainingProgress]:
     """Bars if stderr is a terminal; else one line on stdout for each report, and nothing while text is read.
 
-    Nothing at all unless it is `wanted`.
+    Nothing at all unless it is `enabled`.
     """
-    if not wanted:
+    if not enabled:
         yield _Silent()
     elif not sys.stderr.isatty():
         yield _Lines()
@@ -77,7 +77,7 @@ def training_progress(steps: int, *, wanted: bool = True) -> Iterator[TrainingPr
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[told]}"),
+            TextColumn("{task.fields[summary]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
         )
@@ -123,7 +123,7 @@ class _Bar:
         # The time left counts from the first report: a resumed run did not do its earlier steps just now.
         move = self._progress.reset if self._run is None else self._progress.update
         if self._run is None:
-            self._run = self._progress.add_task("training", total=self._steps, told="")
+            self._run = self._progress.add_task("training", total=self._steps, summary="")
         move(self._run, completed=metrics["step"])
         speeds = [name for name in metrics if name.endswith("_per_second")]
         if "loss" in metrics:
@@ -134,14 +134,14 @@ class _Bar:
             scores = {name: value for name, value in metrics.items() if isinstance(value, float)}
             self._validation = _line(scores)
             self.tell(_line(metrics))
-        told = "  ".join(filter(None, (self._training, self._validation)))
-        self._progress.update(self._run, description=f"step {metrics['step']} of {self._steps}", told=told)
+        summary = "  ".join(filter(None, (self._training, self._validation)))
+        self._progress.update(self._run, description=f"step {metrics['step']} of {self._steps}", summary=summary)
 
     def reading(self, what: str, done: int, total: int) -> None:
         if what not in self._texts:
-            self._texts[what] = self._progress.add_task(what, total=total, told="")
-        told = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
-        self._progress.update(self._texts[what], completed=done, total=total, told=told)
+            self._texts[what] = self._progress.add_task(what, total=total, summary="")
+        summary = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
+        self._progress.update(self._texts[what], completed=done, total=total, summary=summary)
 
     def tell(self, line: str) -> None:
         self._progress.console.print(line, markup=False, highlight=False)

@@ -136,5 +136,5 @@ def _bounds(*seconds: float) -> tuple[str, ...]:
 
 
 def _as_object(estimate: Estimate) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(estimate)
-    return found
+    numbers: dict[str, Any] = msgspec.to_builtins(estimate)
+    return numbers

@@ -18,7 +18,7 @@ def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:
     """
     with (
         open_communicator(timeout_s=settings.run.wait_seconds) as comm,
-        training_progress(settings.run.steps, wanted=comm.rank == 0) as shown,
+        training_progress(settings.run.steps, enabled=comm.rank == 0) as shown,
         stop_on_signals() as stop,
     ):
         last = train(

@@ -72,15 +72,15 @@ def beam_search(
     prompts_L = [torch.as_tensor(list(prompt), dtype=torch.int64, device=device) for prompt in prompts]
     if not all(len(prompt_L) for prompt_L in prompts_L):
         raise InputError("a prompt has no tokens; give at least one, for example the tokeniser's end token")
-    found: list[list[Hypothesis]] = [[] for _ in prompts]
+    by_row: list[list[Hypothesis]] = [[] for _ in prompts]
     with torch.inference_mode():
         states = [prefill(model, prompt_L[:-1]) for prompt_L in prompts_L]
         for rows in _alike(states):
             last_B = torch.stack([prompts_L[row][-1] for row in rows])
             results = search(model.step, ModelState.stack([states[row] for row in rows]), last_B, spec, end_token)
             for row, hypotheses in zip(rows, results, strict=True):
-                found[row] = hypotheses
-    return found
+                by_row[row] = hypotheses
+    return by_row
 
 
 def search(

@@ -116,15 +116,15 @@ def restore_state(
     """
     stored, header = snapshot.header.manifest, snapshot.header
     require_same_model(stored.model, manifest.model)
-    wanted = header.position if position is None else position
-    if wanted < header.position:
+    target = header.position if position is None else position
+    if target < header.position:
         raise InputError(
-            f"the state stands at token {header.position} and cannot go back to {wanted}; take an earlier checkpoint"
+            f"the state stands at token {header.position} and cannot go back to {target}; take an earlier checkpoint"
         )
     state = _state(snapshot, model)
     logits = snapshot.arrays.get("logits")
     logits_V = None if logits is None else _tensor(logits, torch.float32).to(model.embedding.weight.device)
-    report = report_restore(stored.computed, manifest.computed, header.position, wanted=wanted, storage=header.storage)
+    report = report_restore(stored.computed, manifest.computed, header.position, wanted=target, storage=header.storage)
     return Restored(state, logits_V, report)
 
 
@@ -161,11 +161,11 @@ def _stored(snapshot: Snapshot, layer: int, index: int) -> NDArray[Any]:
 
 
 def _check(name: str, array: NDArray[Any], needed: list[int], dtype: torch.dtype) -> None:
-    given = torch.bfloat16 if array.dtype == np.uint16 else torch.from_numpy(np.empty(0, array.dtype)).dtype
-    if list(array.shape) != needed or given != dtype:
+    stored_dtype = torch.bfloat16 if array.dtype == np.uint16 else torch.from_numpy(np.empty(0, array.dtype)).dtype
+    if list(array.shape) != needed or stored_dtype != dtype:
         raise StateMismatchError(
-            f"array {name} of the snapshot is {given} {list(array.shape)}; a state of the model here has {dtype} "
-            f"{needed}"
+            f"array {name} of the snapshot is {stored_dtype} {list(array.shape)}; a state of the model here has "
+            f"{dtype} {needed}"
         )
 
 
@@ -187,9 +187,9 @@ def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
 
 def _digest_of_buffers(model: LanguageModel) -> str | None:
     """SHA-256 of all fixed arrays by name, such as random matrices; None where there are none."""
-    digest, found = hashlib.sha256(), False
+    digest, any_read = hashlib.sha256(), False
     for name, buffer in sorted(model.named_buffers()):
-        found = True
+        any_read = True
         digest.update(f"{name} {buffer.dtype} {tuple(buffer.shape)}\n".encode())
         digest.update(_array(buffer).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest() if found else None
+    return digest.hexdigest() if any_read else None

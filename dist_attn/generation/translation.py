@@ -30,7 +30,7 @@ def translate(
     if 0 in lengths:
         raise InputError(f"source {lengths.index(0)} has no tokens; give at least its end token")
     device = model.embedding.weight.device
-    found: list[list[Hypothesis]] = [[] for _ in sources]
+    by_row: list[list[Hypothesis]] = [[] for _ in sources]
     for length in sorted(set(lengths)):
         rows = [row for row, own in enumerate(lengths) if own == length]
         limit = BeamSpec(spec.width, min(spec.max_tokens, 2 * length + 10), spec.penalty)
@@ -40,5 +40,5 @@ def translate(
             begin_B = torch.full((len(some),), end_token, device=device)
             _, state = model.decode(begin_B[:, None][:, :0], model.encode(source_BS.to(device)))
             for row, hypotheses in zip(some, search(model.step, state, begin_B, limit, end_token), strict=True):
-                found[row] = hypotheses
-    return found
+                by_row[row] = hypotheses
+    return by_row

@@ -73,31 +73,31 @@ def _from_file(path: Path) -> _Source:
         raise ConfigError(f"the configuration {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
-    found: _Source = {}
+    source: _Source = {}
     for name, value in tree.items():
         if value == {} and name not in SECTIONS:
             raise ConfigError(f"[{name}] in {path} is no section of the settings; there are {', '.join(SECTIONS)}")
         entries = {f"{name}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
         for key, item in entries.items():
-            found[_known(key, f"{key} in {path}")] = (item, f"file {path}")
-    return found
+            source[_known(key, f"{key} in {path}")] = (item, f"file {path}")
+    return source
 
 
 def _from_environment(environment: Mapping[str, str]) -> _Source:
-    found: _Source = {}
+    source: _Source = {}
     for name, value in environment.items():
         if not name.startswith(PREFIX) or name == CONFIG_VARIABLE or name in CLIENT_VARIABLES:
             continue
         key = name.removeprefix(PREFIX).lower().replace("__", ".")
         if key not in settings_keys() and _SERVICE_LINK.fullmatch(name):
             continue
-        found[_known(key, f"{name} in the environment")] = (value, f"environment {name}")
-    return found
+        source[_known(key, f"{name} in the environment")] = (value, f"environment {name}")
+    return source
 
 
 def _from_flags(flags: Mapping[str, Any]) -> _Source:
-    given = {key: value for key, value in flags.items() if value is not None}
-    return {key: (value, f"flag --{key.rpartition('.')[2].replace('_', '-')}") for key, value in given.items()}
+    values = {key: value for key, value in flags.items() if value is not None}
+    return {key: (value, f"flag --{key.rpartition('.')[2].replace('_', '-')}") for key, value in values.items()}
 
 
 def _known(key: str, where: str) -> str:
@@ -114,9 +114,9 @@ def _refused(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     first = error.errors(include_url=False, include_context=False)[0]
     path = [str(part) for part in first["loc"]]
     key = next((".".join(path[:n]) for n in (2, 1) if ".".join(path[:n]) in settings_keys()), ".".join(path))
-    given = "a value that is not shown" if _is_secret(key) else repr(first["input"])[:80]
+    shown = "a value that is not shown" if _is_secret(key) else repr(first["input"])[:80]
     words = first["msg"].removeprefix("Value error, ")
-    return ConfigError(f"{key} ({origins.get(key, 'given')}) is {given}: {words[:1].lower()}{words[1:]}")
+    return ConfigError(f"{key} ({origins.get(key, 'given')}) is {shown}: {words[:1].lower()}{words[1:]}")
 
 
 def _is_secret(key: str) -> bool:

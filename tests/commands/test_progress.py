@@ -65,7 +65,7 @@ def test_training_prints_lines_where_there_is_no_terminal(capsys):
 
 def test_other_ranks_show_nothing(capsys):
     """Where progress is not wanted neither numbers nor words are printed."""
-    with training_progress(40, wanted=False) as progress:
+    with training_progress(40, enabled=False) as progress:
         progress.report(REPORT)
         progress.tell("no pictures")
     assert capsys.readouterr() == ("", "")
@@ -75,7 +75,7 @@ def test_bytes_are_drawn_only_for_somebody(shown, capsys):
     """The byte bar appears on a terminal and only on the rank that is wanted; elsewhere nothing is printed."""
 
     def draw(wanted: bool) -> None:
-        with byte_progress("encoding", 3_000_000, wanted=wanted) as on_progress:
+        with byte_progress("encoding", 3_000_000, enabled=wanted) as on_progress:
             on_progress(1_500_000)
 
     assert "1.5/3.0 MB" in shown(lambda: draw(True))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dist_attn.errors import EngineError, ShapeError
 from dist_attn.generation import generator_for, sample
-from dist_attn.generation.penalties import adjust_logits
+from dist_attn.generation.sampling import adjust_logits
 from dist_attn.wire.messages import SamplingSpec
 
 

@@ -54,24 +54,12 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
             if not value:
                 flag = key.rpartition(".")[2].replace("_", "-")
                 raise ConfigError(f"{key} is not set; give --{flag}, or set it in the configuration or the environment")
-        values: dict[str, Any] = {}
-        for section in (tree.http, tree.limits, tree.work, tree.waits):
-            values |= {name: getattr(section, name) for name in type(section).model_fields}
-        return cls(
-            **values,
-            api_address=tree.engine.api_address,
-            keys_dir=tree.engine.keys_dir,
-            insecure_network=tree.engine.insecure_network,
-            model=Path(tree.model or ""),
-            data_dir=tree.data_dir,
-            log_level=tree.log_level,
-            log_format=tree.log_format,
-            store=tree.store,
-            prefixes=tree.prefixes,
-            tracing=tree.tracing,
-            jobs=tree.jobs,
-            files=tree.files,
-        )
+        values: dict[str, Any] = {**dict(tree), "model": Path(tree.model or "")}
+        for name in ("http", "limits", "work", "waits"):
+            values |= dict(values.pop(name))
+        engine = values.pop("engine")
+        values |= {name: getattr(engine, name) for name in ("api_address", "keys_dir", "insecure_network")}
+        return cls(**values)
 
     @property
     def store_address(self) -> str:
