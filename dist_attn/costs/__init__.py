@@ -9,7 +9,7 @@ from dist_attn.costs.calibration import (
     timed_exchanges,
 )
 from dist_attn.costs.counts import parse_count
-from dist_attn.costs.estimate import Estimate, MemoryPerRank, Rates, estimate
+from dist_attn.costs.estimate import Estimate, MemoryPerRank, OutputFormat, Rates, estimate, output_bytes
 from dist_attn.costs.exchanges import (
     Link,
     all_gather_bytes,
@@ -30,7 +30,6 @@ from dist_attn.costs.operations import (
     reshuffle_back_bytes,
     reshuffle_bytes,
 )
-from dist_attn.costs.output import OutputFormat, output_bytes
 from dist_attn.costs.scans import ScanCost, scan_cost, scan_seconds
 from dist_attn.model_config.figures import ScanMessage, TokenFlops
 

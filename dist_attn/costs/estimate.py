@@ -2,16 +2,39 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from dist_attn.costs.calibration import default_exchange
 from dist_attn.costs.exchanges import Link, all_gather_bytes, all_gather_seconds, handing_seconds
 from dist_attn.costs.models import LanguageModelCosts
-from dist_attn.costs.output import FORMATS, output_bytes
 from dist_attn.costs.scans import scan_cost, scan_seconds
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.model_config.figures import FLOAT_BYTES, Traffic
 from dist_attn.model_config.mixer import MixerConfig
 from dist_attn.wire.choices import WeightPrecision
+
+OutputFormat = Literal["npy", "ndjson", "arrow"]
+FORMATS: tuple[OutputFormat, ...] = ("npy", "ndjson")  # of files
+
+NPY_HEADER_BYTES = 128
+# A float32 in its fewest digits with its comma, and everything else on a line with its five whole numbers.
+TEXT_BYTES_PER_NUMBER = 11.3
+TEXT_BYTES_PER_ROW = 110
+# Five whole numbers beside the vector, and what stands around a batch of rows.
+ARROW_BYTES_PER_ROW, ARROW_BYTES_PER_BATCH, ARROW_BATCH_FLOATS = 40, 400, 1 << 15
+
+
+def output_bytes(rows: int, hidden_size: int, file_format: OutputFormat) -> int:
+    """The size of `rows` vectors: exact for npy, within a percent for arrow in more than a few rows, within a tenth or
+    so for ndjson, whose numbers vary in length.
+    """
+    if file_format == "npy":
+        return NPY_HEADER_BYTES + 4 * rows * hidden_size
+    if file_format == "arrow":
+        batches = 3 + -(-rows * hidden_size // ARROW_BATCH_FLOATS)  # with the schema and the summary
+        return rows * (ARROW_BYTES_PER_ROW + 4 * hidden_size) + batches * ARROW_BYTES_PER_BATCH
+    return round(rows * (TEXT_BYTES_PER_ROW + TEXT_BYTES_PER_NUMBER * hidden_size))
+
 
 GRAIN = 512  # tokens; ranks are cut on this grid
 # Python, torch and the libraries beside it, on a CPU, and what the allocator keeps between blocks: measured, a process

@@ -7,8 +7,8 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.feature_maps import elu_plus_one
+from dist_attn.mixers.all_keys import AllKeys
 from dist_attn.mixers.heads import merge_heads, split_heads
-from dist_attn.mixers.kernels import AllKeys
 from dist_attn.model_config.mixers.all_keys import CrossConfig
 from dist_attn.ops import LinearState, LocalSequenceOps, RelativePositions, SequenceOps, softmax_attention
 from dist_attn.ops.softmax_attention import Placement

@@ -12,8 +12,6 @@ from dist_attn.model_config.language_model import BlockConfig, NormConfig
 from dist_attn.models.recomputation import Recomputable
 from dist_attn.ops import SequenceOps
 
-__all__ = ["Block", "build_norm"]
-
 
 def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
     """The norm that `config.kind` names, over `size` features."""

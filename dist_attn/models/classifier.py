@@ -14,8 +14,6 @@ from dist_attn.models.pooling import Pooling
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
-__all__ = ["PairHead", "TextClassifier"]
-
 
 class PairHead(nn.Module):
     """Logits of pairs, by an MLP over both vectors, their product and their difference.

@@ -13,8 +13,6 @@ from dist_attn.models.blocks import Block, build_norm
 from dist_attn.models.positions import sinusoidal
 from dist_attn.ops import SequenceOps, current_watch
 
-__all__ = ["Encoder", "initialise"]
-
 
 class Encoder(nn.Module):
     """Hidden states of a whole sequence.

@@ -18,8 +18,6 @@ from dist_attn.models.recomputation import Recomputable
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
-__all__ = ["DecoderState", "EncoderDecoder"]
-
 
 @dataclass(frozen=True)
 class DecoderState:

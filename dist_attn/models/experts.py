@@ -14,8 +14,6 @@ from dist_attn.models.recomputation import Recomputable
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
 
-__all__ = ["Expert", "ExpertLayer"]
-
 # A token that weighs less counts as one that weighs this much: its logarithm is a number in any precision.
 LEAST_WEIGHT = 1e-6
 

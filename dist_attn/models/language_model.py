@@ -19,8 +19,6 @@ from dist_attn.models.positions import position_layers, with_positions
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
 
-__all__ = ["LanguageModel", "ModelState"]
-
 
 @dataclass(frozen=True)
 class ModelState:

@@ -20,8 +20,6 @@ from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.sequence_ops import SelectedTokens
 from dist_attn.ops.upsampling import Interpolation
 
-__all__ = ["MillionModel", "Reading", "Tally"]
-
 POSITION_SCALE = 0.02  # that of embeddings at first
 
 

@@ -14,8 +14,6 @@ from dist_attn.errors import InputError
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.documents import DocumentPlaces
 
-__all__ = ["Pooling"]
-
 
 class Pooling(nn.Module):
     """The vector of a whole sequence, equal on all ranks.

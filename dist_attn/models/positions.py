@@ -9,8 +9,6 @@ from torch import nn
 from dist_attn.errors import InputError
 from dist_attn.model_config.language_model import LearnedPositions, TokenPositions
 
-__all__ = ["position_layers", "sinusoidal", "with_positions"]
-
 
 def position_layers(kind: TokenPositions, size: int) -> tuple[nn.Embedding | None, nn.Linear | None]:
     """The table of learned positions, and the map from a token beside its sinusoids to one vector, where needed."""

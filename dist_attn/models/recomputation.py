@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_attn.ops import watching
 
-__all__ = ["Recomputable", "recompute_layers"]
-
 Given = TypeVarTuple("Given")
 Result = TypeVar("Result")
 

@@ -1,6 +1,7 @@
 """The Selector: a score for every token, and what a kept token weighs, in ways that can be learnt."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -9,9 +10,43 @@ from torch import nn
 
 from dist_attn.mixers.heads import linear_float32
 from dist_attn.model_config.million import SelectorConfig
-from dist_attn.models.position_noise import logistic_noise
 
-__all__ = ["Gates", "Selector"]
+# SplitMix64, whose 64-bit constants are written here as the signed numbers that torch knows.
+GOLDEN_GAMMA, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+MASK_53 = (1 << 53) - 1
+
+
+def uniform_at(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    """Numbers in (0, 1), one for each position, [L] float64.
+
+    Reference: Steele et al. 2014, Fast Splittable Pseudorandom Number Generators (SplitMix64).
+    """
+    state_L = position_L.to(torch.int64)
+    for seed in seeds:
+        # As a signed 64-bit number, whatever was given.
+        folded = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        state_L = _mixed(state_L ^ _mixed(torch.tensor(folded, dtype=torch.int64, device=state_L.device)))
+    bits_L = _shifted(_mixed(state_L), 11) & MASK_53
+    return (bits_L.double() + 0.5) / float(1 << 53)
+
+
+def logistic_noise(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    """The difference of two Gumbel variables for each position, [L] float64."""
+    u_L = uniform_at(position_L, seeds)
+    return torch.log(u_L) - torch.log1p(-u_L)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    x = x + GOLDEN_GAMMA
+    x = (x ^ _shifted(x, 30)) * FIRST
+    x = (x ^ _shifted(x, 27)) * SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right with zeros from the left, which torch does not do to signed numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
 
 # The stretch of the hard-concrete distribution (Louizos et al. 2018, Sec. 2.2).
 LOW, HIGH = -0.1, 1.1

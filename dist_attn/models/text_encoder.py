@@ -10,8 +10,6 @@ from dist_attn.models.encoder import Encoder, initialise
 from dist_attn.models.tokens import check_tokens
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
-__all__ = ["TextEncoder"]
-
 
 class TextEncoder(nn.Module):
     """Vectors of texts; with blocks that have their norms behind them this is BERT as sentence-transformers uses it.

@@ -4,8 +4,6 @@ import torch
 
 from dist_attn.errors import ShapeError, TokenError
 
-__all__ = ["check_tokens"]
-
 
 def check_tokens(tokens: torch.Tensor, dims: tuple[str, ...], vocab_size: int) -> None:
     """Raises: ShapeError for anything but whole numbers of these dimensions; TokenError for ids that there are not."""

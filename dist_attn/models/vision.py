@@ -9,8 +9,6 @@ from dist_attn.models.encoder import Encoder, initialise
 from dist_attn.models.pooling import Pooling
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
-__all__ = ["MaskedAutoencoder", "VisionClassifier", "draw_mask", "from_patches", "to_patches"]
-
 
 def to_patches(images_BCHW: torch.Tensor, config: ImageConfig) -> torch.Tensor:
     """Images as sequences, [B, C, H, W] -> [B, T, C p p], patches row by row.

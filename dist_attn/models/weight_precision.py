@@ -22,8 +22,6 @@ from dist_attn.models.language_model import LanguageModel
 from dist_attn.ops.narrow_weights import bfloat16_product, int8_product
 from dist_attn.wire.choices import WeightPrecision
 
-__all__ = ["WeightReport", "check_precision", "hold_weights_as", "weight_bytes", "weight_precision_of"]
-
 KEPT = ("gate",)  # names of linear layers that stay in float32
 
 

@@ -19,10 +19,10 @@ from dist_attn.mixers import (
     build_mixer,
     redraw_pools,
 )
+from dist_attn.mixers.all_keys import AllKeys
 from dist_attn.mixers.efficient import EfficientAttention
 from dist_attn.mixers.feature_map_attention import PerformerAttention
 from dist_attn.mixers.feature_softmax import efficient_attention, log_key_sizes
-from dist_attn.mixers.kernels import AllKeys
 from dist_attn.mixers.key_weights import stable_key_weights
 from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOps, softmax_attention
 from dist_attn.ops.running_maximum import NO_TOKENS

@@ -113,4 +113,4 @@ class CrossConfig(AttentionConfig):
     kind: Literal["cross"] = "cross"
 
 
-register_mixer(BidirectionalConfig, "dist_attn.mixers.bidirectional:BidirectionalAttention")
+register_mixer(BidirectionalConfig, "dist_attn.mixers.all_keys:BidirectionalAttention")

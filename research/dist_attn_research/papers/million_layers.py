@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dist_attn.costs import LayerCosts
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, MixerState, TokenMixer, build_mixer
-from dist_attn.mixers.bidirectional import BidirectionalAttention
+from dist_attn.mixers.all_keys import BidirectionalAttention
 from dist_attn.model_config.million import MillionConfig
 from dist_attn.model_config.mixers.all_keys import BidirectionalConfig
 from dist_attn.models.million import MillionModel
