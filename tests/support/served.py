@@ -20,10 +20,10 @@ ROLES = {
     "api": r"-m dist_attn_service\b",
     "controller": r"-m dist_attn\.control controller",
     "agent": r"-m dist_attn\.control agent",
-    "rank": r"-m dist_attn\.rank --controller",
+    "rank": r"-m dist_attn\.rank --",
 }
 # These have the rank's command in their own: mpiexec for as long as it runs, a tether until it becomes the rank.
-LAUNCHERS = r"mpiexec|control\.tether"
+LAUNCHERS = r"mpiexec|rank_link\.tether"
 
 
 @dataclass(frozen=True)
