@@ -21,7 +21,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.fourier import FourierNorm, fourier_mix, packed_fourier_mix
 from dist_attn.ops.legs import LegsState, legs_memory
 from dist_attn.ops.linear_attention import Implementation, check_implementation, linear_attention
-from dist_attn.ops.linear_attention.prefix import check_prefix
+from dist_attn.ops.linear_attention.call import check_prefix
 from dist_attn.ops.long_convolution import long_convolve, packed_long_convolve
 from dist_attn.ops.relative_attention import (
     RelativeState,

@@ -16,8 +16,7 @@ that memory counts, two walks are, and `TwoWalks` takes them with a backward pas
 Ranks need not walk alike: both ways exchange the same.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
@@ -25,24 +24,22 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
-from dist_attn.errors import ShapeError
-from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import (
-    Implementation,
-    PartedSequence,
-    Rooms,
+    LinearCall,
+    OutputBuffers,
+    SplitSequence,
     TwoWalks,
+    absorb,
+    attend,
     check_choice,
-    check_shapes,
     choose,
     complete_sums,
     local_sums,
-    state_dtype,
     tokens_until_forgotten,
 )
 from dist_attn.sharded.prefix_scan import Exchange, exclusive_scan, exclusive_scan_start
-
-__all__ = ["LOCAL_PASS", "Walks", "for_two_uses", "sharded_linear_attention"]
 
 Walks = Literal["one_walk", "two_walks"]
 
@@ -53,81 +50,49 @@ OVERLAP_TOKENS = {"cpu": 0, "cuda": 1024}
 
 
 def sharded_linear_attention(
-    comm: Communicator,
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    *,
-    feature_map: FeatureMap | None = None,
-    log_gate_BHS: torch.Tensor | None = None,
-    key_scale_BHS: torch.Tensor | None = None,
-    causal: bool = True,
-    state: LinearState | None = None,
-    denominator: Denominator | None = None,
-    exchange: Exchange | None = None,
-    walks: Walks | None = None,
-    implementation: Implementation = "auto",
+    comm: Communicator, call: LinearCall, *, exchange: Exchange | None = None, walks: Walks | None = None
 ) -> tuple[torch.Tensor, LinearState]:
-    """`ops.linear_attention` on this rank's slice of queries and keys.
+    """`ops.linear_attention` of this rank's slice of queries and keys.
 
-    `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut (None: as
-    is faster) and `implementation` what does it, as for `ops.linear_attention`; an empty slice has no use for kernels.
+    The call's state is the one before the first global token, equal on all ranks; the state returned is the global
+    final one, on every rank. Gradients of replicated inputs are this rank's share. `walks` is how the local work is cut
+    (None: the faster way). An empty slice has no use for kernels.
 
     Shapes: as `ops.linear_attention` with L and S local; either may be 0, causal they are equal.
     Cost: one exchange of 4 B H (M (V + 1) + 2) bytes per rank (8 in place of 4 for float64) as in `exclusive_scan`,
         its transpose backward. One rank alone: nothing.
-    Raises: ShapeError when shapes do not fit together; ConfigError, on ranks without tokens too, for an implementation
-        that cannot take this call.
+    Raises: ShapeError when shapes do not fit together; InputError for a prefix or documents; ConfigError, on ranks
+        without tokens too, for an implementation that cannot take this call.
     Reference: Random Feature Attention, Eq. 6 and 7, as a scan over (log a, S, z).
     """
-    check_shapes(q_BHLK, k_BHSK, v_BHSV, log_gate_BHS, key_scale_BHS)
-    segment = _Segment(
-        feature_map, log_gate_BHS, key_scale_BHS, state_dtype(q_BHLK, k_BHSK, v_BHSV, state=state), implementation
-    )
+    call.check()
+    if call.prefix or call.documents:
+        raise InputError("a prefix and documents over ranks are for `ShardedSequenceOps.linear_attention`")
     if comm.size == 1:
-        return linear_attention(
-            q_BHLK,
-            k_BHSK,
-            v_BHSV,
-            feature_map=feature_map,
-            log_gate_BHS=log_gate_BHS,
-            key_scale_BHS=key_scale_BHS,
-            causal=causal,
-            state=state,
-            denominator=denominator,
-            implementation=implementation,
-        )
-    if not causal:
-        segment.check_choice(q_BHLK, k_BHSK, v_BHSV, state)
+        return attend(call)
+    dtype, out_dtype = call.sums_dtype(), call.v_BHSV.dtype
+    if not call.causal:
+        check_choice(call, sums=dtype)
         # Every query reads the state after the last key of all ranks; there is nothing left to absorb.
-        _, after = exclusive_scan(comm, segment.absorb(k_BHSK, v_BHSV), state, exchange)
-        no_keys = k_BHSK[:, :, :0], v_BHSV[:, :, :0]
-        out_BHLV, _ = linear_attention(
-            q_BHLK,
-            *no_keys,
-            feature_map=feature_map,
-            causal=False,
-            state=after,
-            denominator=denominator,
-            implementation=segment.by(q_BHLK),
-        )
-        return out_BHLV, after
-    if q_BHLK.shape[2] != k_BHSK.shape[2]:
+        own = absorb(replace(call.of_keys().streaming_if_empty(), state=None), dtype)
+        _, after = exclusive_scan(comm, own, call.state, exchange)
+        return attend(call.reading(after).streaming_if_empty())[0], after
+    if call.queries != call.keys:
         raise ShapeError(
             f"causal attention over ranks needs as many queries as keys on a rank; rank {comm.rank} has "
-            f"{q_BHLK.shape[2]} and {k_BHSK.shape[2]}"
+            f"{call.queries} and {call.keys}"
         )
-    q_BHLK, k_BHSK, values_BHSV = (for_two_uses(x, segment.dtype) for x in (q_BHLK, k_BHSK, v_BHSV))
-    segment.check_choice(q_BHLK, k_BHSK, values_BHSV, state)
+    q, k, v = (widened_for_grad_accumulation(x, dtype) for x in (call.q_BHLK, call.k_BHSK, call.v_BHSV))
+    call = replace(call, q_BHLK=q, k_BHSK=k, v_BHSV=v)
+    check_choice(call, sums=dtype)
+    segment = _Segment(comm, replace(call, state=None), call.state, dtype, exchange)
     if walks is None:
-        walks = segment.faster_walks(q_BHLK, k_BHSK, values_BHSV)
-    attend = segment.attend_in_one_walk if walks == "one_walk" else segment.attend_in_two_walks
-    out_BHLV, after = attend(comm, q_BHLK, k_BHSK, values_BHSV, state, denominator, exchange)
-    return out_BHLV.to(v_BHSV.dtype), after
+        walks = segment.faster_walks()
+    out_BHLV, after = segment.attend_in_one_walk() if walks == "one_walk" else segment.attend_in_two_walks()
+    return out_BHLV.to(out_dtype), after
 
 
-def for_two_uses(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def widened_for_grad_accumulation(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`x` such that the gradients of its two uses are added before they are rounded to half precision, not after.
 
     Rounded apart they were a quarter worse than on one rank. Without a gradient the blocks are widened one by one.
@@ -137,212 +102,102 @@ def for_two_uses(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Segment:
-    """This rank's part of a causal pass: what applies to its keys, and the precision that one rank alone sums in."""
+    """This rank's part of a causal pass: a call from nothing, and the state before the first global token."""
 
-    feature_map: FeatureMap | None
-    log_gate_BHS: torch.Tensor | None
-    key_scale_BHS: torch.Tensor | None
-    dtype: torch.dtype
-    implementation: Implementation
+    comm: Communicator
+    call: LinearCall
+    initial: LinearState | None
+    dtype: torch.dtype  # the precision that one rank alone sums in
+    exchange: Exchange | None
 
-    def check_choice(
-        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, state: LinearState | None
-    ) -> None:
-        """Raises ConfigError where the implementation cannot take this call, on ranks without tokens too."""
-        check_choice(
-            self.implementation, q_BHLK, k_BHSK, v_BHSV, feature_map=self.feature_map, state=state, sums=self.dtype
-        )
-
-    def by(self, x_BHLK: torch.Tensor) -> Implementation:
-        """What computes over these tokens, once checked: kernels take no empty slice, which must not be refused so."""
-        return self.implementation if x_BHLK.shape[2] else "streaming"
-
-    def faster_walks(self, q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> Walks:
+    def faster_walks(self) -> Walks:
         """Two where C kernels attend without gates, one otherwise."""
-        return "two_walks" if self._natively_ungated(q_BHLK, k_BHLK, v_BHLV) else "one_walk"
+        return "two_walks" if self._native_without_gates() else "one_walk"
 
-    def _natively_ungated(self, q_BHLK: torch.Tensor, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> bool:
-        if self.log_gate_BHS is not None or not q_BHLK.shape[2]:
+    def _native_without_gates(self) -> bool:
+        if self.call.log_gate_BHS is not None or not self.call.queries:
             return False
-        choice = choose(self.implementation, q_BHLK, k_BHLK, v_BHLV, feature_map=self.feature_map, sums=self.dtype)
-        return choice.implementation == "native"
+        return choose(self.call, sums=self.dtype).implementation == "native"
 
-    def absorb(
-        self, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, start: int = 0, state: LinearState | None = None
-    ) -> LinearState:
-        """What the keys from `start` leave behind after `state`."""
-        return absorb_keys(
-            k_BHSK[:, :, start:],
-            v_BHSV[:, :, start:],
-            feature_map=self.feature_map,
-            log_gate_BHS=_cut(self.log_gate_BHS, start),
-            key_scale_BHS=_cut(self.key_scale_BHS, start),
-            state=state,
-            dtype=self.dtype,
-            implementation=self.by(k_BHSK[:, :, start:]),
-        )
+    def _absorb(self, start: int, state: LinearState | None) -> LinearState:
+        """What the keys from `start` on leave behind after `state`."""
+        return absorb(replace(self.call.tokens(start).streaming_if_empty(), state=state), self.dtype)
 
-    def _of_keys(self, state: LinearState, k_BHLK: torch.Tensor, v_BHLV: torch.Tensor) -> LinearState:
-        """A state without a graph where nothing it depends on wants gradients.
+    def _of_keys(self, state: LinearState) -> LinearState:
+        """The state, without a graph where nothing that it depends on wants gradients.
 
         One that came with outputs has a graph where queries want them; ranks whose states do not would differ.
         """
-        parameters = () if self.feature_map is None else self.feature_map.tensors()
-        made_of = (k_BHLK, v_BHLV, self.log_gate_BHS, self.key_scale_BHS, *parameters)
-        if any(t is not None and t.requires_grad for t in made_of):
+        _, *of_keys = self.call.sequence
+        if any(t is not None and t.requires_grad for t in (*of_keys, *self.call.map_tensors)):
             return state
-        return LinearState(*(t.detach() for t in state.tensors()))
+        return state.detach()
 
-    def attend_in_two_walks(
-        self,
-        comm: Communicator,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        state: LinearState | None,
-        denominator: Denominator | None,
-        exchange: Exchange | None,
-    ) -> tuple[torch.Tensor, LinearState]:
+    def attend_in_two_walks(self) -> tuple[torch.Tensor, LinearState]:
         """Outputs and the global final state; the states travel while the first tokens' sums, if any, are taken."""
-        tokens = k_BHLK.shape[2]
-        first = min(_overlap(k_BHLK), tokens)
-        if not first and self._natively_ungated(q_BHLK, k_BHLK, v_BHLV):
-            walks = TwoWalks(
-                q_BHLK,
-                k_BHLK,
-                v_BHLV,
-                self.key_scale_BHS,
-                feature_map=self.feature_map,
-                denominator=Denominator() if denominator is None else denominator,
-                attention=partial(linear_attention, implementation="streaming"),
-                absorb=partial(absorb_keys, implementation="streaming"),
-            )
-            before, after = exclusive_scan(comm, self._of_keys(walks.behind, k_BHLK, v_BHLV), state, exchange)
+        tokens = self.call.keys
+        first = min(_overlap(self.call), tokens)
+        if not first and self._native_without_gates():
+            walks = TwoWalks(self.call)
+            before, after = exclusive_scan(self.comm, self._of_keys(walks.behind), self.initial, self.exchange)
             return walks.attend(before), after
-        running = exclusive_scan_start(comm, self.absorb(k_BHLK, v_BHLV), state, exchange)
-        parted = PartedSequence(q_BHLK, k_BHLK, v_BHLV, (first, tokens) if first < tokens else (tokens,))
-        sums, first_state = self._sums(parted, 0, (0, first), None)
-        sums = collectives.marked(comm, sums, LOCAL_PASS)
+        running = exclusive_scan_start(self.comm, self._absorb(0, None), self.initial, self.exchange)
+        split = SplitSequence(self.call, (first, tokens) if first < tokens else (tokens,))
+        sums, first_state = self._sums(split.part(0), None)
+        sums = collectives.marked(self.comm, sums, LOCAL_PASS)
         before, after = running.wait()
-        outputs = [self._complete(sums, parted.part(0)[0], before, denominator, v_BHLV.dtype, parted.rooms(0))]
+        outputs = [_complete(split.part(0), before, sums)]
         if first < tokens:
-            state = before.combine(first_state)
-            outputs.append(self._attend(parted, 1, (first, tokens), state, denominator)[0])
-        return parted.join(outputs), after
+            rest = replace(split.part(1), state=before.combine(first_state))
+            outputs.append(attend(rest.streaming_if_empty())[0])
+        return split.join(outputs), after
 
-    def attend_in_one_walk(
-        self,
-        comm: Communicator,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        state: LinearState | None,
-        denominator: Denominator | None,
-        exchange: Exchange | None,
-    ) -> tuple[torch.Tensor, LinearState]:
+    def attend_in_one_walk(self) -> tuple[torch.Tensor, LinearState]:
         """Outputs and the global final state; the states travel while the last tokens are worked on.
 
         Tokens up to `known` need the state before: their sums wait for it, those behind attend by themselves.
         """
-        tokens = k_BHLK.shape[2]
-        late = max(0, tokens - _overlap(k_BHLK))
-        known = tokens_until_forgotten(self.log_gate_BHS, tokens)
+        tokens = self.call.keys
+        late = max(0, tokens - _overlap(self.call))
+        known = tokens_until_forgotten(self.call.log_gate_BHS, tokens)
         # Parts end at these; the states travel while those from `late` on are worked on.
         cuts = sorted({known, late, tokens} - {0}) or [0]
-        parted = PartedSequence(q_BHLK, k_BHLK, v_BHLV, cuts)
+        split = SplitSequence(self.call, cuts)
         sums: list[torch.Tensor] = []
         outputs: list[torch.Tensor] = []
         own: LinearState | None = None
         running = None
-        for number, (start, stop) in enumerate(pairwise((0, *cuts))):
+        for number, (start, _) in enumerate(pairwise((0, *cuts))):
             if start == late:
-                element = self.absorb(k_BHLK, v_BHLV, late, own)
-                running = exclusive_scan_start(comm, self._of_keys(element, k_BHLK, v_BHLV), state, exchange)
+                element = self._of_keys(self._absorb(late, own))
+                running = exclusive_scan_start(self.comm, element, self.initial, self.exchange)
             if start < known or not tokens:
-                part, own = self._sums(parted, number, (start, stop), own)
+                part, own = self._sums(split.part(number), own)
                 sums.append(part)
             else:
-                part, own = self._attend(parted, number, (start, stop), own, denominator)
+                part, own = attend(replace(split.part(number), state=own).streaming_if_empty())
                 outputs.append(part)
         if running is None:
             assert own is not None  # there was a part
-            running = exclusive_scan_start(comm, self._of_keys(own, k_BHLK, v_BHLV), state, exchange)
-        sums[-1] = collectives.marked(comm, sums[-1], LOCAL_PASS)
+            running = exclusive_scan_start(self.comm, self._of_keys(own), self.initial, self.exchange)
+        sums[-1] = collectives.marked(self.comm, sums[-1], LOCAL_PASS)
         before, after = running.wait()
         if len(sums) == 1:
-            first = self._complete(sums[0], parted.part(0)[0], before, denominator, v_BHLV.dtype, parted.rooms(0))
+            first = _complete(split.part(0), before, sums[0])
         else:
-            q_BHTK = q_BHLK[:, :, :known]
-            first = self._complete(torch.cat(sums, dim=2), q_BHTK, before, denominator, v_BHLV.dtype, None)
-        return parted.join([first, *outputs]), after
+            first = _complete(self.call.tokens(0, known), before, torch.cat(sums, dim=2))
+        return split.join([first, *outputs]), after
 
-    def _complete(
-        self,
-        sums_BHTX: torch.Tensor,
-        q_BHTK: torch.Tensor,
-        before: LinearState,
-        denominator: Denominator | None,
-        out_dtype: torch.dtype,
-        rooms: Rooms | None,
-    ) -> torch.Tensor:
-        """Outputs of the first tokens. Room for gradients of their queries is for those who took the sums."""
-        return complete_sums(
-            sums_BHTX,
-            q_BHTK,
-            before,
-            feature_map=self.feature_map,
-            log_gate_BHL=_cut(self.log_gate_BHS, 0, q_BHTK.shape[2]),
-            denominator=denominator,
-            out_dtype=out_dtype,
-            implementation=self.by(q_BHTK),
-            rooms=None if rooms is None else Rooms(rooms.out),
-        )
-
-    def _attend(
-        self,
-        parted: PartedSequence,
-        number: int,
-        span: tuple[int, int],
-        state: LinearState | None,
-        denominator: Denominator | None,
-    ) -> tuple[torch.Tensor, LinearState]:
-        """Outputs of a part, the tokens of `span`, from the state before them, and the state after."""
-        q_BHTK, k_BHTK, v_BHTV = parted.part(number)
-        return linear_attention(
-            q_BHTK,
-            k_BHTK,
-            v_BHTV,
-            feature_map=self.feature_map,
-            log_gate_BHS=_cut(self.log_gate_BHS, *span),
-            key_scale_BHS=_cut(self.key_scale_BHS, *span),
-            state=state,
-            denominator=denominator,
-            implementation=self.by(q_BHTK),
-            rooms=parted.rooms(number),
-        )
-
-    def _sums(
-        self, parted: PartedSequence, number: int, span: tuple[int, int], state: LinearState | None
-    ) -> tuple[torch.Tensor, LinearState]:
+    def _sums(self, part: LinearCall, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
         """Sums of a part, from nothing but `state`, and the state after."""
-        q_BHTK, k_BHTK, v_BHTV = parted.part(number)
-        return local_sums(
-            q_BHTK,
-            k_BHTK,
-            v_BHTV,
-            feature_map=self.feature_map,
-            log_gate_BHL=_cut(self.log_gate_BHS, *span),
-            key_scale_BHL=_cut(self.key_scale_BHS, *span),
-            state=state,
-            dtype=self.dtype,
-            implementation=self.by(q_BHTK),
-            rooms=parted.rooms(number),
-        )
+        return local_sums(replace(part, state=state).streaming_if_empty(), self.dtype)
 
 
-def _overlap(k_BHLK: torch.Tensor) -> int:
-    return OVERLAP_TOKENS.get(k_BHLK.device.type, 0)
+def _complete(call: LinearCall, before: LinearState, sums_BHTX: torch.Tensor) -> torch.Tensor:
+    """Outputs of the first tokens. Buffers of gradients are for those who took the sums."""
+    buffers = None if call.buffers is None else OutputBuffers(call.buffers.out)
+    return complete_sums(replace(call.streaming_if_empty(), state=before, buffers=buffers), sums_BHTX)
 
 
-def _cut(x_BHS: torch.Tensor | None, start: int, stop: int | None = None) -> torch.Tensor | None:
-    return None if x_BHS is None else x_BHS[:, :, start:stop]
+def _overlap(call: LinearCall) -> int:
+    return OVERLAP_TOKENS.get(call.k_BHSK.device.type, 0)

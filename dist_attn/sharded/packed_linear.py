@@ -11,66 +11,51 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops import Denominator, FeatureMap, LinearState, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import Implementation, check_choice, state_dtype
-from dist_attn.ops.linear_attention.streaming import check_shapes
-from dist_attn.sharded.carry_scan import for_two_uses
+from dist_attn.ops import LinearState
+from dist_attn.ops.linear_attention import LinearCall, absorb, attend, check_choice
+from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
 from dist_attn.sharded.document_exchange import Heard, hear_from_start
 from dist_attn.sharded.prefix_scan.state_message import pack, unpack
 
-__all__ = ["ranks_heard", "sharded_packed_linear_attention"]
-
 
 def sharded_packed_linear_attention(
-    comm: Communicator,
-    layout: SequenceLayout,
-    q_BHLK: torch.Tensor,
-    k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    *,
-    feature_map: FeatureMap | None = None,
-    log_gate_BHS: torch.Tensor | None = None,
-    key_scale_BHS: torch.Tensor | None = None,
-    causal: bool = True,
-    state: LinearState | None = None,
-    denominator: Denominator | None = None,
-    implementation: Implementation = "auto",
+    comm: Communicator, layout: SequenceLayout, call: LinearCall
 ) -> tuple[torch.Tensor, LinearState]:
-    """`ops.linear_attention` with documents on this rank's slice; queries and keys lie on the same layout.
+    """`ops.linear_attention` of the layout's documents on this rank's slice; queries and keys lie on the same layout.
 
-    `state` is the one before the first global token. Who gives one gets the state after the last global token on every
-    rank. Without, the state returned is the one after this rank's last token: the global one would have to travel to
-    ranks that hold nothing of the last document, also where no document crosses a cut. `implementation` computes on
-    each rank; kernels by name take causal attention only, whatever documents a rank has.
+    The call's state is the one before the first global token. If there is one, the state after the last global token
+    is returned on every rank. Otherwise the one after this rank's last token is: the global one would have to travel to
+    ranks that hold nothing of the last document, also where no document crosses a cut. Kernels by name take causal
+    attention only, whatever documents a rank has.
 
     Shapes: as `ops.linear_attention`, L local; may be 0.
     Cost: per rank that hears from this one a message of 4 B H (M (V + 1) + 2) bytes (8 in place of 4 for float64; two
         when not causal); backward the same the other way. No document over a cut and no state: nothing.
     """
-    check_shapes(q_BHLK, k_BHLK, v_BHLV, log_gate_BHS, key_scale_BHS)
-    dtype = state_dtype(q_BHLK, k_BHLK, v_BHLV, state=state)
-    k, v = (for_two_uses(t, dtype) for t in (k_BHLK, v_BHLV))
-    check_choice(
-        implementation, q_BHLK, k, v, feature_map=feature_map, causal=causal, state=state, documents=True, sums=dtype
-    )
-    gates = (log_gate_BHS, key_scale_BHS)
-    part = _Part(comm.rank, layout, q_BHLK, k, v, *gates, feature_map, denominator, dtype, implementation)
-    tail = part.absorb(0, part.length)
+    state, dtype, out_dtype = call.state, call.sums_dtype(), call.v_BHSV.dtype
+    k, v = (widened_for_grad_accumulation(t, dtype) for t in (call.k_BHSK, call.v_BHSV))
+    call = replace(call, k_BHSK=k, v_BHSV=v, documents=layout.documents_on(comm.rank))
+    call.check()
+    # Ranks without a document start refuse what those with one do.
+    check_choice(replace(call, documents=layout.documents or ()), sums=dtype)
+    part = _Part(layout, comm.rank, replace(call, state=None), dtype)
+    tail = part.absorb(0, call.keys)
     message, first = pack(tail), tail
-    if not causal:
-        first = part.absorb(0, part.first) if part.starts else tail
+    if not call.causal:
+        first = part.absorb(0, part.first) if call.documents else tail
         message = torch.cat([message, pack(first)], dim=-1)
-    running = hear_from_start(comm, ranks_heard(layout, causal=causal, final=state is not None), message, label="carry")
-    rest = [] if not part.starts else part.attend_rest(causal)
+    sources = ranks_heard(layout, causal=call.causal, final=state is not None)
+    running = hear_from_start(comm, sources, message, label="carry")
+    rest = [] if not call.documents else part.attend_rest()
     elements = _Elements(layout, running(), tail, first, comm.rank)
     before = elements.before(state)
-    if causal:
-        out = part.attend_first(before)
+    if call.causal:
+        out = part.attend(0, part.first, before)
     else:
         out = part.read(0, part.first, elements.whole_first(before))
-        if part.starts and layout.ranks_after(comm.rank):
-            rest.append(part.read(part.starts[-1], part.length, elements.whole_last()))
-    out = torch.cat([out, *rest], dim=2).to(v_BHLV.dtype)
+        if call.documents and layout.ranks_after(comm.rank):
+            rest.append(part.read(call.documents[-1], call.keys, elements.whole_last()))
+    out = torch.cat([out, *rest], dim=2).to(out_dtype)
     return out, before.combine(tail) if state is None else elements.final(state)
 
 
@@ -88,87 +73,32 @@ def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tu
 class _Part:
     """This rank's slice: the tokens before its first document start, and the documents from there on."""
 
-    rank: int
     layout: SequenceLayout
-    q_BHLK: torch.Tensor
-    k_BHLK: torch.Tensor
-    v_BHLV: torch.Tensor
-    log_gate_BHL: torch.Tensor | None
-    key_scale_BHL: torch.Tensor | None
-    feature_map: FeatureMap | None
-    denominator: Denominator | None
+    rank: int
+    call: LinearCall  # from nothing
     dtype: torch.dtype
-    implementation: Implementation
-
-    @property
-    def length(self) -> int:
-        return self.v_BHLV.shape[2]
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        return self.layout.documents_on(self.rank)
 
     @property
     def first(self) -> int:
         """How many tokens lie before the first start."""
-        return self.starts[0] if self.starts else self.length
+        return self.call.documents[0] if self.call.documents else self.call.keys
 
     def absorb(self, start: int, stop: int) -> LinearState:
         """What the keys of some tokens leave behind, of the last document among them."""
-        return absorb_keys(
-            self.k_BHLK[:, :, start:stop],
-            self.v_BHLV[:, :, start:stop],
-            feature_map=self.feature_map,
-            log_gate_BHS=_cut(self.log_gate_BHL, start, stop),
-            key_scale_BHS=_cut(self.key_scale_BHL, start, stop),
-            dtype=self.dtype,
-            documents=tuple(t - start for t in self.starts if start <= t < stop),
-            implementation=self._by(start, stop),
-        )
+        return absorb(self.call.tokens(start, stop).streaming_if_empty(), self.dtype)
 
-    def attend_first(self, before: LinearState) -> torch.Tensor:
-        """Causal outputs of the tokens before the first start."""
-        return self._attend(0, self.first, True, before)
-
-    def attend_rest(self, causal: bool) -> list[torch.Tensor]:
+    def attend_rest(self) -> list[torch.Tensor]:
         """Outputs of the documents that start here, but for the last one where it takes keys of later ranks."""
-        waits = not causal and bool(self.layout.ranks_after(self.rank))
-        return [self._attend(self.first, self.starts[-1] if waits else self.length, causal, None)]
+        waits = not self.call.causal and bool(self.layout.ranks_after(self.rank))
+        return [self.attend(self.first, self.call.documents[-1] if waits else self.call.keys, None)]
+
+    def attend(self, start: int, stop: int, state: LinearState | None) -> torch.Tensor:
+        """Outputs of some tokens; `state` is that before the first of them."""
+        return attend(replace(self.call.tokens(start, stop).streaming_if_empty(), state=state))[0]
 
     def read(self, start: int, stop: int, state: LinearState) -> torch.Tensor:
         """Outputs of queries that all read the same state."""
-        nothing_K, nothing_V = self.k_BHLK[:, :, :0], self.v_BHLV[:, :, :0]
-        out, _ = linear_attention(
-            self.q_BHLK[:, :, start:stop],
-            nothing_K,
-            nothing_V,
-            feature_map=self.feature_map,
-            causal=False,
-            state=state,
-            denominator=self.denominator,
-            implementation=self._by(start, stop),
-        )
-        return out
-
-    def _attend(self, start: int, stop: int, causal: bool, state: LinearState | None) -> torch.Tensor:
-        out, _ = linear_attention(
-            self.q_BHLK[:, :, start:stop],
-            self.k_BHLK[:, :, start:stop],
-            self.v_BHLV[:, :, start:stop],
-            feature_map=self.feature_map,
-            log_gate_BHS=_cut(self.log_gate_BHL, start, stop),
-            key_scale_BHS=_cut(self.key_scale_BHL, start, stop),
-            causal=causal,
-            state=state,
-            denominator=self.denominator,
-            documents=tuple(t - start for t in self.starts if start <= t < stop),
-            implementation=self._by(start, stop),
-        )
-        return out
-
-    def _by(self, start: int, stop: int) -> Implementation:
-        """What computes over these tokens, once checked: kernels take no empty slice."""
-        return self.implementation if start < stop else "streaming"
+        return attend(self.call.tokens(start, stop).reading(state).streaming_if_empty())[0]
 
 
 @dataclass(frozen=True)
@@ -221,7 +151,3 @@ class _Elements:
 
     def _nothing(self) -> LinearState:
         return LinearState(*(torch.zeros_like(t) for t in self.tail.tensors()))
-
-
-def _cut(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[:, :, start:stop]

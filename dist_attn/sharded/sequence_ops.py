@@ -11,8 +11,8 @@ from dist_attn.ops import Denominator, FeatureMap, KeyValueCache, LinearState, R
 from dist_attn.ops.documents import DocumentPlaces, document_places, sums_of_documents
 from dist_attn.ops.fourier import FourierNorm
 from dist_attn.ops.legs import LegsState
-from dist_attn.ops.linear_attention import Implementation
-from dist_attn.ops.linear_attention.prefix import check_prefix
+from dist_attn.ops.linear_attention import Implementation, LinearCall, check_prefix
+from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.token_mixing import Activation
@@ -23,7 +23,7 @@ from dist_attn.sharded.diagonal import sharded_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.legs import sharded_legs_memory
-from dist_attn.sharded.linear import ShardedLinear
+from dist_attn.sharded.linear import attend_over_layouts
 from dist_attn.sharded.long_convolution import sharded_long_convolve
 from dist_attn.sharded.packed_diagonal import sharded_packed_diagonal_scan
 from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
@@ -111,7 +111,7 @@ class ShardedSequenceOps:
         """See `sharded.carry_scan.sharded_linear_attention`; keys lie on `memory_layout` where one is given.
 
         A `prefix` counts global tokens and takes a second exchange of states. Causal attention over keys on a layout of
-        their own brings queries to them, see `sharded.two_layouts`.
+        their own brings queries to them, see `sharded.linear`.
         """
         self._checks.check_queries(q_BHLK.shape[2])
         self._checks.check_keys(k_BHSK.shape[2])
@@ -126,18 +126,20 @@ class ShardedSequenceOps:
             feature_map=feature_map,
             state=None if state is None else state.s_BHMV,
         )
-        return ShardedLinear(self._checks, self._exchange, self._implementation).attend(
+        call = LinearCall(
             q_BHLK,
             k_BHSK,
             v_BHSV,
+            log_gate_BHS,
+            key_scale_BHS,
             feature_map=feature_map,
-            log_gate_BHS=log_gate_BHS,
-            key_scale_BHS=key_scale_BHS,
             causal=causal,
             state=state,
-            denominator=denominator,
+            denominator=DEFAULT_DENOMINATOR if denominator is None else denominator,
             prefix=prefix,
+            implementation=self._implementation,
         )
+        return attend_over_layouts(self._checks, self._exchange, call)
 
     def relative_attention(
         self,

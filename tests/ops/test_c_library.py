@@ -15,7 +15,7 @@ import torch
 from dist_attn.errors import ConfigError
 from dist_attn.ops import c_library, linear_attention
 from dist_attn.ops.c_library import COMPILERS, NoLibraryError, load_library
-from dist_attn.ops.linear_attention import choose, implementation
+from dist_attn.ops.linear_attention import LinearCall, choose, implementation
 from dist_attn.ops.linear_attention.native_call import kernels
 from tests.support.native import needs_kernels
 
@@ -211,7 +211,7 @@ def test_attention_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setattr(implementation, "kernels", kernels.__wrapped__)
     c_library._loaded.cache_clear()
     try:
-        choice = choose("auto", X, X, X)
+        choice = choose(LinearCall(X, X, X))
         assert choice.implementation == "streaming"
         assert "there is no C compiler" in choice.reason
         assert torch.equal(linear_attention(X, X, X)[0], linear_attention(X, X, X, implementation="streaming")[0])

@@ -1,12 +1,14 @@
 """Which implementation of linear attention is taken, and what is said of it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import LinearState, linear_attention
-from dist_attn.ops.linear_attention import choose
+from dist_attn.ops.linear_attention import LinearCall, choose
 from tests.support.closeness import assert_close
 from tests.support.native import needs_kernels
 
@@ -19,7 +21,7 @@ class Other(torch.Tensor):
 
 def test_tensors_of_the_cpu_take_its_kernels(computed_by):
     """By default, tensors of the CPU go to C kernels, without a compiler to the streaming form; the reason is said."""
-    choice = choose("auto", X, X, X)
+    choice = choose(LinearCall(X, X, X))
     assert choice.implementation == computed_by
     assert (
         choice.reason
@@ -28,11 +30,17 @@ def test_tensors_of_the_cpu_take_its_kernels(computed_by):
             "streaming": "there is no C compiler, says a test",
         }[computed_by]
     )
-    assert choose("streaming", X, X, X).reason == "asked for by name"
+    assert choose(LinearCall(X, X, X, implementation="streaming")).reason == "asked for by name"
+
+
+def _call_of(given):
+    """The precision of sums that is asked for, and a call with these fields."""
+    fields = {"q_BHLK": X, "k_BHSK": X, "v_BHSV": X, **given}
+    return fields.pop("sums", torch.float32), LinearCall(**fields)
 
 
 NOT_NATIVE = [
-    ({"causal": False, "documents": True}, "not causal and there are several documents"),
+    ({"causal": False, "documents": (1,)}, "not causal and there are several documents"),
     ({"prefix": 2}, "prefix"),
     ({"sums": torch.float64}, "sums in torch.float64"),
     ({"q_BHLK": X.double()}, "torch.float64"),
@@ -53,10 +61,10 @@ NOT_NATIVE = [
 @pytest.mark.parametrize(("given", "words"), NOT_NATIVE, ids=range(len(NOT_NATIVE)))
 def test_what_c_kernels_cannot_take_streams_or_is_an_error(given, words):
     """What C kernels cannot take goes to the streaming form by itself, and asked for by name is refused in words."""
-    given = {"q_BHLK": X, "k_BHSK": X, "v_BHSV": X, **given}
-    assert choose("auto", **given).implementation == "streaming"
+    sums, call = _call_of(given)
+    assert choose(call, sums=sums).implementation == "streaming"
     with pytest.raises(ConfigError, match=words):
-        choose("native", **given)
+        choose(replace(call, implementation="native"), sums=sums)
 
 
 @needs_kernels
@@ -76,7 +84,7 @@ def test_the_streaming_form_by_name_calls_no_kernels(documents, kernel_calls):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"causal": False, "documents": True}, "not causal and there are several documents"),
+        ({"causal": False, "documents": (1,)}, "not causal and there are several documents"),
         ({"prefix": 2}, "prefix"),
         ({"sums": torch.float64}, "sums in torch.float64"),
         ({"q_BHLK": X[:, :, :2]}, "2 queries and 3 keys"),
@@ -91,9 +99,9 @@ def test_what_kernels_cannot_take_is_an_error_that_says_why(given, words, monkey
     """Kernels asked for by name are never replaced silently: the error names what stands against them."""
     pytest.importorskip("triton", reason="needs triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    given = {"q_BHLK": X, "k_BHSK": X, "v_BHSV": X, **given}
+    sums, call = _call_of(given)
     with pytest.raises(ConfigError, match=words):
-        choose("triton", **given)
+        choose(replace(call, implementation="triton"), sums=sums)
 
 
 def test_kernels_asked_for_without_a_gpu(monkeypatch):

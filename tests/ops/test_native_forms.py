@@ -1,13 +1,15 @@
 """Absorbed keys, sums in two parts, chunks and second derivatives by the C kernels of linear attention."""
 
-from functools import partial
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dist_attn.ops import Denominator, absorb_keys, linear_attention
 from dist_attn.ops.linear_attention import (
-    Rooms,
+    LinearCall,
+    OutputBuffers,
+    attend,
     complete_sums,
     linear_attention_naive,
     local_sums,
@@ -23,15 +25,16 @@ pytestmark = needs_kernels
 KINDS = ["gaussian_unit", "arc_cosine", "elu", "none"]
 
 
-def in_two_parts(q, k, v, *, feature_map, log_gate_BHS, key_scale_BHS, state, denominator=None, documents=None):
+def in_two_parts(q, k, v, *, feature_map, log_gate_BHS, key_scale_BHS, state, denominator=None, documents=()):
     """Outputs and the state after the last key, as ranks compute them."""
-    given = {"feature_map": feature_map, "log_gate_BHL": log_gate_BHS, "implementation": "native"}
-    sums, segment = local_sums(q, k, v, key_scale_BHL=key_scale_BHS, documents=documents, **given)
-    out = complete_sums(sums, q, state, out_dtype=v.dtype, denominator=denominator, **given)
-    return out, state.combine(segment)
+    call = LinearCall(
+        q, k, v, log_gate_BHS, key_scale_BHS, feature_map=feature_map, documents=documents, implementation="native"
+    )
+    sums, segment = local_sums(call)
+    return complete_sums(replace(call, state=state, denominator=denominator), sums), state.combine(segment)
 
 
-def absorbed(q, k, v, *, documents=None, **kwargs):
+def absorbed(q, k, v, *, documents=(), **kwargs):
     """No outputs, and the state that the keys leave behind."""
     return v.new_zeros(0), absorb_keys(k, v, **kwargs, documents=documents, implementation="native")
 
@@ -74,10 +77,7 @@ def test_sums_of_documents_are_their_own():
     for by in ("streaming", "native"):
         leaves = case.leaves()
         (q, k, v), kwargs = case.arguments(leaves)
-        given = {"feature_map": kwargs["feature_map"], "log_gate_BHL": kwargs["log_gate_BHS"]}
-        sums, after = local_sums(
-            q, k, v, **given, key_scale_BHL=kwargs["key_scale_BHS"], documents=(0, 1, 90), implementation=by
-        )
+        sums, after = local_sums(LinearCall(q, k, v, **kwargs, documents=(0, 1, 90), implementation=by))
         weighted_sum(sums, *after.tensors()[:3]).backward()
         found.append((sums, leaves))
     assert_close(found[1][0], found[0][0])
@@ -90,11 +90,13 @@ def test_completed_sums_have_the_type_that_is_asked_for(dtype):
     """Also one that the kernels do not write themselves."""
     case = Case(70, state=True)
     (q, k, v), kwargs = case.arguments({**case.sequence, **case.shared})
-    sums, _ = local_sums(q, k, v, feature_map=kwargs["feature_map"], implementation="native")
-    complete = partial(complete_sums, sums, q, kwargs["state"], feature_map=kwargs["feature_map"], out_dtype=dtype)
-    got = complete(implementation="native")
+    call = LinearCall(q, k, v, **kwargs, implementation="native")
+    sums, _ = local_sums(replace(call, state=None))
+    got, want = (
+        complete_sums(replace(call, v_BHSV=v.to(dtype), implementation=by), sums) for by in ("native", "streaming")
+    )
     assert got.dtype == dtype
-    torch.testing.assert_close(got, complete(implementation="streaming"), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
 
 
 def test_outputs_go_where_they_are_wanted():
@@ -103,7 +105,7 @@ def test_outputs_go_where_they_are_wanted():
     args, kwargs = case.arguments({**case.sequence, **case.shared})
     whole = torch.full((2, 2, 200, 4), float("nan"))
     want, _ = by_kernels(*args, **kwargs)
-    got, _ = by_kernels(*args, **kwargs, rooms=Rooms(whole[:, :, 100:170]))
+    got, _ = attend(LinearCall(*args, **kwargs, implementation="native", buffers=OutputBuffers(whole[:, :, 100:170])))
     assert got.data_ptr() == whole[:, :, 100:].data_ptr()
     assert torch.equal(whole[:, :, 100:170], want)
     assert bool(whole[:, :, :100].isnan().all() & whole[:, :, 170:].isnan().all())
@@ -115,11 +117,11 @@ def test_where_a_state_is_forgotten(strength):
     case = Case(300, gate=True, state=True)
     case.sequence["log_gate"] = torch.full_like(case.sequence["log_gate"], -strength)
     (q, k, v), kwargs = case.arguments({**case.sequence, **case.shared})
-    given = {"feature_map": kwargs["feature_map"], "log_gate_BHL": kwargs["log_gate_BHS"], "implementation": "native"}
-    sums, _ = local_sums(q, k, v, **given)
+    call = LinearCall(q, k, v, **kwargs, implementation="native")
+    sums, _ = local_sums(replace(call, state=None))
     known = tokens_until_forgotten(kwargs["log_gate_BHS"], 300)
     assert known == {1e-3: 300, 0.5: 175, 30.0: 3}[strength]
-    out = complete_sums(sums, q, kwargs["state"], **given)
+    out = complete_sums(call, sums)
     alone, _ = linear_attention(q, k, v, **{**kwargs, "state": None}, implementation="native")
     assert_close(out[:, :, known:], alone[:, :, known:])
     assert strength > 1 or not torch.allclose(out[:, :, 0], alone[:, :, 0])
@@ -134,12 +136,11 @@ def test_chunk_by_chunk_a_cut_changes_no_bit(cut, gate):
     def part(start, stop, state):
         tensors = {name: t[:, :, start:stop] for name, t in case.sequence.items()}
         (q, k, v), kwargs = case.arguments({**tensors, **case.shared})
-        given = {"feature_map": kwargs["feature_map"], "implementation": "native"}
-        gates = {"key_scale": kwargs["key_scale_BHS"], "log_gate": kwargs["log_gate_BHS"]}
-        out, after = attend_by_chunks(q, k, v, state, **{f"{n}_BHL": t for n, t in gates.items()}, **given)
-        same = absorb_by_chunks(k, v, state, **{f"{n}_BHS": t for n, t in gates.items()}, **given)
+        call = LinearCall(q, k, v, **kwargs, implementation="native")
+        out, after = attend_by_chunks(call, state)
+        same = absorb_by_chunks(call, state)
         assert all(torch.equal(a, b) for a, b in zip(after.tensors(), same.tensors(), strict=True))
-        return out, after, read_by_chunks(q, v, state, **given)
+        return out, after, read_by_chunks(call, state)
 
     before = case.arguments({**case.sequence, **case.shared})[1]["state"]
     whole, after, read = part(0, 250, before)
@@ -183,9 +184,8 @@ def test_second_derivatives_of_parts(part):
         if part == "absorbed":
             loss = weighted_sum(*(t.square() for t in absorb_keys(k, v, **kwargs, implementation=by).tensors()[:3]))
         else:
-            given = {"feature_map": kwargs["feature_map"], "log_gate_BHL": kwargs["log_gate_BHS"], "implementation": by}
-            sums, _ = local_sums(q, k, v, key_scale_BHL=kwargs["key_scale_BHS"], **given)
-            loss = weighted_sum(complete_sums(sums, q, kwargs["state"], **given).square())
+            call = LinearCall(q, k, v, **kwargs, implementation=by)
+            loss = weighted_sum(complete_sums(call, local_sums(replace(call, state=None))[0]).square())
         names = [name for name in leaves if part == "completed" or name != "q"]
         inputs = [leaves[name] for name in names]
         first = torch.autograd.grad(loss, inputs, create_graph=True)

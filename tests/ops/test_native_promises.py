@@ -12,7 +12,7 @@ import torch
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import Denominator, LinearState, Watch, absorb_keys, linear_attention, watching
-from dist_attn.ops.linear_attention import Rooms, choose, complete_sums, local_sums
+from dist_attn.ops.linear_attention import LinearCall, OutputBuffers, attend, choose, complete_sums, local_sums
 from dist_attn.ops.linear_attention.native_call import BLOCK, CHUNK, Call, kernels
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
@@ -133,9 +133,8 @@ def test_a_gate_that_is_nan_shows_where_a_state_is_read(token):
     case = Case(130, gate=True, state=True)
     case.sequence["log_gate"][:, :, token] = float("nan")
     args, kwargs = case.arguments({**case.sequence, **case.shared})
-    given = {"feature_map": kwargs["feature_map"], "log_gate_BHL": kwargs["log_gate_BHS"]}
     sums = torch.ones(2, 2, 130, 6)
-    want, got = (complete_sums(sums, args[0], kwargs["state"], **given, implementation=by) for by in NAMES)
+    want, got = (complete_sums(LinearCall(*args, **kwargs, implementation=by), sums) for by in NAMES)
     assert torch.equal(want.isnan(), got.isnan())
     assert bool(got[:, :, token:].isnan().all())
 
@@ -151,8 +150,8 @@ def test_a_watch_counts_what_the_streaming_form_counts(policy):
         with watching(watch):
             linear_attention(*args, **kwargs, **given)
             linear_attention(*args, **kwargs, causal=False, **given)
-            sums, _ = local_sums(*args, feature_map=kwargs["feature_map"], implementation=by)
-            complete_sums(sums, args[0], kwargs["state"], feature_map=kwargs["feature_map"], **given)
+            call = LinearCall(*args, **kwargs, **given)
+            complete_sums(call, local_sums(replace(call, state=None))[0])
         counted.append((watch.denominators, watch.guarded))
     assert counted[0] == counted[1]
     assert policy not in ("floor", "clamp") or sum(counted[0][1][0]) > 0
@@ -165,7 +164,7 @@ def test_a_compiled_graph_takes_the_streaming_form():
     chosen = []
 
     def attend(q, k, v):
-        chosen.append(choose("auto", q, k, v).implementation)
+        chosen.append(choose(LinearCall(q, k, v)).implementation)
         return linear_attention(q, k, v, **kwargs)[0]
 
     got = torch.compile(attend, backend="eager")(*args)
@@ -234,8 +233,8 @@ def test_memory_is_freed_and_does_not_grow_with_the_length():
         q, k, v = (torch.ones(1, 2, length, 32, requires_grad=True) for _ in range(3))
         start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         for _ in range(passes):
-            rooms = Rooms(torch.empty(1, 2, length, 32))
-            linear_attention(q, k, v, feature_map=phi, implementation="native", rooms=rooms)[0].sum().backward()
+            buffers = OutputBuffers(torch.empty(1, 2, length, 32))
+            attend(LinearCall(q, k, v, feature_map=phi, implementation="native", buffers=buffers))[0].sum().backward()
         return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) / 1024 / (4 * q.numel() / 2**20)
 
     peak_mib(2048, 1)
@@ -280,10 +279,10 @@ def test_sizes_that_do_not_fit_are_refused():
         with pytest.raises(ShapeError, match="the state"):
             absorb_keys(*args[1:], feature_map=kwargs["feature_map"], state=wrong_state, implementation="native")
     sums = torch.ones(2, 2, 20, 6)
-    given = {"feature_map": kwargs["feature_map"], "implementation": "native"}
+    call = LinearCall(*args, feature_map=kwargs["feature_map"], state=state, implementation="native")
     with pytest.raises(ShapeError, match="sums is"):
-        complete_sums(sums[:, :, 1:], args[0], state, **given)
+        complete_sums(call, sums[:, :, 1:])
     with pytest.raises(ShapeError, match="log_gate is"):
-        complete_sums(sums, args[0], state, log_gate_BHL=torch.zeros(2, 2, 19), **given)
+        complete_sums(replace(call, log_gate_BHS=torch.zeros(2, 2, 19)), sums)
     with pytest.raises(ConfigError, match=r"the state is torch.float64"):
         by_kernels(*args, **{**kwargs, "state": replace(state, mass_BH=state.mass_BH.double())})

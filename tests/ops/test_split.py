@@ -1,19 +1,22 @@
 """Sums from nothing, completed by the state before them, are linear attention from that state."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from dist_attn.ops import LinearState, linear_attention
-from dist_attn.ops.linear_attention import complete_sums, local_sums, split
+from dist_attn.ops.linear_attention import LinearCall, complete_sums, local_sums
+from dist_attn.ops.linear_attention.block import AttentionBlock
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
 
 def in_two_parts(q, k, v, *, feature_map, log_gate_BHS, key_scale_BHS, state):
     """Outputs and the state after the last key, as ranks compute them."""
-    gates = {"feature_map": feature_map, "log_gate_BHL": log_gate_BHS}
-    sums, segment = local_sums(q, k, v, key_scale_BHL=key_scale_BHS, **gates)
-    return complete_sums(sums, q, state, out_dtype=v.dtype, **gates), state.combine(segment)
+    call = LinearCall(q, k, v, log_gate_BHS, key_scale_BHS, feature_map=feature_map)
+    sums, segment = local_sums(call)
+    return complete_sums(replace(call, state=state), sums), state.combine(segment)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 300, 1100])
@@ -41,13 +44,14 @@ def test_two_parts_are_the_whole(tokens, gate, strength):
 def test_a_forgotten_state_is_not_read(monkeypatch):
     """Once every head's gates have forgotten the state before, no more of its products are computed."""
     reads = []
-    complete = split.AttentionBlock.complete
-    monkeypatch.setattr(split.AttentionBlock, "complete", lambda *arguments: reads.append(1) or complete(*arguments))
+    complete = AttentionBlock.complete
+    monkeypatch.setattr(AttentionBlock, "complete", lambda *arguments: reads.append(1) or complete(*arguments))
     q = torch.ones(1, 8, 2048, 2)  # four blocks
-    sums, segment = local_sums(q, q, q, implementation="streaming")
+    call = LinearCall(q, q, q, implementation="streaming")
+    sums, segment = local_sums(call)
     state = LinearState(*(t + 1.0 if t.is_floating_point() else t for t in segment.tensors()))
     for log_gate, read in ((-1.0, 1), (-1e-3, 4)):
         reads.clear()
         gates = torch.full((1, 8, 2048), log_gate)
-        complete_sums(sums, q, state, log_gate_BHL=gates, implementation="streaming")
+        complete_sums(replace(call, state=state, log_gate_BHS=gates), sums)
         assert len(reads) == read

@@ -9,7 +9,7 @@ import torch
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError
 from dist_attn.ops import Denominator, LinearState, Watch, linear_attention, linear_attention_step, watching
-from dist_attn.ops.linear_attention import linear_attention_naive
+from dist_attn.ops.linear_attention import LinearCall, linear_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
@@ -26,20 +26,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Tiles(chunk=16, block_d=16, block_k=16, block_v=16)
 
 
-def by_kernels(q, k, v, *, feature_map=None, log_gate_BHS=None, key_scale_BHS=None, tiles=SMALL, **options):
+def by_kernels(q, k, v, *, tiles=SMALL, **options):
     """`linear_attention` by the kernels, with small tiles, on the device that there is."""
-    settled = {"state": None, "denominator": Denominator(), "documents": (), **options}
-    return kernels.triton_linear_attention(
-        q,
-        k,
-        v,
-        log_gate_BHS,
-        key_scale_BHS,
-        feature_map=feature_map,
-        differentiable=partial(linear_attention, implementation="streaming"),
-        tiles=tiles,
-        **settled,
-    )
+    return kernels.triton_linear_attention(LinearCall(q, k, v, **options), tiles=tiles)
 
 
 def moved(value):

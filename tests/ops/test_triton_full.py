@@ -1,6 +1,7 @@
 """GPU kernels of attention that is not causal and of the parts of a sharded pass, against torch's own forms."""
 
 import ast
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 
@@ -11,7 +12,7 @@ from dist_attn import feature_maps
 from dist_attn.comm import run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import Denominator, LocalSequenceOps, absorb_keys, linear_attention
-from dist_attn.ops.linear_attention import complete_sums, local_sums
+from dist_attn.ops.linear_attention import LinearCall, absorb, complete_sums, local_sums
 from dist_attn.sharded import ShardedSequenceOps
 from tests.ops.test_triton import DEVICE, SMALL, few, moved
 from tests.support.attention import Inputs, weighted_sum
@@ -88,10 +89,10 @@ def test_the_parts_of_a_sharded_pass(gate):
     """Sums from nothing, completed with a state before them, and the state after them: as in torch, with gradients."""
 
     def parts(q, k, v, *, implementation, state, feature_map, **gates):
-        by = {"feature_map": feature_map, "implementation": implementation}
-        sums, after = local_sums(q, k, v, log_gate_BHL=gates.get("log_gate_BHS"), **by)
-        absorbed = absorb_keys(k, v, state=state, **by, **gates)
-        out = complete_sums(sums, q, state, log_gate_BHL=gates.get("log_gate_BHS"), **by)
+        call = LinearCall(q, k, v, feature_map=feature_map, implementation=implementation, **gates)
+        from_state = replace(call, state=state)
+        sums, after = local_sums(call)
+        absorbed, out = absorb(from_state), complete_sums(from_state, sums)
         return sums, out, *after.tensors()[:4], *absorbed.tensors()[:4]
 
     assert_like_torch(few(20, gate=gate, scale=False, state=True), parts)
@@ -116,8 +117,8 @@ def test_second_derivatives():
         leaves = [cast(x).clone().requires_grad_() for x in (q, k)]
         options = {"feature_map": cast(kwargs["feature_map"]), "implementation": implementation}
         out, _ = linear_attention(*leaves, cast(v), causal=False, **options)
-        sums, _ = local_sums(*leaves, cast(v), **options)
-        more = complete_sums(sums, leaves[0], cast(kwargs["state"]), **options)
+        call = LinearCall(*leaves, cast(v), **options)
+        more = complete_sums(replace(call, state=cast(kwargs["state"])), local_sums(call)[0])
         firsts = torch.autograd.grad(out.square().sum() + more.square().sum(), leaves, create_graph=True)
         seconds = torch.autograd.grad(sum(first.square().sum() for first in firsts), leaves)
         found.append([t.cpu() for t in seconds])

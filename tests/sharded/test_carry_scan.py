@@ -9,6 +9,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState, linear_attention
+from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.sharded import Exchange, ShardedSequenceOps, carry_scan, sharded_linear_attention
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -84,7 +85,7 @@ def _attend_by(
 ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, torch.Tensor]]:
     leaves = inputs.leaves(*layout.range(comm.rank))
     qkv, kwargs = leaves.arguments()
-    out, after = sharded_linear_attention(comm, *qkv, walks=walks, exchange=exchange, **kwargs)
+    out, after = sharded_linear_attention(comm, LinearCall(*qkv, **kwargs), walks=walks, exchange=exchange)
     share = 1.0 if comm.rank == 0 else 0.0
     (out.square().sum() + share * weighted_sum(*after.tensors()[:4])).backward()
     return out.detach(), [t.detach() for t in after.tensors()[:4]], leaves.gradients()
@@ -145,7 +146,7 @@ def test_queries_and_keys_that_differ_in_number_are_refused():
 
     def body(comm: Communicator) -> None:
         x = torch.zeros(1, 1, 4, 2)
-        sharded_linear_attention(comm, x, x[:, :, :2], x[:, :, :2])
+        sharded_linear_attention(comm, LinearCall(x, x[:, :, :2], x[:, :, :2]))
 
     with pytest.raises(ShapeError, match="as many queries as keys"):
         run_simulated(body, 2)

@@ -10,7 +10,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import FeatureMap, LinearState, RelativeState
-from dist_attn.ops.linear_attention import Implementation
+from dist_attn.ops.linear_attention import Implementation, LinearCall
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from tests.support.closeness import assert_close
@@ -50,7 +50,7 @@ def relative(state: RelativeState | None = None, implementation: Implementation 
 
 def two_walks(comm: Communicator, x: torch.Tensor) -> object:
     """Linear attention that walks over its keys twice."""
-    return sharded_linear_attention(comm, x, x, x, walks="two_walks", implementation="triton")
+    return sharded_linear_attention(comm, LinearCall(x, x, x, implementation="triton"), walks="two_walks")
 
 
 def refusals(call: Call, x: torch.Tensor) -> list[str]:

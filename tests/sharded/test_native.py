@@ -9,6 +9,7 @@ import torch
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
+from dist_attn.ops.linear_attention import LinearCall
 from dist_attn.sharded.carry_scan import Walks, sharded_linear_attention
 from tests.support.closeness import assert_close
 from tests.support.native import Case, by_streaming
@@ -78,7 +79,7 @@ def check(
         start, stop = layout.range(comm.rank)
         leaves = slices(case, use.names, start, stop)
         args, kwargs = case.arguments(leaves)
-        out, after = sharded_linear_attention(comm, *args, **kwargs, walks=walks)  # type: ignore[arg-type]
+        out, after = sharded_linear_attention(comm, LinearCall(*args, **kwargs), walks=walks)  # type: ignore[arg-type]
         return on_a_rank(use, leaves, out, after, start, float(comm.rank == comm.size - 1))
 
     ranks = run_simulated(body, layout.size, timeout_s=30.0)
@@ -111,7 +112,7 @@ def test_a_gate_that_is_nan_spoils_one_head(strength: float) -> None:
     def body(comm: Communicator) -> torch.Tensor:
         leaves = slices(case, (), *SequenceLayout.from_lengths([70, 60, 70]).range(comm.rank))
         args, kwargs = case.arguments(leaves)
-        return sharded_linear_attention(comm, *args, **kwargs)[0]  # type: ignore[arg-type]
+        return sharded_linear_attention(comm, LinearCall(*args, **kwargs))[0]  # type: ignore[arg-type]
 
     want = torch.cat(run_simulated(body, 3, timeout_s=30.0), 2)
     case.sequence["log_gate"][:, 0, 100] = float("nan")
@@ -144,7 +145,7 @@ def test_passes_that_go_through_a_part_of_the_graph() -> None:
         def body(comm: Communicator, mixed: bool = mixed) -> torch.Tensor:
             leaves = slices(case, ["s", "k"], *LAYOUTS[1].range(comm.rank))
             args, kwargs = case.arguments(leaves)
-            out, after = sharded_linear_attention(comm, *args, **kwargs)  # type: ignore[arg-type]
+            out, after = sharded_linear_attention(comm, LinearCall(*args, **kwargs))  # type: ignore[arg-type]
             if mixed:
                 torch.autograd.grad(out.sum(), [leaves["s"]], retain_graph=True)
             return torch.autograd.grad(after.s_BHMV.sum(), [leaves["k"]])[0]

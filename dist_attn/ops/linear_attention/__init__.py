@@ -1,32 +1,44 @@
-"""Linear (kernel) attention: the oracle, the streaming form with flat memory, and the decode step."""
+"""Linear (kernel) attention: the oracle, the streaming form with flat memory, C and GPU kernels, the decode step."""
 
+from dist_attn.ops.linear_attention.attention import absorb, absorb_keys, attend, linear_attention
+from dist_attn.ops.linear_attention.call import (
+    Attend,
+    Implementation,
+    LinearCall,
+    OutputBuffers,
+    check_prefix,
+    prefix_then_causal,
+    state_dtype,
+)
 from dist_attn.ops.linear_attention.implementation import (
     Choice,
-    Implementation,
     check_choice,
     check_implementation,
     choose,
     choose_step,
     why_no_library,
 )
-from dist_attn.ops.linear_attention.joined import PartedSequence, Rooms
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
 from dist_attn.ops.linear_attention.native_call import half_products
 from dist_attn.ops.linear_attention.native_walks import TwoWalks
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums, tokens_until_forgotten
+from dist_attn.ops.linear_attention.split_sequence import SplitSequence
 from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
-from dist_attn.ops.linear_attention.streaming import absorb_keys, check_shapes, linear_attention, state_dtype
 
 __all__ = [
+    "Attend",
     "Choice",
     "Implementation",
-    "PartedSequence",
-    "Rooms",
+    "LinearCall",
+    "OutputBuffers",
+    "SplitSequence",
     "TwoWalks",
+    "absorb",
     "absorb_keys",
+    "attend",
     "check_choice",
     "check_implementation",
-    "check_shapes",
+    "check_prefix",
     "choose",
     "choose_step",
     "complete_sums",
@@ -36,6 +48,7 @@ __all__ = [
     "linear_attention_read",
     "linear_attention_step",
     "local_sums",
+    "prefix_then_causal",
     "state_dtype",
     "tokens_until_forgotten",
     "why_no_library",

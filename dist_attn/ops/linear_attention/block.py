@@ -7,6 +7,9 @@ exp(c_t - c_i) * key_scale_i, formed as one exponent <= 0 and masked before exp,
 
 Where documents start inside a block, a pair of tokens of two documents weighs exactly 0, cumulative sums restart, and
 the state is replaced, not multiplied by 0: no number of one document enters the arithmetic of another one's tokens.
+
+Shape letters: B batch, H heads, T tokens of a block, K head size, V values, M features; G = B H, n chunks of C tokens,
+W = V + 1 (numerators beside the denominator), X = V + 2 (and the mass beside both).
 """
 
 from dataclasses import dataclass
@@ -18,8 +21,6 @@ import torch.nn.functional as F
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 
-__all__ = ["AttentionBlock", "Carry", "bounded"]
-
 CLOSED = {torch.float32: -104.0, torch.float64: -746.0}  # exp gives 0 from here on
 
 
@@ -29,6 +30,22 @@ class Carry(NamedTuple):
     sz_BHMW: torch.Tensor
     mass_BH: torch.Tensor
     log_decay_BH: torch.Tensor
+
+
+class Tokens(NamedTuple):
+    """What a block has along its tokens; without queries its keys are only absorbed."""
+
+    q_BHTK: torch.Tensor | None
+    k_BHTK: torch.Tensor
+    v_BHTV: torch.Tensor
+    log_gate_BHT: torch.Tensor | None
+    key_scale_BHT: torch.Tensor | None
+    starts_11T: torch.Tensor | None  # at which tokens documents start; None: at none of them
+
+    @staticmethod
+    def of(sequence: tuple[torch.Tensor | None, ...]) -> "Tokens":
+        """The slices that a scan was given of a call's tensors."""
+        return Tokens(*sequence)  # type: ignore[arg-type]  # keys and values are always there
 
 
 class _Segments(NamedTuple):
@@ -61,58 +78,36 @@ class _Chunked(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Causal attention over one block as a pure function of (sequence slices, carry, feature-map tensors).
-
-    `starts` [1, 1, T] says at which tokens documents start; None: at none of them.
-    """
+    """Causal attention over one block as a pure function of (tokens, carry, feature-map tensors)."""
 
     feature_map: FeatureMap | None
     denominator: Denominator
     chunk: int
     dtype: torch.dtype
 
-    def attend(
-        self,
-        q_BHTK: torch.Tensor,
-        k_BHTK: torch.Tensor,
-        v_BHTV: torch.Tensor,
-        log_gate_BHT: torch.Tensor | None,
-        key_scale_BHT: torch.Tensor | None,
-        starts_11T: torch.Tensor | None,
-        carry: Carry,
-        map_tensors: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, Carry]:
+    def attend(self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Carry]:
         """Outputs [B, H, T, V] of the block's queries and the carry after it. T is a multiple of `chunk` or below."""
-        num_BHTW, mass_BHT, after = self.sums(
-            q_BHTK, k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T, carry, map_tensors
-        )
+        num_BHTW, mass_BHT, after = self.sums(tokens, carry, map_tensors)
         return self.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT), after
 
     def sums(
-        self,
-        q_BHTK: torch.Tensor,
-        k_BHTK: torch.Tensor,
-        v_BHTV: torch.Tensor,
-        log_gate_BHT: torch.Tensor | None,
-        key_scale_BHT: torch.Tensor | None,
-        starts_11T: torch.Tensor | None,
-        carry: Carry,
-        map_tensors: tuple[torch.Tensor, ...],
+        self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, Carry]:
         """What `attend` divides: numerators beside denominators [B, H, T, V + 1], masses [B, H, T]; the carry after."""
-        batch, heads, tokens, values = v_BHTV.shape
-        size = min(self.chunk, tokens)
+        assert tokens.q_BHTK is not None  # only keys that are absorbed come without queries
+        batch, heads, length, values = tokens.v_BHTV.shape
+        size = min(self.chunk, length)
         # The last size is spelt out: an empty batch has no elements to tell it by.
-        phi_q_BHTM = self.features(q_BHTK, map_tensors)
-        phi_q_GnCM = phi_q_BHTM.reshape(batch * heads, tokens // size, size, phi_q_BHTM.shape[-1])
-        keys = self._chunked(k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T, map_tensors, size)
+        phi_q_BHTM = self.features(tokens.q_BHTK, map_tensors)
+        phi_q_GnCM = phi_q_BHTM.reshape(batch * heads, length // size, size, phi_q_BHTM.shape[-1])
+        keys = self._chunked(tokens, map_tensors, size)
         before_GnMW, mass_before_Gn, after = self._scan(keys, carry)
 
         weights_GnCC = phi_q_GnCM @ keys.phi_k_GnCM.transpose(-1, -2)
         inter_GnCW = phi_q_GnCM @ before_GnMW
         if mass_before_Gn is None:
             num_GnCW = weights_GnCC.tril() @ keys.v1_GnCW + inter_GnCW
-            steps_GnC = self._steps(keys, batch * heads, tokens).reshape(-1, tokens // size, size)
+            steps_GnC = self._steps(keys, batch * heads, length).reshape(-1, length // size, size)
             mass_GnC = carry.mass_BH.reshape(-1, 1, 1) + steps_GnC
         else:
             pairs_GnCC, into_GnC = self._pairs(keys)
@@ -120,7 +115,7 @@ class AttentionBlock:
             scale_GnC = keys.scale_GnC
             own_GnC = pairs_GnCC.sum(-1) if scale_GnC is None else (pairs_GnCC @ scale_GnC[..., None])[..., 0]
             mass_GnC = into_GnC * mass_before_Gn[..., None] + own_GnC
-        return num_GnCW.reshape(batch, heads, tokens, values + 1), mass_GnC.reshape(batch, heads, tokens), after
+        return num_GnCW.reshape(batch, heads, length, values + 1), mass_GnC.reshape(batch, heads, length), after
 
     def complete(
         self,
@@ -145,19 +140,9 @@ class AttentionBlock:
         """Outputs of queries that nothing came before."""
         return self.denominator.divide(sums_BHTX[..., :-2], sums_BHTX[..., -2], sums_BHTX[..., -1])
 
-    def absorb(
-        self,
-        k_BHTK: torch.Tensor,
-        v_BHTV: torch.Tensor,
-        log_gate_BHT: torch.Tensor | None,
-        key_scale_BHT: torch.Tensor | None,
-        starts_11T: torch.Tensor | None,
-        carry: Carry,
-        map_tensors: tuple[torch.Tensor, ...],
-    ) -> Carry:
+    def absorb(self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> Carry:
         """The carry after the block, without its outputs."""
-        size = min(self.chunk, v_BHTV.shape[2])
-        keys = self._chunked(k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T, map_tensors, size)
+        keys = self._chunked(tokens, map_tensors, min(self.chunk, tokens.v_BHTV.shape[2]))
         return self._scan(keys, carry)[2]
 
     def read(self, q_BHTK: torch.Tensor, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -170,18 +155,10 @@ class AttentionBlock:
         x_BHTK = x_BHTK.to(self.dtype)
         return x_BHTK if self.feature_map is None else self.feature_map.with_tensors(*map_tensors)(x_BHTK)
 
-    def _chunked(
-        self,
-        k_BHTK: torch.Tensor,
-        v_BHTV: torch.Tensor,
-        log_gate_BHT: torch.Tensor | None,
-        key_scale_BHT: torch.Tensor | None,
-        starts_11T: torch.Tensor | None,
-        map_tensors: tuple[torch.Tensor, ...],
-        size: int,
-    ) -> _Chunked:
-        batch, heads, tokens, values = v_BHTV.shape
-        groups, chunks = batch * heads, tokens // size
+    def _chunked(self, tokens: Tokens, map_tensors: tuple[torch.Tensor, ...], size: int) -> _Chunked:
+        _, k_BHTK, v_BHTV, log_gate_BHT, key_scale_BHT, starts_11T = tokens
+        batch, heads, length, values = v_BHTV.shape
+        groups, chunks = batch * heads, length // size
         phi_k_BHTM = self.features(k_BHTK, map_tensors)
         phi_k_GnCM = phi_k_BHTM.reshape(groups, chunks, size, phi_k_BHTM.shape[-1])
         v1_GnCW = F.pad(v_BHTV.to(self.dtype), (0, 1), value=1.0).reshape(groups, chunks, size, values + 1)

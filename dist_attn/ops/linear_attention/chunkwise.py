@@ -4,98 +4,43 @@ How a matrix product rounds depends on the sizes of its matrices. Here these are
 the same bits in one call and in several calls that are cut between chunks and pass the state on.
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 
-from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.implementation import Implementation
-from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS, absorb_keys, linear_attention
+from dist_attn.ops.linear_attention.attention import absorb, attend
+from dist_attn.ops.linear_attention.call import LinearCall
+from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS
 from dist_attn.ops.state import LinearState
 
-__all__ = ["absorb_by_chunks", "attend_by_chunks", "chunk_ranges", "read_by_chunks"]
 
-
-def attend_by_chunks(
-    q_BHLK: torch.Tensor,
-    k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None = None,
-    log_gate_BHL: torch.Tensor | None = None,
-    key_scale_BHL: torch.Tensor | None = None,
-    denominator: Denominator | None = None,
-    implementation: Implementation = "auto",
-) -> tuple[torch.Tensor, LinearState]:
-    """Causal `linear_attention` from `state`, and the state after the last key.
+def attend_by_chunks(call: LinearCall, state: LinearState) -> tuple[torch.Tensor, LinearState]:
+    """Causal attention from `state`, and the state after the last key.
 
     The backward pass keeps the state before every chunk.
+
+    Shapes: as `linear_attention` with as many queries as keys.
     """
-    outputs = [_no_outputs(q_BHLK, v_BHLV)]
-    for start, stop in chunk_ranges(k_BHLK.shape[2]):
-        out, state = linear_attention(
-            _chunk(q_BHLK, start, stop),
-            _chunk(k_BHLK, start, stop),
-            _chunk(v_BHLV, start, stop),
-            feature_map=feature_map,
-            log_gate_BHS=None if log_gate_BHL is None else _chunk(log_gate_BHL, start, stop),
-            key_scale_BHS=None if key_scale_BHL is None else _chunk(key_scale_BHL, start, stop),
-            state=state,
-            denominator=denominator,
-            implementation=implementation,
-        )
+    outputs = [_no_outputs(call)]
+    for chunk in _chunks(call):
+        out, state = attend(replace(chunk, state=state))
         outputs.append(out)
     return torch.cat(outputs, dim=2), state
 
 
-def absorb_by_chunks(
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None = None,
-    log_gate_BHS: torch.Tensor | None = None,
-    key_scale_BHS: torch.Tensor | None = None,
-    implementation: Implementation = "auto",
-) -> LinearState:
+def absorb_by_chunks(call: LinearCall, state: LinearState) -> LinearState:
     """The state after the last key, with the bits of `attend_by_chunks`."""
-    for start, stop in chunk_ranges(k_BHSK.shape[2]):
-        state = absorb_keys(
-            _chunk(k_BHSK, start, stop),
-            _chunk(v_BHSV, start, stop),
-            feature_map=feature_map,
-            log_gate_BHS=None if log_gate_BHS is None else _chunk(log_gate_BHS, start, stop),
-            key_scale_BHS=None if key_scale_BHS is None else _chunk(key_scale_BHS, start, stop),
-            state=state,
-            implementation=implementation,
-        )
+    for chunk in _chunks(call.of_keys()):
+        state = absorb(replace(chunk, state=state))
     return state
 
 
-def read_by_chunks(
-    q_BHLK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None = None,
-    denominator: Denominator | None = None,
-    implementation: Implementation = "auto",
-) -> torch.Tensor:
-    """Attention of queries that all see exactly `state`; of `v` only the sizes and the type count."""
-    nothing = q_BHLK[:, :, :0], v_BHSV[:, :, :0]
-    outputs = [_no_outputs(q_BHLK, v_BHSV)]
-    for start, stop in chunk_ranges(q_BHLK.shape[2]):
-        chunk = _chunk(q_BHLK, start, stop)
-        out, _ = linear_attention(
-            chunk,
-            *nothing,
-            feature_map=feature_map,
-            causal=False,
-            state=state,
-            denominator=denominator,
-            implementation=implementation,
-        )
-        outputs.append(out)
+def read_by_chunks(call: LinearCall, state: LinearState) -> torch.Tensor:
+    """Attention of queries [B, H, L, K] that all see exactly `state`; of keys and values only the types count."""
+    reads, outputs = call.reading(state), [_no_outputs(call)]
+    for start, stop in chunk_ranges(call.queries):
+        outputs.append(attend(reads.part(slice(start, stop), slice(0)).contiguous())[0])
     return torch.cat(outputs, dim=2)
 
 
@@ -104,11 +49,11 @@ def chunk_ranges(tokens: int) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK_TOKENS, tokens)) for start in range(0, tokens, CHUNK_TOKENS)]
 
 
-def _no_outputs(q_BHLK: torch.Tensor, v_BHSV: torch.Tensor) -> torch.Tensor:
+def _chunks(call: LinearCall) -> Iterator[LinearCall]:
+    return (call.tokens(start, stop).contiguous() for start, stop in chunk_ranges(call.keys))
+
+
+def _no_outputs(call: LinearCall) -> torch.Tensor:
     """The outputs of no tokens, which still depend on q and v: without tokens both get a gradient of no elements."""
-    return v_BHSV[:, :, :0] + q_BHLK[:, :, :0].sum(-1, keepdim=True).to(v_BHSV.dtype)
-
-
-def _chunk(x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    # Contiguous: products of strided views may take another path than those of whole tensors.
-    return x[:, :, start:stop].contiguous()
+    v = call.v_BHSV
+    return v[:, :, :0] + call.q_BHLK[:, :, :0].sum(-1, keepdim=True).to(v.dtype)

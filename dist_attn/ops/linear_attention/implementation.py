@@ -4,30 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os import environ
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
 from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
+from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 from dist_attn.ops.state import LinearState
 
-__all__ = [
-    "Choice",
-    "Implementation",
-    "check_choice",
-    "check_implementation",
-    "choose",
-    "choose_step",
-    "of_one_token",
-    "settled",
-    "why_no_kernels",
-]
-
-Implementation = Literal["auto", "streaming", "native", "triton"]
-IMPLEMENTATIONS = ("auto", "streaming", "native", "triton")
+IMPLEMENTATIONS = get_args(Implementation)
 # Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
 KERNELS_RAN_ON_A_GPU = False
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
@@ -45,87 +33,46 @@ class Choice:
     reason: str
 
 
-def choose(
-    implementation: Implementation,
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    *,
-    feature_map: FeatureMap | None = None,
-    causal: bool = True,
-    state: LinearState | None = None,
-    prefix: int = 0,
-    documents: bool = False,
-    sums: torch.dtype = torch.float32,
-) -> Choice:
-    """What is asked for by name; "auto" takes the C kernels for tensors of a CPU, the streaming form where they cannot.
+def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
+    """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
 
-    `sums` is the precision that is asked for at least. "auto" shall take Triton's kernels for tensors of a GPU, once
-    they have run on one (`KERNELS_RAN_ON_A_GPU`).
+    Where these cannot take the call, "auto" takes the streaming form. `sums` is the precision that is asked for at
+    least. "auto" shall take Triton's kernels for tensors of a GPU, once they have run on one (`KERNELS_RAN_ON_A_GPU`).
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
     """
 
-    def against(any_lengths: bool) -> str | None:
+    def unsupported(any_lengths: bool) -> str | None:
         if sums != torch.float32:
             return f"sums in {sums} are asked for: the kernels' are float32"
-        return _not_this_call(
-            q_BHLK, k_BHSK, causal=causal, state=state, prefix=prefix, documents=documents, any_lengths=any_lengths
-        )
+        return _unsupported_call(call, any_lengths=any_lengths)
 
-    return settled(
-        implementation,
+    return resolve(
+        call.implementation,
         lambda: (
-            why_no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
-            or against(any_lengths=False)
-            or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map, DTYPES, LARGEST)
+            why_no_kernels(call.v_BHSV, interpreted_is_fine=call.implementation == "triton")
+            or unsupported(any_lengths=False)
+            or _unsupported_sizes(call, DTYPES, LARGEST)
         ),
         lambda: (
-            _no_such_tensors(q_BHLK, k_BHSK, v_BHSV, feature_map, state)
-            or against(any_lengths=True)
-            or _not_these_sizes(q_BHLK, k_BHSK, v_BHSV, feature_map, NATIVE_DTYPES, NATIVE_LARGEST)
+            _unsupported_tensors(call)
+            or unsupported(any_lengths=True)
+            or _unsupported_sizes(call, NATIVE_DTYPES, NATIVE_LARGEST)
             or why_no_library()
         ),
     )
 
 
-def check_choice(
-    implementation: Implementation,
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    *,
-    feature_map: FeatureMap | None = None,
-    causal: bool = True,
-    state: LinearState | None = None,
-    documents: bool = False,
-    sums: torch.dtype = torch.float32,
-) -> None:
+def check_choice(call: LinearCall, *, sums: torch.dtype = torch.float32) -> None:
     """Refuse a slice of a sequence where `choose` would refuse one with tokens, however many this one has.
 
-    Ranks that have no tokens raise so with those that have some, which would leave them alone in an exchange.
+    Ranks without tokens so raise with those that have some, which would otherwise be left alone in an exchange.
 
     Raises: as `choose`.
     """
-    if implementation not in ("auto", "streaming"):
-        q, k, v = (of_one_token(x) for x in (q_BHLK, k_BHSK, v_BHSV))
-        choose(
-            implementation,
-            q,
-            k,
-            v,
-            feature_map=feature_map,
-            causal=causal,
-            state=state,
-            documents=documents,
-            sums=sums,
-        )
-
-
-def of_one_token(x_BHLK: torch.Tensor) -> torch.Tensor:
-    """What a choice is made by for a slice of any length: one token of its type, sizes and place, without values."""
-    return x_BHLK.new_empty(1).expand(*x_BHLK.shape[:2], 1, x_BHLK.shape[3])
+    if call.implementation not in ("auto", "streaming"):
+        choose(call.one_token(), sums=sums)
 
 
 def check_implementation(implementation: Implementation) -> None:
@@ -134,12 +81,12 @@ def check_implementation(implementation: Implementation) -> None:
         raise ConfigError(f"implementation {implementation!r} is unknown; use {', '.join(IMPLEMENTATIONS)}")
 
 
-def settled(
+def resolve(
     implementation: Implementation,
-    against_triton: Callable[[], str | None],
-    against_native: Callable[[], str | None] | None = None,
+    why_not_triton: Callable[[], str | None],
+    why_not_native: Callable[[], str | None] | None = None,
 ) -> Choice:
-    """The choice for a call against whose kernels these find something, in words, or nothing.
+    """Pick the implementation; each callable returns why its kernels cannot take the call, or None.
 
     Raises: as `choose`.
     """
@@ -147,23 +94,23 @@ def settled(
     if implementation == "streaming":
         return Choice("streaming", "asked for by name")
     if implementation == "native":
-        obstacle = "there are no C kernels of this operation" if against_native is None else against_native()
-        if obstacle is not None:
-            raise ConfigError(f"implementation='native' was asked for, but {obstacle}; use 'auto' or 'streaming'")
+        reason = "there are no C kernels of this operation" if why_not_native is None else why_not_native()
+        if reason is not None:
+            raise ConfigError(f"implementation='native' was asked for, but {reason}; use 'auto' or 'streaming'")
         return Choice("native", "asked for by name")
     if implementation == "triton":
-        if (obstacle := against_triton()) is not None:
-            raise ConfigError(f"implementation='triton' was asked for, but {obstacle}; use 'auto' or 'streaming'")
+        if (reason := why_not_triton()) is not None:
+            raise ConfigError(f"implementation='triton' was asked for, but {reason}; use 'auto' or 'streaming'")
         return Choice("triton", "asked for by name")
-    if against_native is not None:
-        if (obstacle := against_native()) is None:
+    if why_not_native is not None:
+        if (reason := why_not_native()) is None:
             return Choice("native", "the tensors are on a CPU")
-        if not obstacle.startswith(ELSEWHERE):
-            return Choice("streaming", obstacle)
-    obstacle = against_triton()
-    if obstacle is None and not KERNELS_RAN_ON_A_GPU:
-        obstacle = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
-    return Choice("triton", "the tensors are on a GPU") if obstacle is None else Choice("streaming", obstacle)
+        if not reason.startswith(ELSEWHERE):
+            return Choice("streaming", reason)
+    reason = why_not_triton()
+    if reason is None and not KERNELS_RAN_ON_A_GPU:
+        reason = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
+    return Choice("triton", "the tensors are on a GPU") if reason is None else Choice("streaming", reason)
 
 
 def choose_step(
@@ -191,7 +138,7 @@ def choose_step(
                 "use torch.no_grad(), 'auto' or 'streaming'"
             )
         return Choice("streaming", "gradients are needed")
-    return choose(implementation, q, k, v, feature_map=feature_map, state=state)
+    return choose(LinearCall(q, k, v, feature_map=feature_map, state=state, implementation=implementation))
 
 
 def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
@@ -206,24 +153,15 @@ def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | 
     return None
 
 
-def _not_this_call(
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    *,
-    causal: bool,
-    state: LinearState | None,
-    prefix: int,
-    documents: bool,
-    any_lengths: bool,
-) -> str | None:
-    queries, keys = q_BHLK.shape[2], k_BHSK.shape[2]
-    if prefix:
+def _unsupported_call(call: LinearCall, *, any_lengths: bool) -> str | None:
+    state = call.state
+    if call.prefix:
         return "there is a prefix that attends to itself in full: the kernels take all of a call in one way"
-    if documents and not causal:
+    if call.documents and not call.causal:
         return "attention is not causal and there are several documents: the kernels take one sequence then"
-    if causal and queries != keys and not any_lengths:
-        return f"there are {queries} queries and {keys} keys: the causal kernels take as many of both"
-    if not q_BHLK.numel() or not (k_BHSK.numel() or state is not None):
+    if call.causal and call.queries != call.keys and not any_lengths:
+        return f"there are {call.queries} queries and {call.keys} keys: the causal kernels take as many of both"
+    if not call.q_BHLK.numel() or not (call.k_BHSK.numel() or state is not None):
         return "there are no tokens"
     for sums in () if state is None else (state.s_BHMV, state.z_BHM, state.mass_BH):
         if sums.dtype != torch.float32:
@@ -240,15 +178,9 @@ def why_no_library() -> str | None:
     return None
 
 
-def _no_such_tensors(
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    feature_map: FeatureMap | None,
-    state: LinearState | None,
-) -> str | None:
-    tensors = (*(() if feature_map is None else feature_map.tensors()), *(() if state is None else state.tensors()))
-    for tensor in (v_BHSV, k_BHSK, q_BHLK, *tensors):
+def _unsupported_tensors(call: LinearCall) -> str | None:
+    state = () if call.state is None else call.state.tensors()
+    for tensor in (call.v_BHSV, call.k_BHSK, call.q_BHLK, *call.map_tensors, *state):
         if tensor.device.type != "cpu":
             return f"{ELSEWHERE} {tensor.device.type}"
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -258,30 +190,20 @@ def _no_such_tensors(
     return None
 
 
-def _not_these_sizes(
-    q_BHLK: torch.Tensor,
-    k_BHSK: torch.Tensor,
-    v_BHSV: torch.Tensor,
-    feature_map: FeatureMap | None,
-    dtypes: tuple[torch.dtype, ...],
-    largest: int,
-) -> str | None:
-    if not q_BHLK.dtype == k_BHSK.dtype == v_BHSV.dtype or v_BHSV.dtype not in dtypes:
+def _unsupported_sizes(call: LinearCall, dtypes: tuple[torch.dtype, ...], largest: int) -> str | None:
+    q, k, v, tensors = call.q_BHLK, call.k_BHSK, call.v_BHSV, call.map_tensors
+    if not q.dtype == k.dtype == v.dtype or v.dtype not in dtypes:
         words = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        return (
-            f"q, k and v are {q_BHLK.dtype}, {k_BHSK.dtype} and {v_BHSV.dtype}: the kernels take one of {words} "
-            "for all three"
-        )
-    if feature_map is not None and not isinstance(feature_map, HasFusedForm):
-        return f"the kernels do not know the feature map {type(feature_map).__name__}"
-    tensors = () if feature_map is None else feature_map.tensors()
-    heads, size = q_BHLK.shape[1], q_BHLK.shape[3]
+        return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: the kernels take one of {words} for all three"
+    if call.feature_map is not None and not isinstance(call.feature_map, HasFusedForm):
+        return f"the kernels do not know the feature map {type(call.feature_map).__name__}"
+    heads, size = q.shape[1], q.shape[3]
     for t in tensors:
         if t.dim() != 3 or (t.shape[0], t.shape[2]) != (heads, size):
             return f"the feature map's tensor is {tuple(t.shape)}: the kernels take [{heads}, projections, {size}] here"
-    sizes = (size, v_BHSV.shape[3], *(t.shape[1] for t in tensors))
+    sizes = (size, v.shape[3], *(t.shape[1] for t in tensors))
     if not 0 < max(sizes) <= largest or not min(sizes):
         return f"head size, values and projections are {sizes}: the kernels take 1 to {largest} of each"
-    if any(t.device != v_BHSV.device for t in (q_BHLK, k_BHSK, *tensors)):
+    if any(t.device != v.device for t in (q, k, *tensors)):
         return "the tensors are on different devices"
     return None

@@ -7,154 +7,163 @@ threads, nor on what else is in the batch or in the packed row.
 `implementation.choose` says whether a call can come here.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.differentiable import Replay, again, state_after, sums_of
-from dist_attn.ops.linear_attention.joined import Rooms
+from dist_attn.ops.linear_attention.call import LinearCall
+from dist_attn.ops.linear_attention.differentiable import (
+    Inputs,
+    Results,
+    Tensors,
+    Terms,
+    gradients_of_replay,
+    inputs_of,
+    present,
+    state_after,
+    state_of,
+    sums_of,
+)
 from dist_attn.ops.linear_attention.native_call import TYPES, num_features
-from dist_attn.ops.linear_attention.native_passes import Work, attend, attend_backward, read, read_backward
+from dist_attn.ops.linear_attention.native_passes import (
+    ReadInputs,
+    ReadTensors,
+    attend,
+    attend_backward,
+    read,
+    read_backward,
+)
+from dist_attn.ops.linear_attention.streaming import stream_attention, stream_completed_sums
 from dist_attn.ops.state import LinearState
 
-__all__ = ["native_absorb", "native_attention", "native_read"]
 
-_Tensors = tuple[torch.Tensor, ...]
-
-
-def native_attention(
-    q_BHLK: torch.Tensor,
-    k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    log_gate_BHL: torch.Tensor | None,
-    key_scale_BHL: torch.Tensor | None,
-    *,
-    feature_map: FeatureMap | None,
-    state: LinearState | None,
-    denominator: Denominator,
-    documents: tuple[int, ...],
-    replay: Replay,
-    undivided: bool = False,
-    rooms: Rooms | None = None,
-) -> tuple[torch.Tensor, LinearState]:
-    """`linear_attention` of as many queries as keys, causal; `undivided`, as `local_sums`.
-
-    With `rooms`, that is where outputs, if they are divided, and gradients of q, k and v are written.
-
-    `replay` is the same as a function of (q, k, v, log gate, key scale, S, z beside the mass, the map's tensors), in
-    operations that autograd knows: what gradients that are differentiated again go through.
-
-    Shapes: as `linear_attention`, or float32 [B, H, L, V + 2] of numerators, denominators and masses.
-    """
-    before, zm_BHE, parameters = _begin(k_BHLK, v_BHLV, feature_map, state)
-    work = Work(feature_map, denominator, documents, undivided, rooms, replay)
-    out, s_BHMV, zm_BHE = _Attend.apply(  # type: ignore[no-untyped-call]
-        work, q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, before.s_BHMV, zm_BHE, *parameters
-    )
-    return out, state_after(before, s_BHMV, zm_BHE, log_gate_BHL, documents)
+def native_linear_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention` of any shape: what queries and keys share, keys behind, queries behind."""
+    state, outputs = call.state, list[torch.Tensor]()
+    if state is not None:
+        state.check(*_state_sizes(call))
+    shared = min(call.queries, call.keys) if call.causal else 0
+    if shared:
+        whole = shared == call.queries == call.keys
+        out, state = _attend(call if whole else call.part(slice(shared), slice(shared)))
+        outputs.append(out)
+    if shared < call.keys:
+        state = native_absorb_keys(replace(call.part(slice(0), slice(shared, None)), state=state))
+    assert state is not None  # there were keys, or a state was given
+    if shared < call.queries:
+        outputs.append(_read(call.part(slice(shared, None), slice(0)), state, None))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), state
 
 
-def native_absorb(
-    k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    log_gate_BHL: torch.Tensor | None,
-    key_scale_BHL: torch.Tensor | None,
-    *,
-    feature_map: FeatureMap | None,
-    state: LinearState | None,
-    replay: Replay,
-) -> LinearState:
-    """`absorb_keys`; `replay` is as for `native_attention`, of no queries and with no outputs."""
-    before, zm_BHE, parameters = _begin(k_BHLK, v_BHLV, feature_map, state)
-    work = Work(feature_map, Denominator("one"), (), False, None, replay)
-    s_BHMV, zm_BHE = _Attend.apply(  # type: ignore[no-untyped-call]
-        work, None, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, before.s_BHMV, zm_BHE, *parameters
-    )
-    return state_after(before, s_BHMV, zm_BHE, log_gate_BHL, ())
+def native_local_sums(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+    """`local_sums`: float32 [B, H, L, V + 2] of numerators, denominators and masses, and the state after."""
+    return _attend(replace(call, denominator=Denominator("one")), undivided=True)
 
 
-def native_read(
-    q_BHLK: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None,
-    denominator: Denominator,
-    out_dtype: torch.dtype,
-    replay: Replay,
-    log_gate_BHL: torch.Tensor | None = None,
-    sums_BHLX: torch.Tensor | None = None,
-    rooms: Rooms | None = None,
-) -> torch.Tensor:
-    """Outputs of queries that all read one state, decayed by the gates so far; with `sums`, as `complete_sums`.
+def native_absorb_keys(call: LinearCall) -> LinearState:
+    """`absorb_keys` of a call without documents, whose queries count for nothing."""
+    before = _state_before(call)
+    inputs = inputs_of(call, before)._replace(q=None)
+    results = Results(None, *_Attention.apply(Terms(call.feature_map, Denominator("one")), *inputs))  # type: ignore[no-untyped-call]
+    return state_after(before, results, call)
 
-    `replay` is the same as a function of (q, log gate, sums, S, z beside the mass, the map's tensors), in operations
-    that autograd knows.
-    """
-    (batch, heads, tokens, size), values = q_BHLK.shape, state.s_BHMV.shape[3]
-    state.check(batch, heads, num_features(feature_map, size), values)
-    for name, tensor, needed in (("sums", sums_BHLX, (tokens, values + 2)), ("log_gate", log_gate_BHL, (tokens,))):
+
+def native_completed_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Tensor:
+    """`complete_sums`: the call's queries read its state, decayed by the gates so far, beside the sums there are."""
+    assert call.state is not None  # what the sums are completed by
+    return _read(call, call.state, sums_BHLX)
+
+
+def _attend(call: LinearCall, *, undivided: bool = False) -> tuple[torch.Tensor, LinearState]:
+    """Causal attention of as many queries as keys."""
+    before, terms = _state_before(call), replace(Terms.of(call), undivided=undivided)
+    results = Results(*_Attention.apply(terms, *inputs_of(call, before)))  # type: ignore[no-untyped-call]
+    return present(results.out), state_after(before, results, call)
+
+
+def _read(call: LinearCall, state: LinearState, sums_BHLX: torch.Tensor | None) -> torch.Tensor:
+    """Outputs in v's dtype of queries that all read one state; without sums there are no gates to decay it."""
+    batch, heads, tokens, size = call.q_BHLK.shape
+    values, log_gate = state.s_BHMV.shape[3], None if sums_BHLX is None else call.log_gate_BHS
+    state.check(batch, heads, num_features(call.feature_map, size), values)
+    for name, tensor, needed in (("sums", sums_BHLX, (tokens, values + 2)), ("log_gate", log_gate, (tokens,))):
         if tensor is not None and tensor.shape != (batch, heads, *needed):
             raise ShapeError(f"{name} is {tuple(tensor.shape)}; needed here is {(batch, heads, *needed)}")
-    parameters = () if feature_map is None else feature_map.tensors()
-    s_BHMV, zm_BHE = sums_of(state)
+    out_dtype = call.v_BHSV.dtype
     written = out_dtype if out_dtype in TYPES else torch.float32
-    work = Work(feature_map, denominator, (), False, rooms if written == out_dtype else None, replay)
-    out: torch.Tensor = _Read.apply(  # type: ignore[no-untyped-call]
-        work, written, q_BHLK, log_gate_BHL, sums_BHLX, s_BHMV, zm_BHE, *parameters
-    )
+    buffers = call.buffers if written == out_dtype else None
+    terms = Terms(call.feature_map, call.denominator, buffers=buffers)
+    w = next(iter(call.map_tensors), None)
+    out: torch.Tensor = _Read.apply(terms, written, call.q_BHLK, log_gate, sums_BHLX, *sums_of(state), w)  # type: ignore[no-untyped-call]
     return out.to(out_dtype)
 
 
-def _begin(
-    k: torch.Tensor, v: torch.Tensor, feature_map: FeatureMap | None, state: LinearState | None
-) -> tuple[LinearState, torch.Tensor, _Tensors]:
-    parameters = () if feature_map is None else feature_map.tensors()
-    features = num_features(feature_map, k.shape[3])
-    if state is None:
-        state = LinearState.identity(k.shape[0], k.shape[1], features, v.shape[3])
-    state.check(k.shape[0], k.shape[1], features, v.shape[3])
-    return state, sums_of(state)[1], parameters
+def _state_sizes(call: LinearCall) -> tuple[int, int, int, int]:
+    batch, heads, _, size = call.k_BHSK.shape
+    return batch, heads, num_features(call.feature_map, size), call.v_BHSV.shape[3]
 
 
-class _Attend(torch.autograd.Function):
+def _state_before(call: LinearCall) -> LinearState:
+    state = LinearState.identity(*_state_sizes(call)) if call.state is None else call.state
+    state.check(*_state_sizes(call))
+    return state
+
+
+class _Attention(torch.autograd.Function):
+    """Tensors of an attention -> outputs, if there are queries, S and z beside the mass."""
+
     @staticmethod
-    def forward(ctx: Any, work: Work, *tensors: torch.Tensor | None) -> Any:
-        passed = attend(work, tensors, keep=any(ctx.needs_input_grad))
-        ctx.work, ctx.num_inputs = work.for_the_way_back(), len(tensors)
-        if passed.kept is not None:
-            ctx.save_for_backward(*tensors, None if work.undivided else passed.out, passed.kept)
-        after = passed.s, passed.zm
-        return after if passed.out is None else (passed.out, *after)
+    def forward(ctx: Any, terms: Terms, *tensors: torch.Tensor | None) -> Any:
+        inputs: Tensors = Inputs(*tensors)
+        (out, s, zm), kept, _ = attend(terms, inputs, keep=any(ctx.needs_input_grad))
+        ctx.terms = terms.for_backward()
+        if kept is not None:
+            ctx.save_for_backward(*inputs, None if terms.undivided else out, kept)
+        return (s, zm) if out is None else (out, s, zm)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        work: Work = ctx.work
         *tensors, out, kept = ctx.saved_tensors
-        needs = ctx.needs_input_grad[1:]
+        inputs: Tensors = Inputs(*tensors)
+        _, *asked = ctx.needs_input_grad
+        needs, results = Inputs(*asked), Results(*grads) if inputs.q is not None else Results(None, *grads)
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
-            return (None, *again(work.replay, tuple(tensors), needs, grads))
-        grad_out = grads[0] if len(grads) == 3 else None
-        return (None, *attend_backward(work, tensors, needs, out, kept, (grad_out, grads[-2], grads[-1])))
+            return (None, *gradients_of_replay(ctx.terms.replay, inputs, needs, results))
+        return (None, *attend_backward(ctx.terms, inputs, needs, results, out=out, kept=kept))
 
 
 class _Read(torch.autograd.Function):
+    """Tensors of a read -> outputs in `out_dtype`."""
+
     @staticmethod
-    def forward(ctx: Any, work: Work, out_dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
-        out = read(work, tensors, out_dtype)
-        ctx.work = work.for_the_way_back()
+    def forward(ctx: Any, terms: Terms, out_dtype: torch.dtype, *tensors: torch.Tensor | None) -> Any:
+        inputs: ReadTensors = ReadInputs(*tensors)
+        out = read(terms, inputs, out_dtype)
+        ctx.terms = terms.for_backward()
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*tensors, out)
+            ctx.save_for_backward(*inputs, out)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        work: Work = ctx.work
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
+        terms: Terms = ctx.terms
         *tensors, out = ctx.saved_tensors
-        needs = ctx.needs_input_grad[2:]
+        inputs: ReadTensors = ReadInputs(*tensors)
+        _, _, *asked = ctx.needs_input_grad
+        needs = ReadInputs(*asked)
+
+        def replay(x: ReadTensors) -> tuple[torch.Tensor]:
+            q, s, zm = present(x.q), present(x.s), present(x.zm)
+            nothing = s[:, :, :0].to(out.dtype)
+            call = terms.call(Inputs(q, q, nothing, x.log_gate, None, s, zm, x.w))
+            if x.sums is not None:
+                return (stream_completed_sums(call, x.sums),)
+            return (stream_attention(call.reading(state_of(s, zm)))[0],)
+
         if torch.is_grad_enabled():
-            return (None, None, *again(work.replay, tuple(tensors), needs, grads))
-        return (None, None, *read_backward(work, tensors, needs, out, grads[0]))
+            return (None, None, *gradients_of_replay(replay, inputs, needs, (grad_out,)))
+        return (None, None, *read_backward(terms, inputs, needs, out, grad_out))

@@ -1,4 +1,4 @@
-"""A call of the C kernels as they read it: `native/call.h`, field by field, filled from tensors."""
+"""A call of the C kernels as they read it: `csrc/call.h`, field by field, filled from tensors."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,22 +13,8 @@ from dist_attn.ops.c_library import NoLibraryError, load_library
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 
-__all__ = [
-    "BLOCK",
-    "CHUNK",
-    "KEPT_STATES",
-    "TYPES",
-    "Call",
-    "Chunks",
-    "half_products",
-    "kernels",
-    "new_call",
-    "num_features",
-    "view",
-]
-
 CHUNK = 64  # tokens of a chunk, and
-BLOCK = 8  # chunks of a block of the backward pass, as in native/call.h
+BLOCK = 8  # chunks of a block of the backward pass, as in csrc/call.h
 KEPT_STATES = 16  # of a head at most, for the backward pass, however long the sequence is
 KINDS: Final = {"gaussian": 1, "arc_cosine": 2, "elu": 3}
 POLICIES: Final = {"floor": 0, "exact": 1, "clamp": 2, "sign_clamp": 3, "mass": 4, "one": 5}
@@ -98,7 +84,7 @@ def kernels() -> ctypes.CDLL:
     if read != written:
         raise NoLibraryError(
             f"the C kernels read calls of {read} bytes and Python writes {written}: "
-            "native/call.h and native_call.py must have the same fields in the same order"
+            "csrc/call.h and native_call.py must have the same fields in the same order"
         )
     return library
 

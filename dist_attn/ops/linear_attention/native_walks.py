@@ -4,6 +4,11 @@ The first walk gives the state that the slice leaves behind, the second the outp
 Backward the slice's gradients need what has become of its state on later ranks, and these need the gradient of the
 state before them. So the second walk's backward pass walks the queries only, for the gradient of the state before, and
 leaves the rest to the first walk's, which comes when the gradient of the state behind has arrived.
+
+For autograd, outputs are `link` and what the state before adds to them. `link`, a result of the first walk, is what the
+slice's own tensors put into the outputs. Its gradient is therefore that of the outputs, and with it the first walk's
+backward pass has all that the gradients of the slice are made of. Its value is never looked at: the second walk
+computes the sum of both.
 """
 
 from dataclasses import dataclass
@@ -11,144 +16,126 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.differentiable import (
-    Attention,
-    Replay,
-    again,
-    attention_again,
+    Inputs,
+    Results,
+    Tensors,
+    Terms,
+    gradients_of_replay,
+    inputs_of,
+    present,
     state_after,
     sums_of,
 )
 from dist_attn.ops.linear_attention.native_call import num_features
-from dist_attn.ops.linear_attention.native_forms import Absorb, absorb_again
-from dist_attn.ops.linear_attention.native_passes import Work, adjoint_read, attend, attend_backward
+from dist_attn.ops.linear_attention.native_passes import adjoint_read, attend, attend_backward
 from dist_attn.ops.state import LinearState
 
-__all__ = ["TwoWalks"]
 
+class _SecondWalk(NamedTuple):
+    """What the second walk began with and left: the same in every backward pass through one graph."""
 
-class _Pending(NamedTuple):
-    """What the second walk's backward pass leaves to the first's."""
-
-    out: torch.Tensor
-    kept: torch.Tensor
-    grad_out: torch.Tensor
     s: torch.Tensor
     zm: torch.Tensor
+    out: torch.Tensor
+    kept: torch.Tensor
 
 
 @dataclass
 class _Shared:
-    work: Work
-    absorb_again: Replay
-    nothing: LinearState
-    pending: _Pending | None = None
+    """What both walks know. The second one is at hand from its backward pass to the first one's, and then freed."""
+
+    terms: Terms
+    second: _SecondWalk | None = None
 
 
 class TwoWalks:
     """Causal attention of one slice, without gates: `behind` is what its keys leave, `attend` gives its outputs.
 
-    `attention` and `absorb` are the same in operations that autograd knows.
-
-    Shapes: as `linear_attention`.
+    The call's state counts for nothing.
     """
 
-    def __init__(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        key_scale_BHL: torch.Tensor | None,
-        *,
-        feature_map: FeatureMap | None,
-        denominator: Denominator,
-        attention: Attention,
-        absorb: Absorb,
-    ) -> None:
-        batch, heads, _, size = k_BHLK.shape
-        nothing = LinearState.identity(batch, heads, num_features(feature_map, size), v_BHLV.shape[3])
-        replay = attention_again(attention, feature_map, denominator, ())
-        work = Work(feature_map, denominator, (), False, None, replay)
-        self._shared = _Shared(work, absorb_again(absorb, feature_map), nothing)
-        parameters = () if feature_map is None else feature_map.tensors()
-        self._inputs = (q_BHLK, k_BHLK, v_BHLV, key_scale_BHL, *parameters)
+    def __init__(self, call: LinearCall) -> None:
+        batch, heads, _, size = call.k_BHSK.shape
+        nothing = LinearState.identity(batch, heads, num_features(call.feature_map, size), call.v_BHSV.shape[3])
+        self._shared, self._inputs = _Shared(Terms(call.feature_map, call.denominator)), inputs_of(call, nothing)
         s_BHMV, zm_BHE, self._link = _First.apply(self._shared, *self._inputs)  # type: ignore[no-untyped-call]
-        self.behind = state_after(nothing, s_BHMV, zm_BHE, None, ())
+        self.behind = state_after(nothing, Results(None, s_BHMV, zm_BHE), call)
 
     def attend(self, before: LinearState) -> torch.Tensor:
         """The outputs, from the state before the slice."""
-        out: torch.Tensor = _Second.apply(  # type: ignore[no-untyped-call]
-            self._shared, self._link, *sums_of(before), *self._inputs
-        )
+        s_BHMV, zm_BHE = sums_of(before)
+        inputs = self._inputs._replace(s=s_BHMV, zm=zm_BHE)
+        out: torch.Tensor = _Second.apply(self._shared, self._link, *inputs)  # type: ignore[no-untyped-call]
         return out
 
 
 class _First(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, shared: _Shared, *inputs: torch.Tensor | None) -> Any:
-        passed = attend(shared.work, _of_keys(shared, inputs), keep=False)
-        ctx.shared = shared
-        ctx.save_for_backward(*inputs)
-        return passed.s, passed.zm, passed.s.new_zeros(())
+    """Tensors of an attention from nothing -> S, z beside the mass, and `link`."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def forward(ctx: Any, shared: _Shared, *tensors: torch.Tensor | None) -> Any:
+        inputs: Tensors = Inputs(*tensors)
+        results = attend(shared.terms, inputs._replace(q=None), keep=False).results
+        ctx.shared = shared
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        v = present(inputs.v)
+        return results.s, results.zm, v.new_zeros(()).expand(v.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
         shared: _Shared = ctx.shared
-        inputs, needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
-        pending, shared.pending = shared.pending, None
-        if not float(grads[2]):
-            pending = None  # left by an earlier pass, which had no use for what is asked here
-        of_keys = (False, *needs[1:3], False, needs[3], False, False, *needs[4:])
+        inputs: Tensors = Inputs(*ctx.saved_tensors)
+        _, *asked = ctx.needs_input_grad
+        s, zm, grad_out = grads
+        behind = Results(
+            None,
+            torch.zeros_like(present(inputs.s)) if s is None else s,
+            torch.zeros_like(present(inputs.zm)) if zm is None else zm,
+        )
+        second, shared.second = shared.second, None
+        keys, of_keys = inputs._replace(q=None), Inputs(*asked)._replace(q=False)
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
-            found = again(shared.absorb_again, _of_keys(shared, inputs), of_keys, grads[:2])
-        elif pending is None:
-            behind = (None, grads[0], grads[1])
-            found = attend_backward(shared.work, _of_keys(shared, inputs), of_keys, None, None, behind)
-        else:
-            tensors, all_grads = _of_all(inputs, pending.s, pending.zm), (pending.grad_out, grads[0], grads[1])
-            wanted = (needs[0], *of_keys[1:])
-            found = attend_backward(shared.work, tensors, wanted, pending.out, pending.kept, all_grads)
-        return (None, *found[:3], found[4], *found[7:])
+            return (None, *gradients_of_replay(shared.terms.replay, keys, of_keys, behind))
+        if grad_out is None or second is None:
+            return (None, *attend_backward(shared.terms, keys, of_keys, behind, out=None, kept=None))
+        both = inputs._replace(s=second.s, zm=second.zm)
+        results = behind._replace(out=grad_out)
+        found = attend_backward(shared.terms, both, Inputs(*asked), results, out=second.out, kept=second.kept)
+        return (None, *found)
 
 
 class _Second(torch.autograd.Function):
+    """`link` and the tensors of an attention -> outputs."""
+
     @staticmethod
-    def forward(
-        ctx: Any, shared: _Shared, link: torch.Tensor, s: torch.Tensor, zm: torch.Tensor, *inputs: torch.Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, shared: _Shared, link: torch.Tensor, *tensors: torch.Tensor | None) -> Any:
         keep = any(ctx.needs_input_grad)
-        passed = attend(shared.work, _of_all(inputs, s, zm), keep=keep, denominators=keep)
+        inputs: Tensors = Inputs(*tensors)
+        passed = attend(shared.terms, inputs, keep=keep, denominators=keep)
         ctx.shared = shared
         if keep:
-            ctx.save_for_backward(s, zm, *inputs, passed.out, passed.kept, passed.den_mass)
-        return passed.out
+            ctx.save_for_backward(*inputs, passed.results.out, passed.kept, passed.den_mass)
+        return passed.results.out
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad_out: torch.Tensor) -> Any:
         shared: _Shared = ctx.shared
-        s, zm, *inputs, out, kept, den_mass = ctx.saved_tensors
-        _, links, of_s, of_zm, *needs = ctx.needs_input_grad
-        tensors = _of_all(inputs, s, zm)
-        if torch.is_grad_enabled():
-            wanted = (*needs[:3], False, needs[3], of_s, of_zm, *needs[4:])
-            found = again(shared.work.replay, tensors, wanted, (grads[0], None, None))
-            return (None, None, *found[5:7], *found[:3], found[4], *found[7:])
-        if links:
-            shared.pending = _Pending(out, kept, grads[0], s, zm)
-        of_state: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-        if of_s or of_zm:
-            of_state = adjoint_read(shared.work, tensors, out, den_mass, grads[0])
-        return (None, torch.ones(()) if links else None, *of_state, *(None for _ in inputs))
-
-
-def _of_keys(shared: _Shared, inputs: Any) -> tuple[torch.Tensor | None, ...]:
-    _, k, v, key_scale, *parameters = inputs
-    return (None, k, v, None, key_scale, *sums_of(shared.nothing), *parameters)
-
-
-def _of_all(inputs: Any, s: torch.Tensor, zm: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, key_scale, *parameters = inputs
-    return (q, k, v, None, key_scale, s, zm, *parameters)
+        *tensors, out, kept, den_mass = ctx.saved_tensors
+        inputs: Tensors = Inputs(*tensors)
+        _, needs_link, *asked = ctx.needs_input_grad
+        needs = Inputs(*asked)
+        if torch.is_grad_enabled():  # as in `_First`: here the slice's tensors get their gradients without a link
+            grads = (grad_out, None, None)
+            return (None, None, *gradients_of_replay(shared.terms.replay, inputs, needs, grads))
+        s, zm = present(inputs.s), present(inputs.zm)
+        if needs_link:
+            shared.second = _SecondWalk(s, zm, out, kept)
+        of_state = Inputs[torch.Tensor | None](*(None for _ in inputs))
+        if needs.s or needs.zm:
+            grad_s, grad_zm = adjoint_read(shared.terms, inputs, out, den_mass, grad_out)
+            of_state = of_state._replace(s=grad_s, zm=grad_zm)
+        return (None, grad_out if needs_link else None, *of_state)

@@ -5,11 +5,9 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
-from dist_attn.ops.linear_attention.implementation import Implementation, choose_step
-from dist_attn.ops.linear_attention.streaming import state_dtype
+from dist_attn.ops.linear_attention.call import Implementation, state_dtype
+from dist_attn.ops.linear_attention.implementation import choose_step
 from dist_attn.ops.state import LinearState
-
-__all__ = ["linear_attention_read", "linear_attention_step"]
 
 
 @checked_step

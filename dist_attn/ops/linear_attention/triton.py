@@ -7,163 +7,160 @@ outputs is bounded for any length. The backward pass makes the states again.
 Importing this module needs triton; `implementation.choose` says whether a call can come here.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import document_numbers
-from dist_attn.ops.feature_map import FeatureMap
-from dist_attn.ops.linear_attention.differentiable import Attention, again, attention_again, state_after, sums_of
+from dist_attn.ops.linear_attention.call import LinearCall
+from dist_attn.ops.linear_attention.differentiable import (
+    Inputs,
+    Results,
+    Tensors,
+    Terms,
+    gradients_of_replay,
+    inputs_of,
+    present,
+    state_after,
+)
 from dist_attn.ops.linear_attention.triton_backward import given_rows, policy_rows, stretch_gradients
 from dist_attn.ops.linear_attention.triton_forward import Plan, Stretch, gates, make_plan, on_device, outputs, states
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import current_watch
 
-__all__ = ["triton_linear_attention"]
-
 STATE_BYTES = 2**30
 
-_Tensors = tuple[torch.Tensor, ...]
-_Optional = tuple[torch.Tensor | None, ...]
 
-
-class _Call(NamedTuple):
+class _Launch(NamedTuple):
     plan: Plan
-    feature_map: FeatureMap | None
-    documents: tuple[int, ...]
-    differentiable: Attention
-    undivided: bool = False  # what comes out is [numerators, denominators, masses], float32
+    terms: Terms
+
+
+class _Kept(NamedTuple):
+    """What a forward pass leaves for the backward pass: outputs where they were divided, states before stretches."""
+
+    divided: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # outputs, denominators and masses
+    starts: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def triton_linear_attention(
-    q_BHLK: torch.Tensor,
-    k_BHLK: torch.Tensor,
-    v_BHLV: torch.Tensor,
-    log_gate_BHL: torch.Tensor | None = None,
-    key_scale_BHL: torch.Tensor | None = None,
-    *,
-    feature_map: FeatureMap | None,
-    state: LinearState | None,
-    denominator: Denominator,
-    documents: tuple[int, ...],
-    differentiable: Attention,
-    undivided: bool = False,
-    tiles: Tiles | None = None,
+    call: LinearCall, *, undivided: bool = False, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of as many queries as keys, causal; `undivided`, as `local_sums`.
-
-    `differentiable` is the same function in another implementation: what a backward pass that is to be differentiated
-    again goes through.
 
     Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, or float32
         [B, H, L, V + 2] of numerators, denominators and masses; the float32 state after.
     """
-    batch, heads, _, size = q_BHLK.shape
-    values = v_BHLV.shape[3]
-    plan = make_plan(size, values, feature_map, denominator, tiles or tiles_for(q_BHLK, v_BHLV, feature_map))
-    call = _Call(plan, feature_map, documents, differentiable, undivided)
+    q, _, v, _, _ = call.sequence
+    batch, heads, _, size = q.shape
+    terms = Terms(call.feature_map, call.denominator, call.documents)
+    if undivided:
+        terms = replace(terms, denominator=Denominator("one"), undivided=True)
+    tiles = tiles or tiles_for(q, v, call.feature_map)
+    plan = make_plan(size, v.shape[3], call.feature_map, terms.denominator, tiles)
+    state = call.state
     if state is None:
-        state = LinearState.identity(batch, heads, plan.features, values, device=v_BHLV.device)
-    state.check(batch, heads, plan.features, values)
-    _, zm_BHE = sums_of(state)
-    parameters = () if feature_map is None else feature_map.tensors()
-    out, s_BHMV, zm_BHE = _Kernels.apply(  # type: ignore[no-untyped-call]
-        call, q_BHLK, k_BHLK, v_BHLV, log_gate_BHL, key_scale_BHL, state.s_BHMV, zm_BHE, *parameters
-    )
-    return out, state_after(state, s_BHMV, zm_BHE, log_gate_BHL, documents)
+        state = LinearState.identity(batch, heads, plan.features, v.shape[3], device=v.device)
+    state.check(batch, heads, plan.features, v.shape[3])
+    results = Results(*_Kernels.apply(_Launch(plan, terms), *inputs_of(call, state)))  # type: ignore[no-untyped-call]
+    return present(results.out), state_after(state, results, call)
 
 
 class _Kernels(torch.autograd.Function):
+    """Tensors of an attention -> outputs, S and z beside the mass."""
+
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: torch.Tensor | None) -> Any:
-        v, s, zm = tensors[2], tensors[5], tensors[6]
-        assert v is not None and s is not None and zm is not None
+    def forward(ctx: Any, launch: _Launch, *tensors: torch.Tensor | None) -> Any:
+        plan, terms = launch
+        inputs: Tensors = Inputs(*tensors)
+        v, s, zm = present(inputs.v), present(inputs.s), present(inputs.zm)
         result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        if call.undivided:
+        if terms.undivided:
             result = torch.empty((*v.shape[:3], v.shape[3] + 2), device=v.device)
         out = result[..., : v.shape[3]]
         state, zm_state = s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous()
         starts, dens, masses = [], [], []
         with on_device(v.device):
-            for (first, last), stretch in _stretches(call, tensors):
+            for (first, last), stretch in _stretches(launch, inputs):
                 starts += [state, zm_state]
-                gate = gates(call.plan, stretch)
-                found = states(call.plan, stretch, gate, state, zm_state)
-                den, mass = outputs(call.plan, stretch, gate, found, out[:, :, first:last])
-                state, zm_state = found.end, found.zm_end
+                gate = gates(plan, stretch)
+                chunks = states(plan, stretch, gate, state, zm_state)
+                den, mass = outputs(plan, stretch, gate, chunks, out[:, :, first:last])
+                state, zm_state = chunks.end, chunks.zm_end
                 dens.append(den)
                 masses.append(mass)
         den, mass = torch.cat(dens, dim=-1).view(v.shape[:3]), torch.cat(masses, dim=-1).view(v.shape[:3])
         watch = current_watch()
-        if watch is not None and call.plan.policy.kind not in ("mass", "one"):
-            watch.count(den, call.plan.policy.guard(den, mass))
-        if call.undivided:
+        if watch is not None and plan.policy.kind not in ("mass", "one"):
+            watch.count(den, plan.policy.guard(den, mass))
+        if terms.undivided:
             result[..., -2], result[..., -1] = den, mass
-        ctx.call, ctx.num_inputs = call, len(tensors)
+        ctx.launch = launch
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*tensors, *(() if call.undivided else (result, den, mass)), *starts)
+            divided = (None, None, None) if terms.undivided else (result, den, mass)
+            ctx.save_for_backward(*inputs, *divided, *starts)
         return result, state.view_as(s), zm_state.view_as(zm)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        call: _Call = ctx.call
-        saved = ctx.saved_tensors
-        tensors, needs = saved[: ctx.num_inputs], ctx.needs_input_grad[1:]
+        launch: _Launch = ctx.launch
+        q, k, v, log_gate, key_scale, s, zm, w, out, den, mass, *starts = ctx.saved_tensors
+        inputs: Tensors = Inputs(q, k, v, log_gate, key_scale, s, zm, w)
+        _, *asked = ctx.needs_input_grad
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
-            replay = attention_again(call.differentiable, call.feature_map, call.plan.policy, call.documents)
-            return (None, *again(replay, tensors, needs, grads))
-        with on_device(grads[0].device):
-            return (None, *_gradients(call, tensors, saved[ctx.num_inputs :], needs, grads))
+            return (None, *gradients_of_replay(launch.terms.replay, inputs, asked, grads))
+        pairs = list(zip(starts[::2], starts[1::2], strict=True))
+        kept = _Kept(None if out is None else (out, den, mass), pairs)
+        with on_device(v.device):
+            return (None, *_gradients(launch, inputs, kept, Inputs(*asked), Results(*grads)))
 
 
-def _gradients(
-    call: _Call, tensors: _Optional, kept: _Tensors, needs: tuple[bool, ...], grads: _Tensors
-) -> list[torch.Tensor | None]:
+def _gradients(launch: _Launch, x: Tensors, kept: _Kept, needs: Inputs[bool], grads: Results) -> Tensors:
     """The gradients of all inputs, stretch by stretch from the last to the first."""
-    s, zm, *parameters = tensors[5:]
-    assert s is not None and zm is not None
-    results, starts = ((), kept) if call.undivided else (kept[:3], kept[3:])
-    grad_result = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-    grad_out = grad_result[..., :-2] if call.undivided else grad_result
-    grad_s, grad_zm = (g.flatten(0, 1).contiguous() for g in grads[1:])
-    totals = [
-        torch.empty_like(t) if need and t is not None else None for t, need in zip(tensors[:5], needs[:5], strict=True)
-    ]
+    plan, s, zm = launch.plan, present(x.s), present(x.zm)
+    grad_result = present(grads.out)
+    grad_result = grad_result if grad_result.stride(-1) == 1 else grad_result.contiguous()
+    grad_out = grad_result[..., :-2] if kept.divided is None else grad_result
+    grad_s, grad_zm = (g.flatten(0, 1).contiguous() for g in (grads.s, grads.zm))
+    along_tokens = x._replace(s=None, zm=None, w=None)
+    totals = Inputs(
+        *(None if t is None or not n else torch.empty_like(t) for t, n in zip(along_tokens, needs, strict=True))
+    )
     grad_w = None
-    with_map = bool(parameters) and needs[7]
-    for number, ((first, last), stretch) in reversed(list(enumerate(_stretches(call, tensors)))):
-        gate = gates(call.plan, stretch)
-        found = states(call.plan, stretch, gate, starts[2 * number], starts[2 * number + 1])
-        if call.undivided:
-            rows = given_rows(call.plan, stretch, *grad_result[:, :, first:last, -2:].unbind(-1))
+    stretches = list(zip(_stretches(launch, x), kept.starts, strict=True))
+    for ((first, last), stretch), (start, zm_start) in reversed(stretches):
+        gate = gates(plan, stretch)
+        chunks = states(plan, stretch, gate, start, zm_start)
+        if kept.divided is None:
+            rows = given_rows(plan, stretch, *grad_result[:, :, first:last, -2:].unbind(-1))
         else:
-            out, den, mass = (t[:, :, first:last] for t in results)
-            rows = policy_rows(call.plan, stretch, (out, den, mass), grad_out[:, :, first:last])
+            out, den, mass = (t[:, :, first:last] for t in kept.divided)
+            rows = policy_rows(plan, stretch, (out, den, mass), grad_out[:, :, first:last])
         ends = (grad_out[:, :, first:last], grad_s, grad_zm)
-        part = stretch_gradients(call.plan, stretch, gate, found, rows, ends, with_map=with_map)
-        grad_s, grad_zm = part.s, part.zm
-        for total, grad in zip(totals, (part.q, part.k, part.v, part.log_gate, part.key_scale), strict=True):
+        part = stretch_gradients(plan, stretch, gate, chunks, rows, ends, with_map=x.w is not None and needs.w)
+        grad_s, grad_zm = present(part.s), present(part.zm)
+        for total, grad in zip(totals, part._replace(s=None, zm=None, w=None), strict=True):
             if total is not None and grad is not None:
                 total[:, :, first:last] = grad
         grad_w = part.w if grad_w is None or part.w is None else grad_w + part.w
-    of_map = [None if p is None or grad_w is None else grad_w.to(p.dtype) for p in parameters]
-    return [*totals, grad_s.view(s.shape), grad_zm.view(zm.shape), *of_map]
+    of_w = None if x.w is None or grad_w is None else grad_w.to(x.w.dtype)
+    return totals._replace(s=grad_s.view(s.shape), zm=grad_zm.view(zm.shape), w=of_w)
 
 
-def _stretches(call: _Call, tensors: _Optional) -> list[tuple[tuple[int, int], Stretch]]:
+def _stretches(launch: _Launch, x: Tensors) -> list[tuple[tuple[int, int], Stretch]]:
     """The token ranges whose states exist at once, and what the kernels are given of each."""
-    q, k, v, log_gate, key_scale, s, _, *parameters = tensors
-    assert q is not None and k is not None and v is not None and s is not None
-    plan, tokens = call.plan, v.shape[2]
+    plan, documents = launch.plan, launch.terms.documents
+    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in map(present, (x.q, x.k, x.v)))
+    s, tokens = present(x.s), v.shape[2]
     chunk_bytes = 8 * max(1, s.numel())
     step = plan.tiles.chunk * max(1, STATE_BYTES // chunk_bytes)
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    weights = parameters[0].float().contiguous() if parameters and parameters[0] is not None else s
-    numbers = document_numbers(call.documents, tokens, v.device) if call.documents else None
-    found = []
+    weights = s if x.w is None else x.w.float().contiguous()
+    numbers = document_numbers(documents, tokens, v.device) if documents else None
+    stretches = []
     for first in range(0, tokens, step):
         last = min(first + step, tokens)
         of_documents = None
@@ -172,7 +169,7 @@ def _stretches(call: _Call, tensors: _Optional) -> list[tuple[tuple[int, int], S
             of_documents = (numbers[first:last] - before).to(torch.int32)
             filled = -(-(last - first) // plan.tiles.chunk) * plan.tiles.chunk
             of_documents = torch.cat([of_documents, of_documents[-1:].expand(filled - (last - first))])
-        gate, scale = (None if t is None else t[:, :, first:last].contiguous() for t in (log_gate, key_scale))
+        gate, scale = (None if t is None else t[:, :, first:last].contiguous() for t in (x.log_gate, x.key_scale))
         part_q, part_k, part_v = (t[:, :, first:last] for t in (q, k, v))
-        found.append(((first, last), Stretch(part_q, part_k, part_v, weights, gate, scale, of_documents)))
-    return found
+        stretches.append(((first, last), Stretch(part_q, part_k, part_v, weights, gate, scale, of_documents)))
+    return stretches

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from dist_attn.ops.linear_attention.differentiable import Inputs, Tensors
 from dist_attn.ops.linear_attention.triton_forward import (
     CLOSED_GATE,
     Gates,
@@ -27,30 +28,7 @@ from dist_attn.ops.linear_attention.triton_gradients import (
 )
 from dist_attn.ops.linear_attention.triton_states import gate_gradients_kernel
 
-__all__ = [
-    "Gradients",
-    "Rows",
-    "Side",
-    "features_gradient",
-    "given_rows",
-    "policy_rows",
-    "stretch_gradients",
-]
-
 MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of dw
-
-
-class Gradients(NamedTuple):
-    """Of the inputs of a stretch, those of states as [G, M, V] and [G, M + 1]; None where there is no such input."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    w: torch.Tensor | None
-    log_gate: torch.Tensor | None
-    key_scale: torch.Tensor | None
-    s: torch.Tensor
-    zm: torch.Tensor
 
 
 class Rows(NamedTuple):
@@ -83,8 +61,11 @@ def stretch_gradients(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     *,
     with_map: bool,
-) -> Gradients:
-    """The gradients of a stretch from `grads`: dO [B, H, L, V], dS [G, M, V] and dzm [G, M + 1]."""
+) -> Tensors:
+    """The gradients of a stretch from `grads`: dO [B, H, L, V], dS [G, M, V] and dzm [G, M + 1].
+
+    Those of the state before are [G, M, V] and [G, M + 1]; None where there is no such input.
+    """
     grad_out, grad_s, grad_zm = grads
     of_queries = tuple(gate.read * row for row in rows)
     sums, zm_sums = chunk_sums(plan, stretch, stretch.q, grad_out, (of_queries[0], of_queries[1], of_queries[2]))
@@ -109,15 +90,15 @@ def stretch_gradients(
         grad_gate = _gate_gradient(plan, stretch, gate, query_rows, key_rows, state_rows, ends)
     if stretch.key_scale is not None:
         grad_scale = key_rows[:, : v.shape[2]].reshape(v.shape[:3])
-    return Gradients(
-        grad_q,
-        grad_k,
-        _values_gradient(plan, stretch, gate, rows, grad_out, after, zm_after),
-        None if w_of_q is None or w_of_k is None else w_of_q + w_of_k,
-        grad_gate,
-        grad_scale,
-        s_start,
-        zm_start,
+    return Inputs(
+        q=grad_q,
+        k=grad_k,
+        v=_values_gradient(plan, stretch, gate, rows, grad_out, after, zm_after),
+        log_gate=grad_gate,
+        key_scale=grad_scale,
+        s=s_start,
+        zm=zm_start,
+        w=None if w_of_q is None or w_of_k is None else w_of_q + w_of_k,
     )
 
 

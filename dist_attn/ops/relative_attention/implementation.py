@@ -2,14 +2,8 @@
 
 import torch
 
-from dist_attn.ops.linear_attention.implementation import (
-    DTYPES,
-    Choice,
-    Implementation,
-    of_one_token,
-    settled,
-    why_no_kernels,
-)
+from dist_attn.ops.linear_attention.call import Implementation, one_token
+from dist_attn.ops.linear_attention.implementation import DTYPES, Choice, resolve, why_no_kernels
 from dist_attn.ops.relative_attention.state import RelativeState
 
 __all__ = ["check_relative_choice", "choose_relative"]
@@ -33,11 +27,11 @@ def choose_relative(
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
     """
-    return settled(
+    return resolve(
         implementation,
         lambda: (
             why_no_kernels(v_BHSV, interpreted_is_fine=implementation == "triton")
-            or _not_this_call(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, form, state, packed)
+            or _unsupported_call(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, form, state, packed)
         ),
     )
 
@@ -56,11 +50,11 @@ def check_relative_choice(
     Raises: as `choose_relative`.
     """
     if implementation not in ("auto", "streaming"):
-        q, k, v = (of_one_token(x) for x in (phi_q_BHLK, phi_k_BHSK, v_BHSV))
+        q, k, v = (one_token(x) for x in (phi_q_BHLK, phi_k_BHSK, v_BHSV))
         choose_relative(implementation, q, k, v, phi_rp_HRK, state=state)
 
 
-def _not_this_call(
+def _unsupported_call(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

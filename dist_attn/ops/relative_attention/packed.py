@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.ops.documents import check_documents, document_runs, same_document, split_tokens, start_flags
-from dist_attn.ops.linear_attention.implementation import Implementation
+from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.implementation import choose_relative
 from dist_attn.ops.relative_attention.state import check_relative_shapes, normalised
 from dist_attn.ops.relative_attention.windowed import relative_attention

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.linear_attention.implementation import Implementation
+from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.both_sides import numerators_of_all
 from dist_attn.ops.relative_attention.causal import carry_of, numerators, walk
 from dist_attn.ops.relative_attention.implementation import choose_relative

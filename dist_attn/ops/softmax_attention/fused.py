@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from dist_attn.ops.linear_attention.prefix import check_prefix
+from dist_attn.ops.linear_attention.call import check_prefix
 from dist_attn.ops.softmax_attention.placement import Placement
 from dist_attn.ops.softmax_attention.relative import RelativePositions
 from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes

@@ -4,7 +4,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,14 +13,12 @@ import torch.nn.functional as F
 
 from dist_attn import feature_maps
 from dist_attn.ops import (
-    Denominator,
     FeatureMap,
     LinearState,
-    absorb_keys,
     linear_attention,
     linear_attention_step,
 )
-from dist_attn.ops.linear_attention import Implementation, complete_sums, local_sums
+from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
 from dist_attn.ops.linear_attention.triton_tiles import candidates, forget_tiles, keep_tiles, tiles_file, tiles_key
 
 __all__ = [
@@ -136,19 +134,10 @@ def _by_parts(
     key_scale_BHS: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, LinearState]:
     """What a rank computes of a causal pass, here after what another one like it left behind."""
-    before = absorb_keys(
-        k, v, feature_map=feature_map, log_gate_BHS=log_gate_BHS, key_scale_BHS=key_scale_BHS,
-        implementation=implementation,
-    )  # fmt: skip
-    sums, after = local_sums(
-        q, k, v, feature_map=feature_map, log_gate_BHL=log_gate_BHS, key_scale_BHL=key_scale_BHS,
-        implementation=implementation,
-    )  # fmt: skip
-    out = complete_sums(
-        sums, q, before, feature_map=feature_map, log_gate_BHL=log_gate_BHS, out_dtype=v.dtype,
-        implementation=implementation,
-    )  # fmt: skip
-    return out, before.combine(after)
+    call = LinearCall(q, k, v, log_gate_BHS, key_scale_BHS, feature_map=feature_map, implementation=implementation)
+    before = absorb(call)
+    sums, after = local_sums(call)
+    return complete_sums(replace(call, state=before), sums), before.combine(after)
 
 
 def largest_errors(want: dict[str, torch.Tensor | None], got: dict[str, torch.Tensor | None]) -> dict[str, float]:
@@ -174,10 +163,7 @@ def tune(shape: Shape, length: int, *, few: bool) -> Row:
     for tiles in candidates(*sizes, torch.bfloat16)[: 2 if few else None]:
 
         def work(tiles: Any = tiles) -> None:
-            out, _ = triton_linear_attention(
-                q, k, v, feature_map=feature_map, state=None, denominator=Denominator(), documents=(), tiles=tiles,
-                differentiable=partial(linear_attention, implementation="streaming"),
-            )  # fmt: skip
+            out, _ = triton_linear_attention(LinearCall(q, k, v, feature_map=feature_map), tiles=tiles)
             out.backward(torch.ones_like(out))
 
         try:

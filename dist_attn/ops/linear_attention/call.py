@@ -1,0 +1,175 @@
+"""A call of linear attention as one value: its tensors, what is asked of them, and parts of it along the tokens.
+
+Shape letters: B batch, H heads, L queries, S keys, K head size, V values, M features of a head.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Literal, NamedTuple
+
+import torch
+
+from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.documents import check_documents
+from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.state import LinearState
+
+DEFAULT_DENOMINATOR = Denominator()
+Implementation = Literal["auto", "streaming", "native", "triton"]
+
+
+class OutputBuffers(NamedTuple):
+    """Where an implementation may write: outputs, and in its backward pass the gradients of q, k and v."""
+
+    out: torch.Tensor | None
+    grad_q: Callable[[], torch.Tensor] | None = None
+    grad_k: Callable[[], torch.Tensor] | None = None
+    grad_v: Callable[[], torch.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """The arguments of `linear_attention`, which explains them.
+
+    `buffers` is memory that outputs and gradients may be written to, or not; see `SplitSequence`.
+    """
+
+    q_BHLK: torch.Tensor
+    k_BHSK: torch.Tensor
+    v_BHSV: torch.Tensor
+    log_gate_BHS: torch.Tensor | None = None
+    key_scale_BHS: torch.Tensor | None = None
+    feature_map: FeatureMap | None = None
+    causal: bool = True
+    state: LinearState | None = None
+    denominator: Denominator = DEFAULT_DENOMINATOR
+    documents: tuple[int, ...] = ()
+    prefix: int = 0
+    implementation: Implementation = "auto"
+    buffers: OutputBuffers | None = None
+
+    @property
+    def queries(self) -> int:
+        """L."""
+        return self.q_BHLK.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """S."""
+        return self.k_BHSK.shape[2]
+
+    @property
+    def sequence(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """q, k, v, log gate and key scale: what lies along the tokens."""
+        return self.q_BHLK, self.k_BHSK, self.v_BHSV, self.log_gate_BHS, self.key_scale_BHS
+
+    @property
+    def map_tensors(self) -> tuple[torch.Tensor, ...]:
+        """The feature map's parameters."""
+        return () if self.feature_map is None else self.feature_map.tensors()
+
+    def features(self, x_BHLK: torch.Tensor) -> torch.Tensor:
+        """phi(x) [B, H, L, M]; x itself without a feature map."""
+        return x_BHLK if self.feature_map is None else self.feature_map(x_BHLK)
+
+    def tokens(self, start: int, stop: int | None = None) -> "LinearCall":
+        """The call of queries and keys from `start` to before `stop`."""
+        return self.part(slice(start, stop), slice(start, stop))
+
+    def part(self, queries: slice, keys: slice) -> "LinearCall":
+        """The call of some queries over some keys, with the documents that start among these; no prefix, no buffers."""
+        first, last, _ = keys.indices(self.keys)
+        gate, scale = (None if x is None else x[:, :, keys] for x in (self.log_gate_BHS, self.key_scale_BHS))
+        return replace(
+            self,
+            q_BHLK=self.q_BHLK[:, :, queries],
+            k_BHSK=self.k_BHSK[:, :, keys],
+            v_BHSV=self.v_BHSV[:, :, keys],
+            log_gate_BHS=gate,
+            key_scale_BHS=scale,
+            documents=tuple(at - first for at in self.documents if first <= at < last),
+            prefix=0,
+            buffers=None,
+        )
+
+    def reading(self, state: LinearState) -> "LinearCall":
+        """The call of the same queries over no keys: all of them read `state`."""
+        return replace(self.part(slice(None), slice(0)), causal=False, state=state, documents=())
+
+    def of_keys(self) -> "LinearCall":
+        """The call whose queries are its keys: what is chosen by where there are no outputs."""
+        return replace(self, q_BHLK=self.k_BHSK, causal=True, buffers=None)
+
+    def one_token(self) -> "LinearCall":
+        """A call of one token with the same types, sizes and device, without values, for a slice of any length."""
+        q, k, v = (one_token(x) for x in (self.q_BHLK, self.k_BHSK, self.v_BHSV))
+        return replace(self, q_BHLK=q, k_BHSK=k, v_BHSV=v, log_gate_BHS=None, key_scale_BHS=None)
+
+    def contiguous(self) -> "LinearCall":
+        """The same call of contiguous tensors: products of strided views may round in another way."""
+        q, k, v, gate, scale = (None if x is None else x.contiguous() for x in self.sequence)
+        assert q is not None and k is not None and v is not None
+        return replace(self, q_BHLK=q, k_BHSK=k, v_BHSV=v, log_gate_BHS=gate, key_scale_BHS=scale)
+
+    def streaming_if_empty(self) -> "LinearCall":
+        """The same call, without queries by the streaming form: kernels take no empty slice.
+
+        For calls that are checked already, so that a rank without tokens is not refused for that.
+        """
+        return self if self.queries else replace(self, implementation="streaming")
+
+    def sums_dtype(self, at_least: torch.dtype = torch.float32) -> torch.dtype:
+        """The precision of sums over the inputs: the widest of all, float32 at least."""
+        return state_dtype(self.q_BHLK, self.k_BHSK, self.v_BHSV, state=self.state, at_least=at_least)
+
+    def check(self) -> None:
+        """Raises ShapeError for tensors that do not fit together; InputError for a prefix that means nothing."""
+        q, k, v = self.q_BHLK, self.k_BHSK, self.v_BHSV
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not (q.dim() == k.dim() == v.dim() == 4):
+            raise ShapeError(f"{shapes}: all three need four dimensions [batch, heads, length, size]")
+        if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3]:
+            raise ShapeError(f"{shapes}: batch and heads must be equal in all three, the length equal in k and v")
+        if q.shape[3] != k.shape[3]:
+            raise ShapeError(f"q has size {q.shape[3]} per head and k {k.shape[3]}; they must be equal")
+        for name, tensor in (("log_gate", self.log_gate_BHS), ("key_scale", self.key_scale_BHS)):
+            if tensor is not None and tensor.shape != k.shape[:3]:
+                raise ShapeError(
+                    f"{name} has shape {tuple(tensor.shape)}; needed is [batch, heads, keys] = {tuple(k.shape[:3])}"
+                )
+        check_prefix(self.prefix, causal=self.causal, documents=bool(self.documents))
+        if self.documents:
+            check_documents(self.documents, self.queries, self.keys)
+
+
+# Linear attention of calls in whatever way, with the state after the last key.
+Attend = Callable[[LinearCall], tuple[torch.Tensor, LinearState]]
+
+
+def prefix_then_causal(attend: Attend, call: LinearCall, queries: int, keys: int) -> tuple[torch.Tensor, LinearState]:
+    """The first `queries` queries read the state after the first `keys` keys, the others go on causally from there."""
+    first, state = attend(replace(call.part(slice(queries), slice(keys)), causal=False))
+    rest, state = attend(replace(call.part(slice(queries, None), slice(keys, None)), state=state))
+    return torch.cat([first, rest], dim=2), state
+
+
+def check_prefix(prefix: int, *, causal: bool, documents: bool) -> None:
+    """Raises InputError for a prefix that means nothing: below 0, of full attention, or of packed documents."""
+    if prefix < 0 or (prefix and (not causal or documents)):
+        raise InputError(
+            f"a prefix of {prefix} tokens was given with causal={causal} and documents={documents}; "
+            "a prefix is 0 or more tokens of one causal sequence"
+        )
+
+
+def one_token(x_BHLK: torch.Tensor) -> torch.Tensor:
+    """One token of the type, sizes and device of x, without values."""
+    return x_BHLK.new_empty(1).expand(*x_BHLK.shape[:2], 1, x_BHLK.shape[3])
+
+
+def state_dtype(*inputs: torch.Tensor, state: LinearState | None, at_least: torch.dtype = torch.float32) -> torch.dtype:
+    """The precision of sums over these inputs and from this state: the widest of all, float32 at least."""
+    states = () if state is None else (state.s_BHMV,)
+    return reduce(torch.promote_types, (t.dtype for t in (*inputs, *states)), at_least)
