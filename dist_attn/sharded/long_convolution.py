@@ -6,8 +6,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.long_convolution import packed_long_convolve
-from dist_attn.ops.long_convolution.fft import check_kernels
+from dist_attn.ops.long_convolution import check_kernels, packed_long_convolve
 from dist_attn.sharded.reshuffle import column_cuts, columns_to_tokens, tokens_to_columns
 
 __all__ = ["sharded_long_convolve"]

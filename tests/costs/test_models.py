@@ -13,7 +13,7 @@ from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
 from dist_attn.model_config.mixer import registered_mixers
 from dist_attn.model_config.mixers import exact, kernels, state_spaces
 from dist_attn.models import LanguageModel, hold_weights_as
-from dist_attn.ops.diagonal import chunked
+from dist_attn.ops import diagonal
 from dist_attn.ops.legs import chunked as legs_chunked
 from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import chunk_scores
@@ -122,7 +122,10 @@ def test_constants_are_those_of_the_kernel() -> None:
     assert kernels.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
     tiles = (exact.TILE_QUERIES, exact.TILE_KEYS, exact.TILE_ELEMENTS)
     assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)
-    assert (state_spaces.CHUNK_TOKENS, state_spaces.STATE_BLOCK_CHUNKS) == (chunked.CHUNK_TOKENS, chunked.BLOCK_CHUNKS)
+    assert (state_spaces.CHUNK_TOKENS, state_spaces.STATE_BLOCK_CHUNKS) == (
+        diagonal.CHUNK_TOKENS,
+        diagonal.BLOCK_CHUNKS,
+    )
     legs = (state_spaces.LEGS_CHUNK_TOKENS, state_spaces.BLOCK_CHUNKS, state_spaces.BLOCK_WEIGHTS)
     assert legs == (legs_chunked.CHUNK_TOKENS, legs_chunked.BLOCK_CHUNKS, legs_chunked.BLOCK_WEIGHTS)
     assert state_spaces.BLOCK_COEFFICIENTS == legs_chunked.BLOCK_COEFFICIENTS

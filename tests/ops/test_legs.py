@@ -6,8 +6,7 @@ import torch
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops import LegsState, LocalSequenceOps, legs_memory, legs_step, reconstruct
 from dist_attn.ops.legs import absorb_signal, legs_memory_naive, reconstruct_naive, transition_of
-from dist_attn.ops.legs.chunked import BLOCK_CHUNKS, CHUNK_TOKENS, side_by_side
-from dist_attn.ops.legs.transition import forgetting
+from dist_attn.ops.legs.chunked import BLOCK_CHUNKS, CHUNK_TOKENS, forgetting, side_by_side
 from dist_attn.ops.state_space import legs
 from tests.support.closeness import assert_close
 from tests.support.golden import golden

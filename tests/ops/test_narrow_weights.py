@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops import narrow_weights
 from dist_attn.ops.narrow_weights import (
     bfloat16_linear,
     bfloat16_linear_naive,
@@ -13,7 +14,6 @@ from dist_attn.ops.narrow_weights import (
     int8_linear_naive,
     int8_product,
     int8_step_linear,
-    products,
     round_rows,
     widen_rows,
 )
@@ -80,7 +80,7 @@ def test_fast_products_are_the_oracle_with_rounded_inputs_and_results(inputs, ro
 @pytest.mark.parametrize("capable", [True, False])
 def test_both_int8_products_round_the_result_after_the_scale(monkeypatch, capable):
     """With exact inputs and sums of few digits, packed and widened products have the bits of the oracle, rounded."""
-    monkeypatch.setattr(products, "_CPU_HAS_BFLOAT16", capable and products._CPU_HAS_BFLOAT16)
+    monkeypatch.setattr(narrow_weights, "_CPU_HAS_BFLOAT16", capable and narrow_weights._CPU_HAS_BFLOAT16)
     generator = torch.Generator().manual_seed(1)
     q_OI = torch.randint(-3, 4, (40, 16), generator=generator, dtype=torch.int8)
     scale_O = torch.rand(40, generator=generator).bfloat16()
@@ -113,7 +113,7 @@ def test_in_float64_nothing_is_rounded_but_the_weights():
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_row_has_the_same_bits_whoever_stands_beside_it(monkeypatch, packed):
     """In a batch of eight, where a row stands and what the others hold changes no bit of it."""
-    monkeypatch.setattr(products, "PACKED_ROWS", 16 if packed else 0)
+    monkeypatch.setattr(narrow_weights, "PACKED_ROWS", 16 if packed else 0)
     q_OI, scale_O = round_rows(weights(40, 64))
     x_BI = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
     want_BO = int8_step_linear(x_BI, q_OI, scale_O)
@@ -129,10 +129,10 @@ def test_a_machine_without_fast_products_multiplies_the_same_weights(monkeypatch
     q_OI, scale_O = round_rows(weights(40, 64))
     x_BI = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     want_BO = int8_step_linear(x_BI, q_OI, scale_O)
-    monkeypatch.setattr(products, "_CAPABILITY", "DEFAULT")
-    monkeypatch.setattr(products, "_CPU_HAS_BFLOAT16", False)
+    monkeypatch.setattr(narrow_weights, "_CAPABILITY", "DEFAULT")
+    monkeypatch.setattr(narrow_weights, "_CPU_HAS_BFLOAT16", False)
     assert int8_product(torch.device("cpu"), 64) == "widened"
-    assert products.bfloat16_product(torch.device("cpu")) == "float32"
+    assert narrow_weights.bfloat16_product(torch.device("cpu")) == "float32"
     assert_close(int8_step_linear(x_BI, q_OI, scale_O).bfloat16(), want_BO.bfloat16())
 
 
@@ -141,7 +141,7 @@ def test_the_packed_kernel_gets_no_row_that_it_would_read_past():
     cpu = torch.device("cpu")
     assert {int8_product(cpu, inputs) for inputs in (0, 1, 8, 24, 40)} == {"widened"}
     assert int8_product(torch.device("cuda"), 64) == "widened"
-    assert int8_product(cpu, 64, products.PACKED_ROWS + 1) == "widened"
+    assert int8_product(cpu, 64, narrow_weights.PACKED_ROWS + 1) == "widened"
 
 
 @pytest.mark.parametrize(

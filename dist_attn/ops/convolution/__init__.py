@@ -1,17 +1,127 @@
-"""Short depthwise convolution: the oracle and the direct form."""
+"""Short depthwise convolution along the sequence, as a sum of shifted products; in packed documents too.
 
-from dist_attn.ops.convolution.direct import check_taps, convolve, convolve_padded, convolve_streaming, tail_of
-from dist_attn.ops.convolution.naive import convolve_naive
-from dist_attn.ops.convolution.packed import convolve_numbered, packed_convolve, packed_convolve_streaming
+No tap reaches across the start of a document.
+"""
 
-__all__ = [
-    "check_taps",
-    "convolve",
-    "convolve_naive",
-    "convolve_numbered",
-    "convolve_padded",
-    "convolve_streaming",
-    "packed_convolve",
-    "packed_convolve_streaming",
-    "tail_of",
-]
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.documents import check_documents, document_numbers
+
+
+def convolve(x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+    """Depthwise convolution y_t = sum_j w_j x_{t-j}, zero outside; `centred` shifts by K // 2.
+
+    Shapes: x [B, L, D], w [K, D] -> [B, L, D].
+    Reference: A Unified View of Long-Sequence Models, Eq. 3.
+    """
+    check_taps(x_BLD, w_KD)
+    taps = w_KD.shape[0]
+    ahead = taps // 2 if centred else 0
+    return convolve_padded(F.pad(x_BLD, (0, 0, taps - 1 - ahead, ahead)), w_KD)
+
+
+def convolve_streaming(
+    x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal `convolve` that continues after `tail`, the last K - 1 tokens before x (zeros when None).
+
+    Shapes: x [B, L, D], w [K, D], tail [B, K - 1, D] -> y [B, L, D] and the tail after x.
+    Raises: ShapeError when they do not fit together.
+    """
+    check_taps(x_BLD, w_KD)
+    keep = w_KD.shape[0] - 1
+    padded = torch.cat([tail_of(x_BLD, keep, tail_BKD), x_BLD], dim=1)
+    # A copy: a view would keep the whole block alive for as long as the state lives.
+    return convolve_padded(padded, w_KD), padded[:, padded.shape[1] - keep :].clone()
+
+
+def convolve_padded(padded_BTD: torch.Tensor, w_KD: torch.Tensor) -> torch.Tensor:
+    """The convolution where all K taps reach real rows: T rows in, T - K + 1 out."""
+    taps = w_KD.shape[0]
+    length = padded_BTD.shape[1] - taps + 1
+    w_KD = w_KD.to(padded_BTD.dtype)
+    y_BLD = w_KD[0] * padded_BTD[:, taps - 1 :]
+    for j in range(1, taps):
+        y_BLD = y_BLD + w_KD[j] * padded_BTD[:, taps - 1 - j : taps - 1 - j + length]
+    return y_BLD
+
+
+def tail_of(x_BLD: torch.Tensor, keep: int, tail_BKD: torch.Tensor | None) -> torch.Tensor:
+    """The `keep` tokens before x in its dtype, zeros when None.
+
+    Raises: ShapeError for a tail of another shape.
+    """
+    wanted = (x_BLD.shape[0], keep, x_BLD.shape[2])
+    if tail_BKD is None:
+        return x_BLD.new_zeros(wanted)
+    if tail_BKD.shape != wanted:
+        raise ShapeError(f"the tail has shape {tuple(tail_BKD.shape)}; needed is [batch, K - 1, size] = {wanted}")
+    return tail_BKD.to(x_BLD.dtype)
+
+
+def check_taps(x_BLD: torch.Tensor, w_KD: torch.Tensor) -> None:
+    """Raises ShapeError when x and the taps do not fit together."""
+    if x_BLD.dim() != 3 or w_KD.dim() != 2 or x_BLD.shape[2] != w_KD.shape[1] or not w_KD.shape[0]:
+        raise ShapeError(
+            f"x has shape {tuple(x_BLD.shape)} and w {tuple(w_KD.shape)}; needed are x [B, L, D] and w [K, D], K >= 1"
+        )
+
+
+def packed_convolve(
+    x_BLD: torch.Tensor, w_KD: torch.Tensor, *, documents: tuple[int, ...], centred: bool = False
+) -> torch.Tensor:
+    """`convolve` of every document by itself.
+
+    Shapes: x [B, L, D], w [K, D] -> [B, L, D].
+    """
+    check_taps(x_BLD, w_KD)
+    length, taps = x_BLD.shape[1], w_KD.shape[0]
+    check_documents(documents, length)
+    ahead = taps // 2 if centred else 0
+    number_L = document_numbers(documents, length, x_BLD.device)
+    behind = taps - 1 - ahead
+    # What lies outside is zero anyway, whatever document it is said to be of.
+    return convolve_numbered(F.pad(x_BLD, (0, 0, behind, ahead)), w_KD, F.pad(number_L, (behind, ahead)), behind)
+
+
+def packed_convolve_streaming(
+    x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None, *, documents: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`convolve_streaming` of every document by itself.
+
+    The tail in is that of the tokens before the first start; the tail out is that of the last document, with zeros for
+    tokens before its start.
+
+    Shapes: x [B, L, D], w [K, D], tail [B, K - 1, D] -> y [B, L, D] and the tail after x.
+    """
+    check_taps(x_BLD, w_KD)
+    length, keep = x_BLD.shape[1], w_KD.shape[0] - 1
+    check_documents(documents, length)
+    padded = torch.cat([tail_of(x_BLD, keep, tail_BKD), x_BLD], dim=1)
+    number_T = F.pad(document_numbers(documents, length, x_BLD.device), (keep, 0))
+    after = padded[:, padded.shape[1] - keep :]
+    foreign_K = number_T[number_T.shape[0] - keep :] != number_T[-1:]
+    # A copy: a view would keep the whole block alive for as long as the state lives.
+    return convolve_numbered(padded, w_KD, number_T, keep), after.masked_fill(foreign_K[:, None], 0.0)
+
+
+def convolve_numbered(
+    padded_BTD: torch.Tensor, w_KD: torch.Tensor, number_T: torch.Tensor, behind: int
+) -> torch.Tensor:
+    """The convolution where all K taps reach rows, of which only those of a token's own document count.
+
+    `number` is the document of each row, `behind` how many taps reach rows before a token's own: T rows in,
+    T - K + 1 out.
+    """
+    taps = w_KD.shape[0]
+    length = padded_BTD.shape[1] - taps + 1
+    w_KD = w_KD.to(padded_BTD.dtype)
+    own_L = number_T[behind : behind + length]
+    y_BLD = padded_BTD.new_zeros((padded_BTD.shape[0], length, padded_BTD.shape[2]))
+    for j in range(taps):
+        at = slice(taps - 1 - j, taps - 1 - j + length)
+        foreign_L1 = (number_T[at] != own_L)[:, None]
+        y_BLD = y_BLD + w_KD[j] * padded_BTD[:, at].masked_fill(foreign_L1, 0.0)
+    return y_BLD

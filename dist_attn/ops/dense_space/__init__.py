@@ -1,14 +1,180 @@
-"""State spaces with a full transition matrix: the oracle, and chunks with a backward pass of bounded memory."""
+"""The recurrence with a full matrix in chunks: inside a chunk a convolution, between chunks the state.
 
-from dist_attn.ops.dense_space.chunked import absorb_dense_inputs, dense_scan
-from dist_attn.ops.dense_space.krylov import columns_of_powers, matrix_power, rows_of_powers
-from dist_attn.ops.dense_space.naive import dense_scan_naive
+With K_l = C A^l b, a chunk of T tokens that starts from x gives y = K * u + C A^(t+1) x and leaves
+A^T x + sum_s A^(T-1-s) b u_s: all of it matrix products. Powers of A come by doubling, whose errors add up, so all of
+them keep the precision of the matrix under autocast.
 
-__all__ = [
-    "absorb_dense_inputs",
-    "columns_of_powers",
-    "dense_scan",
-    "dense_scan_naive",
-    "matrix_power",
-    "rows_of_powers",
-]
+Reference: A Unified View of Long-Sequence Models, Sec. 7 (LSSL, recurrent form).
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.scan import scan
+
+
+def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
+    """b, A b, …, A^(count - 1) b, [D, N, count]."""
+    found_DNC, square_DNN = b_DN[..., None], a_DNN
+    with torch.autocast(a_DNN.device.type, enabled=False):
+        while found_DNC.shape[2] < count:
+            found_DNC = torch.cat([found_DNC, square_DNN @ found_DNC], dim=2)
+            square_DNN = square_DNN @ square_DNN
+    return found_DNC[..., :count]
+
+
+def rows_of_powers(c_DMN: torch.Tensor, a_DNN: torch.Tensor, count: int) -> torch.Tensor:
+    """C A, C A^2, …, C A^count, [D, count, M, N]."""
+    with torch.autocast(a_DNN.device.type, enabled=False):
+        found_DCMN, square_DNN = (c_DMN @ a_DNN)[:, None], a_DNN
+        while found_DCMN.shape[1] < count:
+            found_DCMN = torch.cat([found_DCMN, found_DCMN @ square_DNN[:, None]], dim=1)
+            square_DNN = square_DNN @ square_DNN
+    return found_DCMN[:, :count]
+
+
+def matrix_power(a_DNN: torch.Tensor, exponent: int) -> torch.Tensor:
+    """A^exponent by repeated squaring; the identity for exponent 0."""
+    result_DNN = torch.eye(a_DNN.shape[1], dtype=a_DNN.dtype, device=a_DNN.device).expand_as(a_DNN)
+    square_DNN = a_DNN
+    with torch.autocast(a_DNN.device.type, enabled=False):
+        while exponent:
+            if exponent & 1:
+                result_DNN = result_DNN @ square_DNN
+            exponent >>= 1
+            square_DNN = square_DNN @ square_DNN if exponent else square_DNN
+    return result_DNN
+
+
+CHUNK_TOKENS = 64
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+def dense_scan(
+    u_BLD: torch.Tensor,
+    a_DNN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DMN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A discrete state-space model per channel, M outputs each: x_t = A x_{t-1} + b u_t, y_t = C x_t.
+
+    `state` is x before the first token, 0 when None. Memory as in `diagonal_scan`; precision also under autocast.
+
+    Shapes: u [B, L, D], A [D, N, N], b [D, N], C [D, M, N], state [B, D, N], all real -> y [B, L, D, M] in u's dtype
+        and the state after the last token (float32; float64 for any such input).
+    Cost: per token and channel N^2 / 64 + (64 + 2 N) M multiplications and N to absorb it; N^3 log L for the powers.
+    Raises: ShapeError when they do not fit together.
+    """
+    _check(u_BLD, a_DNN, b_DN, c_DMN, state)
+    tensors = (u_BLD, a_DNN, b_DN, c_DMN, *(() if state is None else (state,)))
+    real = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
+    a, b, c = (t.to(real) for t in (a_DNN, b_DN, c_DMN))
+    write_DNC = columns_of_powers(a, b, CHUNK_TOKENS)
+    with torch.autocast(u_BLD.device.type, enabled=False):
+        kernel_DMC = c @ write_DNC
+    read_DCMN = rows_of_powers(c, a, CHUNK_TOKENS)
+    u_BDL = u_BLD.to(real).transpose(1, 2)
+    y_BDLM, (x_BDN,) = scan(
+        _Respond(),
+        _blocks(u_BLD.shape[1]),
+        (u_BDL,),
+        (_start(u_BDL, a, state),),
+        (kernel_DMC, write_DNC, read_DCMN, *_decays(a, u_BLD.shape[1])),
+        output_shape=(*u_BDL.shape, c.shape[1]),
+        output_dtype=real,
+    )
+    return y_BDLM.transpose(1, 2).to(u_BLD.dtype), x_BDN
+
+
+def absorb_dense_inputs(
+    u_BLD: torch.Tensor, a_DNN: torch.Tensor, b_DN: torch.Tensor, *, like: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The state [B, D, N] that these tokens leave behind when they start from 0, in at least the precision `like`."""
+    real = reduce(torch.promote_types, (t.dtype for t in (u_BLD, a_DNN, b_DN)), like)
+    a, b = a_DNN.to(real), b_DN.to(real)
+    u_BDL = u_BLD.to(real).transpose(1, 2)
+    parameters = (columns_of_powers(a, b, CHUNK_TOKENS), *_decays(a, u_BLD.shape[1]))
+    _, (x_BDN,) = scan(_Absorb(), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    return x_BDN
+
+
+@dataclass(frozen=True)
+class _Respond:
+    """One chunk: outputs [B, D, T, M] and the state after it, [B, D, N]."""
+
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        kernel_DMC, write_DNC, read_DCMN, whole_DNN, rest_DNN = parameters
+        (u_BDT,), (x_BDN,) = sequence, carry
+        assert u_BDT is not None
+        size = u_BDT.shape[2]
+        # Row s, column t: K_{t-s}, 0 where t < s.
+        toeplitz_DMTT = F.pad(kernel_DMC[..., :size], (size - 1, 0)).unfold(2, size, 1).flip(2)
+        y_BDTM = torch.einsum("bds,dmst->bdtm", u_BDT, toeplitz_DMTT)
+        y_BDTM = y_BDTM + torch.einsum("bdn,dtmn->bdtm", x_BDN, read_DCMN[:, :size])
+        return y_BDTM, _advance(sequence, carry, write_DNC, whole_DNN, rest_DNN)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        _, write_DNC, _, whole_DNN, rest_DNN = parameters
+        return _advance(sequence, carry, write_DNC, whole_DNN, rest_DNN)
+
+
+@dataclass(frozen=True)
+class _Absorb:
+    """One chunk without outputs."""
+
+    has_output = False
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        return None, self.advance(sequence, carry, parameters)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return _advance(sequence, carry, *parameters)
+
+
+def _advance(
+    sequence: _Optional, carry: _Tensors, write_DNC: torch.Tensor, whole_DNN: torch.Tensor, rest_DNN: torch.Tensor
+) -> _Tensors:
+    (u_BDT,), (x_BDN,) = sequence, carry
+    assert u_BDT is not None
+    size = u_BDT.shape[2]
+    decay_DNN = whole_DNN if size == CHUNK_TOKENS else rest_DNN
+    # Token s of a chunk enters with A^(T-1-s) b.
+    gained_BDN = torch.einsum("bds,dns->bdn", u_BDT, write_DNC[..., :size].flip(2))
+    return (torch.einsum("dnm,bdm->bdn", decay_DNN, x_BDN) + gained_BDN,)
+
+
+def _decays(a_DNN: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a whole chunk and the shorter last one do to a state."""
+    return matrix_power(a_DNN, CHUNK_TOKENS), matrix_power(a_DNN, length % CHUNK_TOKENS)
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """Token ranges of whole chunks, then of the rest; nothing is padded or dropped."""
+    return [(start, min(start + CHUNK_TOKENS, length)) for start in range(0, length, CHUNK_TOKENS)]
+
+
+def _start(u_BDL: torch.Tensor, a_DNN: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+    return u_BDL.new_zeros((*u_BDL.shape[:2], a_DNN.shape[1])) if state is None else state.to(a_DNN.dtype)
+
+
+def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor | None) -> None:
+    """Raises ShapeError in words when the inputs do not fit together."""
+    fits = u.dim() == 3 and b.dim() == 2 and c.dim() == 3 and b.shape[0] == u.shape[2]
+    if not fits or a.shape != (*b.shape, b.shape[1]) or (c.shape[0], c.shape[2]) != tuple(b.shape):
+        raise ShapeError(
+            f"u {tuple(u.shape)}, a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: needed are u [B, L, D], "
+            "a [D, N, N], b [D, N] and c [D, M, N]"
+        )
+    wanted = (u.shape[0], *b.shape)
+    if state is not None and tuple(state.shape) != wanted:
+        raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")

@@ -1,16 +1,253 @@
-"""The diagonal state-space recurrence: the oracle, and the chunked form with a backward pass of bounded memory."""
+"""The diagonal recurrence in chunks: inside a chunk a convolution as a matrix product, between chunks the state.
 
-from dist_attn.ops.diagonal.chunked import absorb_inputs, diagonal_scan, state_types
-from dist_attn.ops.diagonal.naive import diagonal_scan_naive
-from dist_attn.ops.diagonal.packed import packed_diagonal_scan
-from dist_attn.ops.diagonal.powers import power, powers
+With kernel K_l = 2 Re sum_n c a^l b, a chunk of C tokens that starts from state x gives y = K * u + 2 Re(c a^(t+1) x)
+and leaves a^C x + sum_s a^(C-1-s) b u_s. All products are real: a complex number is a pair of columns. Powers are
+whole ones, by products: exact at 0, and differentiable everywhere. Packed documents of a length share one scan.
 
-__all__ = [
-    "absorb_inputs",
-    "diagonal_scan",
-    "diagonal_scan_naive",
-    "packed_diagonal_scan",
-    "power",
-    "powers",
-    "state_types",
-]
+Reference: A Unified View of Long-Sequence Models, Sec. 7 (S4D, recurrent form).
+"""
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.documents import check_documents, documents_by_length
+from dist_attn.ops.scan import scan
+
+
+def power(a_DN: torch.Tensor, exponent: int) -> torch.Tensor:
+    """a^exponent by repeated squaring; 1 for exponent 0, whatever a is."""
+    result, square = torch.ones_like(a_DN), a_DN
+    while exponent:
+        if exponent & 1:
+            result = result * square
+        exponent >>= 1
+        square = square * square if exponent else square
+    return result
+
+
+def powers(a_DN: torch.Tensor, count: int) -> torch.Tensor:
+    """a^0 .. a^(count - 1), [D, N, count], by doubling: a logarithm would not do for a = 0."""
+    found_DNC = torch.ones_like(a_DN)[..., None]
+    next_DN1 = a_DN[..., None]
+    while found_DNC.shape[2] < count:
+        found_DNC = torch.cat([found_DNC, found_DNC * next_DN1], dim=2)
+        next_DN1 = next_DN1 * next_DN1
+    return found_DNC[..., :count]
+
+
+CHUNK_TOKENS = 64
+BLOCK_CHUNKS = 8
+
+_Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
+
+
+def diagonal_scan(
+    u_BLD: torch.Tensor,
+    a_DN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A diagonal, discrete state-space model per channel: x_t = a x_{t-1} + b u_t, y_t = 2 Re(sum_n c x_t).
+
+    The factor 2 stands for conjugate pairs of which one half is kept. `state` is x before the first token, 0 when
+    None. Forward and backward need memory for the inputs and a state every few blocks, not for every token's state.
+
+    Shapes: u [B, L, D] real, a, b, c [D, N] complex, state [B, D, N] complex -> y [B, L, D] in u's dtype and the state
+        after the last token (complex64; complex128 for any float64 or complex128 input).
+    Raises: ShapeError when they do not fit together.
+    """
+    _check(u_BLD, a_DN, b_DN, c_DN, state)
+    real, a, b, c = _widened(u_BLD, a_DN, b_DN, c_DN, state)
+    powers_DNC = powers(a, CHUNK_TOKENS + 1)
+    write_DNC = powers_DNC[..., :-1] * b[..., None]
+    read_DNC = powers_DNC[..., 1:] * c[..., None]
+    kernel_DC = 2 * (write_DNC * c[..., None]).sum(1).real
+    parameters = (kernel_DC, *(torch.view_as_real(t.resolve_conj()) for t in (write_DNC, read_DNC, powers_DNC)))
+    u_BDL = u_BLD.to(real).transpose(1, 2)
+    y_BDL, (x_BDN2,) = scan(
+        _Respond(),
+        _blocks(u_BLD.shape[1]),
+        (u_BDL,),
+        (_start(u_BDL, a, state),),
+        parameters,
+        output_shape=tuple(u_BDL.shape),
+        output_dtype=real,
+    )
+    return y_BDL.transpose(1, 2).to(u_BLD.dtype), torch.view_as_complex(x_BDN2.contiguous())
+
+
+def absorb_inputs(
+    u_BLD: torch.Tensor, a_DN: torch.Tensor, b_DN: torch.Tensor, *, like: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The state [B, D, N] that these tokens leave behind when they start from 0, in at least the precision `like`."""
+    _check(u_BLD, a_DN, b_DN, b_DN, None)
+    real = torch.promote_types(like, state_types(u_BLD, a_DN, b_DN)[0])
+    a, b = (t.to(_complex(real)) for t in (a_DN, b_DN))
+    powers_DNC = powers(a, CHUNK_TOKENS + 1)
+    parameters = tuple(torch.view_as_real(t) for t in (powers_DNC[..., :-1] * b[..., None], powers_DNC))
+    u_BDL = u_BLD.to(real).transpose(1, 2)
+    _, (x_BDN2,) = scan(_Absorb(), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    return torch.view_as_complex(x_BDN2.contiguous())
+
+
+def state_types(*tensors: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
+    """The real and the complex type in which states over these inputs are summed: single precision at least."""
+    parts = [t.real.dtype if t.is_complex() else t.dtype for t in tensors if t is not None]
+    real = reduce(torch.promote_types, parts, torch.float32)
+    return real, _complex(real)
+
+
+@dataclass(frozen=True)
+class _Respond:
+    """One block: outputs [B, D, T] and the state after it, [B, D, N, 2]."""
+
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        kernel_DC, write_DNC2, read_DNC2, powers_DNC2 = parameters
+        (u_BDT,) = sequence
+        assert u_BDT is not None
+        u_DBGC = _chunks(u_BDT)
+        size = u_DBGC.shape[3]
+        before_DBGN2, after_BDN2 = _states(u_DBGC, carry[0], write_DNC2, powers_DNC2)
+        # Row s, column t: K_{t-s}, 0 where t < s.
+        toeplitz_DCC = F.pad(kernel_DC[:, :size], (size - 1, 0)).unfold(1, size, 1).flip(1)
+        # 2 Re(r x) = [Re x, Im x] . [2 Re r, -2 Im r].
+        read_DNC2 = read_DNC2[:, :, :size] * read_DNC2.new_tensor((2.0, -2.0))
+        y_DGC = u_DBGC.flatten(1, 2) @ toeplitz_DCC
+        y_DGC = y_DGC + before_DBGN2.flatten(1, 2).flatten(2) @ read_DNC2.transpose(2, 3).flatten(1, 2)
+        return y_DGC.reshape(u_DBGC.shape).flatten(2).transpose(0, 1), (after_BDN2,)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return _advance(sequence, carry, parameters[1], parameters[3])
+
+
+@dataclass(frozen=True)
+class _Absorb:
+    """One block without outputs."""
+
+    has_output = False
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        return None, self.advance(sequence, carry, parameters)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return _advance(sequence, carry, *parameters)
+
+
+def _advance(sequence: _Optional, carry: _Tensors, write_DNC2: torch.Tensor, powers_DNC2: torch.Tensor) -> _Tensors:
+    (u_BDT,) = sequence
+    assert u_BDT is not None
+    return (_states(_chunks(u_BDT), carry[0], write_DNC2, powers_DNC2)[1],)
+
+
+def _chunks(u_BDT: torch.Tensor) -> torch.Tensor:
+    """[D, B, chunks, C]: a block is whole chunks, or one shorter chunk at the end of the sequence."""
+    batch, channels, length = u_BDT.shape
+    size = min(length, CHUNK_TOKENS)
+    return u_BDT.transpose(0, 1).reshape(channels, batch, length // size, size)
+
+
+def _states(
+    u_DBGC: torch.Tensor, x_BDN2: torch.Tensor, write_DNC2: torch.Tensor, powers_DNC2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The state before each chunk, [D, B, chunks, N, 2], and the one after the last, [B, D, N, 2]."""
+    size = u_DBGC.shape[3]
+    # Token s of a chunk enters with a^(C-1-s) b.
+    weights_DCN2 = write_DNC2[:, :, :size].flip(2).transpose(1, 2)
+    gains_DGN = u_DBGC.flatten(1, 2) @ weights_DCN2.flatten(2)
+    gains_DBGN2 = gains_DGN.reshape(*u_DBGC.shape[:3], *weights_DCN2.shape[2:])
+    decay_DN = torch.view_as_complex(powers_DNC2[:, :, size].contiguous())
+    x_DBN = torch.view_as_complex(x_BDN2.contiguous()).transpose(0, 1)
+    states = [x_DBN]
+    for gain_DBN in torch.view_as_complex(gains_DBGN2).unbind(2):
+        states.append(decay_DN[:, None] * states[-1] + gain_DBN)
+    before_DBGN = torch.stack(states[:-1], dim=2)
+    return torch.view_as_real(before_DBGN), torch.view_as_real(states[-1].transpose(0, 1))
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    """Token ranges of whole chunks, then of the rest; nothing is padded or dropped."""
+    whole = length - length % CHUNK_TOKENS
+    edges = [*range(0, whole, BLOCK_CHUNKS * CHUNK_TOKENS), whole, length]
+    return [(a, b) for a, b in pairwise(edges) if a < b]
+
+
+def _widened(
+    u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor | None
+) -> tuple[torch.dtype, torch.Tensor, torch.Tensor, torch.Tensor]:
+    real, kind = state_types(u, a, b, c, state)
+    return real, a.to(kind), b.to(kind), c.to(kind)
+
+
+def _start(u_BDL: torch.Tensor, a_DN: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+    if state is None:
+        return u_BDL.new_zeros((u_BDL.shape[0], *a_DN.shape, 2))
+    return torch.view_as_real(state.to(a_DN.dtype).resolve_conj())
+
+
+def _complex(real: torch.dtype) -> torch.dtype:
+    return torch.complex128 if real == torch.float64 else torch.complex64
+
+
+def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor | None) -> None:
+    """Raises ShapeError in words when the inputs do not fit together."""
+    if (
+        u.dim() != 3
+        or u.is_complex()
+        or a.dim() != 2
+        or not u.shape[2:] == a.shape[:1]
+        or not a.shape == b.shape == c.shape
+    ):
+        raise ShapeError(
+            f"u {tuple(u.shape)} ({u.dtype}), a {tuple(a.shape)}, b {tuple(b.shape)}, c {tuple(c.shape)}: needed are a "
+            "real u [B, L, D] and a, b, c [D, N]"
+        )
+    wanted = (u.shape[0], *a.shape)
+    if state is not None and tuple(state.shape) != wanted:
+        raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
+
+
+def packed_diagonal_scan(
+    u_BLD: torch.Tensor,
+    a_DN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DN: torch.Tensor,
+    *,
+    documents: tuple[int, ...],
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`diagonal_scan` of every document by itself, each from 0.
+
+    `state` is that of the tokens before the first start; the state returned is the last document's.
+
+    Shapes: as `diagonal_scan`.
+    Cost: one scan per length that occurs, at most sqrt(2 L) of them.
+    """
+    length = u_BLD.shape[1]
+    check_documents(documents, length)
+    if not documents:
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+    first = documents[0]
+    head_BLD, u_BTD = u_BLD.split((first, length - first), dim=1)
+    y_head_BLD, after = diagonal_scan(head_BLD, a_DN, b_DN, c_DN, state=state)
+    starts_of = documents_by_length(tuple(start - first for start in documents), length - first)
+    done, order = [], []
+    for tokens, starts in starts_of:
+        at_NT = torch.tensor(starts, device=u_BLD.device)[:, None] + torch.arange(tokens, device=u_BLD.device)
+        rows_RTD = u_BTD[:, at_NT.flatten()].unflatten(1, (len(starts), tokens)).flatten(0, 1)
+        y_RTD, after_RDN = diagonal_scan(rows_RTD, a_DN, b_DN, c_DN)
+        done.append(y_RTD.unflatten(0, (u_BLD.shape[0], len(starts))).flatten(1, 2))
+        order.append(at_NT.flatten())
+        if starts[-1] == documents[-1] - first:
+            after = after_RDN.unflatten(0, (u_BLD.shape[0], len(starts)))[:, -1]
+    y_BTD = torch.cat(done, dim=1)[:, torch.cat(order).argsort()]
+    return torch.cat([y_head_BLD, y_BTD], dim=1), after

@@ -1,7 +1,50 @@
-"""Fourier token mixing (FNet): the oracle by definition and the fast form."""
+"""Fourier token mixing (FNet) by the fast transform, any length; packed documents of a length share one transform."""
 
-from dist_attn.ops.fourier.fft import FourierNorm, fourier_mix
-from dist_attn.ops.fourier.naive import fourier_mix_naive
-from dist_attn.ops.fourier.packed import document_lengths, packed_fourier_mix
+from typing import Literal
 
-__all__ = ["FourierNorm", "document_lengths", "fourier_mix", "fourier_mix_naive", "packed_fourier_mix"]
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.documents import by_documents, check_documents, document_ranges
+
+FourierNorm = Literal["ortho"] | None
+
+
+def fourier_mix(x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
+    """The real part of the Fourier transform over sequence and features, unnormalised or unitary ("ortho").
+
+    Shapes: x [B, L, D] -> [B, L, D]; half-precision inputs are transformed in float32.
+    Raises: ShapeError for another number of dimensions.
+    Reference: A Unified View of Long-Sequence Models, Sec. 6.2 (FNet); the code of FNet is unnormalised.
+    """
+    if x_BLD.dim() != 3:
+        raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
+    if not x_BLD.numel():
+        return x_BLD.clone()
+    wide = torch.promote_types(x_BLD.dtype, torch.float32)
+    mixed_BLD: torch.Tensor = torch.fft.fft2(x_BLD.to(wide), dim=(1, 2), norm=norm).real
+    return mixed_BLD.to(x_BLD.dtype)
+
+
+def packed_fourier_mix(x_BLD: torch.Tensor, *, documents: tuple[int, ...], norm: FourierNorm = None) -> torch.Tensor:
+    """`fourier_mix` of every document by itself; tokens before the first start are one too.
+
+    Shapes: x [B, L, D] -> [B, L, D].
+    Cost: one transform per length that occurs, at most sqrt(2 L) of them.
+    """
+    if x_BLD.dim() != 3:
+        raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
+    check_documents(documents, x_BLD.shape[1])
+    if not x_BLD.numel():
+        return x_BLD.clone()
+
+    def mix(rows_BNTD: torch.Tensor) -> torch.Tensor:
+        return fourier_mix(rows_BNTD.flatten(0, 1), norm=norm).reshape(rows_BNTD.shape)
+
+    return by_documents(x_BLD, documents, mix)
+
+
+def document_lengths(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
+    """The length of each token's document, int64 [L]."""
+    lengths = torch.tensor([stop - start for start, stop in document_ranges(documents, length)], device=device)
+    return lengths.repeat_interleave(lengths)

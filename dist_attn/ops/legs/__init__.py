@@ -1,10 +1,9 @@
 """The memory of the whole past by HiPPO-LegS: the oracle, the chunked form, a step, and the signal it remembers."""
 
-from dist_attn.ops.legs.chunked import absorb_signal, legs_memory
+from dist_attn.ops.legs.chunked import absorb_signal, legs_memory, legs_step, transition_of
 from dist_attn.ops.legs.naive import legs_memory_naive, reconstruct_naive
 from dist_attn.ops.legs.reconstruct import reconstruct
 from dist_attn.ops.legs.state import LegsState
-from dist_attn.ops.legs.transition import legs_step, transition_of
 
 __all__ = [
     "LegsState",

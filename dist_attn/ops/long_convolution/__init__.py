@@ -1,7 +1,95 @@
-"""Convolution with a kernel as long as the sequence: the oracle and the form by the fast Fourier transform."""
+"""Long convolution in O(L log L): a product of spectra, padded so that nothing wraps around.
 
-from dist_attn.ops.long_convolution.fft import long_convolve
-from dist_attn.ops.long_convolution.naive import long_convolve_naive
-from dist_attn.ops.long_convolution.packed import packed_long_convolve
+Packed documents of a length share one transform.
 
-__all__ = ["long_convolve", "long_convolve_naive", "packed_long_convolve"]
+Reference: A Unified View of Long-Sequence Models, Sec. 6.1 and 7 (SGConv, S4 in convolution form).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.documents import by_documents, check_documents
+
+
+def long_convolve(
+    x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Depthwise y_t = sum_{j >= 0} k_j x_{t-j}, zero outside; with a second kernel also + sum_{m >= 0} k'_m x_{t+1+m}.
+
+    Kernels may be shorter than the sequence, or longer: taps that reach nothing are ignored. Rounding is relative to
+    the largest values of the sequence, and it is not causal: outputs may move in their last bits with later inputs.
+
+    Shapes: x [B, L, D], kernels [K, D] and [K', D] -> [B, L, D] in x's dtype; half precision is computed in float32.
+    Raises: ShapeError when they do not fit together.
+    """
+    check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
+    length = x_BLD.shape[1]
+    kernel_LD = kernel_LD[:length]
+    behind, ahead = kernel_LD.shape[0], 0
+    if backward_kernel_LD is not None:
+        backward_kernel_LD = backward_kernel_LD[: max(length - 1, 0)]
+        ahead = backward_kernel_LD.shape[0]
+    if not x_BLD.numel():
+        # The same graph as with tokens: a rank without channels must join the exchanges of a backward pass.
+        nothing = kernel_LD[:0].sum() + (0 if backward_kernel_LD is None else backward_kernel_LD[:0].sum())
+        return x_BLD + nothing.to(x_BLD.dtype)
+    wide = torch.promote_types(x_BLD.dtype, torch.float32)
+    # Offsets t - s lie in (-L, L): the taps behind need `behind` - 1 zeros after them, those ahead one more than taps.
+    size = _fast_size(length + max(behind - 1, ahead))
+    with torch.autocast(x_BLD.device.type, enabled=False):
+        taps_DK = F.pad(kernel_LD.to(wide).T, (0, size - behind))
+        if backward_kernel_LD is not None:
+            # On the circle of `size` points, offset -1 - m lies at size - 1 - m.
+            taps_DK = taps_DK + F.pad(backward_kernel_LD.to(wide).T.flip(1), (size - ahead, 0))
+        spectrum_BDF = torch.fft.rfft(x_BLD.to(wide).transpose(1, 2), n=size) * torch.fft.rfft(taps_DK)
+        y_BDL: torch.Tensor = torch.fft.irfft(spectrum_BDF, n=size)[..., :length]
+    return y_BDL.transpose(1, 2).to(x_BLD.dtype)
+
+
+def check_kernels(x: torch.Tensor, kernel: torch.Tensor, backward_kernel: torch.Tensor | None) -> None:
+    """Raises ShapeError in words when x and the kernels do not fit together."""
+    kernels = [kernel] if backward_kernel is None else [kernel, backward_kernel]
+    if x.dim() != 3 or any(k.dim() != 2 or k.shape[1] != x.shape[2] for k in kernels):
+        raise ShapeError(
+            f"x has shape {tuple(x.shape)} and the kernels {[tuple(k.shape) for k in kernels]}; needed are x [B, L, D] "
+            "and kernels [taps, D]"
+        )
+
+
+def _fast_size(least: int) -> int:
+    """The smallest 2^a 3^b 5^c, a >= 1, that is at least `least`: transforms of such sizes are the fast ones."""
+    best = 1 << max(1, (least - 1).bit_length())
+    odd = 1
+    while odd < best:
+        part = odd
+        while part < best:
+            twos = max(1, (-(-least // part) - 1).bit_length())
+            best = min(best, part << twos)
+            part *= 3
+        odd *= 5
+    return best
+
+
+def packed_long_convolve(
+    x_BLD: torch.Tensor,
+    kernel_LD: torch.Tensor,
+    *,
+    documents: tuple[int, ...],
+    backward_kernel_LD: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`long_convolve` of every document by itself; tokens before the first start are one too.
+
+    Shapes: x [B, L, D], kernels [K, D] and [K', D] -> [B, L, D].
+    Cost: transforms of x and of the kernels per length that occurs, at most sqrt(2 L) of them.
+    """
+    check_kernels(x_BLD, kernel_LD, backward_kernel_LD)
+    check_documents(documents, x_BLD.shape[1])
+    if not documents or not x_BLD.numel():
+        return long_convolve(x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
+
+    def convolve(rows_BNTD: torch.Tensor) -> torch.Tensor:
+        y_RTD = long_convolve(rows_BNTD.flatten(0, 1), kernel_LD, backward_kernel_LD=backward_kernel_LD)
+        return y_RTD.reshape(rows_BNTD.shape)
+
+    return by_documents(x_BLD, documents, convolve)

@@ -1,6 +1,84 @@
-"""The token-mixing MLP of MLP-Mixer: the oracle by definition and the form by matrix products."""
+"""Token mixing (MLP-Mixer) by two matrix products along the sequence, with weights shared by all channels."""
 
-from dist_attn.ops.token_mixing.dense import Activation, check_token_mlp, mix_tokens, sums_over_tokens, tokens_of_sums
-from dist_attn.ops.token_mixing.naive import mix_tokens_naive
+from typing import Literal, get_args
 
-__all__ = ["Activation", "check_token_mlp", "mix_tokens", "mix_tokens_naive", "sums_over_tokens", "tokens_of_sums"]
+import torch
+import torch.nn.functional as F
+
+from dist_attn.errors import InputError, ShapeError
+
+Activation = Literal["gelu_tanh", "gelu", "relu"]
+
+
+def mix_tokens(
+    x_BLD: torch.Tensor,
+    w_in_LS: torch.Tensor,
+    w_out_SL: torch.Tensor,
+    *,
+    bias_in_S: torch.Tensor | None = None,
+    bias_out_L: torch.Tensor | None = None,
+    activation: Activation = "gelu_tanh",
+) -> torch.Tensor:
+    """The MLP that MLP-Mixer applies to every channel over the tokens: w_out^T act(w_in^T x + b_in) + b_out.
+
+    Every token sees every other; the length is that of the weights.
+
+    Shapes: x [B, L, D], w_in [L, S], w_out [S, L], bias_in [S], bias_out [L] -> [B, L, D] in x's dtype.
+    Raises: ShapeError when they do not fit together; InputError for another activation.
+    Reference: A Unified View of Long-Sequence Models, Eq. 12 (with the GELU that it leaves out).
+    """
+    if x_BLD.dim() != 3:
+        raise ShapeError(f"x has shape {tuple(x_BLD.shape)}; needed is [B, L, D]")
+    check_token_mlp(x_BLD.shape[1], w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
+    sums_BSD = sums_over_tokens(x_BLD, w_in_LS)
+    return tokens_of_sums(sums_BSD, w_out_SL, bias_in_S, bias_out_L, activation).to(x_BLD.dtype)
+
+
+def sums_over_tokens(x_BLD: torch.Tensor, w_in_LS: torch.Tensor) -> torch.Tensor:
+    """The S weighed sums of tokens that the MLP's hidden numbers are made of; those of slices add up.
+
+    Shapes: x [B, L, D], w_in [L, S] -> [B, S, D].
+    """
+    return w_in_LS.to(x_BLD.dtype).T @ x_BLD
+
+
+def tokens_of_sums(
+    sums_BSD: torch.Tensor,
+    w_out_SL: torch.Tensor,
+    bias_in_S: torch.Tensor | None,
+    bias_out_L: torch.Tensor | None,
+    activation: Activation,
+) -> torch.Tensor:
+    """The MLP's outputs at the places of `w_out`, from the sums over all tokens.
+
+    Shapes: sums [B, S, D], w_out [S, L], bias_in [S], bias_out [L] -> [B, L, D].
+    """
+    h_BSD = sums_BSD if bias_in_S is None else sums_BSD + bias_in_S.to(sums_BSD.dtype)[:, None]
+    if activation == "relu":
+        h_BSD = F.relu(h_BSD)
+    else:
+        h_BSD = F.gelu(h_BSD, approximate="tanh" if activation == "gelu_tanh" else "none")
+    y_BLD = w_out_SL.to(h_BSD.dtype).T @ h_BSD
+    return y_BLD if bias_out_L is None else y_BLD + bias_out_L.to(y_BLD.dtype)[:, None]
+
+
+def check_token_mlp(
+    length: int,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    bias_in: torch.Tensor | None,
+    bias_out: torch.Tensor | None,
+    activation: Activation,
+) -> None:
+    """Raises ShapeError when weights and biases are not those of `length` tokens, InputError for another activation."""
+    if activation not in get_args(Activation):
+        raise InputError(f"activation {activation!r} was given; there are {', '.join(get_args(Activation))}")
+    hidden = w_in.shape[1] if w_in.dim() == 2 else 0
+    wanted = {"w_in": (length, hidden), "w_out": (hidden, length), "bias_in": (hidden,), "bias_out": (length,)}
+    given = {"w_in": w_in, "w_out": w_out, "bias_in": bias_in, "bias_out": bias_out}
+    shapes = {name: tuple(t.shape) for name, t in given.items() if t is not None}
+    if any(shape != wanted[name] for name, shape in shapes.items()):
+        raise ShapeError(
+            f"the weights have shapes {shapes}; for {length} tokens w_in is [{length}, S], w_out [S, {length}], "
+            f"bias_in [S] and bias_out [{length}]"
+        )

@@ -1,6 +1,83 @@
-"""Routing of tokens to experts: the oracle by definition and the fast form."""
+"""Tokens to the experts that were chosen for them, up to what an expert takes, and what experts answer back to them."""
 
-from dist_attn.ops.token_routing.naive import route_tokens_naive
-from dist_attn.ops.token_routing.route import Routes, check_routing, route_tokens, slots_of_experts
+from dataclasses import dataclass
 
-__all__ = ["Routes", "check_routing", "route_tokens", "route_tokens_naive", "slots_of_experts"]
+import torch
+
+from dist_attn.errors import InputError, ShapeError
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The rows of all experts, one expert after the other, and how to get back.
+
+    `source_R` says which assignment (choice N + token) a row is of. `dropped` counts the assignments for which their
+    expert had no room.
+    """
+
+    x_RC: torch.Tensor
+    counts: tuple[int, ...]
+    dropped: int
+    source_R: torch.Tensor
+    tokens: int
+    choices: int
+
+    def by_expert(self) -> tuple[torch.Tensor, ...]:
+        """The rows of each expert, [R_e, C] each, in the order of their slots."""
+        rows: tuple[torch.Tensor, ...] = self.x_RC.split(list(self.counts))
+        return rows
+
+    def restore_order(self, y_RD: torch.Tensor) -> torch.Tensor:
+        """What the experts made of their rows, at the tokens they are of: [R, D] -> [K, N, D]; zeros where dropped."""
+        size = y_RD.shape[1]
+        flat_AD = y_RD.new_zeros((self.choices * self.tokens, size)).index_copy(0, self.source_R, y_RD)
+        back_KND: torch.Tensor = flat_AD.unflatten(0, (self.choices, self.tokens))
+        return back_KND
+
+
+def route_tokens(x_NC: torch.Tensor, expert_NK: torch.Tensor, *, num_experts: int, capacity: int) -> Routes:
+    """Each token's row to the K experts chosen for it; an expert takes the first `capacity` assignments it is given.
+
+    First choices come before all second ones, and tokens in their order (GShard, Switch). Gradients pass to x.
+
+    Shapes: x [N, C], expert int64 [N, K] -> [R, C], R <= K N.
+    Raises: ShapeError where they do not fit together; InputError for experts that there are not or no capacity.
+    Reference: Fedus et al. 2022, Switch Transformers, Sec. 2.2; A Unified View of Long-Sequence Models, Fig. 4.
+    """
+    check_routing(x_NC, expert_NK, num_experts, capacity)
+    tokens, choices = expert_NK.shape
+    expert_A = expert_NK.T.reshape(-1)
+    slot_A = slots_of_experts(expert_A, num_experts)
+    taken_R = (slot_A < capacity).nonzero()[:, 0]
+    # Stable: inside an expert assignments stay in the order in which they came, which is that of slots.
+    source_R = taken_R[torch.sort(expert_A[taken_R], stable=True).indices]
+    counts_E = torch.bincount(expert_A[taken_R], minlength=num_experts)
+    rows_RC = x_NC.index_select(0, source_R % max(1, tokens))
+    dropped = len(expert_A) - len(taken_R)
+    return Routes(rows_RC, tuple(counts_E.tolist()), dropped, source_R, tokens, choices)
+
+
+def slots_of_experts(expert_A: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """For each assignment, how many before it went to the same expert, [A]."""
+    order_A = torch.sort(expert_A, stable=True).indices
+    counts_E = torch.bincount(expert_A, minlength=num_experts)
+    start_E = counts_E.cumsum(0) - counts_E
+    slot_A = torch.empty_like(expert_A)
+    slot_A[order_A] = torch.arange(len(expert_A), device=expert_A.device) - start_E[expert_A[order_A]]
+    return slot_A
+
+
+def check_routing(x_NC: torch.Tensor, expert_NK: torch.Tensor, num_experts: int, capacity: int) -> None:
+    """Raises: ShapeError where tokens and choices do not fit; InputError for experts that there are not."""
+    fits = x_NC.dim() == expert_NK.dim() == 2 and len(x_NC) == len(expert_NK) and expert_NK.dtype == torch.int64
+    if not fits:
+        raise ShapeError(
+            f"x of shape {tuple(x_NC.shape)} and choices of shape {tuple(expert_NK.shape)} and {expert_NK.dtype} were "
+            "given; needed are [N, C] and int64 [N, K]"
+        )
+    if num_experts < 1 or capacity < 1:
+        raise InputError(f"{num_experts} experts of capacity {capacity} were given; needed is 1 or more of either")
+    if expert_NK.numel() and (int(expert_NK.min()) < 0 or int(expert_NK.max()) >= num_experts):
+        raise InputError(
+            f"experts {int(expert_NK.min())} to {int(expert_NK.max())} were chosen; there are 0 to {num_experts - 1}"
+        )
