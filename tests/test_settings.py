@@ -172,7 +172,7 @@ def test_the_store_gets_its_part() -> None:
     """The [store] section has the names and defaults of the store's limits, so neither can drift; "" is a folder."""
     limits = {field.name: field.default for field in msgspec.structs.fields(StoreLimits)}
     store = {name: field.default for name, field in StoreSettings.model_fields.items()}
-    assert (store.pop("address"), store.pop("upkeep_s")) == ("", 60)
+    assert (store.pop("address"), store.pop("blobs"), store.pop("upkeep_s")) == ("", "", 60)
     assert {**store, "grace_s": WaitSettings().expired_seconds} == limits
     own = ServiceSettings(api_address="ipc:///x", model=Path("m"), data_dir=Path("d"))
     assert own.store_address == "d/states" and own.store_limits == StoreLimits()
@@ -181,9 +181,10 @@ def test_the_store_gets_its_part() -> None:
 
 
 def test_a_password_of_the_store_is_not_shown(tmp_path: Path) -> None:
-    """What `config show` prints of the store's address is without the password that may stand in it."""
-    shown = {key: value for key, value, _ in read(tmp_path, '[store]\naddress = "redis://me:word@host/0"').rows()}
-    assert shown["store.address"] == "redis://…@host/0"
+    """What `config show` prints of the store's addresses is without the password that may stand in them."""
+    toml = '[store]\naddress = "redis://me:word@host/0"\nblobs = "redis://me:word@host/1"'
+    shown = {key: value for key, value, _ in read(tmp_path, toml).rows()}
+    assert (shown["store.address"], shown["store.blobs"]) == ("redis://…@host/0", "redis://…@host/1")
 
 
 def test_the_api_gets_its_part(tmp_path: Path) -> None:

@@ -127,6 +127,6 @@ def _plain(key: str, value: Any) -> Any:
     """A value as JSON and people read it."""
     if _is_secret(key):
         return f"{len(value)} keys"
-    if key in ("store.address", "jobs.address", "files.catalogue"):
+    if key in ("store.address", "store.blobs", "jobs.address", "files.catalogue"):
         return re.sub(r"//[^/]*@", "//…@", value)
     return str(value) if isinstance(value, Path) else value

@@ -251,6 +251,7 @@ class StoreSettings(Section):
     """
 
     address: str = Field(default="", description="a folder, redis://HOST:PORT/DB, or memory:; empty: a folder of ours")
+    blobs: str = Field(default="", description="such an address for the states alone; empty: with their catalogue")
     snapshot_bytes: Bytes = Field(default=1 * GIB, description="one state")
     store_bytes: Bytes = Field(default=64 * GIB, description="all states of all callers")
     tenant_bytes: Bytes = Field(default=16 * GIB, description="of one caller")

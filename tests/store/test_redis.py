@@ -68,6 +68,24 @@ def test_two_replicas_share_sessions():
         assert asyncio.run(work(url)) == (1, Usage(4, 1))
 
 
+def test_states_may_lie_elsewhere_than_their_catalogue(tmp_path):
+    """With records in Redis and blobs in a folder both are found again, and lost records stop the next start."""
+
+    async def work(url):
+        async with await open_store(url, blobs=str(tmp_path)) as store:
+            state = await store.snapshots.put("ann", stream(b"state"))
+        async with await open_store(url, blobs=str(tmp_path)) as store:
+            assert b"".join([piece async for piece in store.snapshots.get("ann", state.id)]) == b"state"
+            assert await store.upkeep.audit() == []
+            await store._place.records._client.flushall()
+        with pytest.raises(StorageError, match="holds 1 states, and their catalogue is not there"):
+            await open_store(url, blobs=str(tmp_path))
+
+    with started_redis() as (url, _):
+        asyncio.run(work(url))
+    assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"state"]
+
+
 def test_without_the_library_one_is_told_what_to_install(monkeypatch):
     """An address of Redis without redis-py says which extra gives it, and shows no password."""
     whole = builtins.__import__

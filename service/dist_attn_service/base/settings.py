@@ -69,7 +69,8 @@ class Settings(HttpSettings, LimitSettings, WorkSettings, WaitSettings):
     @property
     def store_limits(self) -> StoreLimits:
         """How much may be kept there."""
-        return StoreLimits(**self.store.model_dump(exclude={"address", "upkeep_s"}), grace_s=self.expired_seconds)
+        limits = self.store.model_dump(exclude={"address", "blobs", "upkeep_s"})
+        return StoreLimits(**limits, grace_s=self.expired_seconds)
 
     @property
     def files_folder(self) -> Path:
