@@ -16,14 +16,18 @@ from dist_attn.store.redis import RedisBlobs, RedisRecords, connect
 NAMESPACE = "dist-attn"
 
 
+def is_redis(address: str) -> bool:
+    """Whether an address is one of Redis."""
+    return address.startswith(("redis://", "rediss://", "unix://"))
+
+
 def kind_of(address: str) -> Literal["folder", "redis", "memory"]:
     """Raises: ConfigError for an address of no such kind."""
-    scheme, separator, _ = address.partition("://")
     if address == "memory:":
         return "memory"
-    if separator and scheme in ("redis", "rediss", "unix"):
+    if is_redis(address):
         return "redis"
-    if separator or not address:
+    if "://" in address or not address:
         raise ConfigError(f"{address!r} was given to keep data at; needed is a folder, redis://HOST:PORT, or memory:")
     return "folder"
 

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -40,9 +40,9 @@ from dist_attn_service.feeding.desk import FeedingDesk
 from dist_attn_service.http.auth import KeyRing
 from dist_attn_service.http.envelope import Envelope, routing_problem, service_problem
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
-from dist_attn_service.jobs.book import JobBook
-from dist_attn_service.jobs.office import JobOffice, job_book
+from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.jobs.runner import Complete
+from dist_attn_service.jobs.services import JobServices, job_catalogue
 from dist_attn_service.routers import (
     chat,
     completions,
@@ -72,8 +72,8 @@ from dist_attn_service.schemas.completions import (
 from dist_attn_service.schemas.files import CompleteUploadRequest, UploadRequest
 from dist_attn_service.schemas.jobs import EstimateRequest, Job, JobRequest
 from dist_attn_service.schemas.sessions import SESSION_BODIES
-from dist_attn_service.sessions.desk import SessionDesk
-from dist_attn_service.sessions.keeping import KeptStore, kept_store
+from dist_attn_service.sessions.services import SessionServices
+from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.text.chat_template import ChatTemplate
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
@@ -126,11 +126,11 @@ def create_app(
             threads = parts.enter_context(ThreadPoolExecutor(settings.threads, thread_name_prefix="work"))
             disk = parts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="disk"))
             try:
-                kept, book, uploaded = await _open_stores(parts, settings, log)
+                stores = await _open_stores(parts, settings, log)
             except (DistAttnError, ServiceError) as error:
                 application.state.cannot_start = str(error)
                 raise
-            services = _services(settings, port, metrics, open_requests, threads, disk, kept, book, uploaded, log)
+            services = _services(settings, port, metrics, open_requests, threads, disk, stores, log)
             metrics.watch(services.gauges, version=__version__, model=services.model.id)
             await port.start()
             services.jobs.runner.start()
@@ -170,14 +170,21 @@ def create_app(
     return app
 
 
-async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> tuple[KeptStore, JobBook, FileService]:
-    """What outlives this process: states and sessions, jobs, files.
+class Stores(NamedTuple):
+    """What outlives this process."""
 
-    Raises: DistAttnError, ServiceError for a folder whose contents cannot be used.
-    """
-    kept = await parts.enter_async_context(kept_store(settings, log))
-    book = await parts.enter_async_context(job_book(settings))
-    return kept, book, await parts.enter_async_context(FileService.opened(settings, log))
+    states: StoreService
+    jobs: JobCatalogue
+    files: FileService
+
+
+async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> Stores:
+    """Raises: DistAttnError, ServiceError for a folder whose contents cannot be used."""
+    return Stores(
+        await parts.enter_async_context(StoreService.opened(settings, log)),
+        await parts.enter_async_context(job_catalogue(settings)),
+        await parts.enter_async_context(FileService.opened(settings, log)),
+    )
 
 
 def _connection(settings: Settings, log: Log) -> EnginePort:
@@ -217,9 +224,7 @@ def _services(
     open_requests: OpenRequests,
     threads: ThreadPoolExecutor,
     disk: ThreadPoolExecutor,
-    kept: KeptStore,
-    book: JobBook,
-    uploaded: FileService,
+    stores: Stores,
     log: Log,
 ) -> Services:
     """Read the model folder and put the parts together."""
@@ -230,7 +235,8 @@ def _services(
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
     watch = EngineWatch(engine, model, settings)
-    context = ServiceContext(settings, model, engine, watch, tokeniser, kept.store, Workload(), metrics, threads, log)
+    store = stores.states.store
+    context = ServiceContext(settings, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
     prefixes = PrefixCache(context)
     completions = CompletionService(context, prefixes)
     return Services(
@@ -244,15 +250,15 @@ def _services(
         documents=DocumentService(context, spools),
         embeddings=EmbeddingService(context),
         estimates=EstimateService(context),
-        sessions=SessionDesk.over(kept, context),
-        jobs=JobOffice.over(book, context, _complete(completions, model, metrics)),
+        sessions=SessionServices.over(stores.states, context),
+        jobs=JobServices.over(stores.jobs, context, _complete(completions, model, metrics)),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
         metrics=metrics,
         threads=threads,
-        files=uploaded,
-        feeds=FeedingDesk(context, uploaded),
+        files=stores.files,
+        feeds=FeedingDesk(context, stores.files),
     )
 
 

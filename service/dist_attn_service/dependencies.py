@@ -26,9 +26,9 @@ from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.feeding.desk import FeedingDesk
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
-from dist_attn_service.jobs.office import JobOffice
+from dist_attn_service.jobs.services import JobServices
 from dist_attn_service.schemas.completions import CompletionUsage, EncodingOptions
-from dist_attn_service.sessions.desk import SessionDesk
+from dist_attn_service.sessions.services import SessionServices
 from dist_attn_service.text.spool import DiskBudget
 from dist_attn_service.text.tokenising import TokeniserPort
 from dist_attn_service.uploads.multipart import boundary_of
@@ -65,8 +65,8 @@ class Services:
     documents: DocumentService
     embeddings: EmbeddingService
     estimates: EstimateService
-    sessions: SessionDesk
-    jobs: JobOffice
+    sessions: SessionServices
+    jobs: JobServices
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget
@@ -138,7 +138,7 @@ class Services:
 
     def gauges(self) -> Gauges:
         """How things are now."""
-        stored, files = self.sessions.kept.known_totals, self.files.catalogue.total
+        stored, files = self.sessions.stored.known_totals, self.files.catalogue.total
         return Gauges(
             self.watch.health(),
             self.open_requests.count,

@@ -10,7 +10,7 @@ import httpx
 import pytest
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 from dist_attn_service.uploads.entries import Details, Usage
 from dist_attn_service.uploads.ledger import FileLedger
 from dist_attn_service.uploads.service import FileService
@@ -149,7 +149,7 @@ def test_jobs_without_their_catalogue_stop_the_start(tmp_path: Path, how: str) -
 
 async def opened_jobs(data: Path) -> None:
     """Open the catalogue of jobs and close it."""
-    await (await JobBook.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))).close()
+    await (await JobCatalogue.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))).close()
 
 
 def test_a_clock_that_is_set_wrong_deletes_nothing(tmp_path: Path) -> None:

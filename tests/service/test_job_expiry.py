@@ -10,7 +10,7 @@ from dist_attn_service.base.errors import NotFound
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.metrics import Metrics
-from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 from dist_attn_service.jobs.files import JobFiles
 from dist_attn_service.jobs.record import JobRecord, end_of
 from dist_attn_service.jobs.runner import JobRunner
@@ -24,7 +24,7 @@ from tests.support.stores import Clock
 GRACE_S, DAY_S = 100.0, 86_400.0
 
 
-def run(folder: Path, work: Callable[[JobBook, JobRunner, Clock, list[str]], Awaitable[None]]) -> None:
+def run(folder: Path, work: Callable[[JobCatalogue, JobRunner, Clock, list[str]], Awaitable[None]]) -> None:
     """Have `work` done with the catalogue, the upkeep and the names of three jobs: ended, waiting, being received."""
 
     async def whole() -> None:
@@ -32,23 +32,23 @@ def run(folder: Path, work: Callable[[JobBook, JobRunner, Clock, list[str]], Awa
         settings = Settings(
             api_address="ipc:///nowhere", model=model_folder(folder), data_dir=folder, expired_seconds=GRACE_S
         )
-        book = JobBook(MemoryRecords(), JobLimits(1 << 30, 300, 15.0), clock)
+        catalogue = JobCatalogue(MemoryRecords(), JobLimits(1 << 30, 300, 15.0), clock)
         store = await StateStore.over(MemoryRecords(), MemoryBlobs())
         files = JobFiles(folder)
-        runner = JobRunner(settings, book, files, JobStates(store, log), {}, log, Metrics(), clock.monotonic)
+        runner = JobRunner(settings, catalogue, files, JobStates(store, log), {}, log, Metrics(), clock.monotonic)
         now = clock()
         waits = JobRecord(
             caller="ann", kind="encoding", model="m", created_at=now, expires_at=now + DAY_S, state="queued"
         )
         receives = JobRecord(
             caller="ann", kind="encoding", model="m", created_at=now, expires_at=now + DAY_S, state="receiving",
-            runner=book.runner, lease_until=now + 15.0,
+            runner=catalogue.runner, lease_until=now + 15.0,
         )  # fmt: skip
-        names = [await book.add(record) for record in (end_of(waits, "succeeded", now, DAY_S), waits, receives)]
+        names = [await catalogue.add(record) for record in (end_of(waits, "succeeded", now, DAY_S), waits, receives)]
         for name in names:
             files.make(name)
             files.add_input(name, b"kept")
-        await work(book, runner, clock, names)
+        await work(catalogue, runner, clock, names)
         await store.close()
 
     asyncio.run(whole())
@@ -62,10 +62,10 @@ def left_in(folder: Path) -> int:
 def test_a_clock_that_is_set_wrong_deletes_no_job(tmp_path: Path) -> None:
     """Set ahead by more than a life it hides jobs, runs none and deletes none; once it is right they are there."""
 
-    async def work(book: JobBook, runner: JobRunner, clock: Clock, names: list[str]) -> None:
+    async def work(catalogue: JobCatalogue, runner: JobRunner, clock: Clock, names: list[str]) -> None:
         clock.now += 2 * GRACE_S
         until = clock() + 15.0
-        await book.change(names[2], lambda record: msgspec.structs.replace(record, lease_until=until))
+        await catalogue.change(names[2], lambda record: msgspec.structs.replace(record, lease_until=until))
         for step in (8 * DAY_S, 0.0, 8 * DAY_S, 0.0):
             clock.step = step
             await runner._sweep()
@@ -73,12 +73,12 @@ def test_a_clock_that_is_set_wrong_deletes_no_job(tmp_path: Path) -> None:
             clock.now += 3
             await runner._sweep()
             assert left_in(tmp_path) == 3
-            listed = {name for name, _ in await book.listed("ann", "", 10)}
+            listed = {name for name, _ in await catalogue.listed("ann", "", 10)}
             assert listed == (set() if step else set(names[:2]))
             if step:
-                assert await book.claim(lambda record: record) is None
+                assert await catalogue.claim(lambda record: record) is None
                 with pytest.raises(NotFound, match="expired"):
-                    await book.get(names[0], "ann")
+                    await catalogue.get(names[0], "ann")
 
     run(tmp_path, work)
 
@@ -86,7 +86,7 @@ def test_a_clock_that_is_set_wrong_deletes_no_job(tmp_path: Path) -> None:
 def test_what_has_expired_goes_after_its_grace(tmp_path: Path) -> None:
     """A job goes once it has been expired for so long, one whose receiver is silent after its lease."""
 
-    async def work(book: JobBook, runner: JobRunner, clock: Clock, names: list[str]) -> None:
+    async def work(catalogue: JobCatalogue, runner: JobRunner, clock: Clock, names: list[str]) -> None:
         clock.now += DAY_S + GRACE_S - 1
         await runner._sweep()
         assert left_in(tmp_path) == 2

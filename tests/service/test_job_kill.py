@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import lines_of
@@ -71,10 +71,10 @@ def test_jobs_of_an_earlier_version_go_on(tmp_path: Path) -> None:
 
 async def _forget_digests(data: Path, names: tuple[str, ...]) -> None:
     """Make the records what an earlier version wrote."""
-    book = await JobBook.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))
+    catalogue = await JobCatalogue.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))
     for name in names:
-        await book.change(name, lambda record: msgspec.structs.replace(record, input_sha256=""))
-    await book.close()
+        await catalogue.change(name, lambda record: msgspec.structs.replace(record, input_sha256=""))
+    await catalogue.close()
 
 
 def _job(url: str, name: str) -> dict[str, Any]:

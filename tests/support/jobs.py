@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dist_attn_service.jobs.book import JobBook, JobLimits
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 from dist_attn_service.jobs.record import JobPoint
 
 __all__ = ["point_of"]
@@ -10,8 +10,8 @@ __all__ = ["point_of"]
 
 async def point_of(data: Path, name: str) -> JobPoint | None:
     """Where a job would go on if its process died now."""
-    book = await JobBook.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))
+    catalogue = await JobCatalogue.open("", data / "jobs", JobLimits(1 << 30, 100, 15.0))
     try:
-        return (await book.get(name)).point
+        return (await catalogue.get(name)).point
     finally:
-        await book.close()
+        await catalogue.close()

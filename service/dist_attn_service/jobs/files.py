@@ -19,8 +19,6 @@ from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.encodings.rows import RowBlock
 
-__all__ = ["JobFiles", "RowFile", "unbroken"]
-
 T = TypeVar("T")
 RANGE_BYTES = 32
 

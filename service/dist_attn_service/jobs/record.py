@@ -1,15 +1,14 @@
 """What is known of one job: a value that changes as a whole, and stands in the catalogue as JSON."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from dist_attn.errors import StorageError
+from dist_attn.store.ledger import Record, changed, moment
 from dist_attn.wire.messages import RowSpec
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.encodings.encoding_run import RunPoint
-
-__all__ = ["ENDED", "Event", "JobPoint", "JobRecord", "State", "decode_job", "encode_job", "end_of", "with_event"]
 
 State = Literal["receiving", "queued", "running", "succeeded", "failed", "cancelled"]
 ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
@@ -32,7 +31,7 @@ class JobPoint(msgspec.Struct, frozen=True):
     snapshot: str
 
 
-class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
+class JobRecord(Record, frozen=True, kw_only=True):
     """One job. Times are unix times in seconds; `expected_tokens` may be an estimate, `rows` are those safe on disk.
 
     `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
@@ -40,6 +39,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     `input_sha256` is in hex, of all `input_bytes` of an encoding; empty in records of an earlier version.
     """
 
+    KIND: ClassVar[str] = "job"
     caller: str
     kind: Literal["encoding", "completion"]
     model: str
@@ -66,6 +66,24 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     deleted: bool = False
     point: JobPoint | None = None
     events: tuple[Event, ...] = ()
+
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those of a caller, those that expire, those that have not ended."""
+        is_open = not self.ended or self.deleted
+        keys = (self.caller_key(name), f"expiry/{moment(self.expires_at)}/{name}", self.open_key(name))
+        return keys if is_open else keys[:-1]
+
+    def sums(self) -> Mapping[str, int]:
+        """One of its caller's, and its bytes."""
+        return {f"usage/{self.caller}": 1, "usage": self.disk_bytes}
+
+    def caller_key(self, name: str) -> str:
+        """Its place among those of its caller."""
+        return f"caller/{self.caller}/{moment(self.created_at)}/{name}"
+
+    def open_key(self, name: str) -> str:
+        """Its place among those that have not ended."""
+        return f"open/{moment(self.created_at)}/{name}"
 
     @property
     def life_s(self) -> float:
@@ -97,28 +115,12 @@ def with_event(record: JobRecord, kind: str, at: float, **data: Any) -> JobRecor
     before = record.events
     if kind == "progress" and before and before[-1].type == "progress":
         before = before[:-1]
-    return msgspec.structs.replace(record, events=(*before, event)[-KEPT_EVENTS:])
-
-
-def encode_job(record: JobRecord) -> bytes:
-    """As it stands in the catalogue."""
-    return msgspec.json.encode(record)
-
-
-def decode_job(data: bytes) -> JobRecord:
-    """From the catalogue.
-
-    Raises: StorageError when it is no job.
-    """
-    try:
-        return msgspec.json.decode(data, type=JobRecord)
-    except msgspec.MsgspecError as error:
-        raise StorageError(f"the catalogue of jobs holds what is no job ({error}); it is damaged") from None
+    return changed(record, events=(*before, event)[-KEPT_EVENTS:])
 
 
 def end_of(record: JobRecord, state: State, at: float, keep_seconds: float, **more: Any) -> JobRecord:
     """The record of a job that has ended, with the event that says so; it is kept for so long."""
-    ended = msgspec.structs.replace(
+    ended = changed(
         record,
         state=state,
         ended_at=at,

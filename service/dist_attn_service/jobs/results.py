@@ -12,12 +12,10 @@ from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, m
 from dist_attn_service.encodings.rows import FLOATS_PER_CALL, RowBlock
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.http.exchange import ResponseWriter
-from dist_attn_service.jobs.book import JobBook
+from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.jobs.files import JobFiles
 from dist_attn_service.jobs.record import JobRecord
 from dist_attn_service.schemas.completions import EncodingSummary, Usage
-
-__all__ = ["JobResults", "ResultWanted", "not_done"]
 
 T = TypeVar("T")
 
@@ -49,10 +47,10 @@ class JobResults:
     """Writes results; holds what they share."""
 
     def __init__(
-        self, settings: Settings, book: JobBook, files: JobFiles, model: ServedModel, threads: Executor
+        self, settings: Settings, catalogue: JobCatalogue, files: JobFiles, model: ServedModel, threads: Executor
     ) -> None:
         self._settings = settings
-        self._book = book
+        self._catalogue = catalogue
         self._files = files
         self._model = model
         self._threads = threads
@@ -86,7 +84,7 @@ class JobResults:
         try:
             async for block in self._follow(name, record.caller, wanted.first_row):
                 await writer.write(await self._beside(lambda block=block: form.rows(block)))  # type: ignore[misc]
-            ended = await self._book.get(name, record.caller)
+            ended = await self._catalogue.get(name, record.caller)
             if ended.state != "succeeded":
                 raise _as_error(ended)
         except ServiceError as error:
@@ -129,7 +127,7 @@ class JobResults:
         """Rows from `at` on, as they become safe, until the job has ended."""
         file = self._files.rows(name, self._model.hidden_size)
         while True:
-            record = await self._book.get(name, caller)
+            record = await self._catalogue.get(name, caller)
             while at < record.rows:
                 count = min(self._step(), record.rows - at)
                 yield await self._read(lambda at=at, count=count: file.read(at, count))  # type: ignore[misc]

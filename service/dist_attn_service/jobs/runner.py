@@ -8,20 +8,17 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, final
 
-import msgspec
-
 from dist_attn.store import ExpiryGrace
+from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import Code, ServiceError, UnforeseenError
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.http.exchange import task_group
-from dist_attn_service.jobs.book import JobBook, JobGone
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobGone
 from dist_attn_service.jobs.files import JobFiles, unbroken
 from dist_attn_service.jobs.record import JobPoint, JobRecord, State, end_of, with_event
 from dist_attn_service.jobs.states import JobStates
-
-__all__ = ["Complete", "JobRunner", "Report", "Work"]
 
 SWEEP_SECONDS = 30.0  # at most; a third of how long an ended job is kept, where that is less
 PAST_SAVES = 20  # over which a job's own speed is taken
@@ -72,7 +69,7 @@ class JobRunner:
     def __init__(
         self,
         settings: Settings,
-        book: JobBook,
+        catalogue: JobCatalogue,
         files: JobFiles,
         states: JobStates,
         works: Mapping[str, Work],
@@ -81,13 +78,13 @@ class JobRunner:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._book = book
+        self._catalogue = catalogue
         self._files = files
         self._states = states
         self._works = works
         self._log = log
         self._metrics = metrics
-        self._grace = ExpiryGrace(settings.expired_seconds, book.clock, monotonic)
+        self._grace = ExpiryGrace(settings.expired_seconds, catalogue.clock, monotonic)
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._interrupted: set[str] = set()
@@ -127,7 +124,7 @@ class JobRunner:
             self._wake.clear()
             try:
                 while self.running < self._settings.jobs.at_once:
-                    claimed = await self._book.claim(self._begun)
+                    claimed = await self._catalogue.claim(self._begun)
                     if claimed is None:
                         break
                     self._begin(*claimed)
@@ -143,18 +140,16 @@ class JobRunner:
     async def _sweep(self) -> None:
         """Remove jobs that have expired, were deleted or lost their receiver, with their files."""
         self._grace.deletable_until()  # a jump of the clock is noticed in each round, also where nothing has expired
-        lost = await self._book.lost(self._grace.deletable_until)
+        lost = await self._catalogue.lost(self._grace.deletable_until)
         warn_of_jump(self._log, self._grace, "job")
         for name in lost:
             self.interrupt(name)
             await asyncio.to_thread(self._files.remove, name)
-            await self._book.remove(name)
+            await self._catalogue.remove(name)
 
     def _begun(self, record: JobRecord) -> JobRecord:
-        now = self._book.clock()
-        again = msgspec.structs.replace(
-            record, state="running", attempts=record.attempts + 1, started_at=record.started_at or now
-        )
+        now = self._catalogue.clock()
+        again = changed(record, state="running", attempts=record.attempts + 1, started_at=record.started_at or now)
         return with_event(again, "started" if record.started_at is None else "resumed", now, rows=record.rows)
 
     def _begin(self, name: str, record: JobRecord) -> None:
@@ -217,16 +212,16 @@ class JobRunner:
         """
         async with report.saving:
             rows = None if report.settle is None else await unbroken(report.settle)
-            await self._book.change(name, lambda record: self._progress(record, report, rows))
+            await self._catalogue.change(name, lambda record: self._progress(record, report, rows))
 
     def _progress(self, record: JobRecord, report: Report, rows: int | None) -> JobRecord:
-        now = self._book.clock()
-        if record.runner != self._book.runner or record.cancel or record.deleted:
+        now = self._catalogue.clock()
+        if record.runner != self._catalogue.runner or record.cancel or record.deleted:
             raise _Stop
         rows = record.rows if rows is None else rows
         tokens, expected = report.tokens(), report.expected()
         moved = (tokens, rows) != (record.tokens, record.rows)
-        record = msgspec.structs.replace(
+        record = changed(
             record,
             tokens=tokens,
             rows=rows,
@@ -241,18 +236,18 @@ class JobRunner:
     # ---- ends ----------------------------------------------------------------------------------
 
     async def _end(self, name: str, state: State, changes: dict[str, Any]) -> None:
-        now, keep = self._book.clock(), self._settings.jobs.keep_s
+        now, keep = self._catalogue.clock(), self._settings.jobs.keep_s
         point: JobPoint | None = None
 
         def ended(record: JobRecord) -> JobRecord:
             nonlocal point
-            if record.runner != self._book.runner:
+            if record.runner != self._catalogue.runner:
                 raise _Stop
             point = record.point
             return end_of(record, state, now, keep, point=None, **changes)
 
         try:
-            record = await self._book.change(name, ended)
+            record = await self._catalogue.change(name, ended)
         except (_Stop, JobGone):
             return
         except ServiceError as error:  # what it has come to does not fit on the disk any more
@@ -271,31 +266,31 @@ class JobRunner:
     async def _stopped(self, name: str) -> None:
         """The job was cancelled or deleted, is gone, or is another process's now."""
         try:
-            record = await self._book.change(name, lambda record: record)
+            record = await self._catalogue.change(name, lambda record: record)
         except JobGone:
             await asyncio.to_thread(self._files.remove, name)
             return
         except ServiceError as error:  # then its lease ends
             self._log.warning("a job could not be stopped in the catalogue", job=name, error=str(error))
             return
-        if record.runner == self._book.runner and (record.cancel or record.deleted):
+        if record.runner == self._catalogue.runner and (record.cancel or record.deleted):
             await self._end(name, "cancelled", {})
 
     async def _forget(self, name: str) -> None:
         await asyncio.to_thread(self._files.remove, name)
-        await self._book.remove(name)
+        await self._catalogue.remove(name)
 
     async def _hand_back(self, name: str, pause: float) -> None:
         """Let anybody go on with it, after a pause of so many seconds."""
-        now = self._book.clock()
+        now = self._catalogue.clock()
 
         def back(record: JobRecord) -> JobRecord:
-            if record.runner != self._book.runner or record.cancel or record.deleted:
+            if record.runner != self._catalogue.runner or record.cancel or record.deleted:
                 raise _Stop
-            return msgspec.structs.replace(record, state="queued", runner="", lease_until=0.0, retry_at=now + pause)
+            return changed(record, state="queued", runner="", lease_until=0.0, retry_at=now + pause)
 
         try:
-            await self._book.change(name, back)
+            await self._catalogue.change(name, back)
         except (_Stop, JobGone):
             await self._stopped(name)
         except ServiceError as error:  # then its lease ends

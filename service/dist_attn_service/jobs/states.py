@@ -9,8 +9,6 @@ from dist_attn_service.base.errors import NotFound
 from dist_attn_service.base.logs import Log
 from dist_attn_service.jobs.record import JobPoint
 
-__all__ = ["JobStates"]
-
 
 @final
 class JobStates:

@@ -70,7 +70,7 @@ async def create_encoding(request: Request) -> Response:
 
     if await becomes_job(services, request.headers, source):
         with services.open_requests.one(record.holder):
-            made = await services.jobs.desk.encoding(record.caller, spec, source.chunks(), source.size)
+            made = await services.jobs.api.encoding(record.caller, spec, source.chunks(), source.size)
         return await job_response(services, *made, preference_applied="respond-async")
 
     async def exchange(writer: ResponseWriter) -> None:

@@ -50,7 +50,7 @@ async def version() -> Version:
 async def status(request: Request) -> ServiceState:
     """Ranks, queue, sessions, speed; 200 also while the engine is not ready."""
     services = services_of(request)
-    health, stored = services.watch.health(), await services.sessions.kept.totals()
+    health, stored = services.watch.health(), await services.sessions.stored.totals()
     stopping = services.open_requests.closed
     own = {
         "ready": health.ready and not stopping,
@@ -90,6 +90,6 @@ async def status(request: Request) -> ServiceState:
 async def metrics(request: Request) -> Response:
     """Counters and gauges in Prometheus' text format, or in OpenMetrics when that is asked for."""
     services = services_of(request)
-    await services.sessions.kept.totals()  # so that the gauges tell of this moment
+    await services.sessions.stored.totals()  # so that the gauges tell of this moment
     text, media_type = services.metrics.render(request.headers.get("accept", ""))
     return Response(text, headers={"content-type": media_type})

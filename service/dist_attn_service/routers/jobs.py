@@ -68,7 +68,7 @@ async def create_job(request: Request) -> Response:
         source = document_source(request, services, body)
         with services.open_requests.one(record.holder):
             rows = services.rows(options)
-            made = await services.jobs.desk.encoding(record.caller, rows, source.chunks(), source.size)
+            made = await services.jobs.api.encoding(record.caller, rows, source.chunks(), source.size)
         return await job_response(services, *made)
     wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), JobRequest)
     services.check_model(wanted.model)
@@ -87,7 +87,7 @@ async def _encoding(services: Services, caller: str, wanted: JobRequest) -> tupl
     }
     spec = services.rows(EncodingOptions.model_validate({k: v for k, v in named.items() if v is not None}))
     source = await named_source(services, caller, wanted.input, wanted.file_id)
-    return await services.jobs.desk.encoding(caller, spec, source.chunks(), source.size)
+    return await services.jobs.api.encoding(caller, spec, source.chunks(), source.size)
 
 
 async def _completion(services: Services, asked: Request, wanted: JobRequest) -> tuple[str, JobRecord]:
@@ -108,7 +108,7 @@ async def _completion(services: Services, asked: Request, wanted: JobRequest) ->
     # A seed that is settled now gives the same text when the work is done again.
     seed = secrets.randbits(63) if request.seed is None else request.seed
     options = {**request.model_dump(mode="json", exclude_unset=True), "seed": seed}
-    return await services.jobs.desk.completion(record_of(asked).caller, options)
+    return await services.jobs.api.completion(record_of(asked).caller, options)
 
 
 def _refuse_format(options: EncodingOptions) -> None:
@@ -124,7 +124,7 @@ def _refuse_format(options: EncodingOptions) -> None:
 
 async def job_response(services: Services, name: str, record: JobRecord, **headers: str) -> Response:
     """202: the job is taken, and where it is."""
-    job = await services.jobs.desk.view(name, record)
+    job = await services.jobs.api.view(name, record)
     told = {"location": f"/v1/jobs/{name}", **{key.replace("_", "-"): value for key, value in headers.items()}}
     return Response(job.model_dump_json(), status_code=202, media_type="application/json", headers=told)
 
@@ -134,8 +134,8 @@ async def list_jobs(request: Request) -> JobList:
     """In order of arrival, a page at a time: `after` is the last id of the page before."""
     services = services_of(request)
     options = parse_query(request.query_params.multi_items(), ListJobs)
-    found = await services.jobs.desk.listed(record_of(request).caller, options.after, options.limit + 1)
-    jobs = [await services.jobs.desk.view(name, record) for name, record in found[: options.limit]]
+    found = await services.jobs.api.listed(record_of(request).caller, options.after, options.limit + 1)
+    jobs = [await services.jobs.api.view(name, record) for name, record in found[: options.limit]]
     return JobList(data=jobs, has_more=len(found) > options.limit)
 
 
@@ -143,21 +143,21 @@ async def list_jobs(request: Request) -> JobList:
 async def get_job(request: Request, job_id: str) -> Job:
     """Its status, progress and the time that it will still take."""
     services = services_of(request)
-    return await services.jobs.desk.view(job_id, await services.jobs.desk.get(record_of(request).caller, job_id))
+    return await services.jobs.api.view(job_id, await services.jobs.api.get(record_of(request).caller, job_id))
 
 
 @router.post("/v1/jobs/{job_id}/cancel", summary="Stop a job")
 async def cancel_job(request: Request, job_id: str) -> Job:
     """At once where it waits, within a second or so where it runs; rows that are there stay."""
     services = services_of(request)
-    return await services.jobs.desk.view(job_id, await services.jobs.desk.cancel(record_of(request).caller, job_id))
+    return await services.jobs.api.view(job_id, await services.jobs.api.cancel(record_of(request).caller, job_id))
 
 
 @router.delete("/v1/jobs/{job_id}", summary="Stop and forget a job", status_code=204, response_class=Response)
 async def delete_job(request: Request, job_id: str) -> Response:
     """Its input and results go too."""
     services = services_of(request)
-    await services.jobs.desk.delete(record_of(request).caller, job_id)
+    await services.jobs.api.delete(record_of(request).caller, job_id)
     return Response(status_code=204)
 
 
@@ -175,7 +175,7 @@ async def follow_job(request: Request, job_id: str) -> Response:
     last = request.headers.get("last-event-id", "")
     if last.isdecimal() and len(last) < 17:
         after = max(after, int(last))
-    await services.jobs.desk.get(record.caller, job_id)
+    await services.jobs.api.get(record.caller, job_id)
     body = services.body(request)
 
     async def exchange(writer: ResponseWriter) -> None:
@@ -189,7 +189,7 @@ async def _events(services: Services, caller: str, name: str, after: int, writer
     await writer.start(EVENT_STREAM)
     await writer.write(b": following\n\n")
     seen = after
-    async for event in services.jobs.desk.events(caller, name, after, services.settings.ping_seconds):
+    async for event in services.jobs.api.events(caller, name, after, services.settings.ping_seconds):
         if event is None:
             await writer.write(b": ping\n\n")
             continue
@@ -214,7 +214,7 @@ async def get_result(request: Request, job_id: str) -> Response:
     """Rows as /v1/encodings gives them, while the job runs as they come; of a completion its JSON."""
     services, record = services_of(request), record_of(request)
     options = parse_query(request.query_params.multi_items(), ResultOptions)
-    job = await services.jobs.desk.get(record.caller, job_id)
+    job = await services.jobs.api.get(record.caller, job_id)
     if job.kind == "completion":
         return Response(await services.jobs.results.completion(job_id, job), media_type="application/json")
     form, first = choose_format(options.format, request.headers.get("accept", "")), options.from_row

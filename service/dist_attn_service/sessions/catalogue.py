@@ -16,8 +16,6 @@ from dist_attn_service.schemas.sessions import (
 from dist_attn_service.sessions.headers import entity_tag
 from dist_attn_service.sessions.refusals import store_refusals
 
-__all__ = ["SessionCatalogue"]
-
 
 @final
 class SessionCatalogue:

@@ -8,8 +8,6 @@ import numpy as np
 
 from dist_attn.text.base import TokenArray
 
-__all__ = ["FedTokens"]
-
 
 @final
 class FedTokens:

@@ -8,8 +8,6 @@ from starlette.datastructures import Headers
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 
-__all__ = ["content_digest", "entity_tag", "expected_digest", "idempotency_key", "names_tag", "require_match"]
-
 _KEY = re.compile(r"[\x21\x23-\x7e]{1,256}")
 _TAG = re.compile(r'\s*(W/)?"([\x21\x23-\x7e]*)"\s*(?:,|$)')
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]{0,128}):\s*(?:;[^,]*)?(?=,|$)")

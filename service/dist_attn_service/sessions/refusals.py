@@ -17,8 +17,6 @@ from dist_attn.errors import (
 )
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, retry_after
 
-__all__ = ["NO_RETRY", "store_refusals"]
-
 NO_RETRY = {"x-should-retry": "false"}  # the official client would send a 409 or 429 again by itself
 
 

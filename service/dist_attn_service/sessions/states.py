@@ -15,8 +15,6 @@ from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.sessions.headers import entity_tag, expected_digest, require_match
 from dist_attn_service.sessions.refusals import store_refusals
 
-__all__ = ["SessionStates", "StoredState"]
-
 NO_STATE = "has no state yet, for nothing was appended; append a text, or put a state"
 
 

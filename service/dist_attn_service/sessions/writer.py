@@ -13,8 +13,6 @@ from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.http.exchange import task_group
 from dist_attn_service.sessions.refusals import store_refusals
 
-__all__ = ["SessionWriter", "writing"]
-
 BEATS = 4  # signs of life in the time after which a silent writer is taken for dead
 
 

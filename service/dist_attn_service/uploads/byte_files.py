@@ -27,7 +27,7 @@ T = TypeVar("T")
 BLOCK_BYTES = 256 << 10  # one write or read
 HASH_BYTES = 4 << 20
 LOCK_SECONDS = 5.0  # somebody who writes is given to make way
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 WANTED = ".wanted"
 NO_RETRY = {"x-should-retry": "false"}  # the official client would send a 409, 429 or 507 again by itself
 
@@ -61,7 +61,7 @@ class ByteFolder:
             async with asyncio.timeout(LOCK_SECONDS):
                 while not await self.beside(_locked, descriptor):
                     await self.beside(wanted.touch, mode=0o600)
-                    await asyncio.sleep(LOOK_SECONDS)
+                    await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             raise ServiceError(
                 "another request is writing to this upload; send it again once that one has ended",

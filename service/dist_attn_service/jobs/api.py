@@ -9,19 +9,18 @@ from typing import Any, Literal, final
 
 import msgspec
 
+from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.workload import Workload
-from dist_attn_service.jobs.book import JobBook
+from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.jobs.files import JobFiles, unbroken
 from dist_attn_service.jobs.record import Event, JobRecord, end_of, with_event
 from dist_attn_service.jobs.runner import JobRunner
 from dist_attn_service.jobs.states import JobStates
 from dist_attn_service.schemas.jobs import Job, JobProgress
-
-__all__ = ["JobDesk"]
 
 STEP_BYTES = 8 << 20  # of disk, taken at once while a body of unknown length comes in
 WRITE_BYTES = 1 << 20
@@ -29,13 +28,13 @@ RENEW_SECONDS = 5.0
 
 
 @final
-class JobDesk:
+class JobApi:
     """What routes do with jobs. `runner` is that of this process, which is told at once what others see later."""
 
     def __init__(
         self,
         settings: Settings,
-        book: JobBook,
+        catalogue: JobCatalogue,
         files: JobFiles,
         states: JobStates,
         runner: JobRunner,
@@ -43,7 +42,7 @@ class JobDesk:
         workload: Workload,
     ) -> None:
         self._settings = settings
-        self._book = book
+        self._catalogue = catalogue
         self._files = files
         self._states = states
         self._runner = runner
@@ -63,11 +62,11 @@ class JobDesk:
             job.
         """
         lease = self._settings.body_idle_seconds + self._settings.jobs.lease_s
-        until, runner = self._book.clock() + lease, self._book.runner
+        until, runner = self._catalogue.clock() + lease, self._catalogue.runner
         record = self._new(
             caller, "encoding", state="receiving", spec=spec, disk_bytes=size or 0, runner=runner, lease_until=until
         )
-        name = await self._book.add(record)
+        name = await self._catalogue.add(record)
         try:
             total, sha256 = await self._receive(name, body, size or 0, lease)
             if not total:
@@ -88,12 +87,12 @@ class JobDesk:
         """
         size = len(msgspec.json.encode(request))
         record = self._new(caller, "completion", completion=request, disk_bytes=size)
-        name = await self._book.add(with_event(record, "created", self._book.clock()))
+        name = await self._catalogue.add(with_event(record, "created", self._catalogue.clock()))
         self._runner.wake()
-        return name, await self._book.get(name)
+        return name, await self._catalogue.get(name)
 
     def _new(self, caller: str, kind: Literal["encoding", "completion"], **values: Any) -> JobRecord:
-        now = self._book.clock()
+        now = self._catalogue.clock()
         return JobRecord(
             caller=caller,
             kind=kind,
@@ -106,7 +105,7 @@ class JobDesk:
     async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> tuple[int, str]:
         """Write the body to the job's file; its length, and its SHA-256 in hex."""
         await asyncio.to_thread(self._files.make, name)
-        total, waiting, renewed, digest = 0, bytearray(), self._book.clock(), hashlib.sha256()
+        total, waiting, renewed, digest = 0, bytearray(), self._catalogue.clock(), hashlib.sha256()
 
         def write(data: bytes) -> None:
             digest.update(data)
@@ -117,10 +116,10 @@ class JobDesk:
             if total > self._settings.body_bytes:
                 raise TooLarge(f"a document may have {self._settings.body_bytes} bytes")
             waiting += chunk
-            now = self._book.clock()
+            now = self._catalogue.clock()
             if total > reserved or now - renewed > RENEW_SECONDS:
                 reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
-                await self._book.change(name, _holding(reserved, now + lease))
+                await self._catalogue.change(name, _holding(reserved, now + lease))
             if len(waiting) >= WRITE_BYTES:
                 await unbroken(partial(write, bytes(waiting)))
                 waiting.clear()
@@ -130,20 +129,20 @@ class JobDesk:
     async def _enqueue(self, name: str, total: int, sha256: str) -> JobRecord:
         ratio = self._workload.ratio.measured()
         expected = None if ratio is None else total * ratio.tokens_per_byte
-        now = self._book.clock()
+        now = self._catalogue.clock()
 
         def queued(record: JobRecord) -> JobRecord:
             received = {"input_bytes": total, "input_sha256": sha256, "disk_bytes": total, "expected_tokens": expected}
-            record = msgspec.structs.replace(record, state="queued", runner="", lease_until=0.0, **received)
+            record = changed(record, state="queued", runner="", lease_until=0.0, **received)
             return with_event(record, "created", now)
 
-        record = await self._book.change(name, queued)
+        record = await self._catalogue.change(name, queued)
         self._runner.wake()
         return record
 
     async def _drop(self, name: str) -> None:
         await asyncio.to_thread(self._files.remove, name)
-        await self._book.remove(name)
+        await self._catalogue.remove(name)
 
     # ---- looking -------------------------------------------------------------------------------
 
@@ -152,11 +151,11 @@ class JobDesk:
 
         Raises: NotFound.
         """
-        return await self._book.get(name, caller)
+        return await self._catalogue.get(name, caller)
 
     async def listed(self, caller: str, after: str, limit: int) -> list[tuple[str, JobRecord]]:
         """A caller's jobs in order of arrival."""
-        return await self._book.listed(caller, after, limit)
+        return await self._catalogue.listed(caller, after, limit)
 
     async def view(self, name: str, record: JobRecord) -> Job:
         """A job as its caller sees it."""
@@ -199,7 +198,7 @@ class JobDesk:
             return round(remaining / record.tokens_per_second, 1)
         if speed is None or record.kind != "encoding":
             return None
-        ahead = await self._book.ahead(name, record) if record.state == "queued" else 0.0
+        ahead = await self._catalogue.ahead(name, record) if record.state == "queued" else 0.0
         return round((ahead + remaining) / speed.tokens_per_second, 1)
 
     async def events(self, caller: str, name: str, after: int, ping_seconds: float) -> AsyncIterator[Event | None]:
@@ -208,17 +207,17 @@ class JobDesk:
         Raises: NotFound, also when it is deleted meanwhile.
         """
         clock = asyncio.get_running_loop().time
-        told = clock()
+        spoke = clock()
         while True:
-            record = await self._book.get(name, caller)
+            record = await self._catalogue.get(name, caller)
             for event in record.events:
                 if event.number > after:
-                    after, told = event.number, clock()
+                    after, spoke = event.number, clock()
                     yield event
             if record.ended:
                 return
-            if clock() - told > ping_seconds:
-                told = clock()
+            if clock() - spoke > ping_seconds:
+                spoke = clock()
                 yield None
             await asyncio.sleep(self._settings.jobs.look_s)
 
@@ -229,8 +228,8 @@ class JobDesk:
 
         What has ended stays as it is.
         """
-        await self._book.get(name, caller)
-        record = await self._book.change(name, self._cancelled)
+        await self._catalogue.get(name, caller)
+        record = await self._catalogue.change(name, self._cancelled)
         self._runner.interrupt(name)
         if record.ended:
             await self._states.forget(caller, record.point)  # who runs a job does so at its end
@@ -238,8 +237,8 @@ class JobDesk:
 
     async def delete(self, caller: str, name: str) -> None:
         """Cancel if need be, and forget."""
-        await self._book.get(name, caller)
-        record = await self._book.change(name, lambda r: msgspec.structs.replace(self._cancelled(r), deleted=True))
+        await self._catalogue.get(name, caller)
+        record = await self._catalogue.change(name, lambda r: changed(self._cancelled(r), deleted=True))
         self._runner.interrupt(name)
         if not record.runner:
             await self._states.forget(caller, record.point)
@@ -250,9 +249,9 @@ class JobDesk:
         if record.ended:
             return record
         if record.state == "queued":
-            return end_of(record, "cancelled", self._book.clock(), self._settings.jobs.keep_s)
-        return msgspec.structs.replace(record, cancel=True)
+            return end_of(record, "cancelled", self._catalogue.clock(), self._settings.jobs.keep_s)
+        return changed(record, cancel=True)
 
 
 def _holding(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
-    return lambda record: msgspec.structs.replace(record, disk_bytes=reserved, lease_until=until)
+    return lambda record: changed(record, disk_bytes=reserved, lease_until=until)

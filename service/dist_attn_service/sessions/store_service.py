@@ -15,8 +15,6 @@ from dist_attn.store.private import tighten
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 
-__all__ = ["KeptStore", "kept_store"]
-
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
 FOLDERS = ("states", "jobs", "files", "spool")  # in the data folder
@@ -24,11 +22,11 @@ STATES = (f"{CATALOGUE}*", "catalogue.repaired.sqlite*", SNAPSHOTS, "aside-2*T*"
 JOBS = (f"{CATALOGUE}*", "files")
 FILES = ("files.sqlite*", "bytes")
 OURS = (*FOLDERS, *STATES, *JOBS, *FILES)
-LOOK_SECONDS = 1.0  # whoever asks for the status does not wait longer for a store that is away
+STATUS_TIMEOUT_SECONDS = 1.0  # whoever asks for the status does not wait longer for a store that is away
 
 
 @final
-class KeptStore:
+class StoreService:
     """The open store, and how much it holds."""
 
     def __init__(self, store: StateStore, settings: Settings, log: Log) -> None:
@@ -39,12 +37,30 @@ class KeptStore:
         self._repaired_at = time.monotonic()  # the store repairs itself when it is opened
         self._totals = Usage()
 
+    @staticmethod
+    @asynccontextmanager
+    async def opened(settings: Settings, log: Log) -> "AsyncIterator[StoreService]":
+        """The store that the settings name, with its upkeep, until the block ends.
+
+        Raises: StorageError, ConfigError or MissingExtraError when it cannot be opened.
+        """
+        await asyncio.to_thread(_close_to_others, settings, log)
+        address, blobs = settings.store_address, settings.store.blobs
+        async with await open_store(address, settings.store_limits, blobs=blobs) as store:
+            service = StoreService(store, settings, log)
+            task = asyncio.create_task(service.upkeep(), name="store-upkeep")
+            try:
+                yield service
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
     async def totals(self) -> Usage:
         """How much is kept for all callers, not older than a second; what was last known when the store is away."""
         if time.monotonic() - self._looked_at >= FRESH_SECONDS:
             self._looked_at = time.monotonic()
             with contextlib.suppress(StorageError, TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
                     self._totals = await self.store.totals()
         return self._totals
 
@@ -83,28 +99,12 @@ class KeptStore:
             )
 
 
-@asynccontextmanager
-async def kept_store(settings: Settings, log: Log) -> AsyncIterator[KeptStore]:
-    """The store that the settings name, with its upkeep, until the block ends.
-
-    Raises: StorageError, ConfigError or MissingExtraError when it cannot be opened.
-    """
-    await asyncio.to_thread(_close_to_others, settings, log)
-    async with await open_store(settings.store_address, settings.store_limits) as store:
-        kept = KeptStore(store, settings, log)
-        task = asyncio.create_task(kept.upkeep(), name="store-upkeep")
-        try:
-            yield kept
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-
 def _close_to_others(settings: Settings, log: Log) -> None:
     """Close the folders that an earlier version, or their owner, left open to other users of this machine."""
+    places = (settings.store_address, settings.store.blobs or settings.store_address)
     for folder, inside in (
         (settings.data_dir, ()),
-        (folder_of(settings.store_address), STATES),
+        *((folder_of(address), STATES) for address in dict.fromkeys(places)),
         (settings.data_dir / "jobs", JOBS),
         (settings.files_folder, FILES),
     ):

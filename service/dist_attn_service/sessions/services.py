@@ -7,28 +7,26 @@ from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.catalogue import SessionCatalogue
 from dist_attn_service.sessions.generate import GenerateService
-from dist_attn_service.sessions.keeping import KeptStore
 from dist_attn_service.sessions.states import SessionStates
-
-__all__ = ["SessionDesk"]
+from dist_attn_service.sessions.store_service import StoreService
 
 
 @dataclass(frozen=True)
-class SessionDesk:
+class SessionServices:
     """The parts that sessions are served by."""
 
-    kept: KeptStore
+    stored: StoreService
     catalogue: SessionCatalogue
     states: SessionStates
     appends: AppendService
     generations: GenerateService
 
     @classmethod
-    def over(cls, kept: KeptStore, context: ServiceContext) -> Self:
+    def over(cls, stored: StoreService, context: ServiceContext) -> Self:
         """The parts over one store, which is also the context's."""
         store = context.store
         return cls(
-            kept,
+            stored,
             SessionCatalogue(store, context.model.id),
             SessionStates(store, context.settings.store.snapshot_bytes),
             AppendService(context),

@@ -1,0 +1,242 @@
+"""The catalogue of jobs: who has which, what waits, who works on what, what expires, and how much disk all take.
+
+job/ID                   JobRecord
+caller/CALLER/TIME/ID    the jobs of a caller
+open/TIME/ID             what has not ended, in order of arrival
+expiry/TIME/ID           when it may go
+usage, usage/CALLER      the bytes of all, and the number of a caller's jobs
+"""
+
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, final
+
+from dist_attn.errors import ConfigError, StorageError
+from dist_attn.store.disk import CATALOGUE, has_records
+from dist_attn.store.ledger import Ledger, change, changed, moment, name_in
+from dist_attn.store.open import is_redis, lost_catalogue, open_records
+from dist_attn.store.owner import has_died, this_process
+from dist_attn.store.records import BufferedTransaction, Records
+from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn_service.jobs.record import JobRecord
+
+Change = Callable[[JobRecord], JobRecord]
+T = TypeVar("T")
+PAGE = 200
+NAMESPACE = "dist-attn-jobs"
+
+
+class JobGone(NotFound):
+    """The job is not in the catalogue any more."""
+
+
+@dataclass(frozen=True)
+class JobLimits:
+    """Units: bytes, jobs, seconds."""
+
+    disk_bytes: int
+    per_caller: int
+    lease_seconds: float
+
+
+@final
+class JobLedger(Ledger):
+    """Changes jobs within their limits."""
+
+    def __init__(self, transaction: BufferedTransaction, limits: JobLimits, now: float) -> None:
+        super().__init__(transaction, now)
+        self._limits = limits
+
+    def check(self, key: str, before: int, after: int) -> None:
+        """Raises: ServiceError (429) when the caller has too many jobs, (507) when the disk of jobs is full."""
+        if key == "usage":
+            if after > self._limits.disk_bytes:
+                raise ServiceError(
+                    f"jobs may take {self._limits.disk_bytes} bytes of this service's disk, and {before} are taken; "
+                    "delete jobs whose results you have, or wait for some to expire",
+                    code=Code.DISK_FULL,
+                )
+        elif after > self._limits.per_caller:
+            raise ServiceError(
+                f"you have {before} jobs, which is the limit; delete some, or let them expire",
+                code=Code.INSUFFICIENT_QUOTA,
+                headers={"x-should-retry": "false"},
+            )
+
+    async def jobs(
+        self,
+        index: str,
+        which: Callable[[JobRecord], bool],
+        *,
+        after: str = "",
+        before: str = "~",
+        limit: int | None = None,
+    ) -> list[tuple[str, JobRecord]]:
+        """Those jobs, of an index in its order and between two of its keys, for which `which` is true."""
+        jobs: list[tuple[str, JobRecord]] = []
+        while page := [key for key, _ in await self.transaction.scan(index, PAGE, after)]:
+            records = await self.find_all(JobRecord, map(name_in, page))
+            for key, record in zip(page, records, strict=True):
+                if key >= before or len(jobs) == limit:
+                    return jobs
+                if record is not None and which(record):
+                    jobs.append((name_in(key), record))
+            after = page[-1]
+        return jobs
+
+
+@final
+class JobCatalogue:
+    """Jobs over records that may be shared by several processes; every change is one transaction."""
+
+    def __init__(self, records: Records, limits: JobLimits, clock: Callable[[], float] = time.time) -> None:
+        self._records = records
+        self._limits = limits
+        self.clock = clock
+        self.runner = f"{this_process()}/{secrets.token_hex(8)}"
+        """A name of this process that no other has, and that tells others of this machine whether it lives."""
+
+    async def close(self) -> None:
+        """Let go of the records."""
+        await self._records.close()
+
+    @staticmethod
+    async def open(address: str, folder: Path, limits: JobLimits) -> "JobCatalogue":
+        """The catalogue in a file of this folder, or in Redis.
+
+        Raises: StorageError, also for a folder with the files of jobs whose catalogue is lost; ConfigError for an
+            address of another kind; MissingExtraError where redis-py is missing.
+        """
+        if address and not is_redis(address):
+            raise ConfigError(f"jobs.address is {address!r}; needed is redis://HOST:PORT/DB, or nothing for a file")
+        number = 0 if address or has_records(folder / CATALOGUE) else len([*(folder / "files").glob("??/*")])
+        if number:
+            raise lost_catalogue(folder, f"the files of {number} jobs", CATALOGUE)
+        return JobCatalogue(await open_records(address or str(folder), CATALOGUE, NAMESPACE), limits)
+
+    async def _change(self, work: Callable[[JobLedger], Awaitable[T]]) -> T:
+        try:
+            return (await change(self._records, lambda t: JobLedger(t, self._limits, self.clock()), work))[0]
+        except StorageError as error:
+            raise ServiceError(str(error), code=Code.STORAGE_FAILED) from None
+
+    async def add(self, record: JobRecord) -> str:
+        """Enter a new job; its id.
+
+        Raises: ServiceError (429) when the caller has too many, (507) when the disk of jobs is full.
+        """
+        name = f"job_{secrets.token_urlsafe(24)}"
+        await self._change(lambda ledger: ledger.save(name, record))
+        return name
+
+    async def get(self, name: str, caller: str | None = None) -> JobRecord:
+        """A job; with `caller` only one of that caller's.
+
+        Raises: NotFound.
+        """
+        record = await self._change(lambda ledger: ledger.find(JobRecord, name))
+        if record is None or self._hidden(record) or (caller is not None and record.caller != caller):
+            raise NotFound("there is no such job; it has expired, was deleted, or is another caller's", param="id")
+        return record
+
+    async def listed(self, caller: str, after: str, limit: int) -> list[tuple[str, JobRecord]]:
+        """A caller's jobs in order of arrival, those after this one."""
+
+        async def read(ledger: JobLedger) -> list[tuple[str, JobRecord]]:
+            last = await ledger.find(JobRecord, after) if after else None
+            return await ledger.jobs(
+                f"caller/{caller}/",
+                lambda record: not self._hidden(record) and record.state != "receiving",
+                after="" if last is None else last.caller_key(after),
+                limit=limit,
+            )
+
+        return await self._change(read)
+
+    async def change(self, name: str, work: Change) -> JobRecord:
+        """Change a job; what it is then.
+
+        Raises: NotFound; ServiceError (507) when it would take more disk than there is for all jobs.
+        """
+
+        async def run(ledger: JobLedger) -> JobRecord:
+            before = await ledger.find(JobRecord, name)
+            if before is None:
+                raise JobGone("there is no such job any more", param="id")
+            after = work(before)
+            await ledger.save(name, after, before)
+            return after
+
+        return await self._change(run)
+
+    async def remove(self, name: str) -> None:
+        """Forget a job."""
+
+        async def run(ledger: JobLedger) -> None:
+            record = await ledger.find(JobRecord, name)
+            if record is not None:
+                await ledger.forget(name, record)
+
+        await self._change(run)
+
+    async def claim(self, work: Change) -> tuple[str, JobRecord] | None:
+        """Become the runner of the job that has waited longest, changed by `work`; None where none waits.
+
+        A job whose runner has died waits again.
+        """
+
+        async def run(ledger: JobLedger) -> tuple[str, JobRecord] | None:
+            for name, record in await ledger.jobs("open/", lambda each: self._waits(each, ledger.now), limit=1):
+                lease = ledger.now + self._limits.lease_seconds
+                mine = work(changed(record, runner=self.runner, lease_until=lease))
+                await ledger.save(name, mine, record)
+                return name, mine
+            return None
+
+        return await self._change(run)
+
+    async def ahead(self, name: str, record: JobRecord) -> float:
+        """Tokens of jobs that have waited longer; of those that do not know, none count."""
+        jobs = await self._change(
+            lambda ledger: ledger.jobs(
+                "open/", lambda other: other.kind == "encoding", before=record.open_key(name), limit=PAGE
+            )
+        )
+        return sum((max(0.0, (other.expected_tokens or 0) - other.tokens) for _, other in jobs), 0.0)
+
+    async def lost(self, deletable_until: Callable[[float], float]) -> list[str]:
+        """Jobs that may go: those that have expired or were deleted, and bodies whose receiver died.
+
+        Those that live for so many seconds may go if they expired at the time that `deletable_until` gives, or before.
+        """
+
+        def expired(record: JobRecord) -> bool:
+            return record.expires_at <= deletable_until(record.life_s)
+
+        def abandoned(record: JobRecord) -> bool:
+            unwanted = record.state == "receiving" or record.deleted
+            return unwanted and self.dead(record, deletable_until(self._limits.lease_seconds))
+
+        async def run(ledger: JobLedger) -> list[str]:
+            jobs = await ledger.jobs("expiry/", expired, before=f"expiry/{moment(ledger.now)}/~")
+            return list(dict.fromkeys(name for name, _ in [*jobs, *await ledger.jobs("open/", abandoned)]))
+
+        return await self._change(run)
+
+    def _hidden(self, record: JobRecord) -> bool:
+        """Whether callers are not shown it any more: it was deleted, or has expired, and goes later."""
+        return record.deleted or record.expires_at <= self.clock()
+
+    def dead(self, record: JobRecord, now: float) -> bool:
+        """Whether nobody works on it, as far as this process can know."""
+        if not record.runner or record.lease_until <= now:
+            return True
+        return has_died(record.runner.rpartition("/")[0])
+
+    def _waits(self, record: JobRecord, now: float) -> bool:
+        if self._hidden(record) or record.retry_at > now:
+            return False
+        return record.state == "queued" or (record.state == "running" and self.dead(record, now))
