@@ -8,7 +8,6 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from dist_attn.model_config.mixer import registered_mixers
 from dist_attn.models import ModelConfig, build_model
 from dist_attn.training.config import TrainingConfig
 from dist_attn_research.papers.experiment import Budget, Done, Job
@@ -23,12 +22,11 @@ def _jobs(budget: Budget) -> dict[str, Job]:
     return {job.arm: job for job in MIXERS.jobs(budget, (0,))}
 
 
-def test_every_kind_is_compared() -> None:
-    """Each kind of mixer is timed, and each that goes on from a state is a language model."""
-    kinds = {*registered_mixers()} - {"bidirectional"}
-    assert {options["kind"] for options in LAYERS_ALONE.values()} == kinds
-    assert {options["kind"] for options in CAUSAL.values()} == kinds - {"fnet", "sgconv", "mlp_mixer"}
-    assert kinds - {options["kind"] for options in (*CAUSAL.values(), *ENCODERS.values())} == {"mlp_mixer"}
+def test_every_model_is_timed() -> None:
+    """Every kind of mixer that a model is compared with is timed as a layer alone."""
+    timed = {options["kind"] for options in LAYERS_ALONE.values()}
+    assert timed >= {options["kind"] for options in CAUSAL.values()}
+    assert timed | {"bidirectional"} >= {options["kind"] for options in ENCODERS.values()}
 
 
 def test_models_are_of_one_size() -> None:

@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_attn.costs import LanguageModelCosts, read_model_costs
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
-from dist_attn.model_config.mixer import registered_mixers
 from dist_attn.model_config.mixers import exact, kernels, state_spaces
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
@@ -39,8 +38,7 @@ def test_numbers_held(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
     assert costs.weights_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 70])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (70, 3)])
 def test_state_bytes(pair: tuple[LanguageModelCosts, LanguageModel], tokens: int, batch: int) -> None:
     """The state after any number of tokens has exactly the bytes that the formula says."""
     costs, model = pair
@@ -101,7 +99,7 @@ def test_softmax_operations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", MODEL_CASES)
 @pytest.mark.parametrize(
     ("tokens", "weights"),
-    [(512, "float32"), (4096, "float32"), (64, "int8"), (512, "int8"), (64, "bfloat16"), (2048, "bfloat16")],
+    [(512, "float32"), (4096, "float32"), (64, "int8"), (2048, "bfloat16")],
 )
 def test_peak_of_activations(
     case: str, tokens: int, weights: WeightPrecision, tmp_path: Path, computed_by: str
@@ -129,16 +127,6 @@ def test_constants_are_those_of_the_kernel() -> None:
     legs = (state_spaces.LEGS_CHUNK_TOKENS, state_spaces.BLOCK_CHUNKS, state_spaces.BLOCK_WEIGHTS)
     assert legs == (legs_chunked.CHUNK_TOKENS, legs_chunked.BLOCK_CHUNKS, legs_chunked.BLOCK_WEIGHTS)
     assert state_spaces.BLOCK_COEFFICIENTS == legs_chunked.BLOCK_COEFFICIENTS
-
-
-def test_every_mixer_with_a_state_is_tried() -> None:
-    """Every kind of mixer that a language model can go on from is among the cases."""
-    kinds = set()
-    for kind, config in registered_mixers().items():
-        needed = {name: 4 for name, field in config.model_fields.items() if field.is_required() and name != "kind"}
-        if "attention" not in needed:
-            kinds |= {kind} if config(kind=kind, **needed).streams else set()
-    assert kinds == {kind for case in MODEL_CASES for kind in kinds_of(case)}
 
 
 def test_second_pass_of_several_ranks() -> None:

@@ -26,6 +26,7 @@ from dist_attn.mixers import (
     build_mixer,
     contract,
 )
+from tests.support.model_cases import streaming_kinds
 
 SIZE, HEADS = 12, 3
 CONFIGS = {
@@ -136,6 +137,11 @@ def test_ranks_change_nothing(name, lengths):
 def test_states_of_other_mixers_are_refused(name):
     """A state of another kind of mixer, of the same kind with other sizes, or of another batch raises an InputError."""
     contract.check_states(CONFIGS[name], tuple(CONFIGS.values()))
+
+
+def test_no_kind_is_left_out():
+    """Every kind that goes on from a state is judged here."""
+    assert {config.kind for config in CONFIGS.values()} >= {*streaming_kinds()}
 
 
 def _kinds(base: type[TokenMixer]) -> Iterator[type[TokenMixer]]:

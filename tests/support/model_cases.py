@@ -1,12 +1,16 @@
 """Small models of every kind, and folders that hold them."""
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from dist_attn.model_config.mixer import MixerConfig, registered_mixers
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 
-__all__ = ["MODEL_CASES", "kinds_of", "small_model", "write_config"]
+__all__ = ["MODEL_CASES", "kinds_of", "needed_options", "small_model", "streaming_kinds", "write_config"]
 
 # Each says only what it means to differ in, so the defaults of the configuration are part of the case.
 MODEL_CASES: dict[str, dict[str, Any]] = {
@@ -114,6 +118,36 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def needed_options(kind: str, heads: int) -> dict[str, int]:
+    """The heads of a kind that must be told how many."""
+    field = registered_mixers()[kind].model_fields.get("num_heads")
+    return {} if field is None or not field.is_required() else {"num_heads": heads}
+
+
+def streaming_kinds() -> list[str]:
+    """Every kind that a language model can go on from as it is by default."""
+    streams = []
+    for kind in registered_mixers():
+        values = {"kind": kind, "hidden_size": 4, **needed_options(kind, 1)}
+        with contextlib.suppress(ValidationError):  # of kinds that need more, which take a sequence whole
+            streams += [kind] if MixerConfig.model_validate(values).streams else []
+    return streams
+
+
+def kinds_of(case: str) -> set[str]:
+    """The kinds of mixers of its layers."""
+    mixer = MODEL_CASES[case]["mixer"]
+    return {one["kind"] for one in mixer.get("pattern", [mixer])}
+
+
+# A kind that nothing is said of above is a case as it is by default.
+MODEL_CASES |= {
+    kind: {"mixer": {"kind": kind, **needed_options(kind, 4)}}
+    for kind in streaming_kinds()
+    if kind not in {one for case in MODEL_CASES for one in kinds_of(case)}
+}
+
+
 def model_config(case: str) -> dict[str, Any]:
     """What config.json of this case says."""
     own = MODEL_CASES[case]
@@ -127,12 +161,6 @@ def model_config(case: str) -> dict[str, Any]:
         **own,
         "mixer": _with_size(own["mixer"], size),
     }
-
-
-def kinds_of(case: str) -> set[str]:
-    """The kinds of mixers of its layers."""
-    mixer = MODEL_CASES[case]["mixer"]
-    return {one["kind"] for one in mixer.get("pattern", [mixer])}
 
 
 def small_model(case: str) -> LanguageModel:
