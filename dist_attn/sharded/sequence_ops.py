@@ -19,13 +19,12 @@ from dist_attn.ops.token_mixing import Activation
 from dist_attn.sharded.call_agreement import layouts_in_words
 from dist_attn.sharded.call_checks import CallChecks
 from dist_attn.sharded.dense_space import sharded_dense_scan
-from dist_attn.sharded.diagonal import sharded_diagonal_scan
+from dist_attn.sharded.diagonal import sharded_diagonal_scan, sharded_packed_diagonal_scan
 from dist_attn.sharded.fourier import sharded_fourier_mix
 from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.legs import sharded_legs_memory
 from dist_attn.sharded.linear import attend_over_layouts
 from dist_attn.sharded.long_convolution import sharded_long_convolve
-from dist_attn.sharded.packed_diagonal import sharded_packed_diagonal_scan
 from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
 from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_long_convolve

@@ -1,7 +1,7 @@
-"""Exact softmax attention over layouts: which of its forms a call takes."""
+"""Exact softmax attention over layouts: which of its forms a call takes, and first tokens that see each other fully."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -11,11 +11,8 @@ from dist_attn.ops import KeyValueCache, RelativePositions, softmax_attention_st
 from dist_attn.sharded.call_agreement import Setting
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.packed_whole import sharded_packed_softmax_attention
-from dist_attn.sharded.prefix_softmax import SoftmaxAcrossRanks, sharded_prefix_softmax
 from dist_attn.sharded.ring_attention import ring_attention
 from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
-
-__all__ = ["CacheKept", "ShardedSoftmax", "SoftmaxExchange", "relative_settings"]
 
 SoftmaxExchange = Literal["reshuffle", "ring"]
 CacheKept = Literal["spread", "whole"]
@@ -105,3 +102,58 @@ def relative_settings(relative: RelativePositions | None) -> dict[str, Setting]:
     """What ranks compare of relative positions."""
     keys_HRK, values_HRV = (None, None) if relative is None else (relative.keys_HRK, relative.values_HRV)
     return {"relative_keys": keys_HRK, "relative_values": values_HRV}
+
+
+class SoftmaxAcrossRanks(Protocol):
+    """Exact attention over layouts, however keys and queries meet."""
+
+    def __call__(
+        self,
+        comm: Communicator,
+        layout: SequenceLayout,
+        q_BHLK: torch.Tensor,
+        k_BGSK: torch.Tensor,
+        v_BGSV: torch.Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        memory_layout: SequenceLayout | None,
+        relative: RelativePositions | None,
+    ) -> torch.Tensor: ...
+
+
+def sharded_prefix_softmax(
+    attention: SoftmaxAcrossRanks,
+    comm: Communicator,
+    layout: SequenceLayout,
+    memory: SequenceLayout,
+    q_BHLK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSV: torch.Tensor,
+    *,
+    scale: float | None,
+    prefix: int,
+    relative: RelativePositions | None = None,
+) -> torch.Tensor:
+    """`ops.softmax_attention` with a prefix of global tokens, on this rank's slice.
+
+    Cost: that of causal attention over all tokens and of full attention over the prefix; the causal rows of the prefix
+        are computed and dropped.
+    """
+    queries, keys = (SequenceLayout(tuple(min(cut, prefix) for cut in part.cuts)) for part in (layout, memory))
+    here, there = queries.lengths[comm.rank], keys.lengths[comm.rank]
+    first = attention(
+        comm,
+        queries,
+        q_BHLK[:, :, :here],
+        k_BGSK[:, :, :there],
+        v_BGSV[:, :, :there],
+        causal=False,
+        scale=scale,
+        memory_layout=keys,
+        relative=relative,
+    )
+    rest = attention(
+        comm, layout, q_BHLK, k_BGSK, v_BGSV, causal=True, scale=scale, memory_layout=memory, relative=relative
+    )
+    return torch.cat([first, rest[:, :, here:]], dim=2)

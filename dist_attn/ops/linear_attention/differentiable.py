@@ -60,10 +60,6 @@ class Terms:
     undivided: bool = False  # outputs are numerators, denominators and masses
     buffers: OutputBuffers | None = None
 
-    @staticmethod
-    def of(call: LinearCall) -> "Terms":
-        return Terms(call.feature_map, call.denominator, call.documents, buffers=call.buffers)
-
     def for_backward(self) -> "Terms":
         """Without the buffer of outputs: a graph that held its own output would never be freed."""
         return self if self.buffers is None else replace(self, buffers=self.buffers._replace(out=None))

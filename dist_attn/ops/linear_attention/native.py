@@ -43,9 +43,9 @@ from dist_attn.ops.state import LinearState
 def native_linear_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of any shape: what queries and keys share, keys behind, queries behind."""
     state, outputs = call.state, list[torch.Tensor]()
-    if state is not None:
-        state.check(*_state_sizes(call))
     shared = min(call.queries, call.keys) if call.causal else 0
+    if state is not None and not shared:
+        state.check(*_state_sizes(call))
     if shared:
         whole = shared == call.queries == call.keys
         out, state = _attend(call if whole else call.part(slice(shared), slice(shared)))
@@ -79,7 +79,8 @@ def native_completed_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Te
 
 def _attend(call: LinearCall, *, undivided: bool = False) -> tuple[torch.Tensor, LinearState]:
     """Causal attention of as many queries as keys."""
-    before, terms = _state_before(call), replace(Terms.of(call), undivided=undivided)
+    before = _state_before(call)
+    terms = Terms(call.feature_map, call.denominator, call.documents, undivided, call.buffers)
     results = Results(*_Attention.apply(terms, *inputs_of(call, before)))  # type: ignore[no-untyped-call]
     return present(results.out), state_after(before, results, call)
 
@@ -107,9 +108,11 @@ def _state_sizes(call: LinearCall) -> tuple[int, int, int, int]:
 
 
 def _state_before(call: LinearCall) -> LinearState:
-    state = LinearState.identity(*_state_sizes(call)) if call.state is None else call.state
-    state.check(*_state_sizes(call))
-    return state
+    sizes = _state_sizes(call)
+    if call.state is None:
+        return LinearState.identity(*sizes)
+    call.state.check(*sizes)
+    return call.state
 
 
 class _Attention(torch.autograd.Function):

@@ -12,7 +12,14 @@ from dist_attn.comm import Communicator
 from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import exscan, gather, log_step, pair, pipelined_ring, serial_ring, two_level
+from dist_attn.sharded.prefix_scan import pipelined_ring, two_level
+from dist_attn.sharded.prefix_scan.exchanges import (
+    start_exscan,
+    start_gather,
+    start_log_step,
+    start_pair,
+    start_serial_ring,
+)
 from dist_attn.sharded.prefix_scan.monoid import LogDecay, Monoid
 from dist_attn.sharded.prefix_scan.state_message import pack, unpack
 from dist_attn.sharded.prefix_scan.steps import Finish
@@ -169,9 +176,9 @@ def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor
     if exchange.algorithm == "pipelined_ring":
         return partial(pipelined_ring.start, pieces=exchange.pieces)
     return {
-        "pair": pair.start,
-        "gather": gather.start,
-        "exscan": exscan.start,
-        "log_step": log_step.start,
-        "serial_ring": serial_ring.start,
+        "pair": start_pair,
+        "gather": start_gather,
+        "exscan": start_exscan,
+        "log_step": start_log_step,
+        "serial_ring": start_serial_ring,
     }[exchange.algorithm]
