@@ -37,7 +37,7 @@ class Answers:
         self._states.commit(request)
         if request.terms.progress:
             self._requests.post(request.peer, Progress(request.request_id, position))
-        if number in self._requests:
+        if self._requests.get(number) is not None:
             self.settle(request)
 
     def take_pieces(self, pieces: RowPieces) -> None:
@@ -66,7 +66,7 @@ class Answers:
         elif not drawing.complete:
             self._send(request, drawn, ends)
         elif ends:
-            drawing.end_again()
+            drawing.end()
         self._states.rewind_if_due(request)
 
     def _send(self, request: Request, drawn: Drawn, ends: bool) -> None:

@@ -2,12 +2,10 @@
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import final
 
 from dist_attn.wire.messages import SamplingSpec
 
 
-@final
 @dataclass
 class Drawing:
     """Draws of one request. `saved` <= `back` <= `asked`, and `back` < `sent` only while draws are made a second time.
@@ -82,11 +80,7 @@ class Drawing:
 
     def end(self) -> None:
         """The end token was drawn: what was asked for beyond it is not drawn."""
-        self.limit = self.sent
-        self.back = self.asked
-
-    def end_again(self) -> None:
-        """The end token was drawn behind all that counts."""
+        self.limit = self.sent if self.limit is None else min(self.limit, self.sent)
         self.back = self.asked
 
     @property

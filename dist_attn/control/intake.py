@@ -129,7 +129,7 @@ class Intake:
                 f"{reading.received} tokens that came were read, and {request.drawing.sent} drawn"
             )
             self._requests.fail(request, Code.DEADLINE_EXCEEDED, text)
-        elif reading.awaits_tokens and now - reading.heard_at > patience_s:
+        elif not reading.final and reading.received < reading.credit and now - reading.heard_at > patience_s:
             text = f"no tokens came for {patience_s:g} s; send the request again"
             self._requests.fail(request, Code.BODY_TIMEOUT, text)
         else:

@@ -2,7 +2,6 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import final
 
 from dist_attn.wire.rank_messages import SavedState
 from dist_attn.wire.session_messages import StatePiece
@@ -11,7 +10,6 @@ from dist_attn.wire.snapshot import SnapshotParser
 WINDOW_BYTES = 8 << 20
 
 
-@final
 @dataclass
 class Saves:
     """States that were asked of the ranks. They count in the order in which they were asked for."""
@@ -59,7 +57,6 @@ class Saves:
         self._came.clear()
 
 
-@final
 @dataclass
 class Arrival:
     """The state that a request begins with, as far as it has come."""
@@ -90,7 +87,6 @@ class Arrival:
         return upto
 
 
-@final
 @dataclass
 class Offers:
     """States that wait to be fetched, in order; the first one has been announced."""
@@ -129,7 +125,6 @@ class Offers:
         self.waiting.popleft()
 
 
-@final
 @dataclass
 class Keeping:
     """The state of one request. Times are monotonic seconds; pairs are tokens read and drawn."""
@@ -153,8 +148,8 @@ class Keeping:
         self.arrival = Arrival(num_bytes, SnapshotParser(max_bytes=max_bytes))
         return self.arrival
 
-    def begin_with(self, saved: SavedState) -> None:
-        """The state to begin with has come."""
+    def keep(self, saved: SavedState) -> None:
+        """This state is the last saved one: it came to begin with, or a rank has saved it."""
         self.arrival, self.saved = None, saved
 
     def open(self, tokens: int, now: float) -> None:
@@ -179,10 +174,6 @@ class Keeping:
     def swapped_out(self) -> None:
         """Its state is here: it waits for a place like one that has just come."""
         self.swapping_out = False
-
-    def commit(self, saved: SavedState) -> None:
-        """This state is the last saved one."""
-        self.saved = saved
 
     def finish(self) -> bool:
         """The ranks have no more to do; whether they must be told to forget it."""

@@ -33,9 +33,7 @@ class OpenRequests:
     def __init__(
         self, settings: ControlSettings, send: Callable[[bytes, AnyMessage], Sent], keeper: StateKeeper
     ) -> None:
-        self._block = settings.ranks * settings.block_tokens
-        self._chunk = settings.ranks * settings.chunk_tokens
-        self._blocks_of_credit = settings.blocks_of_credit
+        self._settings = settings
         self._outboxes = Outboxes(send, settings.reader_deadline_s)
         self._keeper = keeper
         self._numbers = count(1)
@@ -53,9 +51,6 @@ class OpenRequests:
         """All of them; while one goes through, any may end."""
         return iter(list(self._requests.values()))
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._requests
-
     def __getitem__(self, number: int) -> Request:
         return self._requests[number]
 
@@ -69,7 +64,8 @@ class OpenRequests:
 
     def make(self, peer: bytes, message: OpenEncoding | OpenCompletion | OpenSession) -> Request:
         """A new request, which is not open yet."""
-        return Request.opened_by(message, next(self._numbers), peer, self.now, self._chunk)
+        chunk = self._settings.ranks * self._settings.chunk_tokens
+        return Request.opened_by(message, next(self._numbers), peer, self.now, chunk)
 
     def add(self, request: Request) -> None:
         """It is open."""
@@ -111,16 +107,16 @@ class OpenRequests:
             ranges = starts[part].tolist(), stops[part].tolist()
             rows = Rows(request.request_id, batches[0].first_row + at, *ranges, vectors[part].tobytes())
             self.post(request.peer, rows)
-        request.reading.count_rows(len(starts))
 
     def grant(self, request: Request) -> None:
         """Let the API send more tokens once a good part of what it may send has been used."""
         reading = request.reading
         # A sequence is read whole, so there must always be credit for one.
         whole = (self.model and self.model.text_tokens) or 0
-        upto = reading.dispatched + max(self._blocks_of_credit * self._block, whole)
+        block = self._settings.ranks * self._settings.block_tokens
+        upto = reading.dispatched + max(self._settings.blocks_of_credit * block, whole)
         short = reading.credit - reading.dispatched < whole
-        worth_it = short or upto - reading.credit >= min(self._block, upto)
+        worth_it = short or upto - reading.credit >= min(block, upto)
         if request.is_restored and not reading.final and worth_it:
             reading.grant(upto, self.now)
             self.post(request.peer, Credit(request.request_id, upto))

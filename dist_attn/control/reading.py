@@ -73,7 +73,6 @@ class TokenQueue:
         return parts
 
 
-@final
 @dataclass
 class Reading:
     """How far the input has come; positions count from the beginning of the text or of the stored session.
@@ -92,7 +91,6 @@ class Reading:
     dispatched: int = 0  # tokens that are in blocks of steps
     done: int = 0  # every rank has answered for the text up to here
     saved: int = 0  # how much of the text is in the last saved state
-    rows_sent: int = 0
     assembler: RowAssembler | None = None
     queue: TokenQueue = field(default_factory=TokenQueue)
     _given: TokenQueue = field(default_factory=TokenQueue)  # to the ranks, since the last saved state
@@ -130,11 +128,6 @@ class Reading:
             self.waiting_since = now
         self.queue.push(tokens)
         self.received, self.final, self.heard_at = self.received + len(tokens) // TOKEN_BYTES, final, now
-
-    @property
-    def awaits_tokens(self) -> bool:
-        """Whether the API may send tokens and has more to send."""
-        return not self.final and self.received < self.credit
 
     # ---- to the ranks --------------------------------------------------------------------------
 
@@ -216,6 +209,7 @@ class Reading:
         """Whether every token that was received is in a row."""
         return (0 if self.assembler is None else self.assembler.position) == self.received
 
-    def count_rows(self, rows: int) -> None:
-        """So many more rows were sent."""
-        self.rows_sent += rows
+    @property
+    def rows_sent(self) -> int:
+        """Rows that were complete so far; each was sent at once."""
+        return 0 if self.assembler is None else self.assembler.rows

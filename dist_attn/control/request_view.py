@@ -1,7 +1,6 @@
 """What the scheduler may know of an open request."""
 
 from dataclasses import dataclass, replace
-from typing import final
 
 from dist_attn.control.requests import Request
 from dist_attn.control.scheduler import SessionView
@@ -12,7 +11,6 @@ MOST_OFFERS = 2  # states that wait to be fetched; with more of them a session r
 ROW_BYTES_PER_BLOCK = 8 << 20  # so that the rows of a step stay below the size of a message
 
 
-@final
 @dataclass(frozen=True)
 class Cutting:
     """How texts are cut into blocks. Units: tokens of all ranks together, seconds.

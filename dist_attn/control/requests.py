@@ -2,7 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import Literal
 
 import msgspec
 
@@ -16,7 +16,6 @@ from dist_attn.wire.session_messages import BeginState, OpenSession
 from dist_attn.wire.terms import Terms
 
 
-@final
 @dataclass(frozen=True)
 class Work:
     """What is asked: rows of the input, tokens after it, and states on the way.
@@ -49,24 +48,15 @@ def _with_seed(sampling: SamplingSpec) -> SamplingSpec:
     return sampling if sampling.seed is not None else msgspec.structs.replace(sampling, seed=secrets.randbits(63))
 
 
-@final
 @dataclass
 class Losses:
     """How often the ranks were lost while they worked on a request. Pairs are tokens read and drawn."""
 
     count: int = 0
     """Groups lost in a row while they worked on it and it came no further."""
-    touched_this_epoch: bool = False
+    touched_this_epoch: bool = False  # the ranks of this epoch have worked on it
     best: tuple[int, int] = (0, 0)  # what has come back from the ranks
     _saved: tuple[int, int] = (0, 0)  # the saved state at the last loss
-
-    def touch(self) -> None:
-        """The ranks of this epoch begin to work on it."""
-        self.touched_this_epoch = True
-
-    def leave(self) -> None:
-        """They know nothing of it any more."""
-        self.touched_this_epoch = False
 
     def add(self, saved: tuple[int, int]) -> None:
         """A group was lost while it worked on this; where a further state was saved since the last loss, the first."""
@@ -81,7 +71,6 @@ class Losses:
         return further
 
 
-@final
 @dataclass
 class Request:
     """An open request of one API process; `number` is its name between the controller and the ranks.
@@ -213,24 +202,24 @@ class Request:
         """A state was saved: work is done again from there on."""
         self.reading.commit(saved)
         self.drawing.commit(saved.draws)
-        self.keeping.commit(saved)
+        self.keeping.keep(saved)
 
     # ---- on the ranks --------------------------------------------------------------------------
 
     def open(self, now: float) -> None:
         """The ranks begin with it, or the one that draws for it."""
         self.keeping.open(self.reading.dispatched, now)
-        self.losses.touch()
+        self.losses.touched_this_epoch = True
 
     def end_swap(self) -> None:
         """If it was put aside and its newest state is here, it may go on, and the ranks know nothing of it."""
         if self.keeping.swapping_out and self.reading.saved == self.reading.dispatched:
             self.keeping.swapped_out()
-            self.losses.leave()
+            self.losses.touched_this_epoch = False
 
     def finish(self) -> bool:
         """The ranks have no more to do for it; whether they must be told to forget it."""
-        self.losses.leave()
+        self.losses.touched_this_epoch = False
         return self.keeping.finish()
 
     def rewind(self) -> int:
@@ -240,7 +229,7 @@ class Request:
         """
         again = self.reading.rewind() + self.drawing.rewind()
         self.keeping.rewind(self.here)
-        self.losses.leave()
+        self.losses.touched_this_epoch = False
         return again
 
     def count_loss(self) -> None:

@@ -89,7 +89,7 @@ class StateTransfer:
             raise StateMismatchError(f"a completion goes on only from a state that changes no bit: {report.reason}")
         if not self._keeper.begun(request.number):
             raise OSError
-        request.keeping.begin_with(SavedState(request.number, header.position, 0, begin.num_bytes, snapshot=True))
+        request.keeping.keep(SavedState(request.number, header.position, 0, begin.num_bytes, snapshot=True))
         self._requests.post(request.peer, Restored(request.request_id, report))
 
     def _grant(self, request: Request, begin: BeginState, arrival: Arrival) -> None:

@@ -168,7 +168,7 @@ class States:
 
     def settle(self, request: Request) -> None:
         """End a request whose last state is here, once all that it is to hand out has been fetched."""
-        if request.number not in self._requests:
+        if self._requests.get(request.number) is None:
             return
         keeping = request.keeping
         if not request.is_session:
@@ -182,7 +182,7 @@ class States:
             self._leave_ranks(request)
             self._transfer.offer(request)
             self._requests.post_rows(request, request.reading.last_rows())
-        if not keeping.offers.waiting and request.number in self._requests:
+        if not keeping.offers.waiting and self._requests.get(request.number) is not None:
             drawn, rows = request.drawing.sent, request.reading.rows_sent
             done = SessionDone(request.request_id, request.reading.received + drawn, drawn, rows)
             self._requests.post(request.peer, done)
