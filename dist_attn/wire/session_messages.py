@@ -11,7 +11,10 @@ A stored state is a file of the format of snapshot.py. Its bytes travel in order
 given credit. Positions count from the beginning of the session.
 """
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.message import Count, Message, Name
@@ -22,7 +25,9 @@ __all__ = [
     "BeginState",
     "Checkpoint",
     "FinishDrawing",
+    "Keep",
     "OpenSession",
+    "OpenWork",
     "Restored",
     "SessionDone",
     "StateCredit",
@@ -36,6 +41,33 @@ class BeginState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     position: Count
     num_bytes: Count
+
+
+class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which stored states are handed out: at multiples of `every` tokens (0: none), which is rounded up to the grid of
+    blocks; at the positions `at` of a prompt, which are on the grid; and at the `end`.
+    """
+
+    every: Count = 0
+    at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    end: bool = False
+
+
+class OpenWork(Message, frozen=True):
+    """Open a request: from a stored state or the empty one, read tokens, of which `rows` asks for vectors, then `draw`.
+
+    The tokens follow in `Tokens` messages as far as `Credit` allows; with `begin` the state comes first, and positions
+    count from the beginning of its text. What is kept at the `end` is a session: it stands after all drawn tokens.
+    States of a prompt (`keep.at`) may be fetched after the last drawn token too, and `StatesDone` says that there are
+    no more; one that could not be kept is left out.
+    """
+
+    request_id: Name
+    begin: BeginState | None = None
+    rows: RowSpec | None = None
+    draw: SamplingSpec | None = None
+    keep: Keep = Keep()
+    terms: Terms = Terms()
 
 
 class OpenSession(Message, frozen=True):

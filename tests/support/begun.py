@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 
-from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
 from dist_attn_service.engine.open_streams import OpenStreams
 from dist_attn_service.engine.port import EnginePort
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
 from dist_attn_service.engine.stream import EngineStream
 
 from dist_attn.wire.messages import AnyMessage, RowSpec, SamplingSpec
-from dist_attn.wire.session_messages import BeginState
+from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
 from dist_attn.wire.terms import Terms
 
 Post = Callable[[AnyMessage], None]
@@ -20,7 +18,7 @@ def begin_encoding(
     opener: Opener, rows: RowSpec | None = None, *, name: str = "", terms: Terms | None = None, post: Post | None = None
 ) -> EngineStream:
     """An encoding, opened by a port, or by streams that `post`."""
-    return opener.open(rows or RowSpec(), **_post(post), name=name, terms=terms)
+    return _begin(opener, OpenWork(name, rows=rows or RowSpec(), terms=terms or Terms()), post)
 
 
 def begin_completion(
@@ -32,10 +30,9 @@ def begin_completion(
     name: str = "",
     terms: Terms | None = None,
     post: Post | None = None,
-) -> CompletionStream:
+) -> EngineStream:
     """A completion, opened likewise."""
-    work = CompletionWork(sampling, begin, states_at)
-    return opener.open_completion(work, **_post(post), name=name, terms=terms)
+    return _begin(opener, OpenWork(name, begin, None, sampling, Keep(at=states_at), terms or Terms()), post)
 
 
 def begin_session(
@@ -45,11 +42,10 @@ def begin_session(
     checkpoint_tokens: int = 0,
     *,
     post: Post | None = None,
-) -> SessionStream:
+) -> EngineStream:
     """A session, opened likewise."""
-    work = SessionWork(begin, sampling=sampling, checkpoint_tokens=checkpoint_tokens)
-    return opener.open_session(work, **_post(post))
+    return _begin(opener, OpenWork("", begin, draw=sampling, keep=Keep(checkpoint_tokens, end=True)), post)
 
 
-def _post(post: Post | None) -> dict[str, Post]:
-    return {} if post is None else {"post": post}
+def _begin(opener: Opener, work: OpenWork, post: Post | None) -> EngineStream:
+    return opener.open(work) if post is None else opener.open(work, post)

@@ -11,10 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from dist_attn_service.base.errors import Code, EngineUnavailable
-from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
 from dist_attn_service.engine.open_streams import OpenStreams
 from dist_attn_service.engine.port import EngineHealth
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import Manifest
@@ -32,7 +30,6 @@ from dist_attn.wire.messages import (
     Progress,
     RankStatus,
     Rows,
-    RowSpec,
     SamplingSpec,
     Status,
     TokenLogprobs,
@@ -41,8 +38,7 @@ from dist_attn.wire.messages import (
     encode,
 )
 from dist_attn.wire.rank_messages import GuardCounts
-from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.session_messages import FinishDrawing, OpenSession, OpenWork, StateCredit, StatePiece
 from tests.support.fake_prompts import FakePrompts
 from tests.support.fake_rows import HIDDEN, RowMaker, row_vector
 from tests.support.fake_sessions import MANIFEST, SESSION_CREDIT, FakeSessions
@@ -314,23 +310,11 @@ class FakeEnginePort:
         """The fake's knobs."""
         return EngineHealth(self.engine.ready, self.engine.reason, self.engine.status())
 
-    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
-        """Start an encoding."""
+    def open(self, work: OpenWork) -> EngineStream:
+        """Start it."""
         if self._loop is None:
             raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
-        return self._streams.open(work, self._post, name, terms)
-
-    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
-        """Start a completion."""
-        if self._loop is None:
-            raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
-        return self._streams.open_completion(work, self._post, name, terms)
-
-    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
-        """Go on with a session."""
-        if self._loop is None:
-            raise EngineUnavailable("the port is closed", code=Code.ENGINE_UNREACHABLE)
-        return self._streams.open_session(work, self._post, name)
+        return self._streams.open(work, self._post)
 
     def tasks(self, name: str) -> int:
         """How many tasks of this name the service's loop has; callable from any thread."""

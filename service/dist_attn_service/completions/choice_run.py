@@ -1,22 +1,22 @@
 """One choice of a completion in the engine: its prompt in, perhaps from a stored state on, and its text out."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
-from dist_attn.errors import TokenError
+import msgspec
+
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.messages import Generated, Progress, Rows, SamplingSpec, TokenLogprobs
+from dist_attn.wire.messages import Generated, Progress, Rows, SamplingSpec
+from dist_attn.wire.session_messages import BeginState, Keep
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.completions.prefixes import PrefixCache, PromptPrefix
-from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
-from dist_attn_service.text.choice_text import ChoiceText, PromptText, ScoredToken
+from dist_attn_service.engine.run import EngineRun
+from dist_attn_service.engine.stream import EngineStream
+from dist_attn_service.text.choice_text import ChoiceText, FinishReason, PromptText, ScoredToken, finish_reason
 from dist_attn_service.text.tokenising import TokeniserPort
 
-__all__ = ["ChoiceRun", "Delta", "FinishReason", "PlannedChoice", "Prompt"]
-
-FinishReason = Literal["stop", "length"]
+__all__ = ["ChoiceRun", "Delta", "PlannedChoice", "Prompt"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Delta:
     processed: int | None = None  # where it says nothing but how far the prompt has been read
 
 
-Opened = Callable[[CompletionWork], CompletionStream]
+Opened = Callable[[BeginState | None, Keep], EngineStream]
 
 
 class ChoiceRun:
@@ -71,8 +71,12 @@ class ChoiceRun:
             tokeniser, stops, offset=len(planned.prompt.echo), min_tokens=planned.sampling.min_tokens
         )
         self.cached = prefix.begin.position if prefix.begin else 0
-        self.stream = opened(CompletionWork(planned.sampling, prefix.begin, prefix.states_at))
-        self.drawn = 0
+        self.stream = opened(prefix.begin, Keep(at=prefix.states_at))
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of its text so far; those behind a stop string are none."""
+        return self._text.drawn
 
     def close(self) -> None:
         """Leave the engine."""
@@ -88,30 +92,41 @@ class ChoiceRun:
             return
         self.stream.close()
         self.cached = 0
-        self.stream = self._opened(CompletionWork(self._planned.sampling))
+        self.stream = self._opened(None, Keep())
         await self.stream.admitted(admission_seconds)
 
     async def work(self, deltas: "asyncio.Queue[Delta]") -> None:
-        """Send the prompt as credit allows, then hand on what is drawn.
+        """Send the prompt as credit allows, and hand on what is drawn.
 
         Raises: ServiceError when the engine fails.
         """
-        prompt, scores = self._planned.prompt, self._planned.sampling.prompt_logprobs
+        index, prompt, scores = self._planned.index, self._planned.prompt, self._planned.sampling.prompt_logprobs
         scored: tuple[ScoredToken, ...] = ()
         if scores is not None:
             self._prompt = await PromptText.of(self._tokeniser, prompt.tokens)
             scored = (self._prompt.first(),)
         if prompt.echo or scored:
-            await deltas.put(Delta(self._planned.index, prompt.echo, scored))
-        self.stream.stands_for(self._planned.prompt.tokens[: self.cached])
-        await self.stream.send(self._planned.prompt.tokens[self.cached :], final=True)
-        reason = None
-        while reason is None:
-            event = await self.stream.next()
-            delta = await self._scores(event) if isinstance(event, Rows) else self._take(event)
-            reason = delta.finish_reason
+            await deltas.put(Delta(index, prompt.echo, scored))
+        ended = False
+
+        async def on_rows(rows: Rows) -> None:
+            await deltas.put(await self._scores(rows))
+
+        async def on_tokens(event: Generated) -> None:
+            nonlocal ended
+            delta = self._take(event)
+            ended = delta.finish_reason is not None
             await deltas.put(delta)
-        self.stream.close()
+            if ended:
+                self.stream.close()
+
+        async def on_progress(event: Progress) -> None:
+            await deltas.put(Delta(index, "", processed=event.processed))
+
+        self.stream.stands_for(prompt.tokens[: self.cached])
+        await EngineRun(self.stream, on_rows, on_tokens, on_progress).work(prompt.tokens[self.cached :])
+        if not ended:
+            raise EngineFailure("the engine ended a completion before its last token")
 
     async def _scores(self, rows: Rows) -> Delta:
         """How likely the next tokens of the prompt are; its text was handed on before."""
@@ -120,26 +135,14 @@ class ChoiceRun:
             raise EngineFailure("the engine answered a completion with rows")
         return Delta(self._planned.index, "", tuple(await self._prompt.scored(rows, count)))
 
-    def _take(self, event: object) -> Delta:
-        if isinstance(event, Progress):
-            return Delta(self._planned.index, "", processed=event.processed)
-        if not isinstance(event, Generated):
-            raise EngineFailure(f"the engine answered a completion with {event!r:.200}")
-        told: Sequence[TokenLogprobs | None] = event.logprobs or [None] * len(event.tokens)
-        end = told[-1] if len(told) == len(event.tokens) + 1 and event.finish_reason == "stop" else None
-        told = told if end is None else told[:-1]
-        asked = self._planned.sampling.logprobs is not None
-        if len(told) != len(event.tokens) or (asked and event.tokens and not event.logprobs):
-            raise EngineFailure(f"the engine sent {len(told)} log-probabilities with {len(event.tokens)} tokens")
-        text, reason = "", _reason(event)
-        for token, logprobs in zip(event.tokens, told, strict=True):
-            self.drawn += 1
-            try:
-                text += self._text.push(token, logprobs)
-            except TokenError as error:
-                raise EngineFailure(f"the engine drew a token that the tokeniser does not have: {error}") from None
-            if self._text.stopped:
-                break
+    def _take(self, event: Generated) -> Delta:
+        """The text of newly drawn tokens; behind them there may stand how likely the end token was."""
+        told, end = event.logprobs or [], None
+        if event.finish_reason == "stop" and len(told) == len(event.tokens) + 1:
+            *told, end = told
+            event = msgspec.structs.replace(event, logprobs=told)
+        text = self._text.take(event, asked=self._planned.sampling.logprobs is not None)
+        reason = finish_reason(event)
         if reason is not None and self._prompt is not None and not self._prompt.whole:
             raise EngineFailure("the engine ended a completion before it had sent the scores of its prompt")
         if reason is not None and not self._text.stopped:
@@ -149,9 +152,3 @@ class ChoiceRun:
         if self._text.stopped:
             reason = "stop"
         return Delta(self._planned.index, text, tuple(self._text.take_scored()), reason)
-
-
-def _reason(event: Generated) -> FinishReason | None:
-    if event.finish_reason is None:
-        return None
-    return "length" if event.finish_reason == "length" else "stop"

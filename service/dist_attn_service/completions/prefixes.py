@@ -19,8 +19,8 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.session_messages import BeginState, Checkpoint
 from dist_attn_service.base.errors import Code, ServiceError
-from dist_attn_service.engine.completion_stream import CompletionStream
 from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.stream import EngineStream
 
 __all__ = ["NO_PREFIX", "PrefixCache", "PromptPrefix", "kept_positions"]
 
@@ -110,7 +110,7 @@ class PrefixCache:
         keys = await self._context.beside(lambda: hasher.update(data))
         return [(position, key) for position, key in keys if position >= self._settings.min_tokens]
 
-    async def restore(self, prefix: PromptPrefix, stream: CompletionStream) -> bool:
+    async def restore(self, prefix: PromptPrefix, stream: EngineStream) -> bool:
         """Let a completion begin with the stored state; false when it cannot, and the prompt must be read anew."""
         begin = prefix.begin
         assert begin is not None
@@ -141,7 +141,7 @@ class PrefixCache:
 
     # ---- beside the engine ---------------------------------------------------------------------
 
-    def keep(self, prefix: PromptPrefix, stream: CompletionStream) -> None:
+    def keep(self, prefix: PromptPrefix, stream: EngineStream) -> None:
         """Put the states of a completion's prompt into the store as they come; the completion does not wait for it."""
         if len(self._tasks) >= self._context.settings.open_requests:
             return
@@ -150,7 +150,7 @@ class PrefixCache:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _keep(self, prefix: PromptPrefix, stream: CompletionStream) -> None:
+    async def _keep(self, prefix: PromptPrefix, stream: EngineStream) -> None:
         try:
             while (state := await stream.next_state()) is not None:
                 async with self._writers, asyncio.timeout(self._settings.keep_s):
@@ -166,7 +166,7 @@ class PrefixCache:
         finally:
             stream.end_states()
 
-    async def _put(self, prefix: PromptPrefix, stream: CompletionStream, state: Checkpoint) -> None:
+    async def _put(self, prefix: PromptPrefix, stream: EngineStream, state: Checkpoint) -> None:
         info = await self._context.store.snapshots.put(prefix.caller, stream.snapshot(state), spare=True)
         await self._context.store.prefixes.remember(prefix.caller, prefix.keys[state.position], state.position, info.id)
 

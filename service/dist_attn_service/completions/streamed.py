@@ -12,14 +12,15 @@ import msgspec
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.base.parsing import parse_drawing, parse_texts
 from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.completions.choice_run import ChoiceRun, Delta, PlannedChoice, Prompt
 from dist_attn_service.completions.prefixes import NO_PREFIX, PrefixCache, PromptPrefix
-from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
 from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.http.exchange import task_group
+from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.schemas.completions import (
     CompletionRequest,
     CompletionUsage,
@@ -191,9 +192,9 @@ class CompletionService:
     def _opened(
         self, planned: PlannedChoice, prefix: PromptPrefix, prepared: PreparedCompletion, name: str, opened: ExitStack
     ) -> ChoiceRun:
-        def open_stream(work: CompletionWork) -> CompletionStream:
+        def open_stream(begin: BeginState | None, keep: Keep) -> EngineStream:
             terms = prepared.terms.for_engine(len(planned.prompt.tokens))
-            return self._context.engine.open_completion(work, name, terms)
+            return self._context.engine.open(OpenWork(name, begin, None, planned.sampling, keep, terms))
 
         choice = ChoiceRun(planned, prefix, open_stream, self._context.tokeniser, prepared.stops)
         opened.callback(choice.close)

@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dist_attn.wire.messages import RowSpec
+from dist_attn.wire.session_messages import OpenWork
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.encodings.encoding_run import EncodingRun, count_rows
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
 from dist_attn_service.encodings.rows import RowBlock
 from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter, task_group
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.schemas.completions import EncodingSummary, Usage
 from dist_attn_service.text.spool import Spool, SpoolFactory
 from dist_attn_service.text.tokenising import Piece
@@ -103,14 +105,12 @@ class DocumentService:
                 pieces, count = await self._pieces(document, spools)
                 form = await self._context.beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
                 await self._context.watch.until_ready()
-                with (
-                    self._context.workload.document(size=source.size) as load,
-                    self._context.engine.open(wanted.spec, record.request_id, wanted.terms.for_engine()) as stream,
-                ):
-                    await stream.admitted(settings.admission_seconds)
-                    await writer.start(form.media_type, form.length)
-                    delivery = group.create_task(self._deliver(document, form, writer))
-                    outbox.end(await self._encode(document, form, load, stream, pieces))
+                work = OpenWork(record.request_id, rows=wanted.spec, terms=wanted.terms.for_engine())
+                with self._context.workload.document(size=source.size) as load:
+                    async with self._context.open(work) as stream:
+                        await writer.start(form.media_type, form.length)
+                        delivery = group.create_task(self._deliver(document, form, writer))
+                        outbox.end(await self._encode(document, form, load, stream, pieces))
                 await delivery
                 intake.cancel()
 
@@ -182,7 +182,7 @@ class DocumentService:
             error.facts.setdefault("reached", {"next_row": max(first, run.rows)})
             return form.failed(error)
         finally:
-            size = run.bytes if document.input_bytes is None else document.input_bytes
+            size = run.text_bytes if document.input_bytes is None else document.input_bytes
             record.note(tokens=run.tokens, rows=run.rows, input_bytes=size)
             self._context.metrics.tokens("encoding", run.tokens)
 

@@ -9,14 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.messages import EncodingDone, Rows, RowSpec
+from dist_attn.wire.messages import Rows, RowSpec
 from dist_attn.wire.row_choice import MODEL_POOLING
+from dist_attn.wire.session_messages import OpenWork
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure
 from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.base.parsing import parse_texts
 from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.http.exchange import task_group
+from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.schemas.completions import EmbeddingRequest
 from dist_attn_service.text.tokenising import tokens_of
 
@@ -106,18 +108,17 @@ class EmbeddingService:
         return text[:limit]
 
     async def _embed_one(self, tokens: TokenArray, name: str, terms: RequestTerms) -> npt.NDArray[np.float32]:
-        wanted = DOCUMENT if self._context.model.reading is None else SEQUENCE
-        with self._context.engine.open(wanted, name, terms.for_engine(len(tokens))) as stream:
-            await stream.admitted(self._context.settings.admission_seconds)
-            await stream.send(tokens, final=True)
-            rows, done = await stream.next(), await stream.next()
-        if (
-            not isinstance(rows, Rows)
-            or not isinstance(done, EncodingDone)
-            or (done.tokens, done.rows, len(rows.vectors)) != (len(tokens), 1, 4 * self._context.model.hidden_size)
-        ):
+        spec = DOCUMENT if self._context.model.reading is None else SEQUENCE
+        rows: list[Rows] = []
+
+        async def on_rows(some: Rows) -> None:
+            rows.append(some)
+
+        async with self._context.open(OpenWork(name, rows=spec, terms=terms.for_engine(len(tokens)))) as stream:
+            await EngineRun(stream, on_rows).work(tokens)
+        if [len(some.vectors) for some in rows] != [4 * self._context.model.hidden_size]:
             raise EngineFailure("the engine did not answer an embedding with one row for all of its tokens")
-        row_D = np.frombuffer(rows.vectors, dtype="<f4")
+        row_D = np.frombuffer(rows[0].vectors, dtype="<f4")
         if not np.isfinite(row_D).all():
             raise EngineFailure("the engine computed an embedding with a value that is not finite")
         return row_D

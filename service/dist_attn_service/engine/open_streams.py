@@ -1,8 +1,6 @@
 """The requests in flight: each under its own id, fed with its messages, given to another controller if need be."""
 
-import dataclasses
 import secrets
-import time
 import uuid
 from collections.abc import Callable
 
@@ -15,18 +13,21 @@ from dist_attn.wire.messages import (
     EncodingDone,
     Failed,
     Generated,
-    OpenEncoding,
     Progress,
     Rows,
-    RowSpec,
 )
-from dist_attn.wire.session_messages import Checkpoint, Restored, SessionDone, StateCredit, StatePiece, StatesDone
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.session_messages import (
+    Checkpoint,
+    OpenWork,
+    Restored,
+    SessionDone,
+    StateCredit,
+    StatePiece,
+    StatesDone,
+)
 from dist_attn_service.base.errors import Code, EngineFailure
-from dist_attn_service.base.tracing import engine_trace
-from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
+from dist_attn_service.engine.opening import opening
 from dist_attn_service.engine.resending import GivenMemory
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 __all__ = ["OpenStreams"]
@@ -49,47 +50,17 @@ class OpenStreams:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(
-        self, work: RowSpec, post: Callable[[AnyMessage], None], name: str = "", terms: Terms | None = None
-    ) -> EngineStream:
-        """A new stream whose opening message has been posted."""
-        request_id = _unique(name)
-        stream = EngineStream(request_id, post, self._forget, self._limits)
-        self._begin(stream, "encoding")
-        left = _Left(terms or Terms())
-        stream.keep_for_another(lambda name: OpenEncoding(name, work, left.now()), self._memory)
-        post(OpenEncoding(request_id, work, left.terms))
-        return stream
-
-    def open_completion(
-        self, work: CompletionWork, post: Callable[[AnyMessage], None], name: str = "", terms: Terms | None = None
-    ) -> CompletionStream:
-        """The same for a completion."""
-        request_id = _unique(name)
-        if work.sampling.seed is None:
-            # settled here, so that another controller draws the same tokens
-            sampling = msgspec.structs.replace(work.sampling, seed=secrets.randbits(63))
-            work = dataclasses.replace(work, sampling=sampling)
-        stream = CompletionStream(request_id, post, self._forget, self._limits, work)
-        self._begin(stream, "completion")
-        left = _Left(terms or Terms())
-        without_states = CompletionWork(work.sampling)
-        stream.keep_for_another(lambda name: without_states.message(name, left.now()), self._memory)
-        post(work.message(request_id, left.terms))
-        return stream
-
-    def open_session(self, work: SessionWork, post: Callable[[AnyMessage], None], name: str = "") -> SessionStream:
-        """The same for a session."""
-        request_id = _unique(name)
-        stream = SessionStream(request_id, post, self._forget, self._limits, work)
-        self._begin(stream, "session")
-        post(work.message(request_id))
-        return stream
-
-    def _begin(self, stream: EngineStream, work: str) -> None:
-        self._streams[stream.request_id] = stream
-        stream.trace = engine_trace(work)
+    def open(self, work: OpenWork, post: Callable[[AnyMessage], None]) -> EngineStream:
+        """A new stream whose opening message has been posted, under the id of the work and what makes it unique."""
+        draw = work.draw
+        if draw is not None and draw.seed is None:  # settled here: another controller draws the same tokens
+            draw = msgspec.structs.replace(draw, seed=secrets.randbits(63))
+        work = msgspec.structs.replace(work, request_id=_unique(work.request_id), draw=draw)
+        stream = EngineStream(work, post, self._forget, self._limits, self._memory)
+        self._streams[work.request_id] = stream
         stream.trace.moved(self._epoch, self._step)
+        post(opening(work))
+        return stream
 
     def moved(self, epoch: int, step: int) -> None:
         """Where the engine is now, for the traces."""
@@ -134,21 +105,6 @@ class OpenStreams:
 
     def _forget(self, request_id: str) -> None:
         self._streams.pop(request_id, None)
-
-
-class _Left:
-    """The terms of a request as they are later: its deadline counts from when it came first."""
-
-    def __init__(self, terms: Terms) -> None:
-        self.terms = terms
-        self._since = time.monotonic()
-
-    def now(self) -> Terms:
-        """With what is left of the deadline."""
-        if self.terms.deadline_s is None:
-            return self.terms
-        left = max(0.001, self.terms.deadline_s - (time.monotonic() - self._since))
-        return msgspec.structs.replace(self.terms, deadline_s=left)
 
 
 def _unique(name: str) -> str:

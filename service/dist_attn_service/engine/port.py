@@ -17,16 +17,13 @@ from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
     GetStatus,
-    RowSpec,
     Status,
     decode,
     encode,
 )
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.session_messages import OpenWork
 from dist_attn_service.base.errors import Code, EngineUnavailable
-from dist_attn_service.engine.completion_stream import CompletionStream, CompletionWork
 from dist_attn_service.engine.open_streams import OpenStreams
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 __all__ = ["EngineHealth", "EnginePort", "ZmqEnginePort"]
@@ -62,19 +59,11 @@ class EnginePort(Protocol):
     def health(self) -> EngineHealth:
         """The newest health, never older than half a second without saying so; never waits."""
 
-    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
-        """Start an encoding.
-
-        The controller's log calls it `name`, which is that of the client's request, and something that makes it unique.
+    def open(self, work: OpenWork) -> EngineStream:
+        """Start it, under its request id and something that makes it unique.
 
         Raises: EngineUnavailable when there is nobody to talk to.
         """
-
-    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
-        """Start a completion; otherwise as `open`."""
-
-    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
-        """Go on with a session; otherwise as `open`."""
 
 
 class ZmqEnginePort:
@@ -161,33 +150,14 @@ class ZmqEnginePort:
             return EngineHealth(False, f"the engine's controller has not answered for {age:.1f} s", self._status, age)
         return EngineHealth(self._status.ready, self._status.reason, self._status, age)
 
-    def open(self, work: RowSpec, name: str = "", terms: Terms | None = None) -> EngineStream:
-        """Post the opening message of an encoding.
+    def open(self, work: OpenWork) -> EngineStream:
+        """Post the opening message of a request.
 
         Raises: EngineUnavailable without a connection.
         """
-        self._require_connection()
-        return self._streams.open(work, self._post, name, terms)
-
-    def open_completion(self, work: CompletionWork, name: str = "", terms: Terms | None = None) -> CompletionStream:
-        """Post the opening message of a completion.
-
-        Raises: EngineUnavailable without a connection.
-        """
-        self._require_connection()
-        return self._streams.open_completion(work, self._post, name, terms)
-
-    def open_session(self, work: SessionWork, name: str = "") -> SessionStream:
-        """Post the opening message of a session.
-
-        Raises: EngineUnavailable without a connection.
-        """
-        self._require_connection()
-        return self._streams.open_session(work, self._post, name)
-
-    def _require_connection(self) -> None:
         if not self._connected:
             raise EngineUnavailable(self.health().reason, code=Code.ENGINE_UNREACHABLE)
+        return self._streams.open(work, self._post)
 
     def _post(self, message: AnyMessage) -> None:
         if self._socket is None:

@@ -1,13 +1,15 @@
 """What an engine was given for a request and what came of it, so that another one can do the work again."""
 
 from array import array
+from collections.abc import Callable
+from typing import final
 
 import msgspec
 
 from dist_attn.wire.messages import Generated, Rows
-from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.errors import Code, EngineFailure
 
-__all__ = ["Delivered", "GivenMemory", "GivenTokens"]
+__all__ = ["Delivered", "GivenMemory", "SentTokens"]
 
 TOKEN_BYTES = 4
 
@@ -68,6 +70,98 @@ class GivenTokens:
         self._memory.give_back(self, len(self._data))
         self._data = bytearray()
         self.whole = False
+
+
+Send = Callable[[int, bytes, bool], None]
+"""Sends tokens, as bytes, that begin at a position; whether these are the last ones."""
+
+
+@final
+class SentTokens:
+    """The tokens of one request from position `start` on: sent as far as there is credit, and to another controller
+    again, if there is a `memory` for them.
+    """
+
+    def __init__(self, start: int, memory: GivenMemory | None, message_tokens: int) -> None:
+        self.sent = start
+        """The position after the last one."""
+        self.final = False
+        self.credit = 0
+        self.held = False
+        """Whether they wait for another controller."""
+        self._given = None if memory is None else GivenTokens(memory)
+        self._message_tokens = message_tokens
+        self._again: int | None = None  # how many the next controller has got of those that were sent
+
+    @property
+    def room(self) -> int:
+        """How many more may be sent."""
+        return self.credit - self.sent
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of them are there, from the first of the text on."""
+        return self._given is not None and self._given.whole and len(self._given) == self.sent
+
+    def remember(self, data: bytes) -> None:
+        """These come next; another controller will need them."""
+        if self._given is not None:
+            self._given.push(data)
+
+    def forget(self) -> None:
+        """They will not be sent again."""
+        if self._given is not None:
+            self._given.let_go()
+
+    def push(self, data: bytes, send: Send, *, final: bool) -> None:
+        """The next ones, for which there is room; `final` marks the end."""
+        self.remember(data)
+        if not (self.held or self._again is not None):  # else they go with what is sent again
+            send(self.sent, data, final)
+        self.sent += len(data) // TOKEN_BYTES
+        self.final = self.final or final
+
+    def grant(self, upto: int, send: Send) -> None:
+        """There is credit up to this position.
+
+        Raises: EngineFailure as `send_again`.
+        """
+        self.credit = upto
+        self.send_again(send)
+
+    def hold(self) -> None:
+        """Wait for another controller."""
+        self.held, self.credit = True, 0
+
+    def begin_again(self) -> None:
+        """Another controller is there.
+
+        Raises: EngineFailure when there was no memory for them.
+        """
+        self.held, self.credit = False, 0
+        self._require_whole()
+        self._again = 0 if self.sent or self.final else None
+
+    def send_again(self, send: Send) -> None:
+        """Send as many of those that were sent before as there is credit for.
+
+        Raises: EngineFailure when there was no memory for them.
+        """
+        while self._again is not None:
+            given, at = self._require_whole(), self._again
+            stop = min(self.sent, self.credit, at + self._message_tokens)
+            if stop <= at < self.sent:
+                return
+            last = stop == self.sent
+            send(at, given.between(at, stop), last and self.final)
+            self._again = None if last else stop
+
+    def _require_whole(self) -> GivenTokens:
+        if self._given is None or not self._given.whole:
+            self._again = None
+            words = "the engine's controller was started again, and there was no memory to keep this input; "
+            raise EngineFailure(words + "send it again", code=Code.ENGINE_UNREACHABLE)
+        return self._given
 
 
 class Delivered:

@@ -3,16 +3,16 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, cast
+from typing import Self, cast, final
 
+import msgspec
 import numpy as np
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import (
-    Accepted,
     AnyMessage,
     Cancel,
     Credit,
@@ -23,13 +23,28 @@ from dist_attn.wire.messages import (
     Rows,
     Tokens,
 )
+from dist_attn.wire.session_messages import (
+    Checkpoint,
+    FinishDrawing,
+    Keep,
+    OpenWork,
+    Restored,
+    SessionDone,
+    StateCredit,
+    StatePiece,
+    StatesDone,
+)
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable, ServiceError, engine_error
-from dist_attn_service.base.tracing import EngineTrace
-from dist_attn_service.engine.resending import Delivered, GivenMemory, GivenTokens
+from dist_attn_service.base.tracing import EngineTrace, engine_trace
+from dist_attn_service.engine.opening import opening
+from dist_attn_service.engine.resending import Delivered, GivenMemory, SentTokens
 
 __all__ = ["EngineEvent", "EngineStream", "StreamLimits"]
 
-EngineEvent = Rows | EncodingDone | Generated
+EngineEvent = Restored | Rows | Generated | Progress | Checkpoint | EncodingDone | SessionDone
+PIECE_BYTES = 1 << 20
+STATE_WINDOW_BYTES = 4 << 20
+"""How much of a state may be under way to this process: what its memory holds of one at most."""
 
 
 @dataclass(frozen=True)
@@ -47,39 +62,55 @@ class StreamLimits:
     resend_seconds: float = 30
 
 
+@final
 class EngineStream:
     """The API's end of one request. Use it as a context manager: leaving it early cancels the work.
 
-    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages. One that is told
-    to `keep_for_another` outlives its controller: the port has it `hold`, and `do_again` with the next one.
+    1. `restore` sends the state to begin with, if there is one; 2. `send` the tokens, at the end with `final=True` (if
+    there are none, too); meanwhile 3. `next` gives events, None after the last. `snapshot` takes the bytes of a
+    `Checkpoint`, the next of which comes only then.
+
+    States of a completion's prompt (`keep.at`) are fetched by somebody else than the one who reads its text: after
+    `fetch_states`, who does so gets one by one from `next_state`, takes each whole by `snapshot`, and calls
+    `end_states` at the end. `close` of a completion whose last token has come leaves the stream to them.
+
+    `post` hands a message to the controller and never waits; `forget` ends the delivery of messages. Work that ends
+    with no state outlives its controller: the port has it `hold`, and `do_again` with the next one.
     """
 
     def __init__(
         self,
-        request_id: str,
+        work: OpenWork,
         post: Callable[[AnyMessage], None],
         forget: Callable[[str], None],
         limits: StreamLimits,
+        memory: GivenMemory,
     ) -> None:
-        self.request_id = request_id
+        self.request_id = work.request_id
+        self.trace = engine_trace("session" if work.keep.end else "encoding" if work.draw is None else "completion")
+        self._work = work
         self._post = post
         self._forget = forget
         self._limits = limits
+        self._opened_at = self._heard = time.monotonic()
         self._inbox: deque[AnyMessage] = deque()
         self._inbox_bytes = 0
-        self._credit = 0
-        self._sent = 0
+        self._tokens = SentTokens(
+            work.begin.position if work.begin else 0, None if work.keep.end else memory, limits.message_tokens
+        )
         self._delivered = Delivered()
-        self.trace = EngineTrace()
-        self._opening: Callable[[str], AnyMessage] | None = None
-        self._given: GivenTokens | None = None
-        self._held = False
-        self._sent_again: int | None = None  # how many tokens the next controller has got of those that were sent
-        self._final_sent = False
         self._accepted = False
+        self._restored = False
+        self._drawn = False  # the last token of a completion has come
         self._ended = False
         self._error: ServiceError | None = None
-        self._heard = time.monotonic()
+        self._state_credit = self._state_due = 0  # bytes of the state that goes to the engine
+        self._pieces: deque[bytes] = deque()
+        self._coming: tuple[int, int] | None = None  # position and next byte of the state that comes
+        self._with_states = bool(work.keep.at)
+        self._states: deque[Checkpoint] = deque()  # to be fetched by somebody else
+        self._fetched = False  # somebody fetches them
+        self._closed = False
         self._changed = asyncio.Event()
 
     def __enter__(self) -> Self:
@@ -90,15 +121,30 @@ class EngineStream:
     ) -> None:
         self.close()
 
+    @property
+    def sent(self) -> int:
+        """The position after the last token that was sent, those in the state to begin with included."""
+        return self._tokens.sent
+
+    @property
+    def final_sent(self) -> bool:
+        """Whether that was the last one."""
+        return self._tokens.final
+
     def close(self) -> None:
-        """Stop listening; the controller is told to cancel unless the request has ended already."""
+        """Stop listening; the controller is told to cancel unless the request has ended already; see above."""
+        self._inbox.clear()
+        if self._drawn and self._fetched and self._error is None:
+            return
+        self._closed = True
         self._forget(self.request_id)
-        self._finish_trace()
-        if self._given is not None:
-            self._given.let_go()
+        trace, self.trace = self.trace, EngineTrace()
+        trace.ended(self.sent, str(self._error.code) if self._error else "" if self._ended else "cancelled")
+        self._tokens.forget()
         if not self._ended:
             self._ended = True
             self._post(Cancel(request_id=self.request_id))
+        self._notify()
 
     # ---- from the port -------------------------------------------------------------------------
 
@@ -107,16 +153,22 @@ class EngineStream:
         if self._ended:
             return
         self._accepted = True
+        if isinstance(message, Credit) and message.upto <= self._tokens.credit:
+            return  # the controller looks whether we are still here: no progress
         if isinstance(message, Rows | Generated | Progress | EncodingDone):
             self.trace.worked()
+        try:
+            self._take(message)
+        except ServiceError as error:
+            self.fail(error)
+        self._heard = time.monotonic()
+        self._notify()
+
+    def _take(self, message: AnyMessage) -> None:
+        """Raises: ServiceError for what ends the request."""
         match message:
-            case Accepted():
-                pass
-            case Credit(upto=upto) if upto <= self._credit:
-                return  # the controller looks whether we are still here: no progress
             case Credit(upto=upto):
-                self._credit = upto
-                self._send_again()
+                self._tokens.grant(upto, self._send_tokens)
             case Failed(code=Code.STOPPING) if self.hold():
                 pass  # the controller ends: the next one goes on
             case Failed(code=code, message=text, retry_after_s=wait):
@@ -129,21 +181,26 @@ class EngineStream:
                 self._inbox.append(message)
             case Rows():
                 self._take_rows(message)
-            case EncodingDone():
-                self._inbox.append(message)
-                self._ended = True
             case Generated():
                 self._take_tokens(message)
-            case _:
-                self.deliver_more(message)
-        self._heard = time.monotonic()
-        self._notify()
-
-    def deliver_more(self, message: AnyMessage) -> None:
-        """Take a message that only some kinds of work have; there is none here."""
-
-    def _ends_with(self, message: Generated) -> bool:
-        return message.finish_reason is not None
+            case StateCredit(upto=upto):
+                self._state_credit = max(self._state_credit, upto)
+            case StatePiece(position=position, start=start, data=data):
+                if self._coming != (position, start):
+                    raise EngineFailure(f"bytes from {start} of the state at {position} came out of turn")
+                self._pieces.append(data)
+                self._coming = (position, start + len(data))
+            case Restored():
+                self._restored = True
+                if self._work.keep.end:
+                    self._inbox.append(message)
+            case Checkpoint():
+                (self._inbox if self._work.keep.end else self._states).append(message)
+            case EncodingDone() | SessionDone():
+                self._inbox.append(message)
+                self._ended = True
+            case StatesDone():
+                self._ended = True
 
     def fail(self, error: ServiceError) -> None:
         """End the stream with an error that did not come from the controller."""
@@ -151,105 +208,76 @@ class EngineStream:
             self._error = error
             self._notify()
 
-    def _finish_trace(self) -> None:
-        trace, self.trace = self.trace, EngineTrace()
-        left = "" if self._ended else "cancelled"
-        trace.ended(self._sent, str(self._error.code) if self._error is not None else left)
-
     def _take_tokens(self, message: Generated) -> None:
-        try:
-            new = self._delivered.new_tokens(message)
-        except EngineFailure as error:
-            self.fail(error)
-            return
+        new = self._delivered.new_tokens(message)
         if new is not None:
             self._inbox.append(new)
-            self._ended = self._ends_with(new)
+            self._drawn = new.finish_reason is not None and not self._work.keep.end
+            # While it is held its controller is gone, and so are the states.
+            self._ended = self._drawn and (not self._with_states or self._tokens.held)
 
     def _take_rows(self, message: Rows) -> None:
-        try:
-            rows = self._delivered.new_rows(message)
-        except EngineFailure as error:
-            self.fail(error)
-            return
+        rows = self._delivered.new_rows(message)
         if rows is None:
             return
         if self._inbox_bytes + len(rows.vectors) > self._limits.inbox_hard_bytes:
-            self.fail(
-                ServiceError(
-                    f"more than {self._limits.inbox_hard_bytes} bytes of rows wait in memory; "
-                    "ask for fewer rows at once (a larger window) or a smaller document",
-                    code=Code.OVERLOADED,
-                    status=500,
-                )
+            raise ServiceError(
+                f"more than {self._limits.inbox_hard_bytes} bytes of rows wait in memory; "
+                "ask for fewer rows at once (a larger window) or a smaller document",
+                code=Code.OVERLOADED,
+                status=500,
             )
-            return
         self._inbox_bytes += len(rows.vectors)
         self._inbox.append(rows)
 
     # ---- when the controller dies --------------------------------------------------------------
 
-    def keep_for_another(self, opening: Callable[[str], AnyMessage], memory: GivenMemory) -> None:
-        """Remember from now on what is sent; `opening` makes the message that opens the request under another id."""
-        self._opening, self._given = opening, GivenTokens(memory)
-
     @property
     def held(self) -> bool:
         """Whether it waits for another controller. What was on its way from the old one may still end it."""
-        return self._held and not self._ended
+        return self._tokens.held and not self._ended
 
     def hold(self) -> bool:
         """The controller is gone: wait for another one. False where that could not do the work again."""
-        if self._ended or self._error is not None or self._held:
+        if self._ended or self._error is not None or self._tokens.held:
             return True
-        if not self._can_be_done_again():
+        if self._drawn or self._coming is not None or not self._tokens.whole:
             return False
-        self._held, self._credit = True, 0
+        self._tokens.hold()
         self.trace.told("controller lost")
         return True
-
-    def _can_be_done_again(self) -> bool:
-        """Whether all tokens from the first one on are there."""
-        return self._given is not None and self._given.whole and len(self._given) == self._sent
 
     def do_again(self, request_id: str) -> None:
         """Have another controller do the work from its beginning, under a new id; what has been delivered is not again.
 
-        What was on its way to the controller before may reach this one, so that the old id is cancelled first.
+        What was on its way to the controller before may reach this one, so that the old id is cancelled first. There
+        are no stored states any more: those that were not fetched are not handed out.
         """
-        assert self._opening is not None and self._given is not None
         self._post(Cancel(self.request_id))
-        self.request_id, self._held, self._credit = request_id, False, 0
-        if not self._given.whole:
-            self._cannot_be_done_again()
+        self.request_id = request_id
+        self._with_states = False
+        self._states.clear()
+        terms = self._work.terms
+        if terms.deadline_s is not None:  # it counts from when the request came first
+            left = max(0.001, terms.deadline_s - (time.monotonic() - self._opened_at))
+            terms = msgspec.structs.replace(terms, deadline_s=left)
+        work = msgspec.structs.replace(self._work, request_id=request_id, begin=None, keep=Keep(), terms=terms)
+        try:
+            self._tokens.begin_again()
+        except ServiceError as error:
+            self.fail(error)
             return
         self._delivered.begin_again()
-        self._sent_again = 0 if self._sent or self._final_sent else None
         self._heard = time.monotonic()
-        self._post(self._opening(request_id))
+        self._post(opening(work))
         self.trace.told("another controller")
-        if not self._sent:
-            self._send_again()
+        if not self.sent:
+            self._tokens.send_again(self._send_tokens)
         self._notify()
 
-    def _cannot_be_done_again(self) -> None:
-        words = "the engine's controller was started again, and there was no memory to keep this input; send it again"
-        self.fail(EngineFailure(words, code=Code.ENGINE_UNREACHABLE))
-
-    def _send_again(self) -> None:
-        """Send as many of the tokens that were sent before as there is credit for."""
-        while self._sent_again is not None and self._given is not None:
-            if not self._given.whole:
-                self._sent_again = None
-                self._cannot_be_done_again()
-                return
-            at = self._sent_again
-            stop = min(self._sent, self._credit, at + self._limits.message_tokens)
-            if stop <= at < self._sent:
-                return
-            last = stop == self._sent
-            self._post(Tokens(self.request_id, at, self._given.between(at, stop), last and self._final_sent))
-            self._sent_again = None if last else stop
+    def stands_for(self, tokens: TokenArray) -> None:
+        """These tokens are in the state that it began with: where that is not, they have to be read."""
+        self._tokens.remember(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
 
     # ---- from the request ----------------------------------------------------------------------
 
@@ -260,15 +288,14 @@ class EngineStream:
         """
         deadline = time.monotonic() + within_seconds
         while not self._accepted and self._error is None:
-            if self._held:
+            if self._tokens.held:
                 deadline = time.monotonic() + within_seconds
-            if not await self._wait_until(deadline) and not (self._accepted or self._held):
+            if not await self._wait_until(deadline) and not (self._accepted or self._tokens.held):
                 raise EngineUnavailable(
                     f"the engine's controller did not answer a new request within {within_seconds:g} s",
                     code=Code.ENGINE_UNREACHABLE,
                 )
-        if self._error is not None:
-            raise self._error
+        self._check()
 
     async def send(self, tokens: TokenArray, *, final: bool) -> None:
         """Send the next tokens of the input, waiting for credit; `final` marks the end of the input.
@@ -278,65 +305,143 @@ class EngineStream:
         little_endian = np.ascontiguousarray(tokens, dtype="<i4")
         done = 0
         while done < len(little_endian):
-            await self._room()
-            count = min(len(little_endian) - done, self._credit - self._sent, self._limits.message_tokens)
+            # until there is credit and the rows that have arrived are being written
+            await self._until(lambda: self._tokens.room > 0 and self._inbox_bytes < self._limits.inbox_soft_bytes)
+            count = min(len(little_endian) - done, self._tokens.room, self._limits.message_tokens)
             last = final and done + count == len(little_endian)
-            self._send_now(little_endian[done : done + count].tobytes(), count, final=last)
+            self._send_now(little_endian[done : done + count].tobytes(), final=last)
             done += count
-        if final and not self._final_sent:
-            self._send_now(b"", 0, final=True)
+        if final and not self.final_sent:
+            self._send_now(b"", final=True)
 
-    def _send_now(self, payload: bytes, count: int, *, final: bool) -> None:
-        if self._error is not None:
-            raise self._error
-        if self._given is not None:
-            self._given.push(payload)
-        if not (self._held or self._sent_again is not None):  # else it goes with what is sent again
-            self._post(Tokens(request_id=self.request_id, start=self._sent, tokens=payload, final=final))
-        self._sent += count
+    def _send_now(self, payload: bytes, *, final: bool) -> None:
+        self._check()
+        self._tokens.push(payload, self._send_tokens, final=final)
         if final:
-            self._final_sent = True
             self._heard = time.monotonic()
             self._notify()
 
-    async def _room(self) -> None:
-        """Wait until there is credit and the rows that have arrived are being written."""
-        since = time.monotonic()
-        while self._error is None and (
-            self._credit <= self._sent or self._inbox_bytes >= self._limits.inbox_soft_bytes
-        ):
-            if not await self._wait_until(max(since, self._heard) + self._limits.silence_seconds):
-                self._check_silence(since)
-        if self._error is not None:
-            raise self._error
+    def _send_tokens(self, start: int, payload: bytes, final: bool) -> None:
+        self._post(Tokens(self.request_id, start, payload, final))
 
-    async def next(self) -> EngineEvent:
-        """The next result, in order. May be cancelled at any time without losing one.
+    def finish_drawing(self, drawn: int) -> None:
+        """Draw no further: the session shall stand after the first `drawn` tokens of those that were drawn.
+
+        `SessionDone.drawn` says where it ends.
+        """
+        self._post(FinishDrawing(self.request_id, drawn))
+
+    async def next(self) -> EngineEvent | None:
+        """The next result, in order; None after the last. May be cancelled at any time without losing one.
 
         The engine may only be silent for so long once it has the whole input.
         Raises: ServiceError when the request failed or the engine is silent for too long.
         """
-        while not self._inbox:
-            if self._error is not None:
-                raise self._error
-            deadline = self._heard + self._limits.silence_seconds if self._final_sent else None
-            if not await self._wait_until(deadline):
-                self._check_silence(self._heard)
+        await self._until(lambda: bool(self._inbox) or self._drawn or self._ended, owed=lambda: self.final_sent)
+        if not self._inbox:
+            self._check()
+            return None
         event = self._inbox.popleft()
         if isinstance(event, Rows):
             self._inbox_bytes -= len(event.vectors)
             self._notify()
         return cast(EngineEvent, event)
 
-    def _check_silence(self, since: float) -> None:
-        if time.monotonic() - max(since, self._heard) >= self._limits.silence_seconds:
-            self.fail(
-                EngineFailure(
-                    f"the engine made no progress on this request for {self._limits.silence_seconds:g} s; "
-                    "see /readyz, then send it again",
-                    code=Code.ENGINE_TIMEOUT,
+    # ---- stored states -------------------------------------------------------------------------
+
+    async def restore(self, pieces: AsyncIterable[bytes]) -> None:
+        """Send the bytes of the state to begin with, waiting for credit. Memory: a piece.
+
+        Raises: ServiceError when the request failed or the engine is silent for too long; EngineFailure when the bytes
+            are not as many as were announced; whatever `pieces` raises.
+        """
+        begin = self._work.begin
+        assert begin is not None
+        done = 0
+        async for data in pieces:
+            for at in range(0, len(data), PIECE_BYTES):
+                piece = data[at : at + PIECE_BYTES]
+                self._state_due = min(done + len(piece), begin.num_bytes)
+                await self._until(lambda: self._state_credit >= self._state_due)
+                self._check()
+                self._post(StatePiece(self.request_id, begin.position, done, bytes(piece)))
+                done += len(piece)
+        if done != begin.num_bytes:
+            raise EngineFailure(f"a stored state of {begin.num_bytes} bytes was announced, and {done} came")
+
+    async def restored(self) -> None:
+        """Wait until the engine goes on from the state that it was sent.
+
+        Raises: ServiceError when it does not take it, or the request failed otherwise.
+        """
+        await self._until(lambda: self._restored)
+
+    async def snapshot(self, checkpoint: Checkpoint) -> AsyncIterator[bytes]:
+        """The bytes of the stored state that was announced last, once. Memory: 4 MB at most.
+
+        Raises: ServiceError when the request failed or the engine is silent for too long.
+        """
+        self._coming, taken, granted = (checkpoint.position, 0), 0, 0
+        while taken < checkpoint.num_bytes:
+            if granted < checkpoint.num_bytes and granted - taken <= STATE_WINDOW_BYTES // 2:
+                granted = min(checkpoint.num_bytes, taken + STATE_WINDOW_BYTES)
+                self._post(StateCredit(self.request_id, checkpoint.position, granted))
+            await self._until(lambda: bool(self._pieces))
+            piece = self._pieces.popleft()
+            taken += len(piece)
+            yield piece
+        self._coming = None
+
+    def fetch_states(self) -> None:
+        """Somebody fetches the states from now on."""
+        self._fetched = True
+
+    async def next_state(self) -> Checkpoint | None:
+        """The next state that can be fetched; None when there are no more.
+
+        Raises: ServiceError when the request failed.
+        """
+        while not self._states and self._error is None and not (self._ended or self._closed):
+            # While the prompt is read there may be nothing to say for long; that is for who reads the text to judge.
+            if not await self._wait_until(time.monotonic() + self._limits.silence_seconds) and self._drawn:
+                return None
+        self._check()
+        return None if self._closed or not self._states else self._states.popleft()
+
+    def end_states(self) -> None:
+        """Nobody fetches states any more."""
+        self._fetched = False
+        if self._drawn:
+            self.close()
+
+    # ---- waiting -------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Raises: ServiceError when the request failed."""
+        if self._error is not None:
+            raise self._error
+
+    async def _until(self, condition: Callable[[], bool], *, owed: Callable[[], bool] = lambda: True) -> None:
+        """Wait for a condition; while something is `owed` the engine may only be silent for so long.
+
+        Raises: ServiceError when the request failed or has ended before, or the engine is silent for too long.
+        """
+        since = time.monotonic()
+        while not condition():
+            self._check()
+            if self._ended:  # nothing more is delivered, also where it was closed by another task
+                raise EngineFailure("the request ended before all of it was done")
+            quiet = max(since, self._heard)
+            deadline = quiet + self._limits.silence_seconds if owed() else None
+            if not await self._wait_until(deadline) and quiet >= self._heard:
+                seconds = self._limits.silence_seconds
+                self.fail(
+                    EngineFailure(
+                        f"the engine made no progress on this request for {seconds:g} s; "
+                        "see /readyz, then send it again",
+                        code=Code.ENGINE_TIMEOUT,
+                    )
                 )
-            )
 
     def _notify(self) -> None:
         self._changed.set()

@@ -34,7 +34,6 @@ class Feed:
         self.size = size
         self.taken = 0
         self.position = self.kept = record.feed.expected
-        self.whole = False
         self.leaving = False  # nobody sends any more: who does from now on needs another one
         self.error: ServiceError | None = None
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()

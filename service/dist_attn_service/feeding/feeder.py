@@ -8,46 +8,26 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from typing import final
 
-import numpy as np
-
 from dist_attn.store.ledger import changed
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from dist_attn_service.base.errors import ClientGone, Code, EngineFailure, ServiceError
+from dist_attn.wire.session_messages import Keep, OpenWork
+from dist_attn_service.base.errors import ClientGone, Code, ServiceError
 from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
 from dist_attn_service.feeding.feed import Feed
-from dist_attn_service.http.exchange import task_group
+from dist_attn_service.sessions.text_run import TextRun
 from dist_attn_service.sessions.writer import SessionWriter, writing
 from dist_attn_service.text.text_check import Utf8Check
-from dist_attn_service.text.tokenising import TextMark, TextMarks
+from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
 from dist_attn_service.uploads.entries import FeedMark, FeedRecord
 from dist_attn_service.uploads.service import FileService
 
 __all__ = ["Feeder"]
 
-NO_TOKENS = np.empty(0, dtype=np.int32)
 BUSY_SECONDS = 5.0  # for another process to let go of the session
 BUSY_LOOK_SECONDS = 0.1
 LOOK_SECONDS = 0.5
 CHARACTER_BYTES = 4
-
-
-@dataclass
-class _Run:
-    """One feeding: `known` is the position up to which the session has the text already."""
-
-    feed: Feed
-    writer: SessionWriter
-    known: int
-    marks: TextMarks
-
-    @property
-    def start(self) -> int:
-        """The position at which the text begins."""
-        return self.writer.append.start
 
 
 @final
@@ -96,50 +76,42 @@ class Feeder:
         await self._context.watch.until_ready()
         self._context.watch.manifest()
         known = writer.append.position
-        marks = [mark for mark in feed.told.marks if mark.position <= known]
-        begin = marks[-1].mark if marks else TextMark()
-        run = _Run(feed, writer, known, TextMarks(begin))
-        point = writer.begin
-        state = None if point is None else BeginState(point.position, (await writer.state(point)).size)
-        work = SessionWork(state, checkpoint_tokens=self._context.settings.checkpoint_tokens)
+        mark = next((mark.mark for mark in reversed(feed.told.marks) if mark.position <= known), TextMark())
+        marks = TextMarks(mark)
+
+        async def advance(position: int, snapshot: str) -> None:
+            await self._advance(
+                feed, writer, FeedMark(position, marks.before(position - writer.append.start)), snapshot
+            )
+
+        keep = Keep(self._context.settings.checkpoint_tokens, end=True)
+        run = TextRun(self._context, writer, advance)
         try:
-            with self._context.engine.open_session(work, feed.name) as stream:
-                await stream.admitted(self._context.settings.admission_seconds)
-                async with task_group() as group:
-                    group.create_task(self._send(run, stream, begin))
-                    await self._collect(run, stream)
+            async with self._context.open(OpenWork(feed.name, await writer.begin(), keep=keep)) as stream:
+                await run.work(stream, self._pieces(feed, writer, marks, mark))
+            await writer.advance(run.position, run.snapshot, done=True)
+            feed.kept = run.position
         except ServiceError as error:
             error.facts.setdefault("position", writer.kept)
             raise
         finally:
             self._context.metrics.tokens("prompt", max(0, feed.position - known))
 
-    # ---- in ------------------------------------------------------------------------------------
+    async def _pieces(
+        self, feed: Feed, writer: SessionWriter, marks: TextMarks, begin: TextMark
+    ) -> AsyncGenerator[Piece]:
+        """The text's tokens from a mark on.
 
-    async def _send(self, run: _Run, stream: SessionStream, begin: TextMark) -> None:
-        """Tokens to the engine as fast as it gives credit; those that are in the state already are passed over.
-
-        Raises: ClientGone when nobody sends any more, once every whole state of what came is kept.
+        Raises: ClientGone when nobody sends any more.
         """
-        feed, writer = run.feed, run.writer
-        if writer.begin is not None:
-            await stream.restore(writer.pieces(writer.begin))
-        try:
-            async with (
-                contextlib.aclosing(self._blocks(feed, begin.byte)) as blocks,
-                contextlib.aclosing(self._context.tokeniser.pieces(blocks, begin)) as pieces,
-            ):
-                async for piece in pieces:
-                    stop = run.start + piece.mark.tokens
-                    run.marks.push(piece.mark)
-                    feed.position = max(feed.position, stop)
-                    first = stop - len(piece.tokens)
-                    await stream.send(piece.tokens[max(0, run.known - first) :], final=False)
-        except ClientGone:
-            await self._until_kept(run)
-            raise
-        feed.whole = True
-        await stream.send(NO_TOKENS, final=True)
+        async with (
+            contextlib.aclosing(self._blocks(feed, begin.byte)) as blocks,
+            contextlib.aclosing(self._context.tokeniser.pieces(blocks, begin)) as pieces,
+        ):
+            async for piece in pieces:
+                marks.push(piece.mark)
+                feed.position = max(feed.position, writer.append.start + piece.mark.tokens)
+                yield piece
 
     async def _blocks(self, feed: Feed, start: int) -> AsyncGenerator[bytes]:
         """The text from byte `start` on, as it comes to the disk.
@@ -177,45 +149,12 @@ class Feeder:
         check.push(tail[at:])
         return check
 
-    async def _until_kept(self, run: _Run) -> None:
-        """Wait for the last state that comes back without the end of the text."""
-        grid = self._context.watch.manifest().computed.chunk_tokens
-        every = -(-self._context.settings.checkpoint_tokens // grid) * grid
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._context.settings.detached_seconds):
-                while run.feed.position // every * every > run.writer.kept:
-                    await run.feed.changed(LOOK_SECONDS)
-
-    # ---- out -----------------------------------------------------------------------------------
-
-    async def _collect(self, run: _Run, stream: SessionStream) -> None:
-        """States into the store as they come, until the engine says that this was all."""
-        feed, writer, last = run.feed, run.writer, ""
-        while True:
-            match await stream.next():
-                case Restored():
-                    pass
-                case Checkpoint(position=position) as checkpoint if position <= feed.position:
-                    last = await writer.keep(stream.snapshot(checkpoint))
-                    if not feed.whole or position < feed.position:
-                        await self._advance(run, position, last)
-                case SessionDone(position=position) if last and feed.whole and position == feed.position:
-                    await writer.advance(position, last, done=True)
-                    feed.kept = position
-                    return
-                case event:
-                    raise EngineFailure(
-                        f"the engine answered an upload's tokens up to {feed.position} with {event!r:.200}"
-                    )
-
-    async def _advance(self, run: _Run, position: int, snapshot: str) -> None:
+    async def _advance(self, feed: Feed, writer: SessionWriter, mark: FeedMark, snapshot: str) -> None:
         """The session stands there. What the state has read is safe on the disk before, and where it ends is noted."""
-        feed = run.feed
-        mark = FeedMark(position, run.marks.before(position - run.start))
         before = [other for other in feed.told.marks if other.position <= feed.kept]
         await self._note(feed, changed(feed.told, position=feed.kept, marks=(*before[-1:], mark)))
-        await run.writer.advance(position, snapshot)
-        feed.kept = position
+        await writer.advance(mark.position, snapshot)
+        feed.kept = mark.position
         feed.notify()
 
     async def _note(self, feed: Feed, told: FeedRecord) -> None:

@@ -3,15 +3,16 @@
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.types import Receive, Send
 
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+from dist_attn_service.base.tasks import task_group
 
-__all__ = ["BREAK_OFF", "LAST_WORDS", "RequestBody", "ResponseWriter", "task_group", "while_connected"]
+__all__ = ["BREAK_OFF", "LAST_WORDS", "RequestBody", "ResponseWriter", "while_connected"]
 
 T = TypeVar("T")
 GZIP_PIECE_BYTES = 64 << 10
@@ -19,19 +20,6 @@ GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
 GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
 LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
 BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
-
-
-@asynccontextmanager
-async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """An asyncio.TaskGroup that raises the first error itself, not a group around it."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            yield group
-    except BaseExceptionGroup as errors:
-        first: BaseException = errors
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
 
 
 class RequestBody:

@@ -2,87 +2,28 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from math import lcm
 from typing import final
 
-from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
+from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
-from dist_attn_service.encodings.encoding_run import EncodingRun, RunPoint, Sink
+from dist_attn_service.encodings.encoding_run import EncodingRun, RunPoint
 from dist_attn_service.encodings.rows import RowBlock
 from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
-from dist_attn_service.engine.stream import EngineStream
-from dist_attn_service.engine.workload import DocumentLoad
 from dist_attn_service.jobs.files import JobFiles, RowFile, unbroken
 from dist_attn_service.jobs.record import JobPoint, JobRecord
 from dist_attn_service.jobs.runner import Report
 from dist_attn_service.jobs.states import JobStates
-from dist_attn_service.text.tokenising import TextMarks
 
 __all__ = ["EncodingWork"]
 
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
 UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
 """What a state is refused with that nothing can be gone on from."""
-
-Keep = Callable[[RunPoint, AsyncIterator[bytes]], Awaitable[None]]
-
-
-@final
-class ResumableRun(EncodingRun):
-    """The work on a document whose states come back on the way; `keep` gets those that work can begin again from."""
-
-    def __init__(
-        self,
-        spec: RowSpec,
-        dim: int,
-        sink: Sink,
-        *,
-        first_row: int,
-        load: DocumentLoad,
-        begin: RunPoint,
-        state: AsyncIterator[bytes] | None,
-        keep: Keep,
-    ) -> None:
-        super().__init__(spec, dim, sink, first_row=first_row, load=load, begin=begin)
-        self.marks = TextMarks(begin.mark)
-        self._state = state
-        self._keep = keep
-
-    async def prepare(self, stream: EngineStream) -> None:
-        """The state to begin with."""
-        assert isinstance(stream, SessionStream)
-        if self._state is not None:
-            await stream.restore(self._state)
-
-    async def take_other(self, stream: EngineStream, event: object) -> tuple[int, int] | None:
-        """States on the way, and the end."""
-        assert isinstance(stream, SessionStream)
-        match event:
-            case Restored():
-                return None
-            case Checkpoint(position=position) as checkpoint:
-                pieces, point = stream.snapshot(checkpoint), self._point(position)
-                at_end = self.whole and position == self.tokens
-                if point is not None and not at_end:
-                    await self._keep(point, pieces)
-                async for _ in pieces:  # the engine waits until all of it has been taken
-                    pass
-                return None
-            case SessionDone(position=tokens, rows=rows):
-                return tokens, self.begin.row + rows
-        return await super().take_other(stream, event)
-
-    def _point(self, position: int) -> RunPoint | None:
-        """Where the work may begin again with the state after `position` tokens; None within a row."""
-        assert self.marks is not None
-        mark = self.marks.before(position)
-        return RunPoint(position, self.edge[1], self.rows, mark) if self.edge[0] == position else None
 
 
 @final
@@ -107,10 +48,12 @@ class EncodingWork:
         await self._check_input(name, record)
         report.point = record.point
         rows = self._files.rows(name, self._context.model.hidden_size)
-        if record.point is not None and record.point.run.row <= record.rows:
+        point, spec = record.point, record.spec
+        assert spec is not None
+        if point is not None and point.run.row <= record.rows and self._step(spec):
             try:
-                if (size := await self._states.size(record.caller, record.point)) is not None:
-                    return await self._encode(name, record, report, rows, record.point, size)
+                if (size := await self._states.size(record.caller, point)) is not None:
+                    return await self._encode(name, record, report, rows, point, size)
             except ServiceError as error:
                 if error.code not in UNUSABLE:
                     raise
@@ -144,6 +87,9 @@ class EncodingWork:
         """All of it from the beginning, or from a state of so many bytes."""
         spec, begin = record.spec, RunPoint() if point is None else point.run
         assert spec is not None
+        step, dim = self._step(spec), self._context.model.hidden_size
+        at = None if point is None else BeginState(begin.tokens, state_bytes)
+        work = OpenWork(name, at, spec, keep=Keep(step, end=True) if step else Keep())
 
         async def put(block: RowBlock) -> None:
             await unbroken(partial(rows.append, block))
@@ -157,41 +103,21 @@ class EncodingWork:
                 raise NotFound(f"of the {begin.row} rows of this job that were kept {first} are there")
             with self._context.workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load:
                 load.done_tokens = begin.tokens
-                manifest = self._context.watch.ready_status().manifest
-                dim = self._context.model.hidden_size
-                run: EncodingRun
-                if manifest is None or spec.granularity == "document":
-                    stream = self._context.engine.open(spec, name)
-                    run = EncodingRun(spec, dim, put, first_row=first, load=load)
-                else:
-                    at = None if point is None else BeginState(begin.tokens, state_bytes)
-                    step = self._step(spec, manifest)
-                    stream = self._context.engine.open_session(SessionWork(at, rows=spec, checkpoint_tokens=step), name)
-                    state = None if point is None else self._states.pieces(record.caller, point)
-                    run = ResumableRun(spec, dim, put, first_row=first, load=load, begin=begin, state=state, keep=keep)
-                with stream:
-                    await self._work(name, record, report, rows, run, stream)
+                run = EncodingRun(spec, dim, put, first_row=first, load=load, begin=begin)
+                async with self._context.open(work) as stream:
+                    _tell(report, run, rows, record.input_bytes)
+                    try:
+                        blocks = self._blocks(name, begin.mark.byte, self._context.settings.piece_bytes)
+                        pieces = self._context.tokeniser.pieces(blocks, begin.mark)
+                        state = None if point is None else self._states.pieces(record.caller, point)
+                        await run.work(stream, pieces, state=state, keep=keep if step else None)
+                    finally:
+                        self._context.metrics.tokens("encoding", max(0, run.tokens - begin.tokens))
             safe = await unbroken(rows.settle)
         finally:
             await unbroken(rows.close)
         size = record.input_bytes + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
-
-    async def _work(
-        self, name: str, record: JobRecord, report: Report, rows: RowFile, run: EncodingRun, stream: EngineStream
-    ) -> None:
-        """The run, while others are told how far it is."""
-        await stream.admitted(self._context.settings.admission_seconds)
-        load, before = run.load, run.load.done_tokens
-        report.tokens = lambda: load.done_tokens
-        report.expected = lambda: run.tokens * record.input_bytes / run.bytes if run.bytes else None
-        report.settle, report.bytes_per_row = rows.settle, rows.bytes_per_row()
-        mark = run.begin.mark
-        try:
-            blocks = self._blocks(name, mark.byte, self._context.settings.piece_bytes)
-            await run.work(stream, self._context.tokeniser.pieces(blocks, mark))
-        finally:
-            self._context.metrics.tokens("encoding", max(0, run.tokens - before))
 
     async def _keep(self, record: JobRecord, report: Report, at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
         """Keep a state for the rest of the job's life, and let go of the one before it."""
@@ -204,8 +130,11 @@ class EncodingWork:
         if before is not None and before.snapshot != snapshot:
             await self._states.forget(record.caller, before)
 
-    def _step(self, spec: RowSpec, manifest: Manifest) -> int:
-        """Tokens between two states: they stand on the grid of blocks and between two rows."""
+    def _step(self, spec: RowSpec) -> int:
+        """Tokens between two states, which stand on the grid of blocks and between two rows; 0: there are none."""
+        manifest = self._context.watch.ready_status().manifest
+        if manifest is None or spec.granularity == "document":
+            return 0
         unit = lcm(manifest.computed.chunk_tokens, spec.window if spec.granularity == "window" else 1)
         return -(-self._context.settings.checkpoint_tokens // unit) * unit
 
@@ -213,3 +142,10 @@ class EncodingWork:
         while block := await asyncio.to_thread(self._files.read_input, name, start, count):
             start += len(block)
             yield block
+
+
+def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> None:
+    """Let others see how far the run is."""
+    report.tokens = lambda: run.load.done_tokens
+    report.expected = lambda: run.tokens * input_bytes / run.text_bytes if run.text_bytes else None
+    report.settle, report.bytes_per_row = rows.settle, rows.bytes_per_row()

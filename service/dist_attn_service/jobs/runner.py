@@ -13,8 +13,8 @@ from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import Code, ServiceError, UnforeseenError
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.metrics import Metrics
-from dist_attn_service.http.exchange import task_group
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobGone
 from dist_attn_service.jobs.files import JobFiles, unbroken
 from dist_attn_service.jobs.record import JobPoint, JobRecord, State, end_of, with_event

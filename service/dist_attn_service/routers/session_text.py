@@ -12,8 +12,9 @@ from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceE
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import parse_drawing, parse_json, parse_query, utf8
 from dist_attn_service.base.request_terms import terms_of
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.dependencies import Services, media_type, read_json_body, read_options, record_of, services_of
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter, task_group
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.http.streaming import EventWriter, StreamedResponse
 from dist_attn_service.schemas.completions import Choice
 from dist_attn_service.schemas.sessions import (

@@ -3,34 +3,33 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import msgspec
-import numpy as np
 from pydantic import BaseModel
 
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code, EngineFailure, ServiceError, TooLarge
+from dist_attn.wire.session_messages import Keep, OpenWork
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter, task_group
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.schemas.sessions import AppendProgress, AppendSummary
 from dist_attn_service.sessions.fed_tokens import FedTokens
 from dist_attn_service.sessions.outlet import Outlet
 from dist_attn_service.sessions.refusals import NO_RETRY
+from dist_attn_service.sessions.text_run import TextRun
 from dist_attn_service.sessions.writer import SessionWriter, writing
 from dist_attn_service.text.text_check import Utf8Check
+from dist_attn_service.text.tokenising import Piece
 
 __all__ = ["AppendService", "AppendSource"]
 
 NDJSON = "application/x-ndjson"
-NO_TOKENS = np.empty(0, dtype=np.int32)
-FRESH = RestoreReport(0, 0, True, "")
 BETWEEN_LINES_SECONDS = 0.1
 
 
@@ -56,9 +55,11 @@ class _Append:
     fed: FedTokens
     content: Any = field(default_factory=hashlib.sha256)
     text_bytes: int = 0
-    report: RestoreReport = FRESH
-    whole: bool = False  # every token has been sent
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    read: asyncio.Event = field(default_factory=asyncio.Event)  # to its end
+
+    async def advance(self, position: int, snapshot: str) -> None:
+        """The session stands there, and has been fed these tokens."""
+        await self.writer.advance(position, snapshot, fed=self.fed.digest_at(position))
 
 
 @final
@@ -99,17 +100,15 @@ class AppendService:
             raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
         await self._context.watch.until_ready()
         self._context.watch.manifest()
-        writer, point = append.writer, append.writer.begin
-        begin = None if point is None else BeginState(point.position, (await writer.state(point)).size)
-        step, terms = self._context.settings.checkpoint_tokens, append.source.terms.for_engine()
-        work = SessionWork(begin, checkpoint_tokens=step, terms=terms)
-        with self._context.engine.open_session(work, record.request_id) as stream:
-            await stream.admitted(self._context.settings.admission_seconds)
+        keep = Keep(self._context.settings.checkpoint_tokens, end=True)
+        begin, terms = await append.writer.begin(), append.source.terms.for_engine()
+        run = TextRun(self._context, append.writer, append.advance)
+        async with self._context.open(OpenWork(record.request_id, begin, keep=keep, terms=terms)) as stream:
             await append.outlet.start(NDJSON)
             async with task_group() as group:
-                tasks = [group.create_task(self._tell(append))]
-                tasks.append(group.create_task(self._feed(append, stream, _chained(first, blocks))))
-                summary = await self._collect(append, stream)
+                tasks = [group.create_task(self._tell(append, run)), group.create_task(_watch(append))]
+                report = await run.work(stream, self._pieces(append, run, _chained(first, blocks)))
+                summary = await self._end(append, run.snapshot, report)
                 for task in tasks:
                     task.cancel()
         await append.outlet.finish(_line(summary))
@@ -132,64 +131,30 @@ class AppendService:
         if check is not None:
             check.push(b"", final=True)
 
-    async def _feed(self, append: _Append, stream: SessionStream, blocks: AsyncIterator[bytes]) -> None:
-        """Tokens to the engine as fast as it gives credit; those that are in the state already are passed over.
+    async def _pieces(self, append: _Append, run: TextRun, blocks: AsyncIterator[bytes]) -> AsyncGenerator[Piece]:
+        """Its tokens; those that were fed under this key before must be the same.
 
-        Raises: ClientGone when the client left in the middle, once every whole state of what it sent is kept.
+        Raises: ServiceError (409) for others; ClientGone when the client left in the middle.
         """
-        writer, known = append.writer, append.writer.append.position
-        if writer.begin is not None:
-            await stream.restore(writer.pieces(writer.begin))
+        fed, known = append.fed, append.writer.append.position
         try:
             async for piece in self._context.tokeniser.pieces(blocks):
-                start = append.fed.stop
-                append.fed.push(piece.tokens)
-                if start < known <= append.fed.stop:
-                    _require_same(append, known)
-                await stream.send(piece.tokens[max(0, known - start) :], final=False)
-                append.moved.set()
+                start = fed.stop
+                fed.push(piece.tokens)
+                if start < known <= fed.stop and append.writer.append.fed != fed.digest_at(known):
+                    raise _another(append)
+                yield piece
+                run.moved.set()
         except ClientGone:
             append.outlet.gone.set()
-            await self._until_kept(append)
             raise
-        if append.fed.stop < known:
+        if fed.stop < known:
             raise _another(append)
-        await stream.send(NO_TOKENS, final=True)
-        append.whole = True
-        await append.outlet.watch(append.source.body)
-
-    async def _until_kept(self, append: _Append) -> None:
-        """Wait for the last state that comes back without the end of the text."""
-        grid = self._context.watch.manifest().computed.chunk_tokens
-        every = -(-self._context.settings.checkpoint_tokens // grid) * grid
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._context.settings.detached_seconds):
-                while append.fed.stop // every * every > append.writer.kept:
-                    append.moved.clear()
-                    await append.moved.wait()
+        append.read.set()
 
     # ---- out -----------------------------------------------------------------------------------
 
-    async def _collect(self, append: _Append, stream: SessionStream) -> AppendSummary:
-        """States into the store as they come, until the engine says that this was all."""
-        writer, last = append.writer, ""
-        while True:
-            match await stream.next():
-                case Restored(report=report):
-                    append.report = report
-                case Checkpoint(position=position) as checkpoint if position <= append.fed.stop:
-                    last = await writer.keep(stream.snapshot(checkpoint))
-                    if not append.whole or position < append.fed.stop:
-                        await writer.advance(position, last, fed=append.fed.digest_at(position))
-                        append.moved.set()
-                case SessionDone(position=position) if last and append.whole and position == append.fed.stop:
-                    return await self._end(append, last)
-                case event:
-                    raise EngineFailure(
-                        f"the engine answered an append of the tokens up to {append.fed.stop} with {event!r:.200}"
-                    )
-
-    async def _end(self, append: _Append, snapshot: str) -> AppendSummary:
+    async def _end(self, append: _Append, snapshot: str, report: RestoreReport) -> AppendSummary:
         """The last state, and what the caller is told now and whenever it sends the same again."""
         writer, stop = append.writer, append.fed.stop
         there = [point.position for point in writer.session.checkpoints if point.position < stop]
@@ -200,7 +165,7 @@ class AppendService:
             position=stop,
             tokens=stop - writer.append.start,
             checkpoints=[*there, stop][-self._context.settings.store.session_checkpoints :],
-            **msgspec.structs.asdict(append.report),
+            **msgspec.structs.asdict(report),
         )
         await writer.advance(
             stop,
@@ -212,13 +177,13 @@ class AppendService:
         )
         return summary
 
-    async def _tell(self, append: _Append) -> None:
+    async def _tell(self, append: _Append, run: TextRun) -> None:
         """Lines that say how far it has come, the newest only, and one now and then when nothing moves."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._context.settings.ping_seconds):
-                    await append.moved.wait()
-            append.moved.clear()
+                    await run.moved.wait()
+            run.moved.clear()
             await append.outlet.write(_line(AppendProgress(position=append.fed.stop, kept=append.writer.kept)))
             await asyncio.sleep(BETWEEN_LINES_SECONDS)
 
@@ -234,10 +199,10 @@ class AppendService:
         await append.outlet.finish(_line(summary.model_copy(update={"replayed": True})))
 
 
-def _require_same(append: _Append, position: int) -> None:
-    """Raises: ServiceError (409) when other tokens were fed under this key before."""
-    if append.writer.append.fed != append.fed.digest_at(position):
-        raise _another(append)
+async def _watch(append: _Append) -> None:
+    """Notice that the client leaves once its text has come."""
+    await append.read.wait()
+    await append.outlet.watch(append.source.body)
 
 
 def _another(append: _Append) -> ServiceError:

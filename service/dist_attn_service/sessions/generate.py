@@ -3,36 +3,34 @@
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Literal, final
+from typing import final
 
 import msgspec
 import numpy as np
 
-from dist_attn.errors import TokenError
+from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated as Drawn
-from dist_attn.wire.messages import SamplingSpec, TokenLogprobs
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
-from dist_attn_service.base.errors import BadRequest, Code, EngineFailure, ServiceError
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.session_messages import Keep, OpenWork
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.engine.session_stream import SessionStream, SessionWork
-from dist_attn_service.http.exchange import task_group
+from dist_attn_service.engine.run import EngineRun
+from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.schemas.completions import Choice, CompletionUsage
 from dist_attn_service.schemas.sessions import Generated, GenerateSummary
 from dist_attn_service.sessions.refusals import NO_RETRY
 from dist_attn_service.sessions.writer import SessionWriter, writing
-from dist_attn_service.text.choice_text import ChoiceText, ScoredToken, told_logprobs
+from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredToken, finish_reason, told_logprobs
 
 __all__ = ["GenerateService", "GenerateWork", "TextPiece"]
 
-NO_TOKENS = np.empty(0, dtype=np.int32)
 KEPT_CHARACTERS = 16_384  # of an answer that is said again to who sends the same key
-FRESH = RestoreReport(0, 0, True, "")
-FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -69,22 +67,38 @@ class _Run:
     writer: SessionWriter
     text: ChoiceText
     told: Told
-    report: RestoreReport = FRESH
+    stream: EngineStream
     parts: list[TextPiece] = field(default_factory=list)
-    drawn: int = 0  # tokens that are in the text
     reason: FinishReason | None = None
     finishing: bool = False  # the engine was told to draw no further
+    snapshot: str = ""
 
     def tell(self, piece: TextPiece) -> None:
         """Say it to the client, and keep it for who sends the same key."""
         self.parts.append(piece)
         self.told(piece)
 
-    def finish(self, stream: SessionStream) -> None:
+    def finish(self) -> None:
         """Draw no further than what is in the text."""
         if not self.finishing and self.reason is None:
             self.finishing = True
-            stream.finish_drawing(self.drawn)
+            self.stream.finish_drawing(self.text.drawn)
+
+    async def on_tokens(self, event: Drawn) -> None:
+        """Text of newly drawn tokens; what comes after a stop string is none of it."""
+        if self.finishing:
+            return
+        text = self.text.take(event, asked=self.work.sampling.logprobs is not None)
+        if self.text.stopped:
+            self.finish()
+        if text:
+            self.tell(TextPiece(text, self.text.take_scored()))
+        if not self.finishing:
+            self.reason = finish_reason(event)
+
+    async def on_state(self, _: int, data: AsyncIterator[bytes]) -> None:
+        """The state after the drawn tokens."""
+        self.snapshot = await self.writer.keep(data)
 
 
 @final
@@ -110,78 +124,41 @@ class GenerateService:
         ) as writer:
             if writer.done:
                 return self._said_again(work, writer, told)
-            point = writer.begin
-            if point is None:
+            begin = await writer.begin()
+            if begin is None:
                 raise BadRequest(
                     f"session {session_id} has no text to go on with; append one first", code=Code.EMPTY_INPUT
                 )
             await self._context.watch.until_ready()
             self._context.watch.manifest()
-            run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), told)
-            begin = BeginState(point.position, (await writer.state(point)).size)
-            opened = SessionWork(begin, sampling=work.sampling, terms=work.terms.for_engine())
-            with self._context.engine.open_session(opened, record.request_id) as stream:
-                await stream.admitted(self._context.settings.admission_seconds)
-                try:
-                    async with task_group() as group:
-                        waiting = group.create_task(self._leave(run, stream, gone))
-                        await stream.restore(writer.pieces(point))
-                        await stream.send(NO_TOKENS, final=True)
-                        told(TextPiece())
-                        answer = await self._collect(run, stream)
-                        waiting.cancel()
-                finally:
-                    record.note(session=session_id, completion_tokens=run.drawn, position=writer.kept)
-                    self._context.metrics.tokens("completion", run.drawn)
-            return answer
+            terms = work.terms.for_engine()
+            opened = OpenWork(record.request_id, begin, draw=work.sampling, keep=Keep(end=True), terms=terms)
+            async with self._context.open(opened) as stream:
+                run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), told, stream)
+                return await self._work(run, record, gone)
 
-    async def _leave(self, run: _Run, stream: SessionStream, gone: asyncio.Event) -> None:
+    async def _work(self, run: _Run, record: RequestRecord, gone: asyncio.Event) -> Generated:
+        engine = EngineRun(run.stream, on_tokens=run.on_tokens, on_state=run.on_state)
+        try:
+            async with task_group() as group:
+                waiting = group.create_task(self._leave(run, gone))
+                await engine.work(_begun(run), run.writer.begin_bytes())
+                assert engine.kept is not None  # the end says so
+                answer = await self._end(run, engine.kept, engine.report)
+                waiting.cancel()
+            return answer
+        finally:
+            drawn = run.text.drawn
+            record.note(session=run.writer.session.id, completion_tokens=drawn, position=run.writer.kept)
+            self._context.metrics.tokens("completion", drawn)
+
+    async def _leave(self, run: _Run, gone: asyncio.Event) -> None:
         """Draw no further some time after the client has left."""
         await gone.wait()
         await asyncio.sleep(self._context.settings.detached_seconds)
-        run.finish(stream)
+        run.finish()
 
-    async def _collect(self, run: _Run, stream: SessionStream) -> Generated:
-        """Drawn tokens as text, and the state after them into the store."""
-        last, stands = "", -1
-        while True:
-            match await stream.next():
-                case Restored(report=report):
-                    run.report = report
-                case Drawn() as event:
-                    self._take(run, stream, event)
-                case Checkpoint() as checkpoint:
-                    stands = checkpoint.position
-                    last = await run.writer.keep(stream.snapshot(checkpoint))
-                case SessionDone(position=position) if position == stands:
-                    return await self._end(run, position, last)
-                case event:
-                    raise EngineFailure(f"the engine answered a generation with {event!r:.200}")
-
-    def _take(self, run: _Run, stream: SessionStream, event: Drawn) -> None:
-        """Text of newly drawn tokens; what comes after a stop string is none of it."""
-        scores: Sequence[TokenLogprobs | None] = event.logprobs or [None] * len(event.tokens)
-        asked = run.work.sampling.logprobs is not None
-        if len(scores) != len(event.tokens) or (asked and event.tokens and not event.logprobs):
-            raise EngineFailure(f"the engine sent {len(scores)} log-probabilities with {len(event.tokens)} tokens")
-        if run.finishing:
-            return
-        text = ""
-        for token, score in zip(event.tokens, scores, strict=True):
-            run.drawn += 1
-            try:
-                text += run.text.push(token, score)
-            except TokenError as error:
-                raise EngineFailure(f"the engine drew a token that the tokeniser does not have: {error}") from None
-            if run.text.stopped:
-                run.finish(stream)
-                break
-        if text:
-            run.tell(TextPiece(text, run.text.take_scored()))
-        if event.finish_reason is not None and not run.finishing:
-            run.reason = "length" if event.finish_reason == "length" else "stop"
-
-    async def _end(self, run: _Run, position: int, snapshot: str) -> Generated:
+    async def _end(self, run: _Run, position: int, report: RestoreReport) -> Generated:
         """The last of the text, and what is told now and whenever the same comes again."""
         work, writer = run.work, run.writer
         rest = run.text.finish()
@@ -194,16 +171,16 @@ class GenerateService:
             created=work.created,
             model=self._context.model.id,
             choices=[Choice(text=text, logprobs=told_logprobs(scored, work.sampling.logprobs), finish_reason=reason)],
-            usage=CompletionUsage(prompt_tokens=0, completion_tokens=run.drawn, total_tokens=run.drawn),
+            usage=CompletionUsage(prompt_tokens=0, completion_tokens=run.text.drawn, total_tokens=run.text.drawn),
             session=GenerateSummary(
                 id=writer.session.id,
                 start=writer.append.start,
                 position=position,
-                **msgspec.structs.asdict(run.report),
+                **msgspec.structs.asdict(report),
             ),
         )
         said = answer.model_dump_json()
-        await writer.advance(position, snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
+        await writer.advance(position, run.snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
         return answer
 
     def _said_again(self, work: GenerateWork, writer: SessionWriter, told: Told) -> Generated:
@@ -223,3 +200,9 @@ class GenerateService:
         told(TextPiece())
         told(TextPiece(choice.text, reason=choice.finish_reason))
         return answer.model_copy(update={"session": session})
+
+
+async def _begun(run: _Run) -> AsyncGenerator[TokenArray]:
+    """No tokens; the answer begins when the state to go on from has been sent."""
+    run.told(TextPiece())
+    yield np.empty(0, dtype=np.int32)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 from dist_attn.errors import DistAttnError, StorageError
-from dist_attn.store import Append, Checkpoint, Session, SnapshotInfo, StateStore
+from dist_attn.store import Append, Session, StateStore
+from dist_attn.wire.session_messages import BeginState
 from dist_attn_service.base.errors import ServiceError
-from dist_attn_service.http.exchange import task_group
+from dist_attn_service.base.tasks import task_group
 from dist_attn_service.sessions.refusals import store_refusals
 
 BEATS = 4  # signs of life in the time after which a silent writer is taken for dead
@@ -32,26 +33,25 @@ class SessionWriter:
     kept: int = 0
     done: bool = False
 
-    @property
-    def begin(self) -> Checkpoint | None:
-        """The state to go on from; None at the beginning of a text."""
-        return self.session.checkpoint()
-
-    async def state(self, point: Checkpoint) -> SnapshotInfo:
-        """What is known of its snapshot.
+    async def begin(self) -> BeginState | None:
+        """The state to go on from; None at the beginning of a text.
 
         Raises: ServiceError when it is gone.
         """
+        point = self.session.checkpoint()
+        if point is None:
+            return None
         with store_refusals():
-            return await self.store.snapshots.stat(self.caller, point.snapshot)
+            return BeginState(point.position, (await self.store.snapshots.stat(self.caller, point.snapshot)).size)
 
-    async def pieces(self, point: Checkpoint) -> AsyncIterator[bytes]:
-        """The snapshot file.
+    def begin_bytes(self) -> AsyncIterator[bytes] | None:
+        """Its snapshot file. Reading raises ServiceError when it cannot be read."""
+        point = self.session.checkpoint()
+        return None if point is None else self._read(point.snapshot)
 
-        Raises: ServiceError when it cannot be read.
-        """
+    async def _read(self, snapshot: str) -> AsyncIterator[bytes]:
         with store_refusals():
-            async for piece in self.store.snapshots.get(self.caller, point.snapshot):
+            async for piece in self.store.snapshots.get(self.caller, snapshot):
                 yield piece
 
     async def keep(self, pieces: AsyncIterable[bytes]) -> str:

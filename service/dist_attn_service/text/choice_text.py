@@ -3,19 +3,22 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
+from dist_attn.errors import TokenError
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.messages import Rows, TokenLogprobs
+from dist_attn.wire.messages import Generated, Rows, TokenLogprobs
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.schemas.completions import ChoiceLogprobs
 from dist_attn_service.text.stopping import StopScanner
 from dist_attn_service.text.tokenising import TokeniserPort
 
-__all__ = ["ChoiceText", "PromptText", "ScoredToken", "told_logprobs"]
+__all__ = ["ChoiceText", "FinishReason", "PromptText", "ScoredToken", "finish_reason", "told_logprobs"]
 
+FinishReason = Literal["stop", "length"]
 LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
 
 
@@ -42,6 +45,13 @@ def told_logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChoiceLog
         top_logprobs=[token.top for token in scored] if asked else None,
         text_offset=[token.offset for token in scored],
     )
+
+
+def finish_reason(event: Generated) -> FinishReason | None:
+    """Why drawing has ended; None while it goes on."""
+    if event.finish_reason is None:
+        return None
+    return "length" if event.finish_reason == "length" else "stop"
 
 
 class PromptText:
@@ -104,11 +114,33 @@ class ChoiceText:
         self._finished = False
         self._unstoppable = min_tokens  # so many of the next tokens
         self._scored: deque[ScoredToken] = deque()
+        self.drawn = 0
+        """Tokens that are in the text."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string has been met: nothing follows."""
         return self._scanner.stopped
+
+    def take(self, event: Generated, *, asked: bool) -> str:
+        """The text that is certain with newly drawn tokens, up to a stop string. `asked`: for log-probabilities.
+
+        Raises: EngineFailure for other log-probabilities than the tokens', and for tokens that the tokeniser does not
+            have.
+        """
+        told: Sequence[TokenLogprobs | None] = event.logprobs or [None] * len(event.tokens)
+        if len(told) != len(event.tokens) or (asked and event.tokens and not event.logprobs):
+            raise EngineFailure(f"the engine sent {len(told)} log-probabilities with {len(event.tokens)} tokens")
+        text = ""
+        for token, logprobs in zip(event.tokens, told, strict=True):
+            self.drawn += 1
+            try:
+                text += self.push(token, logprobs)
+            except TokenError as error:
+                raise EngineFailure(f"the engine drew a token that the tokeniser does not have: {error}") from None
+            if self.stopped:
+                break
+        return text
 
     def push(self, token: int, told: TokenLogprobs | None = None) -> str:
         """The text that is certain once `token` is drawn.

@@ -1,0 +1,114 @@
+"""One request's work in the engine: a state and tokens go in, and what comes of them goes where it belongs."""
+
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from dist_attn.text.base import TokenArray
+from dist_attn.wire.manifest import RestoreReport
+from dist_attn.wire.messages import EncodingDone, Generated, Progress, Rows
+from dist_attn.wire.session_messages import Checkpoint, Restored, SessionDone
+from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.tasks import task_group
+from dist_attn_service.engine.stream import EngineEvent, EngineStream
+
+__all__ = ["EngineRun"]
+
+FRESH = RestoreReport(0, 0, True, "")
+
+
+@final
+@dataclass
+class EngineRun:
+    """Feeds a request and hands on what comes of it, in order; what nobody asked for is an error of the engine.
+
+    `on_state` gets a position and the bytes of the state there, all of which are taken before anything else comes. A
+    text whose end nobody waits for is left by closing the stream. `waiting` is entered while the engine is waited for.
+    """
+
+    stream: EngineStream
+    on_rows: Callable[[Rows], Awaitable[None]] | None = None
+    on_tokens: Callable[[Generated], Awaitable[None]] | None = None
+    on_progress: Callable[[Progress], Awaitable[None]] | None = None
+    on_state: Callable[[int, AsyncIterator[bytes]], Awaitable[None]] | None = None
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    rows: int = 0
+    """How many rows have come."""
+    kept: int | None = None
+    """The position of the last state that has come."""
+    report: RestoreReport = FRESH
+    """What it came to to go on from the state that it began with."""
+
+    async def work(
+        self, tokens: TokenArray | AsyncGenerator[TokenArray], state: AsyncIterable[bytes] | None = None
+    ) -> None:
+        """Go through all of it: return when the engine has said that this was all, or the stream was closed.
+
+        Raises: ServiceError of the engine, of the tokens, of the state to begin with, or of those who take the results.
+        """
+        with ExitStack() as until_done:
+            async with task_group() as group:
+                group.create_task(self._feed(tokens, state, until_done))
+                while (event := await self.stream.next()) is not None:
+                    await self._take(event)
+
+    def ends_at(self, position: int) -> bool:
+        """Whether the text ends there, as far as is known by now."""
+        return self.stream.final_sent and position == self.stream.sent
+
+    async def _feed(
+        self,
+        tokens: TokenArray | AsyncGenerator[TokenArray],
+        state: AsyncIterable[bytes] | None,
+        until_done: ExitStack,
+    ) -> None:
+        if state is not None:
+            await self.stream.restore(state)
+        last: TokenArray = np.empty(0, dtype=np.int32)
+        if isinstance(tokens, np.ndarray):
+            last = tokens
+        else:
+            async with aclosing(tokens):
+                async for piece in tokens:
+                    with self.waiting():
+                        await self.stream.send(piece, final=False)
+        until_done.enter_context(self.waiting())
+        await self.stream.send(last, final=True)
+
+    async def _take(self, event: EngineEvent) -> None:
+        match event:
+            case Rows() if self.on_rows is not None:
+                await self.on_rows(event)
+                self.rows += len(event.starts)
+            case Generated() if self.on_tokens is not None:
+                await self.on_tokens(event)
+            case Progress() if self.on_progress is not None:
+                await self.on_progress(event)
+            case Restored():
+                self.report = event.report
+            case Checkpoint(position=position, drawn=drawn) if (
+                self.on_state is not None and position - drawn <= self.stream.sent
+            ):
+                pieces = self.stream.snapshot(event)
+                await self.on_state(position, pieces)
+                async for _ in pieces:  # the engine waits until all of it has been taken
+                    pass
+                self.kept = position
+            case EncodingDone(tokens=count, rows=rows):
+                self._require(count, rows)
+            case SessionDone(position=position, drawn=drawn, rows=rows) if position == self.kept:
+                self._require(position - drawn, rows)
+            case _:
+                at = f"up to {self.stream.sent}" + ", the last" * self.stream.final_sent
+                raise EngineFailure(f"the engine answered a request with tokens {at}, with {event!r:.200}")
+
+    def _require(self, tokens: int, rows: int) -> None:
+        """Raises: EngineFailure when these are not the tokens and rows that went through this service."""
+        if not self.stream.final_sent or (tokens, rows) != (self.stream.sent, self.rows):
+            raise EngineFailure(
+                f"the engine counted {tokens} tokens and {rows} rows where {self.stream.sent} and {self.rows} "
+                "went through this service"
+            )
