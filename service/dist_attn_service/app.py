@@ -1,6 +1,5 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +19,7 @@ from dist_attn.wire.curve import ClientKeys
 from dist_attn_service.base.errors import PROBLEM_JSON, ServiceError
 from dist_attn_service.base.logs import Log, make_log
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.base.tracing import Tracing
 from dist_attn_service.completions.chat import ChatService
 from dist_attn_service.completions.prefixes import PrefixCache
@@ -143,7 +143,7 @@ def create_app(
                 await port.close()
                 # what was cut off still writes its last words and gives its spools back
                 await open_requests.drained(FAREWELL_SECONDS)
-                await asyncio.get_running_loop().run_in_executor(threads, tracing.flush)
+                await beside(threads, tracing.flush)
 
     app = FastAPI(
         title="dist-attn",
@@ -240,10 +240,7 @@ def _services(
     prefixes = PrefixCache(context)
     completions = CompletionService(context, prefixes)
     return Services(
-        settings=settings,
-        model=model,
-        watch=watch,
-        tokeniser=tokeniser,
+        **vars(context),
         completions=completions,
         prefixes=prefixes,
         chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
@@ -255,8 +252,6 @@ def _services(
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
-        metrics=metrics,
-        threads=threads,
         files=stores.files,
         feeds=FeedingDesk(context, stores.files),
     )

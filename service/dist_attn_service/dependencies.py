@@ -1,11 +1,7 @@
 """What routes share: built once by the lifespan, reached through the request, never a module's global."""
 
-import asyncio
 import time
-from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -13,16 +9,14 @@ from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.row_choice import RowChoiceError, choose_rows
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.settings import Settings
 from dist_attn_service.completions.chat import ChatService
 from dist_attn_service.completions.prefixes import PrefixCache
 from dist_attn_service.completions.streamed import CompletionService
 from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
-from dist_attn_service.engine.metrics import Gauges, Metrics
-from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.engine.watch import EngineWatch
+from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.metrics import Gauges
 from dist_attn_service.feeding.desk import FeedingDesk
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
@@ -30,7 +24,6 @@ from dist_attn_service.jobs.services import JobServices
 from dist_attn_service.schemas.completions import CompletionUsage, EncodingOptions
 from dist_attn_service.sessions.services import SessionServices
 from dist_attn_service.text.spool import DiskBudget
-from dist_attn_service.text.tokenising import TokeniserPort
 from dist_attn_service.uploads.multipart import boundary_of
 from dist_attn_service.uploads.service import FileService
 
@@ -46,19 +39,14 @@ __all__ = [
     "services_of",
 ]
 
-T = TypeVar("T")
 GZIP = ("gzip", "x-gzip")
 FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
 
 
-@dataclass(frozen=True)
-class Services:
-    """Everything a route may need."""
+@dataclass(frozen=True, kw_only=True)
+class Services(ServiceContext):
+    """Everything a route may need: what all kinds of work share, and who does each kind."""
 
-    settings: Settings
-    model: ServedModel
-    watch: EngineWatch
-    tokeniser: TokeniserPort
     completions: CompletionService
     prefixes: PrefixCache
     chat: ChatService
@@ -70,8 +58,6 @@ class Services:
     open_requests: OpenRequests
     json_memory: BodyMemory
     budget: DiskBudget
-    metrics: Metrics
-    threads: Executor
     files: FileService
     feeds: FeedingDesk
     started: float = field(default_factory=time.monotonic)
@@ -82,10 +68,6 @@ class Services:
         body = RequestBody(request.receive, idle_seconds=self.settings.body_idle_seconds, gzip=gzip)
         record_of(request).received = lambda: body.bytes
         return body
-
-    async def beside(self, work: Callable[[], T]) -> T:
-        """The result of `work`, which runs beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     def check_model(self, name: str | None) -> None:
         """Accept a name of the served model, or none.

@@ -1,11 +1,11 @@
 """Chats as completions: the messages become the prompt that the model's template makes of them."""
 
-import asyncio
 from concurrent.futures import Executor
 
 from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import utf8
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.schemas.chat import ChatMessage, ChatRequest
 from dist_attn_service.schemas.completions import CompletionRequest
 from dist_attn_service.text.chat_template import ChatTemplate, TemplateRefusal
@@ -75,7 +75,7 @@ class ChatService:
             )
         plain = [_plain(message) for message in messages]
         try:
-            parts = await asyncio.get_running_loop().run_in_executor(self._threads, template.render, plain)
+            parts = await beside(self._threads, template.render, plain)
         except TemplateRefusal as error:
             raise BadRequest(
                 f"the model's chat template does not take these messages: {str(error)[:500]}", param="messages"

@@ -8,6 +8,7 @@ from typing import TypeVar, final
 
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
 from dist_attn_service.encodings.rows import FLOATS_PER_CALL, RowBlock
 from dist_attn_service.engine.served_model import ServedModel
@@ -75,20 +76,20 @@ class JobResults:
         if FORMATS[wanted.form].needs_count and record.state != "succeeded":
             raise not_done(record)
         count = max(0, record.rows - wanted.first_row) if record.state == "succeeded" else None
-        form = await self._beside(lambda: make_format(wanted.form, self._ahead(record, wanted, count)))
+        form = await beside(self._threads, lambda: make_format(wanted.form, self._ahead(record, wanted, count)))
         if FORMATS[wanted.form].needs_count:
             await self._npy(name, wanted, form, writer)
             return
         await writer.start(form.media_type)
-        await writer.write(await self._beside(form.head))
+        await writer.write(await beside(self._threads, form.head))
         try:
             async for block in self._follow(name, record.caller, wanted.first_row):
-                await writer.write(await self._beside(lambda block=block: form.rows(block)))  # type: ignore[misc]
+                await writer.write(await beside(self._threads, lambda block=block: form.rows(block)))  # type: ignore[misc]
             ended = await self._catalogue.get(name, record.caller)
             if ended.state != "succeeded":
                 raise _as_error(ended)
         except ServiceError as error:
-            await writer.write(await self._beside(lambda error=error: form.failed(error)))  # type: ignore[misc]
+            await writer.write(await beside(self._threads, lambda error=error: form.failed(error)))  # type: ignore[misc]
             if form.breaks_off:
                 writer.break_off()
             else:
@@ -96,7 +97,7 @@ class JobResults:
             return
         usage = Usage(prompt_tokens=ended.tokens, total_tokens=ended.tokens)
         summary = EncodingSummary(tokens=ended.tokens, rows=ended.rows, model=self._model.id, usage=usage)
-        await writer.finish(await self._beside(lambda: form.end(summary)))
+        await writer.finish(await beside(self._threads, lambda: form.end(summary)))
 
     async def _npy(self, name: str, wanted: ResultWanted, form: RowFormat, writer: ResponseWriter) -> None:
         """The file, or the part of it that is asked for."""
@@ -153,12 +154,9 @@ class JobResults:
 
     async def _read(self, work: Callable[[], T]) -> T:
         try:
-            return await self._beside(work)
+            return await beside(self._threads, work)
         except FileNotFoundError:
             raise NotFound("this job was deleted", param="id") from None
-
-    async def _beside(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _as_error(record: JobRecord) -> ServiceError:

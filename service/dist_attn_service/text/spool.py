@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import IO
 
 from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.tasks import beside
 
 __all__ = ["DiskBudget", "Spool", "SpoolFactory"]
 
@@ -195,7 +196,7 @@ class Spool:
         start, segment.reserved = segment.reserved, segment.reserved + len(data)
         self._tail, self._flushing = bytearray(), len(data)
         try:
-            await asyncio.get_running_loop().run_in_executor(self._disk, segment.append, data, start)
+            await beside(self._disk, segment.append, data, start)
             self._on_disk += len(data)
             self.spilled += len(data)
         except OSError as error:
@@ -210,7 +211,7 @@ class Spool:
         """Read the next block of the oldest file into memory."""
         segment = self._segments[0]
         count = min(BLOCK_BYTES, self._on_disk, segment.reserved - segment.read)
-        data = await asyncio.get_running_loop().run_in_executor(self._disk, segment.take, count, segment.read)
+        data = await beside(self._disk, segment.take, count, segment.read)
         segment.read += len(data)
         self._on_disk -= len(data)
         self._head += data

@@ -1,12 +1,10 @@
 """Tokenising beside the event loop: the port the service uses, and its form with threads."""
 
-import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -16,6 +14,7 @@ import numpy.typing as npt
 
 from dist_attn.text import IncrementalDecoder, Tokeniser
 from dist_attn.text.base import TokenArray
+from dist_attn_service.base.tasks import beside
 
 __all__ = ["Piece", "TextMark", "TextMarks", "ThreadTokeniser", "TokeniserPort", "tokens_of"]
 
@@ -139,11 +138,11 @@ class ThreadTokeniser:
         """
         rest, mark = b"", begin  # what has been left over, and where it begins
         async for block in blocks:
-            piece, rest = await self._run(partial(self._encode, rest + block, mark, final=False))
+            piece, rest = await beside(self._threads, self._encode, rest + block, mark, final=False)
             mark = piece.mark
             if len(piece.tokens):
                 yield piece
-        piece, _ = await self._run(partial(self._encode, rest, mark, final=True))
+        piece, _ = await beside(self._threads, self._encode, rest, mark, final=True)
         if len(piece.tokens):
             yield piece
 
@@ -161,7 +160,7 @@ class ThreadTokeniser:
 
     async def texts(self, tokens: TokenArray) -> list[str]:
         """`token_text` of each of these."""
-        return await self._run(lambda: [self.token_text(token) for token in tokens.tolist()])
+        return await beside(self._threads, lambda: [self.token_text(token) for token in tokens.tolist()])
 
     async def offsets(self, tokens: TokenArray) -> list[int]:
         """Where each of these begins in the text that they make together, in characters."""
@@ -171,14 +170,11 @@ class ThreadTokeniser:
             lengths = (len(decoder.push(token)) for token in tokens.tolist())
             return list(accumulate(lengths, initial=0))[:-1]
 
-        return await self._run(work)
+        return await beside(self._threads, work)
 
     async def text(self, tokens: TokenArray) -> str:
         """The text that the tokens make together."""
-        return await self._run(lambda: self._tokeniser.decode(tokens).decode("utf-8", errors="replace"))
-
-    async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await beside(self._threads, lambda: self._tokeniser.decode(tokens).decode("utf-8", errors="replace"))
 
     def _encode(self, data: bytes, mark: TextMark, *, final: bool) -> tuple[Piece, bytes]:
         """The tokens of the bytes from a mark on, as far as they can be told, and the bytes behind them."""
