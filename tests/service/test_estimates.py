@@ -6,8 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dist_attn_service.engine.speed import EngineSpeed, TextRatio
-from dist_attn_service.engine.workload import Workload
+from dist_attn_service.engine.workload import EngineSpeed, TextRatio, Workload
 from msgspec.structs import replace
 
 from dist_attn.text import train_bpe

@@ -1,12 +1,113 @@
-"""The documents that this process has in the engine or waiting for it, and what they mean for a new one."""
+"""The documents that this process has in the engine or waiting for it, what they mean for a new one, and what was
+measured lately: how fast the engine reads while somebody waits for it, and tokens per byte of text.
+"""
 
-from collections.abc import Iterator
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from math import inf
+from dataclasses import dataclass
 
-from dist_attn_service.engine.speed import EngineSpeed, TextRatio
+__all__ = ["DocumentLoad", "EngineSpeed", "Ratio", "Speed", "TextRatio", "Workload"]
 
-__all__ = ["DocumentLoad", "Workload"]
+INTERVAL_SECONDS = 0.5  # of waiting, at least
+INTERVALS = 64
+LEAST_TOKENS = 4096  # fewer say little: they are one or two steps
+LEAST_SPREAD = 0.05  # nobody's machine is steadier
+LEAST_RATIO_SPREAD, FEW_PIECES = 0.01, 0.25
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of all that was read at the same time, and by which share a long document's may differ."""
+
+    tokens_per_second: float
+    spread: float
+
+
+class EngineSpeed:
+    """Tokens that came back over the time in which the engine, and not a slow client, was what work waited for."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waiting = 0
+        self._since = 0.0
+        self._tokens = 0
+        self._seconds = 0.0
+        self._past: deque[tuple[int, float]] = deque(maxlen=INTERVALS)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Somebody waits for the engine."""
+        self._tick()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._tick()
+            self._waiting -= 1
+
+    def done(self, tokens: int) -> None:
+        """So many tokens came back; they count while somebody waits."""
+        self._tick()
+        if self._waiting:
+            self._tokens += tokens
+            if self._seconds >= INTERVAL_SECONDS:
+                self._past.append((self._tokens, self._seconds))
+                self._tokens, self._seconds = 0, 0.0
+
+    def measured(self) -> Speed | None:
+        """The speed of the last half minute or so of work; None before anything was measured."""
+        tokens = self._tokens + sum(part[0] for part in self._past)
+        seconds = self._seconds + sum(part[1] for part in self._past)
+        if tokens < LEAST_TOKENS or seconds <= 0:
+            return None
+        mean = tokens / seconds
+        past = sum(part[1] for part in self._past)
+        if not past:
+            return Speed(mean, FEW_PIECES)
+        variance = sum(took * (count / took - mean) ** 2 for count, took in self._past) / past
+        return Speed(mean, max(LEAST_SPREAD, 2 * math.sqrt(variance / len(self._past)) / mean))
+
+    def _tick(self) -> None:
+        now = self._clock()
+        if self._waiting:
+            self._seconds += now - self._since
+        self._since = now
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tokens per byte of text, and by which share those of another text of this kind may differ."""
+
+    tokens_per_byte: float
+    spread: float
+
+
+class TextRatio:
+    """Tokens over bytes of the pieces of text that were tokenised lately."""
+
+    def __init__(self) -> None:
+        self._pieces: deque[tuple[int, int]] = deque(maxlen=INTERVALS)
+
+    def add(self, tokens: int, size: int) -> None:
+        """So many tokens came of so many bytes."""
+        if size > 0:
+            self._pieces.append((tokens, size))
+
+    def measured(self, least_bytes: int = 1) -> Ratio | None:
+        """The ratio over the last pieces; None before so many bytes were tokenised."""
+        tokens, size = sum(piece[0] for piece in self._pieces), sum(piece[1] for piece in self._pieces)
+        if size < least_bytes or not tokens:
+            return None
+        mean = tokens / size
+        if tokens == size and all(count == part for count, part in self._pieces):
+            return Ratio(mean, 0.0)  # a token per byte, always
+        variance = sum(part * (count / part - mean) ** 2 for count, part in self._pieces) / size
+        # two standard errors of the mean; a single piece says nothing about how texts vary
+        spread = 2 * math.sqrt(variance / len(self._pieces)) / mean if len(self._pieces) > 1 else FEW_PIECES
+        return Ratio(mean, max(LEAST_RATIO_SPREAD, spread))
 
 
 class DocumentLoad:
@@ -14,7 +115,7 @@ class DocumentLoad:
 
     def __init__(self, workload: "Workload", expected: float | None) -> None:
         self._workload = workload
-        self.expected = inf if expected is None else expected
+        self.expected = math.inf if expected is None else expected
         self.done_tokens = 0
 
     @property

@@ -9,12 +9,11 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.jobs.api import JobApi
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
-from dist_attn_service.jobs.completion_work import CompletionWork
-from dist_attn_service.jobs.encoding_work import EncodingWork
 from dist_attn_service.jobs.files import JobFiles
 from dist_attn_service.jobs.results import JobResults
 from dist_attn_service.jobs.runner import Complete, JobRunner, Work
 from dist_attn_service.jobs.states import JobStates
+from dist_attn_service.jobs.work import CompletionWork, EncodingWork
 
 
 @asynccontextmanager

@@ -21,9 +21,9 @@ from dist_attn_service.schemas.sessions import (
     AppendOptions,
     AppendRequest,
     GenerateChunk,
-    Generated,
     GenerateEnd,
     GenerateRequest,
+    Generation,
 )
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
@@ -97,7 +97,7 @@ async def append_text(request: Request, session_id: str) -> Response:
 
 @router.post(
     "/v1/sessions/{session_id}/generate",
-    response_model=Generated,
+    response_model=Generation,
     summary="Go on with the text of a session",
     openapi_extra={
         "requestBody": {
@@ -191,7 +191,7 @@ async def _stream(
 
 async def _whole(
     services: Services, session_id: str, work: GenerateWork, body: RequestBody, record: RequestRecord
-) -> Generated:
+) -> Generation:
     """The whole answer; a client that leaves does not end the work at once."""
     gone = asyncio.Event()
 

@@ -23,7 +23,7 @@ __all__ = [
     "GenerateEnd",
     "GenerateRequest",
     "GenerateSummary",
-    "Generated",
+    "Generation",
     "ListOptions",
     "SessionList",
     "SessionObject",
@@ -211,7 +211,7 @@ class GenerateEnd(_GenerateTail):
     choices: list[Choice] = Field(default=[], max_length=0)
 
 
-class Generated(_GenerateTail):
+class Generation(_GenerateTail):
     """A whole generation."""
 
     object: Literal["session.completion"] = "session.completion"

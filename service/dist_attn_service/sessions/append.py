@@ -3,13 +3,16 @@
 import asyncio
 import contextlib
 import hashlib
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any, final
 
 import msgspec
+import numpy as np
 from pydantic import BaseModel
 
+from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.session_messages import Keep, OpenWork
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
@@ -19,7 +22,6 @@ from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.schemas.sessions import AppendProgress, AppendSummary
-from dist_attn_service.sessions.fed_tokens import FedTokens
 from dist_attn_service.sessions.outlet import Outlet
 from dist_attn_service.sessions.refusals import NO_RETRY
 from dist_attn_service.sessions.text_run import TextRun
@@ -45,6 +47,36 @@ class AppendSource:
     terms: RequestTerms = field(default_factory=RequestTerms)
 
 
+@final
+class _FedTokens:
+    """The tokens of an append from its beginning at position `start`. Memory: those after the last point asked for."""
+
+    def __init__(self, start: int) -> None:
+        self._digest = hashlib.sha256()
+        self._hashed = start
+        self._waiting: deque[TokenArray] = deque()
+        self.stop = start
+        """The position after the last token."""
+
+    def push(self, tokens: TokenArray) -> None:
+        """The next tokens."""
+        if len(tokens):
+            self._waiting.append(tokens)
+            self.stop += len(tokens)
+
+    def digest_at(self, position: int) -> str:
+        """SHA-256 in hex of the tokens before `position`, which is not before the point that was asked for last."""
+        assert self._hashed <= position <= self.stop, (self._hashed, position, self.stop)
+        while self._hashed < position:
+            tokens = self._waiting.popleft()
+            taken = min(len(tokens), position - self._hashed)
+            if taken < len(tokens):
+                self._waiting.appendleft(tokens[taken:])
+            self._digest.update(np.ascontiguousarray(tokens[:taken], dtype="<i4").data)
+            self._hashed += taken
+        return self._digest.hexdigest()
+
+
 @dataclass
 class _Append:
     """The moving parts of one append."""
@@ -52,7 +84,7 @@ class _Append:
     source: AppendSource
     writer: SessionWriter
     outlet: Outlet
-    fed: FedTokens
+    fed: _FedTokens
     content: Any = field(default_factory=hashlib.sha256)
     text_bytes: int = 0
     read: asyncio.Event = field(default_factory=asyncio.Event)  # to its end
@@ -82,7 +114,7 @@ class AppendService:
         async with writing(
             self._context.store, record.caller, session_id, key, source.expected_position, digest=_digest(source.text)
         ) as writer:
-            append = _Append(source, writer, outlet, FedTokens(writer.append.start))
+            append = _Append(source, writer, outlet, _FedTokens(writer.append.start))
             if writer.done:
                 await self._say_again(append)
                 return

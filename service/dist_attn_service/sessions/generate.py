@@ -12,8 +12,7 @@ import numpy as np
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import Generated as Drawn
-from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.messages import Generated, SamplingSpec
 from dist_attn.wire.session_messages import Keep, OpenWork
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.logs import RequestRecord
@@ -23,7 +22,7 @@ from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.schemas.completions import Choice, CompletionUsage
-from dist_attn_service.schemas.sessions import Generated, GenerateSummary
+from dist_attn_service.schemas.sessions import GenerateSummary, Generation
 from dist_attn_service.sessions.refusals import NO_RETRY
 from dist_attn_service.sessions.writer import SessionWriter, writing
 from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredToken, finish_reason, told_logprobs
@@ -84,7 +83,7 @@ class _Run:
             self.finishing = True
             self.stream.finish_drawing(self.text.drawn)
 
-    async def on_tokens(self, event: Drawn) -> None:
+    async def on_tokens(self, event: Generated) -> None:
         """Text of newly drawn tokens; what comes after a stop string is none of it."""
         if self.finishing:
             return
@@ -110,7 +109,7 @@ class GenerateService:
 
     async def answer(
         self, session_id: str, work: GenerateWork, record: RequestRecord, gone: asyncio.Event, told: Told
-    ) -> Generated:
+    ) -> Generation:
         """Go on with the text of a session; `told` gets an empty piece when it begins, then the text in pieces.
 
         A client that is `gone` does not end it at once: it goes on for `detached_seconds`, and what is drawn is kept.
@@ -137,7 +136,7 @@ class GenerateService:
                 run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), told, stream)
                 return await self._work(run, record, gone)
 
-    async def _work(self, run: _Run, record: RequestRecord, gone: asyncio.Event) -> Generated:
+    async def _work(self, run: _Run, record: RequestRecord, gone: asyncio.Event) -> Generation:
         engine = EngineRun(run.stream, on_tokens=run.on_tokens, on_state=run.on_state)
         try:
             async with task_group() as group:
@@ -158,7 +157,7 @@ class GenerateService:
         await asyncio.sleep(self._context.settings.detached_seconds)
         run.finish()
 
-    async def _end(self, run: _Run, position: int, report: RestoreReport) -> Generated:
+    async def _end(self, run: _Run, position: int, report: RestoreReport) -> Generation:
         """The last of the text, and what is told now and whenever the same comes again."""
         work, writer = run.work, run.writer
         rest = run.text.finish()
@@ -166,7 +165,7 @@ class GenerateService:
         run.tell(TextPiece(rest, run.text.take_scored(), reason))
         text = "".join(part.text for part in run.parts)
         scored = [token for part in run.parts for token in part.scored]
-        answer = Generated(
+        answer = Generation(
             id=work.id,
             created=work.created,
             model=self._context.model.id,
@@ -183,7 +182,7 @@ class GenerateService:
         await writer.advance(position, run.snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
         return answer
 
-    def _said_again(self, work: GenerateWork, writer: SessionWriter, told: Told) -> Generated:
+    def _said_again(self, work: GenerateWork, writer: SessionWriter, told: Told) -> Generation:
         """The answer of a generation that was done before."""
         known = writer.append
         if not known.result:
@@ -194,7 +193,7 @@ class GenerateService:
                 headers=NO_RETRY,
                 facts={"position": known.position},
             )
-        answer = Generated.model_validate_json(known.result)
+        answer = Generation.model_validate_json(known.result)
         session = answer.session.model_copy(update={"replayed": True})
         (choice,) = answer.choices
         told(TextPiece())

@@ -1,4 +1,4 @@
-"""The encoding of a job: from its file into its files, with states on the way from which it goes on after a death."""
+"""What jobs do: an encoding from its file into its files, which goes on from states after a death, and a completion."""
 
 import asyncio
 import hashlib
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import partial
 from math import lcm
-from typing import final
+from typing import Any, final
 
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
@@ -14,12 +14,13 @@ from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.encodings.encoding_run import EncodingRun, RunPoint
 from dist_attn_service.encodings.rows import RowBlock
 from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.jobs.files import JobFiles, RowFile, unbroken
 from dist_attn_service.jobs.record import JobPoint, JobRecord
-from dist_attn_service.jobs.runner import Report
+from dist_attn_service.jobs.runner import Complete, Report
 from dist_attn_service.jobs.states import JobStates
 
-__all__ = ["EncodingWork"]
+__all__ = ["CompletionWork", "EncodingWork"]
 
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
 UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)
@@ -149,3 +150,31 @@ def _tell(report: Report, run: EncodingRun, rows: RowFile, input_bytes: int) -> 
     report.tokens = lambda: run.load.done_tokens
     report.expected = lambda: run.tokens * input_bytes / run.text_bytes if run.text_bytes else None
     report.settle, report.bytes_per_row = rows.settle, rows.bytes_per_row()
+
+
+@final
+class CompletionWork:
+    """Draws a completion, from its beginning each time; its seed is settled, so it is the same each time."""
+
+    def __init__(self, files: JobFiles, model: ServedModel, complete: Complete) -> None:
+        self._files = files
+        self._model = model
+        self._complete = complete
+
+    async def __call__(self, name: str, record: JobRecord, report: Report) -> dict[str, Any]:
+        """Draw it and keep it.
+
+        Raises: ServiceError.
+        """
+        record.check_model(self._model.identity)
+        assert record.completion is not None
+        drawn = 0
+
+        def draw(count: int) -> None:
+            nonlocal drawn
+            drawn = count
+
+        report.tokens = lambda: drawn
+        result = await self._complete(record.completion, name, draw)
+        await asyncio.to_thread(self._files.write_result, name, result)
+        return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}
