@@ -196,8 +196,10 @@ class States:
         """What was saved and had not come whole is lost; requests that only wait for that have nothing to wait for."""
         self._keeper.forget_unfinished()
         for request in self._requests:
+            # Also of one that the lost ranks no longer worked on: its place went to another as soon as an earlier state
+            # of the same position was here.
+            request.keeping.saves.clear()
             if request.keeping.ranks_done:
-                request.keeping.saves.clear()
                 self.settle(request)
 
     def tick(self, request: Request) -> None:
