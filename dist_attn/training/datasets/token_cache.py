@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ Progress = Callable[[str, int, int], None]
 """Told what is being made ready, how much of it is done, and how much there is."""
 
 _TELL_EVERY_S = 0.2
+# numpy reads a file's head with Python's parser, which in Python 3.11 fails now and then where two threads use it.
+_PARSING = threading.Lock()
 
 
 def nothing_shown(what: str, done: int, total: int) -> None:
@@ -92,7 +95,7 @@ def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[n
                 f"the tokens of the texts could not be written into {folder}: {error.strerror}; "
                 "make room and start again"
             ) from None
-        ends_N = np.load(offsets, mmap_mode="r", allow_pickle=False)
+        ends_N = _load_ends(offsets)
     if not ends_N[-1]:  # an empty file cannot be mapped
         return TokenTable(np.empty(0, dtype=np.int32), ends_N)
     return TokenTable(np.memmap(tokens, dtype="<i4", mode="r"), ends_N)
@@ -101,11 +104,17 @@ def cached_texts(folder: Path, name: str, texts: Callable[[], Iterable[NDArray[n
 def _ends_of_whole(tokens: Path, offsets: Path) -> NDArray[np.int64] | None:
     """Where the texts end, if both files are there and whole: a crash of the machine may leave half of one."""
     try:
-        ends_N: NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+        ends_N = _load_ends(offsets)
         whole = ends_N.ndim == 1 and len(ends_N) > 0 and tokens.stat().st_size == 4 * int(ends_N[-1])
     except (OSError, ValueError, EOFError):
         return None
     return ends_N if whole else None
+
+
+def _load_ends(offsets: Path) -> NDArray[np.int64]:
+    with _PARSING:
+        ends_N: NDArray[np.int64] = np.load(offsets, mmap_mode="r", allow_pickle=False)
+    return ends_N
 
 
 def _make(tokens: Path, offsets: Path, texts: Iterable[NDArray[np.int32]]) -> None:
