@@ -10,7 +10,7 @@ from pathlib import Path
 from dist_attn.settings import settings_keys
 from tests.support.service_server import model_folder
 
-SECONDS = 30
+SECONDS = 120
 
 
 def command(folder: Path, address: str, *more: str, model: Path | None = None) -> list[str]:
