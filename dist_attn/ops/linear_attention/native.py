@@ -42,7 +42,8 @@ from dist_attn.ops.state import LinearState
 
 def native_linear_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` of any shape: what queries and keys share, keys behind, queries behind."""
-    state, outputs = call.state, list[torch.Tensor]()
+    state = call.state
+    outputs: list[torch.Tensor] = []
     shared = min(call.queries, call.keys) if call.causal else 0
     if state is not None and not shared:
         state.check(*_state_sizes(call))

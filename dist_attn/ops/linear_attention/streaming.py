@@ -32,7 +32,8 @@ def stream_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` without a prefix, and not of several documents unless causal."""
     stream = _Stream.begin(call, call.sums_dtype())
     shared = min(call.queries, call.keys) if call.causal else 0
-    carry, outputs = stream.carry, list[torch.Tensor]()
+    carry = stream.carry
+    outputs: list[torch.Tensor] = []
     if shared:
         out, carry = stream.run(_Attend(stream.block), call.part(slice(shared), slice(shared)), carry)
         outputs.append(out)
