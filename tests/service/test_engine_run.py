@@ -21,7 +21,7 @@ from dist_attn.wire.messages import (
     SamplingSpec,
     Tokens,
 )
-from dist_attn.wire.session_messages import Checkpoint, SessionDone, StateCredit, StatePiece
+from dist_attn.wire.session_messages import Checkpoint, SessionDone, StateCredit, StatePiece, StatesDone
 from tests.support.begun import begin_completion, begin_encoding, begin_session
 
 SECONDS = 20
@@ -154,3 +154,22 @@ def test_a_text_may_be_left_in_the_middle() -> None:
 
     run(lambda streams, post: begin_completion(streams, SamplingSpec(9), post=post), answers, use)
     assert (drawn, read) == ([1, 2], [5])
+
+
+def test_drawn_tokens_outlive_the_fetching_of_states() -> None:
+    """Who fetches the states of a prompt may be done before the last drawn token is taken, which then still comes."""
+
+    def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
+        drawn = Generated(name, [1], finish_reason="length")
+        return [drawn, StatesDone(name)] if isinstance(message, Tokens) else []
+
+    async def use(stream: EngineStream) -> None:
+        stream.fetch_states()
+        await stream.send(TOKENS, final=True)
+        assert await stream.next_state() is None
+        stream.end_states()
+        event = await stream.next()
+        assert isinstance(event, Generated) and event.tokens == [1]
+        assert await stream.next() is None
+
+    run(lambda streams, post: begin_completion(streams, SamplingSpec(1), states_at=(5,), post=post), answers, use)

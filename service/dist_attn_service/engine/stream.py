@@ -136,6 +136,9 @@ class EngineStream:
         self._inbox.clear()
         if self._drawn and self._fetched and self._error is None:
             return
+        self._leave()
+
+    def _leave(self) -> None:
         self._closed = True
         self._forget(self.request_id)
         trace, self.trace = self.trace, EngineTrace()
@@ -411,8 +414,8 @@ class EngineStream:
     def end_states(self) -> None:
         """Nobody fetches states any more."""
         self._fetched = False
-        if self._drawn:
-            self.close()
+        if self._drawn:  # what its reader has not taken yet stays
+            self._leave()
 
     # ---- waiting -------------------------------------------------------------------------------
 
