@@ -89,7 +89,7 @@ research-check: setup  ## types of research/, and that nothing of the product im
 	$(BIN)/python -m pytest -q tests/test_architecture.py -k research
 
 research-test: setup  ## the tests of research/; ARGS="-m 'not slow'" leaves out what starts whole systems
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile research/tests $(ARGS)
+	PYTHONPATH=$(CURDIR)/research OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile research/tests $(ARGS)
 
 package: setup  ## build the wheels and sdists into dist/, and try each wheel in an environment of its own
 	rm -rf dist

@@ -79,7 +79,7 @@ def test_log_steps_of_seven_reach_everybody() -> None:
 def test_states_by_hand() -> None:
     """Two ranks: the last tokens hide what they can of the one message; its bytes do not depend on the length."""
     cluster = _cluster(2, flops_per_s=TINY.kernel_flops(2))  # a token a second
-    bytes_sent = TINY.costs.carry_bytes()
+    bytes_sent = TINY.costs.traffic().carry_bytes
     message_s = 1.0 + bytes_sent / 100.0
     short, long = simulate(CARRY, 4, cluster, TINY), simulate(CARRY, 4000, cluster, TINY)
     assert (short.compute_s, long.compute_s) == (2.0, 2000.0)
@@ -136,7 +136,7 @@ def test_break_even_is_where_states_stay_ahead() -> None:
 
 def test_measured_points_are_held_against_the_simulation() -> None:
     """A machine that behaves as simulated is told to: the one rate comes from one rank, the link from outside."""
-    message = HERE.costs.carry_bytes()
+    message = HERE.costs.traffic().carry_bytes
     one_s = 1000.0
     rate = 32_768 * HERE.kernel_flops(1) / one_s
     two_s = 16_384 * HERE.kernel_flops(2) / rate
