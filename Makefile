@@ -12,13 +12,14 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check
 PYTHON ?= $(or $(firstword $(shell for p in python3 python3.13 python3.12 python3.11; do \
     $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p; done)),python3)
 WORKERS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 # Measured: 96 % of lines and branches of the engine and control packages.
 ENGINE_COVERAGE := 95
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test soak coverage check format docs docs-blocks docs-refresh bench bench-quick research-check \
-    research-test package clean
+.PHONY: help setup serve test test-all soak coverage check format docs docs-blocks docs-refresh bench bench-quick \
+    research-check research-test package clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -45,15 +46,18 @@ $(STAMP): $(SERVING)
 serve: $(SERVING)  ## start the service on http://127.0.0.1:8000 with the model that ships
 	@exec $(BIN)/python -m dist_attn serve $(ARGS)
 
-test: setup  ## run every test; what is skipped says why
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+test: setup  ## run the tests but for the slow ones; what is skipped says why
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: setup  ## run every test, with as many examples of each property as it is worth
+	$(PYTEST) --hypothesis-profile full $(ARGS)
 
 soak: setup  ## ten minutes of mixed work on a served engine; ARGS="--soak-seconds 60" for less
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/system/test_soak.py -s --soak-seconds 600 -o faulthandler_timeout=900 $(ARGS)
 
 coverage: setup  ## run every test, then list the lines and branches that none reaches
 	rm -f .coverage .coverage.*
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --cov --cov-report= $(ARGS)
+	$(PYTEST) --hypothesis-profile full --cov --cov-report= $(ARGS)
 	$(BIN)/coverage report
 	@echo "engine and control by themselves:"
 	$(BIN)/coverage report --include='dist_attn/rank/*,dist_attn/rank_link/*,dist_attn/control/*' --fail-under=$(ENGINE_COVERAGE)
@@ -89,7 +93,7 @@ research-check: setup  ## types of research/, and that nothing of the product im
 	$(BIN)/python -m pytest -q tests/test_architecture.py -k research
 
 research-test: setup  ## the tests of research/; ARGS="-m 'not slow'" leaves out what starts whole systems
-	PYTHONPATH=$(CURDIR)/research OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile research/tests $(ARGS)
+	PYTHONPATH=$(CURDIR)/research $(PYTEST) research/tests $(ARGS)
 
 package: setup  ## build the wheels and sdists into dist/, and try each wheel in an environment of its own
 	rm -rf dist

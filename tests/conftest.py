@@ -20,8 +20,10 @@ from hypothesis import settings
 from tests.support.mpi import why_no_mpi
 
 # No deadline per example: a busy machine is not a failure. Derandomised: what is red once is red again.
-settings.register_profile("repeatable", deadline=None, derandomize=True, database=None)
-settings.load_profile("repeatable")
+# `make test` tries some examples of each property, `make test-all` (--hypothesis-profile full) many.
+for profile, count in (("some", 20), ("full", 100)):
+    settings.register_profile(profile, max_examples=count, deadline=None, derandomize=True, database=None)
+settings.load_profile("some")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

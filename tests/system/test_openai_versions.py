@@ -17,7 +17,7 @@ KEY = "a-key"
 def test_a_version_of_the_official_client(version: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Models, completions, streams over pings, embeddings and errors, with a key, over connections that are kept."""
     if not any("openai" in argument for argument in pytestconfig.args):
-        pytest.skip(f"installs packages, so only when it is named: make test ARGS=tests/system/{Path(__file__).name}")
+        pytest.skip(f"installs packages, so only when named: make test-all ARGS=tests/system/{Path(__file__).name}")
     try:
         python = make_environment(tmp_path / "venv", version)
     except CannotInstall as error:
