@@ -4,22 +4,58 @@ The forward pass keeps the carry only at every sqrt(N)-th block. The backward pa
 last to the first: it re-derives the carries of one stretch from its kept one, then differentiates block after
 block. One driver serves causal attention, state absorption and read-out, so their gradients are one piece of code.
 
-A backward pass that is to be differentiated again (`create_graph=True`) goes through `plain_scan` instead.
+`_plain_scan` is the same loop as plain torch operations: differentiable to any order, memory grows with the length. A
+backward pass that is itself to be differentiated (`create_graph=True`) needs it, and so does a compiler, which wants
+operations that it knows instead of a Function with a loop in its backward pass.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from dist_attn.ops.plain_scan import BlockBody, plain_gradients, plain_scan, slices
 from dist_attn.ops.watch import watching
-
-__all__ = ["BlockBody", "scan"]
 
 _Tensors = tuple[torch.Tensor, ...]
 _Optional = tuple[torch.Tensor | None, ...]
+
+
+class BlockBody(Protocol):
+    """One block of work. Sequence tensors are sliced along dim 2; parameters are whole.
+
+    `has_output` says whether `run` gives an output slice; a body without a carry takes and gives ().
+    """
+
+    has_output: bool
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        """The block's output slice (or None) and the carry after it."""
+        ...
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        """Only the carry after the block."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateOnly:
+    """A body without outputs, made of the `step` that gives the carry after a block."""
+
+    step: Callable[[_Optional, _Tensors, _Tensors], _Tensors]
+    has_output = False
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        return None, self.step(sequence, carry, parameters)
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return self.step(sequence, carry, parameters)
+
+
+def _slices(sequence: _Optional, start: int, stop: int) -> _Optional:
+    """Tokens [start, stop) of every sequence tensor."""
+    return tuple(None if t is None else t[:, :, start:stop] for t in sequence)
 
 
 class _Plan(NamedTuple):
@@ -47,11 +83,9 @@ def scan(
     output), and the carry after the last block. Differentiable in every tensor, to any order; only the first order has
     memory that does not grow with the length.
     """
-    if torch.compiler.is_compiling():
-        return plain_scan(
-            body, blocks, sequence, carry, parameters, output_shape=output_shape, output_dtype=output_dtype
-        )
     plan = _Plan(body, tuple(blocks), len(sequence), len(carry), output_shape, output_dtype)
+    if torch.compiler.is_compiling():
+        return _plain_scan(plan, sequence, carry, parameters)
     results = cast(_Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
     if body.has_output:
         return results[0], results[1:]
@@ -71,7 +105,7 @@ class _Scan(torch.autograd.Function):
             for number, (start, stop) in enumerate(plan.blocks):
                 if keep and number % stride == 0:
                     kept.extend(carry)
-                out, carry = plan.body.run(slices(sequence, start, stop), carry, parameters)
+                out, carry = plan.body.run(_slices(sequence, start, stop), carry, parameters)
                 if out is not None:
                     output[:, :, start:stop] = out
         ctx.plan, ctx.stride, ctx.num_inputs = plan, stride, len(tensors)
@@ -104,11 +138,11 @@ class _Scan(torch.autograd.Function):
                 carries = [carry]
                 with torch.no_grad():
                     for start, stop in blocks[:-1]:
-                        carry = plan.body.advance(slices(sequence, start, stop), carry, parameters)
+                        carry = plan.body.advance(_slices(sequence, start, stop), carry, parameters)
                         carries.append(carry)
                 for (start, stop), carry in zip(reversed(blocks), reversed(carries), strict=True):
                     grad_block = None if grad_output is None else grad_output[:, :, start:stop]
-                    totals.add_block(start, stop, slices(sequence, start, stop), carry, parameters, grad_block)
+                    totals.add_block(start, stop, _slices(sequence, start, stop), carry, parameters, grad_block)
         return (None, *totals.results())
 
 
@@ -116,11 +150,8 @@ def _composite(plan: _Plan, tensors: _Optional, needs: Sequence[bool], grads: _T
     """The gradients of all inputs as differentiable functions of the inputs and of `grads`."""
     # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
     inputs = tuple(t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
-    shape, dtype = plan.output_shape, plan.output_dtype
     with watching(None):
-        output, carry = plain_scan(
-            plan.body, plan.blocks, *_split(plan, inputs), output_shape=shape, output_dtype=dtype
-        )
+        output, carry = _plain_scan(plan, *_split(plan, inputs))
     results = (output, *carry) if plan.body.has_output else carry
     return plain_gradients(results, grads, inputs, needs)
 
@@ -192,3 +223,50 @@ class _Gradients:
         carry_needs = self._needs[self._plan.num_sequence : self._plan.num_sequence + self._plan.num_carry]
         carry = [grad if need else None for grad, need in zip(self._carry, carry_needs, strict=True)]
         return [*self._sequence, *carry, *self._parameters]
+
+
+def _plain_scan(
+    plan: _Plan, sequence: _Optional, carry: _Tensors, parameters: _Tensors
+) -> tuple[torch.Tensor, _Tensors]:
+    """What `scan` gives, bit for bit, with every operation in autograd's graph."""
+    device = next(t for t in (*sequence, *carry, *parameters) if t is not None).device
+    outputs = []
+    with torch.autocast(device.type, enabled=False):
+        for start, stop in plan.blocks:
+            out, carry = plan.body.run(_slices(sequence, start, stop), carry, parameters)
+            if out is not None:
+                outputs.append(out.to(plan.output_dtype))
+    if outputs:
+        return torch.cat(outputs, dim=2), carry
+    # No tokens, but the way back is still every rank's: what comes out depends on all that went in.
+    nothing = _nothing((*sequence, *carry, *parameters))
+    empty = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=device) + nothing.to(plan.output_dtype)
+    return empty, carry if plan.blocks else tuple(c + nothing.to(c.dtype) for c in carry)
+
+
+def _nothing(tensors: _Optional) -> torch.Tensor:
+    """Zero, as the sum of no elements of each tensor: zero whatever the values are, where 0 * inf would be NaN."""
+    real = [t.real if t.is_complex() else t for t in tensors if t is not None]
+    return torch.stack([t.reshape(-1)[:0].sum().double() for t in real]).sum()
+
+
+def plain_gradients(
+    results: Sequence[torch.Tensor | None], grads: _Optional, inputs: _Optional, needs: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients of `inputs`, None where `needs` says so, as functions of whatever `results` and `grads` are.
+
+    Each of them reaches all that was given, if only by a term that is zero: an empty rank's gradients depend on
+    nothing, but inputs and gradients may come out of an exchange, and the way back through it is every rank's.
+    """
+    pairs = [(r, g) for r, g in zip(results, grads, strict=True) if r is not None and g is not None]
+    roots = [(root, grad.to(root.dtype)) for root, grad in pairs if root.requires_grad]
+    wanted = [t for t, need in zip(inputs, needs, strict=True) if need and t is not None]
+    found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    if roots:
+        firsts, seconds = zip(*roots, strict=True)
+        found = torch.autograd.grad(firsts, wanted, seconds, create_graph=True, allow_unused=True)
+    nothing = _nothing((*wanted, *(grad for _, grad in pairs)))
+    linked = iter(
+        (torch.zeros_like(t) if g is None else g) + nothing.to(t.dtype) for t, g in zip(wanted, found, strict=True)
+    )
+    return [next(linked) if need and t is not None else None for t, need in zip(inputs, needs, strict=True)]

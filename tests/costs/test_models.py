@@ -13,7 +13,7 @@ from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
 from dist_attn.model_config.mixers import exact, kernels, state_spaces
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
-from dist_attn.ops.legs import chunked as legs_chunked
+from dist_attn.ops import legs as legs_module
 from dist_attn.ops.linear_attention import implementation, streaming
 from dist_attn.ops.relative_attention import chunk_scores
 from dist_attn.ops.softmax_attention import tiled
@@ -125,8 +125,8 @@ def test_constants_are_those_of_the_kernel() -> None:
         diagonal.BLOCK_CHUNKS,
     )
     legs = (state_spaces.LEGS_CHUNK_TOKENS, state_spaces.BLOCK_CHUNKS, state_spaces.BLOCK_WEIGHTS)
-    assert legs == (legs_chunked.CHUNK_TOKENS, legs_chunked.BLOCK_CHUNKS, legs_chunked.BLOCK_WEIGHTS)
-    assert state_spaces.BLOCK_COEFFICIENTS == legs_chunked.BLOCK_COEFFICIENTS
+    assert legs == (legs_module.CHUNK_TOKENS, legs_module.BLOCK_CHUNKS, legs_module.BLOCK_WEIGHTS)
+    assert state_spaces.BLOCK_COEFFICIENTS == legs_module.BLOCK_COEFFICIENTS
 
 
 def test_second_pass_of_several_ranks() -> None:

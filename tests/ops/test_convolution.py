@@ -5,7 +5,7 @@ import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops import convolve, convolve_streaming
-from dist_attn.ops.convolution.naive import convolve_naive
+from dist_attn.ops.convolution import convolve_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

@@ -5,7 +5,7 @@ import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops import fourier_mix
-from dist_attn.ops.fourier.naive import fourier_mix_naive
+from dist_attn.ops.fourier import fourier_mix_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

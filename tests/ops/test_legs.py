@@ -5,8 +5,16 @@ import torch
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.ops import LegsState, LocalSequenceOps, legs_memory, legs_step, reconstruct
-from dist_attn.ops.legs import absorb_signal, legs_memory_naive, reconstruct_naive, transition_of
-from dist_attn.ops.legs.chunked import BLOCK_CHUNKS, CHUNK_TOKENS, forgetting, side_by_side
+from dist_attn.ops.legs import (
+    BLOCK_CHUNKS,
+    CHUNK_TOKENS,
+    absorb_signal,
+    forgetting,
+    legs_memory_naive,
+    reconstruct_naive,
+    side_by_side,
+    transition_of,
+)
 from dist_attn.ops.state_space import legs
 from tests.support.closeness import assert_close
 from tests.support.golden import golden

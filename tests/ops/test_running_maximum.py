@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps
-from dist_attn.ops.running_maximum import NO_TOKENS
-from dist_attn.ops.running_maximum.naive import running_maximum_naive
+from dist_attn.ops.running_maximum import NO_TOKENS, running_maximum_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import random_tensor

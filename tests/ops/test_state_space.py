@@ -5,10 +5,10 @@ import torch
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops import dense_scan
-from dist_attn.ops.dense_space import columns_of_powers, matrix_power
-from dist_attn.ops.dense_space.naive import dense_scan_naive
+from dist_attn.ops.dense_space import columns_of_powers, dense_scan_naive, matrix_power
 from dist_attn.ops.state_space import (
     diagonal_kernel,
+    diagonal_kernel_naive,
     discretise,
     discretise_dense,
     dplr_kernel,
@@ -17,7 +17,6 @@ from dist_attn.ops.state_space import (
     legs_eigenvalues,
     real_form,
 )
-from dist_attn.ops.state_space.naive import diagonal_kernel_naive
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.token_routing import route_tokens
-from dist_attn.ops.token_routing.naive import route_tokens_naive
+from dist_attn.ops.token_routing import route_tokens, route_tokens_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

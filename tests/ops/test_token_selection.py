@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.token_selection import select_tokens
-from dist_attn.ops.token_selection.naive import select_tokens_naive
+from dist_attn.ops.token_selection import select_tokens, select_tokens_naive
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

@@ -15,7 +15,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.call import LinearCall, OutputBuffers
 from dist_attn.ops.linear_attention.streaming import stream_absorb, stream_attention, stream_sums
-from dist_attn.ops.plain_scan import plain_gradients
+from dist_attn.ops.scan import plain_gradients
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import watching
 

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from dist_attn.ops.linear_attention.triton_forward import on_device
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, default_tiles
-from dist_attn.ops.plain_scan import plain_gradients
 from dist_attn.ops.relative_attention.both_sides import numerators_of_all
 from dist_attn.ops.relative_attention.causal import numerators
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, check_relative_state, normalised
 from dist_attn.ops.relative_attention.triton_launches import Given, Setting, relative_gradients, relative_outputs, walk
+from dist_attn.ops.scan import plain_gradients
 
 __all__ = ["triton_relative_attention", "triton_relative_attention_streaming"]
 

@@ -200,3 +200,12 @@ def initial_inputs(spectrum: Spectrum, pairs: int) -> torch.Tensor:
     if spectrum == "legs":
         return legs_eigenvalues(2 * pairs)[1].abs()
     return torch.ones(pairs, dtype=torch.float64)
+
+
+def diagonal_kernel_naive(a_DN: torch.Tensor, b_DN: torch.Tensor, c_DN: torch.Tensor, length: int) -> torch.Tensor:
+    """K_l = 2 Re sum_n c a^l b, [length, D], tap by tap; see `diagonal_kernel`."""
+    taps, powers_DN = [], torch.ones_like(a_DN)
+    for _ in range(length):
+        taps.append(2 * (c_DN * b_DN * powers_DN).sum(1).real)
+        powers_DN = powers_DN * a_DN
+    return torch.stack(taps) if taps else a_DN.real.new_zeros((0, a_DN.shape[0]))

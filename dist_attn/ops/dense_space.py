@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import StateOnly, scan
 
 
 def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def absorb_dense_inputs(
     a, b = a_DNN.to(real), b_DN.to(real)
     u_BDL = u_BLD.to(real).transpose(1, 2)
     parameters = (columns_of_powers(a, b, CHUNK_TOKENS), *_decays(a, u_BLD.shape[1]))
-    _, (x_BDN,) = scan(_Absorb(), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    _, (x_BDN,) = scan(StateOnly(_advance), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
     return x_BDN
 
 
@@ -113,7 +113,7 @@ class _Respond:
     has_output = True
 
     def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        kernel_DMC, write_DNC, read_DCMN, whole_DNN, rest_DNN = parameters
+        kernel_DMC, _, read_DCMN, _, _ = parameters
         (u_BDT,), (x_BDN,) = sequence, carry
         assert u_BDT is not None
         size = u_BDT.shape[2]
@@ -121,31 +121,17 @@ class _Respond:
         toeplitz_DMTT = F.pad(kernel_DMC[..., :size], (size - 1, 0)).unfold(2, size, 1).flip(2)
         y_BDTM = torch.einsum("bds,dmst->bdtm", u_BDT, toeplitz_DMTT)
         y_BDTM = y_BDTM + torch.einsum("bdn,dtmn->bdtm", x_BDN, read_DCMN[:, :size])
-        return y_BDTM, _advance(sequence, carry, write_DNC, whole_DNN, rest_DNN)
+        return y_BDTM, self.advance(sequence, carry, parameters)
 
     def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
         _, write_DNC, _, whole_DNN, rest_DNN = parameters
-        return _advance(sequence, carry, write_DNC, whole_DNN, rest_DNN)
+        return _advance(sequence, carry, (write_DNC, whole_DNN, rest_DNN))
 
 
-@dataclass(frozen=True)
-class _Absorb:
-    """One chunk without outputs."""
-
-    has_output = False
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        return None, self.advance(sequence, carry, parameters)
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return _advance(sequence, carry, *parameters)
-
-
-def _advance(
-    sequence: _Optional, carry: _Tensors, write_DNC: torch.Tensor, whole_DNN: torch.Tensor, rest_DNN: torch.Tensor
-) -> _Tensors:
+def _advance(sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
     (u_BDT,), (x_BDN,) = sequence, carry
     assert u_BDT is not None
+    write_DNC, whole_DNN, rest_DNN = parameters
     size = u_BDT.shape[2]
     decay_DNN = whole_DNN if size == CHUNK_TOKENS else rest_DNN
     # Token s of a chunk enters with A^(T-1-s) b.
@@ -178,3 +164,22 @@ def _check(u: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, s
     wanted = (u.shape[0], *b.shape)
     if state is not None and tuple(state.shape) != wanted:
         raise ShapeError(f"the state has shape {tuple(state.shape)}; needed is [B, D, N] = {wanted}")
+
+
+def dense_scan_naive(
+    u_BLD: torch.Tensor,
+    a_DNN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DMN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_t = A x_{t-1} + b u_t, y_t = C x_t, step by step; see `dense_scan`."""
+    batch, length, channels = u_BLD.shape
+    x_BDN = a_DNN.new_zeros((batch, channels, a_DNN.shape[1])) if state is None else state
+    outputs = []
+    for t in range(length):
+        x_BDN = (a_DNN @ x_BDN[..., None])[..., 0] + b_DN * u_BLD[:, t, :, None]
+        outputs.append((c_DMN @ x_BDN[..., None])[..., 0])
+    y_BLDM = torch.stack(outputs, dim=1) if outputs else u_BLD.new_zeros((batch, 0, *c_DMN.shape[:2]))
+    return y_BLDM.to(u_BLD.dtype), x_BDN

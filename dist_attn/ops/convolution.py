@@ -125,3 +125,15 @@ def convolve_numbered(
         foreign_L1 = (number_T[at] != own_L)[:, None]
         y_BLD = y_BLD + w_KD[j] * padded_BTD[:, at].masked_fill(foreign_L1, 0.0)
     return y_BLD
+
+
+def convolve_naive(x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
+    """y_t = sum_j w_j x_{t-j} by two loops; see `convolve`."""
+    length, taps = x_BLD.shape[1], w_KD.shape[0]
+    shift = taps // 2 if centred else 0
+    y_BLD = torch.zeros_like(x_BLD)
+    for t in range(length):
+        for j in range(taps):
+            if 0 <= t - j + shift < length:
+                y_BLD[:, t] = y_BLD[:, t] + w_KD[j] * x_BLD[:, t - j + shift]
+    return y_BLD

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
 from dist_attn.ops.documents import check_documents, documents_by_length
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import StateOnly, scan
 
 
 def power(a_DN: torch.Tensor, exponent: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def absorb_inputs(
     powers_DNC = powers(a, CHUNK_TOKENS + 1)
     parameters = tuple(torch.view_as_real(t) for t in (powers_DNC[..., :-1] * b[..., None], powers_DNC))
     u_BDL = u_BLD.to(real).transpose(1, 2)
-    _, (x_BDN2,) = scan(_Absorb(), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
+    _, (x_BDN2,) = scan(StateOnly(_advance), _blocks(u_BLD.shape[1]), (u_BDL,), (_start(u_BDL, a, None),), parameters)
     return torch.view_as_complex(x_BDN2.contiguous())
 
 
@@ -127,25 +127,13 @@ class _Respond:
         return y_DGC.reshape(u_DBGC.shape).flatten(2).transpose(0, 1), (after_BDN2,)
 
     def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return _advance(sequence, carry, parameters[1], parameters[3])
+        return _advance(sequence, carry, (parameters[1], parameters[3]))
 
 
-@dataclass(frozen=True)
-class _Absorb:
-    """One block without outputs."""
-
-    has_output = False
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        return None, self.advance(sequence, carry, parameters)
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return _advance(sequence, carry, *parameters)
-
-
-def _advance(sequence: _Optional, carry: _Tensors, write_DNC2: torch.Tensor, powers_DNC2: torch.Tensor) -> _Tensors:
+def _advance(sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
     (u_BDT,) = sequence
     assert u_BDT is not None
+    write_DNC2, powers_DNC2 = parameters
     return (_states(_chunks(u_BDT), carry[0], write_DNC2, powers_DNC2)[1],)
 
 
@@ -251,3 +239,23 @@ def packed_diagonal_scan(
             after = after_RDN.unflatten(0, (u_BLD.shape[0], len(starts)))[:, -1]
     y_BTD = torch.cat(done, dim=1)[:, torch.cat(order).argsort()]
     return torch.cat([y_head_BLD, y_BTD], dim=1), after
+
+
+def diagonal_scan_naive(
+    u_BLD: torch.Tensor,
+    a_DN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x_t = a x_{t-1} + b u_t, y_t = 2 Re(sum_n c x_t), step by step; see `diagonal_scan`."""
+    batch, length, channels = u_BLD.shape
+    kind = torch.promote_types(torch.promote_types(u_BLD.dtype, torch.complex64), a_DN.dtype)
+    x_BDN = torch.zeros((batch, channels, a_DN.shape[1]), dtype=kind) if state is None else state.to(kind)
+    outputs = []
+    for t in range(length):
+        x_BDN = a_DN * x_BDN + b_DN * u_BLD[:, t, :, None]
+        outputs.append(2 * (c_DN * x_BDN).sum(-1).real)
+    y_BLD = torch.stack(outputs, dim=1) if outputs else u_BLD.new_zeros(u_BLD.shape)
+    return y_BLD.to(u_BLD.dtype), x_BDN

@@ -15,12 +15,12 @@ every transition.
 """
 
 from dataclasses import dataclass
+from math import comb
 
 import torch
 
 from dist_attn.errors import ShapeError
-from dist_attn.ops.legs.state import LegsState
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import StateOnly, scan
 
 CHUNK_TOKENS = 32
 # At most so many chunks side by side, and numbers in their matrices (float64) and in their tokens' coefficients.
@@ -28,6 +28,32 @@ BLOCK_CHUNKS, BLOCK_WEIGHTS, BLOCK_COEFFICIENTS = 16, 1 << 19, 1 << 22
 
 _Tensors = tuple[torch.Tensor, ...]
 _Optional = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class LegsState:
+    """Coefficients c [B, D, N] of every channel's past, in float64, and the tokens seen [B] so far, int64.
+
+    A token changes the coefficients by about 1/t of their size: in float32 a memory would lose the digits of its
+    updates after a million tokens, and stop at ten million.
+    """
+
+    c_BDN: torch.Tensor
+    seen_B: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors in a fixed order."""
+        return (self.c_BDN, self.seen_B)
+
+    def replace(self, tensors: tuple[torch.Tensor, ...]) -> "LegsState":
+        """The same kind of state over other tensors."""
+        return LegsState(*tensors)
+
+    @staticmethod
+    def empty(batch: int, channels: int, size: int, *, device: torch.device | None = None) -> "LegsState":
+        """The state before any token."""
+        c_BDN = torch.zeros((batch, channels, size), dtype=torch.float64, device=device)
+        return LegsState(c_BDN, torch.zeros(batch, dtype=torch.int64, device=device))
 
 
 def legs_memory(
@@ -62,7 +88,9 @@ def absorb_signal(f_BLD: torch.Tensor, state: LegsState) -> LegsState:
     """The memory after these tokens, without reading it."""
     f_BDL = f_BLD.to(torch.promote_types(f_BLD.dtype, torch.float32)).transpose(1, 2)
     times = _times(state, f_BLD.shape[1], alike=False)
-    _, (c_BDN,) = scan(_Absorb(), _blocks(f_BLD.shape, state.c_BDN.shape[2]), (f_BDL, times), (state.c_BDN,), ())
+    _, (c_BDN,) = scan(
+        StateOnly(_advance), _blocks(f_BLD.shape, state.c_BDN.shape[2]), (f_BDL, times), (state.c_BDN,), ()
+    )
     return LegsState(c_BDN, state.seen_B + f_BLD.shape[1])
 
 
@@ -84,20 +112,11 @@ class _Respond:
         return torch.cat(outputs, dim=1).mT, (after_BDN,)
 
     def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return (_walk(sequence, carry)[3],)
+        return _advance(sequence, carry, parameters)
 
 
-@dataclass(frozen=True)
-class _Absorb:
-    """Some chunks of which nothing is read."""
-
-    has_output = False
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        return None, self.advance(sequence, carry, parameters)
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return (_walk(sequence, carry)[3],)
+def _advance(sequence: _Optional, carry: _Tensors, _: _Tensors) -> _Tensors:
+    return (_walk(sequence, carry)[3],)
 
 
 def _walk(sequence: _Optional, carry: _Tensors) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -209,3 +228,54 @@ def transition_of(first_RN: torch.Tensor) -> torch.Tensor:
         columns.append(columns[-1] @ forget_NN.mT - columns[-1])
     scale_N = (2 * torch.arange(size, dtype=torch.float64, device=first_RN.device) + 1).sqrt()
     return torch.stack(columns, dim=2) * scale_N
+
+
+def reconstruct(c: torch.Tensor, points_P: torch.Tensor) -> torch.Tensor:
+    """The past as a polynomial of degree N - 1: its values at shares `points` of the time, 0 the first token, 1 now.
+
+    sum_n c_n sqrt(2n + 1) P_n(2x - 1), the Legendre polynomials by their recurrence, which is stable on [0, 1].
+
+    Shapes: c [..., N], points [P] -> [..., P].
+    Cost: 2 N P multiplications per signal.
+    Raises: ShapeError for points that are no row.
+    Reference: Gu et al. 2020 (HiPPO), LegS; A Unified View of Long-Sequence Models, Sec. 7.
+    """
+    if points_P.dim() != 1:
+        raise ShapeError(f"points have shape {tuple(points_P.shape)}; needed is [P]")
+    x_P = 2 * points_P.to(c.dtype) - 1
+    rows = [torch.ones_like(x_P), x_P]
+    for n in range(1, c.shape[-1]):
+        rows.append(((2 * n + 1) * x_P * rows[n] - n * rows[n - 1]) / (n + 1))
+    basis_NP = torch.stack(rows[: c.shape[-1]])
+    scale_N = (2 * torch.arange(c.shape[-1], dtype=c.dtype, device=c.device) + 1).sqrt()
+    return (c * scale_N) @ basis_NP
+
+
+def legs_memory_naive(
+    f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+) -> tuple[torch.Tensor, LegsState]:
+    """(I - A / 2t) c_t = (I + A / 2t) c_{t-1} + (B / t) f_t and y_t = read . c_t, token by token; see `legs_memory`."""
+    batch, length, channels = f_BLD.shape
+    size = read_DN.shape[1]
+    before = LegsState.empty(batch, channels, size) if state is None else state
+    n = torch.arange(size, dtype=torch.float64)
+    b_N = (2 * n + 1).sqrt()
+    a_NN = -(b_N[:, None] * b_N).tril(-1) - torch.diag(n + 1)
+    one_NN = torch.eye(size, dtype=torch.float64)
+    c_BDN, outputs = before.c_BDN, []
+    for step in range(length):
+        t_B11 = (before.seen_B + step + 1).double()[:, None, None]
+        right_BDN = c_BDN @ (one_NN + a_NN / (2 * t_B11)).mT + b_N / t_B11 * f_BLD[:, step, :, None]
+        c_BDN = torch.linalg.solve(one_NN - a_NN / (2 * t_B11), right_BDN.mT).mT
+        outputs.append((c_BDN * read_DN).sum(2))
+    y_BLD = torch.stack(outputs, dim=1) if outputs else f_BLD.new_zeros((batch, 0, channels))
+    return y_BLD.to(f_BLD.dtype), LegsState(c_BDN, before.seen_B + length)
+
+
+def reconstruct_naive(c: torch.Tensor, points_P: torch.Tensor) -> torch.Tensor:
+    """sum_n c_n sqrt(2n + 1) P_n(2x - 1), each polynomial by its powers of x; see `reconstruct`. For N up to 8."""
+    signal = c.new_zeros((*c.shape[:-1], len(points_P)))
+    for n in range(c.shape[-1]):
+        powers = [(-1) ** (n + k) * comb(n, k) * comb(n + k, k) * points_P**k for k in range(n + 1)]
+        signal = signal + c[..., n, None] * (2 * n + 1) ** 0.5 * torch.stack(powers).sum(0)
+    return signal

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import InputError, ShapeError
-from dist_attn.ops.narrow_weights.naive import bfloat16_linear_naive, int8_linear_naive
 
 LARGEST = 127  # and -127: -128 has no counterpart, so it is never used
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -124,3 +123,14 @@ def _sums(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
 def _rounded_into(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """y rounded to bfloat16, as `dtype`; a float32 y is written over, as another one of it would be large."""
     return y.copy_(y.bfloat16()) if y.dtype == dtype == torch.float32 else y.bfloat16().to(dtype)
+
+
+def int8_linear_naive(x: torch.Tensor, q_OI: torch.Tensor, scale_O: torch.Tensor) -> torch.Tensor:
+    """x (q scale)^T in the precision of x, and rounded in no other way. See `int8_linear` and `int8_step_linear`."""
+    w_OI = q_OI.to(x.dtype) * scale_O.to(x.dtype)[:, None]
+    return x @ w_OI.T
+
+
+def bfloat16_linear_naive(x: torch.Tensor, w_OI: torch.Tensor) -> torch.Tensor:
+    """x w^T in the precision of x, and rounded in no other way. See `bfloat16_linear`."""
+    return x @ w_OI.to(x.dtype).T
