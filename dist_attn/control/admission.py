@@ -5,11 +5,24 @@ from collections.abc import Iterable
 
 from dist_attn.control.pace import Pace
 from dist_attn.control.requests import Request
-from dist_attn.wire.messages import RowSpec, SamplingSpec
+from dist_attn.wire.messages import OpenWork, RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import RankHello
 from dist_attn.wire.row_choice import MODEL_POOLING
 
 LEAST_WAIT_S, MOST_WAIT_S = 1, 120  # clients do not come back by themselves after longer waits
+
+
+def contradiction_in(work: OpenWork) -> str:
+    """Why no engine does this work, empty when one does: only a session reads, draws and keeps states at once."""
+    if work.kind == "session":
+        return "states of a prompt are kept of completions only" if work.keep.at else ""
+    if (work.rows is None) == (work.draw is None):
+        return "needed is either the rows of an encoding or how the tokens of a completion are drawn"
+    if work.keep.every:
+        return "states at multiples of a number of tokens are kept of sessions only"
+    if work.rows is not None and (work.begin is not None or work.keep.at):
+        return "an encoding that is no session begins with no stored state and keeps none"
+    return ""
 
 
 def misfit(model: RankHello, rows: RowSpec | None, sampling: SamplingSpec | None, received: int) -> str:

@@ -8,7 +8,7 @@ from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
-from dist_attn.wire.messages import EncodingDone, Generated, Progress
+from dist_attn.wire.messages import Generated, Progress
 from dist_attn.wire.rank_messages import Drawn, RowPieces, SessionFault
 from dist_attn_api.codes import Code
 
@@ -55,12 +55,12 @@ class Answers:
     def take_draw(self, drawn: Drawn) -> None:
         """Send a drawn token on; the end token and `max_tokens` end the request."""
         request, model = self._requests.get(drawn.session), self._requests.model
-        if request is None or request.work.sampling is None or model is None:
+        if request is None or request.work.draw is None or model is None:
             return
         drawing = request.drawing
         again = drawing.take_back()
         self._furthered |= request.losses.progress(request.reading.received, drawing.back)
-        ends = request.work.sampling.ends(drawn.token, model.end_token)
+        ends = request.work.draw.ends(drawn.token, model.end_token)
         if again:
             self._compare(request, drawn.token)
         elif not drawing.complete:
@@ -129,7 +129,7 @@ class Answers:
         if request.is_session:
             self._states.settle(request)
             return
-        undrawn = request.work.sampling is not None and not request.work.sampling.max_tokens
+        undrawn = request.work.draw is not None and not request.work.draw.max_tokens
         if undrawn and request.reading.prefill_done and not request.keeping.ranks_done:
             self._requests.post(request.peer, Generated(request.request_id, [], "length"))
             self._states.end_drawing(request)
@@ -138,6 +138,4 @@ class Answers:
             return
         self._requests.post_rows(request, request.reading.last_rows())
         if request.reading.rows_complete:
-            done = EncodingDone(request.request_id, request.reading.received, request.reading.rows_sent)
-            self._requests.post(request.peer, done)
-            self._requests.remove(request, "done")
+            self._requests.end(request)

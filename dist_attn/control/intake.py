@@ -4,16 +4,25 @@ from typing import final
 
 import structlog
 
-from dist_attn.control.admission import misfit, refusal
+from dist_attn.control.admission import contradiction_in, misfit, refusal
 from dist_attn.control.answers import Answers
 from dist_attn.control.open_requests import OpenRequests
 from dist_attn.control.pace import Pace
 from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
-from dist_attn.wire.messages import Accepted, AnyMessage, Cancel, Failed, OpenCompletion, OpenEncoding, Tokens
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
+    Cancel,
+    Failed,
+    FinishDrawing,
+    OpenWork,
+    StateCredit,
+    StatePiece,
+    Tokens,
+)
 from dist_attn.wire.rank_messages import RankHello
-from dist_attn.wire.session_messages import FinishDrawing, OpenSession, StateCredit, StatePiece
 from dist_attn_api.codes import Code
 
 PROBE_S = 2.0
@@ -39,7 +48,7 @@ class Intake:
     def receive(self, peer: bytes, message: AnyMessage) -> None:
         """Take one message of an API process."""
         match message:
-            case OpenEncoding() | OpenCompletion() | OpenSession():
+            case OpenWork():
                 self._open(peer, message)
             case Tokens():
                 self._take_tokens(peer, message)
@@ -54,15 +63,18 @@ class Intake:
             case _:
                 log.warning("unexpected message", peer=peer.hex(), kind=type(message).__name__)
 
-    def _open(self, peer: bytes, message: OpenEncoding | OpenCompletion | OpenSession) -> None:
-        request_id = message.request_id
+    def _open(self, peer: bytes, work: OpenWork) -> None:
+        request_id = work.request_id
         if self._requests.find(peer, request_id) is not None:
             log.warning("request id is open already", request=request_id, peer=peer.hex())
             return
         if self._stopping:
             self._requests.post(peer, Failed(request_id, Code.ENGINE_NOT_READY, self._stopping))
             return
-        request = self._requests.make(peer, message)
+        if contradiction := contradiction_in(work):
+            self._requests.post(peer, Failed(request_id, Code.INVALID_VALUE, contradiction))
+            return
+        request = self._requests.make(peer, work)
         limits = {"max_open": self._settings.max_open, "max_waiting_tokens": self._settings.max_waiting_tokens}
         refused = refusal(request, self._requests, **limits, pace=self._pace)
         if refused is not None:
@@ -95,7 +107,7 @@ class Intake:
         model = self._requests.model
         if model is None:
             return True
-        text = misfit(model, request.work.rows, request.work.sampling, request.reading.received)
+        text = misfit(model, request.work.rows, request.work.draw, request.reading.received)
         outside = request.reading.queue.first_outside(model.vocab_size)
         if outside is not None:
             text = f"token {outside} is not in the vocabulary of {model.vocab_size} tokens"

@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass, field
 
+from dist_attn.wire.messages import StatePiece
 from dist_attn.wire.rank_messages import SavedState
-from dist_attn.wire.session_messages import StatePiece
 from dist_attn.wire.snapshot import SnapshotParser
 
 WINDOW_BYTES = 8 << 20

@@ -12,9 +12,8 @@ from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.rank_link.rows import RowBatch
-from dist_attn.wire.messages import AnyMessage, Credit, Failed, OpenCompletion, OpenEncoding, Rows
+from dist_attn.wire.messages import AnyMessage, Credit, Done, Failed, OpenWork, Rows
 from dist_attn.wire.rank_messages import RankHello
-from dist_attn.wire.session_messages import OpenSession
 from dist_attn.wire.sockets import Sent
 
 ROWS_MESSAGE_BYTES = 256 << 10
@@ -62,10 +61,10 @@ class OpenRequests:
         """The open request of an API process that has this id there."""
         return self._by_id.get((peer, request_id))
 
-    def make(self, peer: bytes, message: OpenEncoding | OpenCompletion | OpenSession) -> Request:
+    def make(self, peer: bytes, work: OpenWork) -> Request:
         """A new request, which is not open yet."""
         chunk = self._settings.ranks * self._settings.chunk_tokens
-        return Request.opened_by(message, next(self._numbers), peer, self.now, chunk)
+        return Request.opened_by(work, next(self._numbers), peer, self.now, chunk)
 
     def add(self, request: Request) -> None:
         """It is open."""
@@ -139,6 +138,12 @@ class OpenRequests:
         """End a request without its result."""
         self.post(request.peer, Failed(request.request_id, code, text))
         self.remove(request, code)
+
+    def end(self, request: Request) -> None:
+        """End a request of which everything has been sent."""
+        drawn, reading = request.drawing.sent, request.reading
+        self.post(request.peer, Done(request.request_id, reading.received + drawn, drawn, reading.rows_sent))
+        self.remove(request, "done")
 
     def remove(self, request: Request, outcome: str) -> None:
         """End a request; nothing where it has ended."""

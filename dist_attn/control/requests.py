@@ -2,50 +2,16 @@
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Literal
 
-import msgspec
+from msgspec.structs import replace
 
 from dist_attn.control.drawing import Drawing
 from dist_attn.control.keeping import Keeping
 from dist_attn.control.reading import Reading
 from dist_attn.rank_link.rows import SCORE_ROWS, score_width
-from dist_attn.wire.messages import OpenCompletion, OpenEncoding, RowSpec, SamplingSpec
+from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn.wire.rank_messages import SavedState
-from dist_attn.wire.session_messages import BeginState, OpenSession
 from dist_attn.wire.terms import Terms
-
-
-@dataclass(frozen=True)
-class Work:
-    """What is asked: rows of the input, tokens after it, and states on the way.
-
-    A `session` hands out its state at multiples of `checkpoint_interval` (0: none) and at its end, a `completion` those
-    of its prompt at `states_at`.
-    """
-
-    kind: Literal["encoding", "completion", "session"]
-    rows: RowSpec | None = None
-    sampling: SamplingSpec | None = None
-    begin: BeginState | None = None
-    checkpoint_interval: int = 0
-    states_at: tuple[int, ...] = ()
-
-
-def work_of(message: OpenEncoding | OpenCompletion | OpenSession, chunk: int) -> Work:
-    """The work that a message asks for; blocks end at multiples of `chunk`, and so do the states of a session."""
-    match message:
-        case OpenEncoding(rows=rows):
-            return Work("encoding", rows)
-        case OpenCompletion(sampling=sampling, begin=begin, states_at=states_at):
-            return Work("completion", None, _with_seed(sampling), begin, states_at=states_at)
-        case OpenSession(rows=rows, sampling=sampling, begin=begin, checkpoint_tokens=every):
-            return Work("session", rows, sampling and _with_seed(sampling), begin, -(-every // chunk) * chunk)
-
-
-def _with_seed(sampling: SamplingSpec) -> SamplingSpec:
-    """The seed is settled here, so that doing the work again elsewhere draws the same tokens."""
-    return sampling if sampling.seed is not None else msgspec.structs.replace(sampling, seed=secrets.randbits(63))
 
 
 @dataclass
@@ -80,42 +46,51 @@ class Request:
 
     number: int
     peer: bytes
-    request_id: str
     created_at: float
-    work: Work
-    terms: Terms = field(default_factory=Terms)
+    work: OpenWork
     reading: Reading = field(default_factory=Reading)
     drawing: Drawing = field(default_factory=Drawing)
     keeping: Keeping = field(default_factory=Keeping)
     losses: Losses = field(default_factory=Losses)
 
     @staticmethod
-    def opened_by(
-        message: OpenEncoding | OpenCompletion | OpenSession, number: int, peer: bytes, now: float, chunk: int
-    ) -> "Request":
-        """A new request; blocks end at multiples of `chunk`."""
-        work = work_of(message, chunk)
+    def opened_by(work: OpenWork, number: int, peer: bytes, now: float, chunk: int) -> "Request":
+        """A new request; blocks end at multiples of `chunk`, and so do the states that are kept on the way.
+
+        The seed is settled here, so that doing the work again elsewhere draws the same tokens.
+        """
+        draw, keep = work.draw, replace(work.keep, every=-(-work.keep.every // chunk) * chunk)
+        if draw is not None and draw.seed is None:
+            draw = replace(draw, seed=secrets.randbits(63))
         at = work.begin.position if work.begin else 0
         fed_late = 1 if work.kind == "completion" else 0  # tokens, by the draw after them: decision 0033
         return Request(
             number,
             peer,
-            message.request_id,
             now,
-            work,
-            message.terms,
+            replace(work, draw=draw, keep=keep),
             Reading.from_position(at, now, held_back=fed_late),
-            Drawing(work.sampling, unfed=fed_late),
-            Keeping(now, work.states_at, (at, 0)),
+            Drawing(draw, unfed=fed_late),
+            Keeping(now, keep.at, (at, 0)),
             Losses(best=(at, 0)),
         )
 
     # ---- what it is ----------------------------------------------------------------------------
 
     @property
+    def request_id(self) -> str:
+        """Its name between the controller and its API process."""
+        return self.work.request_id
+
+    @property
+    def terms(self) -> Terms:
+        """How urgent it is, until when of use, and how long."""
+        return self.work.terms
+
+    @property
     def is_session(self) -> bool:
         """Whether it is work on a stored session."""
-        return self.work.kind == "session"
+        return self.work.keep.end
 
     @property
     def has_states(self) -> bool:
@@ -125,8 +100,8 @@ class Request:
     @property
     def scores(self) -> int | None:
         """How many likeliest tokens are told of beside each token of the prompt; None: the prompt is not scored."""
-        sampling = self.work.sampling
-        return None if sampling is None or self.is_session else sampling.prompt_logprobs
+        draw = self.work.draw
+        return None if draw is None or self.is_session else draw.prompt_logprobs
 
     def row_form(self, hidden_size: int) -> tuple[RowSpec, int] | None:
         """The rows that the ranks make of it and how many numbers are in one; None where they make none."""
@@ -176,7 +151,7 @@ class Request:
             return tokens in keeping.states_at and not draws and self.here != keeping.asked_at
         if self.reading.prefilled and not self.drawing.may_ask:
             return not keeping.end_asked
-        every = self.work.checkpoint_interval
+        every = self.work.keep.every
         return bool(every) and (tokens + draws) % every == 0 and self.here != keeping.asked_at
 
     @property
@@ -190,7 +165,7 @@ class Request:
         """Whether a state that was saved on the way was asked for by the API, and not for a loss alone."""
         if not self.is_session:
             return saved.snapshot and saved.position in self.keeping.states_at
-        every = self.work.checkpoint_interval
+        every = self.work.keep.every
         return bool(every) and saved.position % every == 0
 
     def ask_state(self, now: float) -> int:

@@ -12,8 +12,8 @@ from dist_attn.control.requests import Request
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.manifest import report_restore, require_same_model
+from dist_attn.wire.messages import BeginState, Checkpoint, Restored, StateCredit, StatePiece
 from dist_attn.wire.rank_messages import SavedState
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit, StatePiece
 from dist_attn.wire.snapshot import largest_snapshot
 from dist_attn_api.codes import Code
 

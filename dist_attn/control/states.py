@@ -11,8 +11,8 @@ from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.control.state_transfer import StateTransfer
+from dist_attn.wire.messages import FinishDrawing, StateCredit, StatePiece
 from dist_attn.wire.rank_messages import SavedState
-from dist_attn.wire.session_messages import FinishDrawing, SessionDone, StateCredit, StatePiece, StatesDone
 from dist_attn_api.codes import Code
 
 FINISH_LAG = 64  # draws that a reader may be behind when it finds that it has had enough
@@ -173,8 +173,7 @@ class States:
         keeping = request.keeping
         if not request.is_session:
             if keeping.ranks_done and not keeping.saves.pending and not keeping.offers.waiting:
-                self._requests.post(request.peer, StatesDone(request.request_id))
-                self._requests.remove(request, "done")
+                self._requests.end(request)
             return
         if not request.is_at_its_end:
             return
@@ -183,10 +182,7 @@ class States:
             self._transfer.offer(request)
             self._requests.post_rows(request, request.reading.last_rows())
         if not keeping.offers.waiting and self._requests.get(request.number) is not None:
-            drawn, rows = request.drawing.sent, request.reading.rows_sent
-            done = SessionDone(request.request_id, request.reading.received + drawn, drawn, rows)
-            self._requests.post(request.peer, done)
-            self._requests.remove(request, "done")
+            self._requests.end(request)
 
     def _leave_ranks(self, request: Request) -> None:
         if request.finish():

@@ -56,10 +56,10 @@ class _Orders:
         request.open(self._now)
         drawing, number, work = request.drawing, request.number, request.work
         owners = [rank for rank, numbers in enumerate(decodes) if number in numbers]
-        counts = dict(drawing.counts) if work.sampling is not None and work.sampling.penalises else {}
+        counts = dict(drawing.counts) if work.draw is not None and work.draw.penalises else {}
         saved = request.keeping.saved
         for rank in owners if drawing.saved else range(len(self.ops)):
-            self.ops[rank].append(OpenOp(number, work.rows, work.sampling, saved, counts, request.is_session))
+            self.ops[rank].append(OpenOp(number, work.rows, work.draw, saved, counts, request.is_session))
             if saved is not None:
                 self.restores.append((rank, number))
 

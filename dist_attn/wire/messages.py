@@ -2,17 +2,20 @@
 
 Who speaks to whom:
 
-    API  <-> controller : Open… / Tokens / Cancel / GetStatus   and   Accepted / Credit / Rows / … / Failed / Status
-                          and, where states travel, what session_messages.py lists
+    API -> controller   : OpenWork, StatePiece of the state to begin with, Tokens, FinishDrawing, Cancel,
+                          StateCredit for the states that come back; GetStatus
+    controller -> API   : Accepted, StateCredit, Restored, Credit, Progress, Rows, Generated, Checkpoint and its
+                          StatePieces, Done or Failed; Status
     controller <-> rank : what rank_messages.py lists
     controller <-> agent: what agent_messages.py lists
 
 Token payloads are raw little-endian int32, vectors raw little-endian float32: a message is decoded
-without copying numbers one by one, and its size is checked against the declared counts.
+without copying numbers one by one, and its size is checked against the declared counts. A stored state is a file of the
+format of snapshot.py: its bytes travel in order, in pieces, as far as the receiver has given credit.
 """
 
 import zlib
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 import msgspec.inspect
@@ -29,7 +32,7 @@ from dist_attn.wire.agent_messages import (
     StopAgent,
     WatchRanks,
 )
-from dist_attn.wire.manifest import Manifest
+from dist_attn.wire.manifest import Manifest, RestoreReport
 from dist_attn.wire.message import Count, Message, Name
 from dist_attn.wire.rank_messages import (
     Draws,
@@ -43,17 +46,6 @@ from dist_attn.wire.rank_messages import (
     Step,
     StepDone,
 )
-from dist_attn.wire.session_messages import (
-    BeginState,
-    Checkpoint,
-    FinishDrawing,
-    OpenSession,
-    Restored,
-    SessionDone,
-    StateCredit,
-    StatePiece,
-    StatesDone,
-)
 from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
@@ -66,27 +58,45 @@ MAX_MESSAGE_BYTES = 64 << 20
 # ---- API -> controller -------------------------------------------------------------------------
 
 
-class OpenEncoding(Message, frozen=True):
-    """Start an encoding; tokens follow in `Tokens` messages as far as `Credit` allows."""
+class BeginState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The stored state that a request begins with: it stands after `position` tokens and has `num_bytes` bytes."""
 
-    request_id: Name
-    rows: RowSpec
-    terms: Terms = Terms()
+    position: Count
+    num_bytes: Count
 
 
-class OpenCompletion(Message, frozen=True):
-    """Start a completion; prompt tokens follow in `Tokens` messages as far as `Credit` allows.
+class Keep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which stored states are handed out: at multiples of `every` tokens (0: none), which is rounded up to the grid of
+    blocks; at the positions `at` of a prompt, which are on the grid; and at the `end`.
+    """
 
-    With `begin` the prompt's first tokens are in a stored state, which comes first, and the others follow. States of
-    the prompt are handed out at the positions `states_at`, which are on the grid of blocks; they may be fetched after
-    the last drawn token too, and `StatesDone` says that there are no more. One that could not be kept is left out.
+    every: Count = 0
+    at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    end: bool = False
+
+
+class OpenWork(Message, frozen=True):
+    """Open a request: from a stored state or the empty one, read tokens, of which `rows` asks for vectors, then `draw`.
+
+    The tokens follow in `Tokens` messages as far as `Credit` allows; with `begin` the state comes first, and positions
+    count from the beginning of its text. What is kept at the `end` is a session: it stands after all drawn tokens.
+    States of a prompt (`keep.at`) may be fetched after the last drawn token too, and `Done` says that there are no
+    more; one that could not be kept is left out.
     """
 
     request_id: Name
-    sampling: SamplingSpec
-    terms: Terms = Terms()
     begin: BeginState | None = None
-    states_at: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()
+    rows: RowSpec | None = None
+    draw: SamplingSpec | None = None
+    keep: Keep = Keep()
+    terms: Terms = Terms()
+
+    @property
+    def kind(self) -> Literal["encoding", "completion", "session"]:
+        """What the work is called in logs and traces; only a session has rows and draws in one request."""
+        if self.keep.end:
+            return "session"
+        return "encoding" if self.draw is None else "completion"
 
 
 class Tokens(Message, frozen=True):
@@ -102,6 +112,30 @@ class Cancel(Message, frozen=True):
     """Stop the request wherever it is: queued, prefilling or decoding."""
 
     request_id: Name
+
+
+class StatePiece(Message, frozen=True):
+    """Bytes [start, start + n) of the stored state at `position`."""
+
+    request_id: Name
+    position: Count
+    start: Count
+    data: bytes
+
+
+class StateCredit(Message, frozen=True):
+    """The receiver of the stored state at `position` takes its bytes up to (not including) `upto`."""
+
+    request_id: Name
+    position: Count
+    upto: Count
+
+
+class FinishDrawing(Message, frozen=True):
+    """Draw no further: the session shall stand after the first `drawn` drawn tokens, as if no more had been asked."""
+
+    request_id: Name
+    drawn: Count
 
 
 class GetStatus(Message, frozen=True):
@@ -138,14 +172,6 @@ class Rows(Message, frozen=True):
     vectors: bytes
 
 
-class EncodingDone(Message, frozen=True):
-    """Every row has been sent."""
-
-    request_id: Name
-    tokens: Count
-    rows: Count
-
-
 class Generated(Message, frozen=True):
     """Newly drawn tokens; `finish_reason` ("stop" or "length") comes with the last ones.
 
@@ -157,6 +183,38 @@ class Generated(Message, frozen=True):
     tokens: list[int]
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
+
+
+class Restored(Message, frozen=True):
+    """The state to begin with belongs to this model; what going on from it comes to."""
+
+    request_id: Name
+    report: RestoreReport
+
+
+class Checkpoint(Message, frozen=True):
+    """The state after `position` tokens, `drawn` of which this request has drawn, can be fetched by credit.
+
+    The next one is announced when all bytes of this one have been sent.
+    """
+
+    request_id: Name
+    position: Count
+    drawn: Count
+    num_bytes: Count
+
+
+class Done(Message, frozen=True):
+    """The request stands at `position`, after `drawn` drawn tokens, and all of its rows and states have been sent.
+
+    It follows an encoding's last row, a session's last `Checkpoint`, which stands there, and the states of a prompt
+    (`keep.at`); other completions end with `Generated.finish_reason`.
+    """
+
+    request_id: Name
+    position: Count
+    drawn: Count
+    rows: Count
 
 
 class Failed(Message, frozen=True):
@@ -209,16 +267,13 @@ class Status(Message, frozen=True):
 
 
 AnyMessage = (
-    OpenEncoding
-    | OpenCompletion
-    | OpenSession
+    OpenWork
     | Tokens
     | Cancel
     | GetStatus
     | Accepted
     | Credit
     | Rows
-    | EncodingDone
     | Generated
     | Progress
     | Failed
@@ -228,8 +283,7 @@ AnyMessage = (
     | FinishDrawing
     | Restored
     | Checkpoint
-    | SessionDone
-    | StatesDone
+    | Done
     | StatePart
     | Step
     | Shutdown

@@ -49,7 +49,7 @@ def test_an_encoding_returns_every_row_in_order(client, total, window, pooling):
     for start, stop, row in zip(request.starts, request.stops, request.rows, strict=True):
         wanted = hidden[start:stop].mean(0, dtype=np.float64) if pooling == "mean" else hidden[stop - 1]
         np.testing.assert_array_equal(row, wanted.astype(np.float32))
-    assert (request.done.tokens, request.done.rows) == (total, len(starts))
+    assert (request.done.position, request.done.rows) == (total, len(starts))
 
 
 def test_a_row_per_token_and_one_per_document(client):

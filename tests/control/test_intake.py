@@ -11,11 +11,14 @@ from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
 from dist_attn.wire.messages import (
     Accepted,
+    BeginState,
     Cancel,
     Credit,
-    EncodingDone,
+    Done,
     Failed,
     Generated,
+    Keep,
+    OpenWork,
     Progress,
     Rows,
     RowSpec,
@@ -127,6 +130,25 @@ def test_the_same_id_of_two_api_processes_are_two_requests(side):
 
 
 @pytest.mark.parametrize(
+    ("work", "text"),
+    [
+        (OpenWork("a"), "either the rows of an encoding or"),
+        (OpenWork("a", rows=RowSpec(), draw=SamplingSpec(1)), "either the rows of an encoding or"),
+        (OpenWork("a", draw=SamplingSpec(1), keep=Keep(512)), "kept of sessions only"),
+        (OpenWork("a", rows=RowSpec(), keep=Keep(at=(512,))), "begins with no stored state and keeps none"),
+        (OpenWork("a", BeginState(512, 9), RowSpec()), "begins with no stored state and keeps none"),
+        (OpenWork("a", keep=Keep(at=(512,), end=True)), "of a prompt are kept of completions only"),
+    ],
+)
+def test_work_that_no_engine_does_is_refused(side, work, text):
+    """What would be half done is refused in words before it is open."""
+    side.tell(work)
+    (failed,) = side.sent
+    assert (failed.request_id, failed.code) == ("a", "invalid_value") and text in failed.message
+    assert not len(side.requests)
+
+
+@pytest.mark.parametrize(
     ("message", "text"),
     [
         (Tokens("a", 5, b"\0" * 4, False), "do not follow"),
@@ -186,7 +208,7 @@ def test_empty_inputs_end_at_once(side):
     """An encoding of nothing has no rows; a completion needs a token."""
     side.tell(open_encoding("a", RowSpec()))
     side.tokens([], final=True)
-    assert side.sent[-1] == EncodingDone("a", 0, 0)
+    assert side.sent[-1] == Done("a", 0, 0, 0)
     side.tell(open_completion("b", SamplingSpec(5)))
     side.tokens([], final=True, name="b")
     assert side.last(Failed).code == "empty_input"
@@ -201,7 +223,7 @@ def test_rows_are_sent_as_they_are_complete_and_the_end_after_the_last(side):
     assert side.sent[-1] == Rows("a", 0, [0], [2], np.array([1, 2], dtype="<f4").tobytes())
     side.tokens([], start=3, final=True)
     assert side.sent[-2] == Rows("a", 1, [2], [3], np.array([3, 3], dtype="<f4").tobytes())
-    assert side.sent[-1] == EncodingDone("a", 3, 2)
+    assert side.sent[-1] == Done("a", 3, 0, 2)
 
 
 def test_many_rows_travel_in_several_messages(side):
@@ -251,7 +273,7 @@ def test_log_probabilities_travel_with_their_token(side):
 def test_a_seed_is_settled_when_none_is_given(side):
     """Work that is done again draws the same tokens, so the seed cannot be left to a rank."""
     side.tell(open_completion("a", SamplingSpec(2)))
-    assert side.request.work.sampling.seed is not None
+    assert side.request.work.draw.seed is not None
 
 
 def test_ended_work_that_ranks_hold_is_closed_there(side):

@@ -9,15 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_attn.wire.messages import (
+    BeginState,
+    Checkpoint,
     Credit,
+    Done,
     Failed,
     Generated,
+    Restored,
     SamplingSpec,
+    StateCredit,
+    StatePiece,
     TokenLogprobs,
     Tokens,
 )
 from dist_attn.wire.rank_messages import PrefillOp
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit, StatePiece, StatesDone
 from tests.control.test_replay import RANKS, SETTINGS, Engine, drawn_after, open_all
 from tests.control.test_sessions import nothing_is_left
 from tests.support.fake_rank import fake_manifest, fake_snapshot
@@ -92,7 +97,7 @@ class Reader:
                     self.engine.api(StateCredit(self.name, position, size))
             case StatePiece(position=position, data=data):
                 self.states[position] += data
-            case StatesDone():
+            case Done():
                 self.done = True
             case Failed():
                 self.failed = message

@@ -18,7 +18,7 @@ from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
 from dist_attn.wire.messages import (
     PROTOCOL_VERSION,
-    EncodingDone,
+    Done,
     Failed,
     Generated,
     Rows,
@@ -197,7 +197,7 @@ class Engine:
     def ended(self, name):
         """Whether the request has its last message."""
         return any(
-            isinstance(m, EncodingDone | Failed) or (isinstance(m, Generated) and m.finish_reason is not None)
+            isinstance(m, Done | Failed) or (isinstance(m, Generated) and m.finish_reason is not None)
             for m in self.of(name)
         )
 

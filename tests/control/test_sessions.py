@@ -9,17 +9,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_attn.wire.messages import Credit, Failed, Generated, Rows, RowSpec, SamplingSpec, Tokens
-from dist_attn.wire.rank_messages import PrefillOp
-from dist_attn.wire.session_messages import (
+from dist_attn.wire.messages import (
     BeginState,
     Checkpoint,
+    Credit,
+    Done,
+    Failed,
     FinishDrawing,
+    Generated,
     Restored,
-    SessionDone,
+    Rows,
+    RowSpec,
+    SamplingSpec,
     StateCredit,
     StatePiece,
+    Tokens,
 )
+from dist_attn.wire.rank_messages import PrefillOp
 from tests.control.test_replay import RANKS, SETTINGS, Engine, check, drawn_after, open_all
 from tests.support.fake_rank import END, fake_hidden, fake_manifest, fake_snapshot
 from tests.support.opening import open_session
@@ -48,7 +54,7 @@ class Client:
     restored: list[Restored] = field(default_factory=list)
     states: dict[int, bytes] = field(default_factory=dict)
     announced: list[Checkpoint] = field(default_factory=list)
-    done: SessionDone | None = None
+    done: Done | None = None
     failed: Failed | None = None
     stored: bytes | None = None
 
@@ -103,7 +109,7 @@ class Client:
                 if len(self.states[position]) < whole:
                     upto = min(whole, len(self.states[position]) + self.piece)
                     self.engine.api(StateCredit(self.name, position, upto))
-            case SessionDone():
+            case Done():
                 self.done = message
             case Failed():
                 self.failed = message

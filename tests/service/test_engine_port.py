@@ -12,7 +12,7 @@ from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
-from dist_attn.wire.messages import Credit, EncodingDone, Generated, Rows, RowSpec, SamplingSpec, Tokens
+from dist_attn.wire.messages import Credit, Done, Generated, Rows, RowSpec, SamplingSpec, Tokens
 from tests.support.begun import begin_completion, begin_encoding
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
 
@@ -57,12 +57,12 @@ def run(kind: str, engine: FakeEngine, folder: Path, use: Callable[[EnginePort],
     asyncio.run(scenario())
 
 
-async def rows_of(stream: EngineStream) -> tuple[list[Rows], EncodingDone]:
+async def rows_of(stream: EngineStream) -> tuple[list[Rows], Done]:
     """Everything an encoding returns."""
     rows = []
     while isinstance(event := await stream.next(), Rows):
         rows.append(event)
-    assert isinstance(event, EncodingDone)
+    assert isinstance(event, Done)
     return rows, event
 
 
@@ -80,7 +80,7 @@ def test_an_encoding_goes_out_by_credit_and_comes_back_in_order(kind: str, tmp_p
             async with asyncio.TaskGroup() as group:
                 group.create_task(stream.send(tokens, final=True))
                 rows, done = await rows_of(stream)
-        assert (done.tokens, done.rows) == (5_555, 56)
+        assert (done.position, done.rows) == (5_555, 56)
         got = np.concatenate([np.frombuffer(r.vectors, "<f4").reshape(-1, 8) for r in rows])
         wanted = np.stack([row_vector(tokens[i : i + 100], "mean") for i in range(0, 5_555, 100)])
         np.testing.assert_array_equal(got, wanted)

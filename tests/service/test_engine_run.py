@@ -12,16 +12,18 @@ from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.messages import (
     AnyMessage,
+    Checkpoint,
     Credit,
-    EncodingDone,
+    Done,
     Generated,
     Progress,
     Rows,
     RowSpec,
     SamplingSpec,
+    StateCredit,
+    StatePiece,
     Tokens,
 )
-from dist_attn.wire.session_messages import Checkpoint, SessionDone, StateCredit, StatePiece, StatesDone
 from tests.support.begun import begin_completion, begin_encoding, begin_session
 
 SECONDS = 20
@@ -70,7 +72,7 @@ def test_an_engine_that_counts_otherwise_is_an_error(tokens: int, rows: int) -> 
 
     def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
         ended = isinstance(message, Tokens) and message.final
-        return [rows_of(name, 5), EncodingDone(name, tokens, rows)] if ended else []
+        return [rows_of(name, 5), Done(name, tokens, 0, rows)] if ended else []
 
     async def use(stream: EngineStream) -> None:
         with pytest.raises(EngineFailure, match=f"counted {tokens} tokens and {rows} rows where 5 and 5"):
@@ -102,7 +104,7 @@ def test_a_state_is_taken_whole_before_anything_else_comes() -> None:
                 return [Checkpoint(name, 5, 0, len(data))]
             case StateCredit(upto=upto):
                 assert upto == len(data)
-                return [StatePiece(name, 5, 0, data), SessionDone(name, 5, 0, 0)]
+                return [StatePiece(name, 5, 0, data), Done(name, 5, 0, 0)]
         return []
 
     async def use(stream: EngineStream) -> None:
@@ -121,13 +123,13 @@ def test_an_end_without_its_state_is_an_error() -> None:
     """A session whose last state has not come is not done."""
 
     def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
-        return [SessionDone(name, 5, 0, 0)] if isinstance(message, Tokens) else []
+        return [Done(name, 5, 0, 0)] if isinstance(message, Tokens) else []
 
     async def on_state(_: int, data: AsyncIterator[bytes]) -> None:
         raise AssertionError
 
     async def use(stream: EngineStream) -> None:
-        with pytest.raises(EngineFailure, match="SessionDone"):
+        with pytest.raises(EngineFailure, match="Done"):
             await EngineRun(stream, on_state=on_state).work(TOKENS)
 
     run(lambda streams, post: begin_session(streams, post=post), answers, use)
@@ -161,7 +163,7 @@ def test_drawn_tokens_outlive_the_fetching_of_states() -> None:
 
     def answers(name: str, message: AnyMessage) -> list[AnyMessage]:
         drawn = Generated(name, [1], finish_reason="length")
-        return [drawn, StatesDone(name)] if isinstance(message, Tokens) else []
+        return [drawn, Done(name, 6, 1, 0)] if isinstance(message, Tokens) else []
 
     async def use(stream: EngineStream) -> None:
         stream.fetch_states()

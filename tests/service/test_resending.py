@@ -19,17 +19,20 @@ from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
+    BeginState,
     Cancel,
+    Checkpoint,
     Credit,
-    EncodingDone,
+    Done,
     Failed,
     Generated,
+    Restored,
     Rows,
     RowSpec,
     SamplingSpec,
+    StateCredit,
     Tokens,
 )
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit
 from dist_attn.wire.terms import Terms
 from tests.support.begun import begin_completion, begin_encoding, begin_session
 from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
@@ -243,10 +246,10 @@ def test_what_ends_while_it_waits_is_not_done_again() -> None:
         desk.streams.hold_all("gone", Code.ENGINE_UNREACHABLE)
         assert encoding.held and completion.held
         posted = len(desk.posted)
-        desk.streams.route(EncodingDone(encoding.request_id, 400, 0))
+        desk.streams.route(Done(encoding.request_id, 400, 0, 0))
         desk.streams.route(Generated(completion.request_id, [3], "length"))
         assert desk.streams.do_again() == 0
-        assert isinstance(await encoding.next(), EncodingDone)
+        assert isinstance(await encoding.next(), Done)
         assert (await completion.next()).tokens == [3] and await completion.next_state() is None
         encoding.close(), completion.end_states()
         assert len(desk.posted) == posted and not len(desk.streams)

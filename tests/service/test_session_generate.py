@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from dist_attn.wire.messages import Failed
-from dist_attn.wire.session_messages import FinishDrawing
+from dist_attn.wire.messages import Failed, FinishDrawing
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored
 from tests.support.opening import draw_of, is_session

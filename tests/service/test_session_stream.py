@@ -9,8 +9,7 @@ from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.engine.port import EnginePort
 from dist_attn_service.engine.stream import EngineEvent, EngineStream
 
-from dist_attn.wire.messages import Generated, SamplingSpec
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone, StatePiece
+from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, Restored, SamplingSpec, StatePiece
 from tests.service.test_engine_port import run, until
 from tests.support.begun import begin_session
 from tests.support.fake_engine import FakeEngine
@@ -30,7 +29,7 @@ async def all_of(stream: EngineStream) -> tuple[list[EngineEvent], dict[int, byt
     """Every event up to the end, and the states by position."""
     events: list[EngineEvent] = []
     states = {}
-    while not events or not isinstance(events[-1], SessionDone):
+    while not events or not isinstance(events[-1], Done):
         events.append(await stream.next())
         if isinstance(event := events[-1], Checkpoint):
             states[event.position] = b"".join([piece async for piece in stream.snapshot(event)])
@@ -46,7 +45,7 @@ def test_tokens_in_and_states_out(kind: str, tmp_path: Path) -> None:
             await stream.send(TOKENS, final=True)
             events, states = await all_of(stream)
         assert states == {at: stored(after(0, TOKENS[:at]), at) for at in (1024, 2048, 3000)}
-        assert events[-1] == SessionDone(stream.request_id, 3000, 0, 0)
+        assert events[-1] == Done(stream.request_id, 3000, 0, 0)
 
     engine = FakeEngine()
     run(kind, engine, tmp_path, use)

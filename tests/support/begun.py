@@ -6,8 +6,7 @@ from dist_attn_service.engine.open_streams import OpenStreams
 from dist_attn_service.engine.port import EnginePort
 from dist_attn_service.engine.stream import EngineStream
 
-from dist_attn.wire.messages import AnyMessage, RowSpec, SamplingSpec
-from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
+from dist_attn.wire.messages import AnyMessage, BeginState, Keep, OpenWork, RowSpec, SamplingSpec
 from dist_attn.wire.terms import Terms
 
 Post = Callable[[AnyMessage], None]

@@ -13,7 +13,7 @@ from dist_attn.wire.messages import (
     AnyMessage,
     Cancel,
     Credit,
-    EncodingDone,
+    Done,
     Failed,
     Generated,
     GetStatus,
@@ -36,7 +36,7 @@ class Request:
     starts: list[int] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)
     vectors: list[np.ndarray] = field(default_factory=list)
-    done: EncodingDone | None = None
+    done: Done | None = None
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     failed: Failed | None = None
@@ -190,7 +190,7 @@ class ControllerClient:
                 request.starts += message.starts
                 request.stops += message.stops
                 request.vectors.append(np.frombuffer(message.vectors, dtype="<f4").reshape(len(message.starts), -1))
-            case EncodingDone():
+            case Done():
                 request.done = message
             case Generated():
                 request.tokens += message.tokens

@@ -21,16 +21,18 @@ from dist_attn.wire.messages import (
     AnyMessage,
     Cancel,
     Credit,
-    EncodingDone,
+    Done,
     Failed,
+    FinishDrawing,
     Generated,
     GetStatus,
-    OpenCompletion,
-    OpenEncoding,
+    OpenWork,
     Progress,
     RankStatus,
     Rows,
     SamplingSpec,
+    StateCredit,
+    StatePiece,
     Status,
     TokenLogprobs,
     Tokens,
@@ -38,7 +40,6 @@ from dist_attn.wire.messages import (
     encode,
 )
 from dist_attn.wire.rank_messages import GuardCounts
-from dist_attn.wire.session_messages import FinishDrawing, OpenSession, OpenWork, StateCredit, StatePiece
 from tests.support.fake_prompts import FakePrompts
 from tests.support.fake_rows import HIDDEN, RowMaker, row_vector
 from tests.support.fake_sessions import MANIFEST, SESSION_CREDIT, FakeSessions
@@ -160,15 +161,15 @@ class FakeEngine:
         match message:
             case GetStatus():
                 return [] if self.mute_status else [self.status()]
-            case OpenEncoding(request_id=name, rows=rows):
+            case OpenWork(kind="encoding", request_id=name, rows=rows) if rows is not None:
                 return self._open(name, _Work(rows=RowMaker(name, rows)))
-            case OpenCompletion(request_id=name, sampling=sampling, terms=terms):
-                work = _Work(sampling=sampling, progress=terms.progress, states_at=message.states_at)
+            case OpenWork(kind="completion", request_id=name, draw=sampling, terms=terms):
+                work = _Work(sampling=sampling, progress=terms.progress, states_at=message.keep.at)
                 answers = self._open(name, work)
                 if message.begin is not None and name in self._work:
                     return [answers[0], *self.prompts.open(message)]
                 return answers
-            case OpenSession() if not self.mute:
+            case OpenWork(kind="session") if not self.mute:
                 if self.refuse is not None:
                     return [Failed(request_id=message.request_id, code=self.refuse, message="refused by the test")]
                 return self.sessions.open(message, self.credit if message.rows else SESSION_CREDIT)
@@ -186,7 +187,7 @@ class FakeEngine:
                 return self._tokens(message)
         if getattr(message, "request_id", None) in self.sessions:
             return self.sessions.handle(message, stingy=self.stingy, fail_at=self.fail_at)
-        if isinstance(message, OpenSession | StatePiece | StateCredit | FinishDrawing):
+        if isinstance(message, OpenWork | StatePiece | StateCredit | FinishDrawing):
             return []  # of a session that has ended, or that a mute engine does not know
         raise TypeError(f"the API never sends {message!r}")
 
@@ -258,7 +259,7 @@ class FakeEngine:
             answers += work.rows.push(new, message.final)
             if message.final:
                 del self._work[message.request_id]
-                answers.append(EncodingDone(message.request_id, tokens=work.seen, rows=work.rows.rows))
+                answers.append(Done(message.request_id, work.seen, 0, work.rows.rows))
         elif message.final and work.sampling is not None and not self.hold_replies:
             if work.states_at:
                 answers += self.prompts.offer(message.request_id, work.tokens, work.states_at)

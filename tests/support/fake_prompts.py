@@ -7,8 +7,17 @@ import numpy.typing as npt
 
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.manifest import RestoreReport, require_same_model
-from dist_attn.wire.messages import AnyMessage, Failed, OpenCompletion
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, StateCredit, StatePiece, StatesDone
+from dist_attn.wire.messages import (
+    AnyMessage,
+    BeginState,
+    Checkpoint,
+    Done,
+    Failed,
+    OpenWork,
+    Restored,
+    StateCredit,
+    StatePiece,
+)
 from dist_attn.wire.snapshot import SnapshotParser, pack_snapshot
 from tests.support.fake_sessions import MANIFEST
 
@@ -45,7 +54,7 @@ class FakePrompts:
     def __len__(self) -> int:
         return len(self.offers)
 
-    def open(self, message: OpenCompletion) -> list[AnyMessage]:
+    def open(self, message: OpenWork) -> list[AnyMessage]:
         """Let the state come."""
         begin = message.begin
         assert begin is not None
@@ -98,7 +107,7 @@ class FakePrompts:
         offers = self.offers[name]
         if not offers.waiting:
             del self.offers[name]
-            return [StatesDone(name)]
+            return [Done(name, 0, 0, 0)]
         position, data = offers.waiting[0]
         return [Checkpoint(name, position, 0, len(data))]
 

@@ -7,16 +7,22 @@ import numpy as np
 
 from dist_attn.errors import StateMismatchError, WireError
 from dist_attn.wire.manifest import RestoreReport, require_same_model, why_other_bits
-from dist_attn.wire.messages import Accepted, AnyMessage, Credit, Failed, Generated, TokenLogprobs, Tokens
-from dist_attn.wire.session_messages import (
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
     BeginState,
     Checkpoint,
+    Credit,
+    Done,
+    Failed,
     FinishDrawing,
-    OpenSession,
+    Generated,
+    OpenWork,
     Restored,
-    SessionDone,
     StateCredit,
     StatePiece,
+    TokenLogprobs,
+    Tokens,
 )
 from dist_attn.wire.snapshot import SnapshotParser, pack_snapshot
 from tests.support.fake_rows import RowMaker
@@ -56,7 +62,7 @@ def stored(number: int, position: int) -> bytes:
 
 @dataclass
 class _Session:
-    opened: OpenSession
+    opened: OpenWork
     parser: SnapshotParser
     read: int = 0  # bytes of the state to begin with
     number: int = 0
@@ -85,7 +91,7 @@ class FakeSessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, message: OpenSession, credit: int = SESSION_CREDIT) -> list[AnyMessage]:
+    def open(self, message: OpenWork, credit: int = SESSION_CREDIT) -> list[AnyMessage]:
         """A session begins, with so much credit beyond what has come."""
         name, begin = message.request_id, message.begin
         self._open[name] = session = _Session(message, SnapshotParser(keep=True), credit=credit)
@@ -143,7 +149,7 @@ class FakeSessions:
         return [Restored(name, report), Credit(name, session.granted)]
 
     def _tokens(self, session: _Session, message: Tokens, stingy: bool) -> list[AnyMessage]:
-        name, every = message.request_id, -(-session.opened.checkpoint_tokens // GRID) * GRID
+        name, every = message.request_id, -(-session.opened.keep.every // GRID) * GRID
         assert message.start == session.position
         tokens = np.frombuffer(message.tokens, "<i4")
         self.read += len(tokens)
@@ -159,7 +165,7 @@ class FakeSessions:
         if not message.final:
             session.granted = session.granted if stingy else session.position + session.credit
             return [Credit(name, session.granted), *self._answers(session)]
-        sampling = session.opened.sampling
+        sampling = session.opened.draw
         if sampling is not None:
             if not session.position:
                 del self._open[name]
@@ -175,9 +181,7 @@ class FakeSessions:
                 session.waiting.append(Generated(name, [], "stop"))
         if not every or session.position % every:
             self._checkpoint(session)
-        session.waiting.append(
-            SessionDone(name, session.position, session.drawn, session.rows.rows if session.rows else 0)
-        )
+        session.waiting.append(Done(name, session.position, session.drawn, session.rows.rows if session.rows else 0))
         return self._answers(session)
 
     def _feed(self, session: _Session, token: int, every: int) -> None:
@@ -202,7 +206,7 @@ class FakeSessions:
                 continue
             if isinstance(message, Checkpoint):
                 session.offered_at = message.position
-            if isinstance(message, SessionDone):
+            if isinstance(message, Done):
                 del self._open[message.request_id]
             answers.append(message)
         return answers

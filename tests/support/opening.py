@@ -1,13 +1,14 @@
 """The messages that open work in the engine: the one place of the tests that knows how they look."""
 
-from dist_attn.wire.messages import AnyMessage, OpenCompletion, OpenEncoding, RowSpec, SamplingSpec
-from dist_attn.wire.session_messages import BeginState, OpenSession
+from typing import TypeGuard
+
+from dist_attn.wire.messages import AnyMessage, BeginState, Keep, OpenWork, RowSpec, SamplingSpec
 from dist_attn.wire.terms import Terms
 
 
 def open_encoding(name: str, rows: RowSpec, terms: Terms = Terms()) -> AnyMessage:  # noqa: B008 - immutable
     """The message that opens an encoding."""
-    return OpenEncoding(name, rows, terms)
+    return OpenWork(name, rows=rows, terms=terms)
 
 
 def open_completion(
@@ -18,7 +19,7 @@ def open_completion(
     states_at: tuple[int, ...] = (),
 ) -> AnyMessage:
     """The message that opens a completion."""
-    return OpenCompletion(name, sampling, terms, begin, states_at)
+    return OpenWork(name, begin, None, sampling, Keep(at=states_at), terms)
 
 
 def open_session(
@@ -29,42 +30,42 @@ def open_session(
     checkpoint_tokens: int = 0,
 ) -> AnyMessage:
     """The message that goes on with a session."""
-    return OpenSession(name, begin, rows, sampling, checkpoint_tokens)
+    return OpenWork(name, begin, rows, sampling, Keep(checkpoint_tokens, end=True))
 
 
 def is_encoding(message: AnyMessage) -> bool:
     """Whether it opens an encoding."""
-    return isinstance(message, OpenEncoding)
+    return is_opening(message) and message.kind == "encoding"
 
 
 def is_completion(message: AnyMessage) -> bool:
     """Whether it opens a completion."""
-    return isinstance(message, OpenCompletion)
+    return is_opening(message) and message.kind == "completion"
 
 
 def is_session(message: AnyMessage) -> bool:
     """Whether it goes on with a session."""
-    return isinstance(message, OpenSession)
+    return is_opening(message) and message.kind == "session"
 
 
-def is_opening(message: AnyMessage) -> bool:
+def is_opening(message: AnyMessage) -> TypeGuard[OpenWork]:
     """Whether it opens anything."""
-    return is_encoding(message) or is_completion(message) or is_session(message)
+    return isinstance(message, OpenWork)
 
 
 def draw_of(message: AnyMessage) -> SamplingSpec | None:
     """How the opened work draws tokens."""
-    assert isinstance(message, OpenCompletion | OpenSession)
-    return message.sampling
+    assert is_opening(message)
+    return message.draw
 
 
 def states_at(message: AnyMessage) -> tuple[int, ...]:
     """Where a completion hands out states of its prompt."""
-    assert isinstance(message, OpenCompletion)
-    return message.states_at
+    assert is_opening(message)
+    return message.keep.at
 
 
 def states_every(message: AnyMessage) -> int:
     """At which multiples a session hands out its states."""
-    assert isinstance(message, OpenSession)
-    return message.checkpoint_tokens
+    assert is_opening(message)
+    return message.keep.every

@@ -10,8 +10,7 @@ from dist_attn_service.engine.port import ZmqEnginePort
 from dist_attn_service.engine.stream import EngineEvent, StreamLimits
 
 from dist_attn.control.launch import start_engine
-from dist_attn.wire.messages import Generated, SamplingSpec
-from dist_attn.wire.session_messages import BeginState, Checkpoint, Restored, SessionDone
+from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, Restored, SamplingSpec
 from tests.support.begun import begin_session
 from tests.support.models import write_small_folder
 
@@ -46,7 +45,7 @@ async def go_on(
 
         async with asyncio.TaskGroup() as group:
             group.create_task(send())
-            while not events or not isinstance(events[-1], SessionDone):
+            while not events or not isinstance(events[-1], Done):
                 events.append(await stream.next())
                 if isinstance(event := events[-1], Checkpoint):
                     states[event.position] = b"".join([piece async for piece in stream.snapshot(event)])

@@ -12,17 +12,18 @@ from dist_attn.wire import messages as wire
 from dist_attn.wire import rank_messages as ranks
 from dist_attn.wire.agent_messages import HostShare
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import AnyMessage, decode, encode
-from dist_attn.wire.session_messages import (
+from dist_attn.wire.messages import (
+    AnyMessage,
     BeginState,
     Checkpoint,
+    Done,
     FinishDrawing,
-    OpenSession,
+    Keep,
     Restored,
-    SessionDone,
     StateCredit,
     StatePiece,
-    StatesDone,
+    decode,
+    encode,
 )
 from dist_attn.wire.terms import Terms
 
@@ -30,30 +31,28 @@ KINDS = typing.get_args(AnyMessage)
 FIELDS = sorted({field for kind in KINDS for field in kind.__struct_fields__})
 
 EXAMPLES = [
-    wire.OpenEncoding("a", wire.RowSpec("token", 7, "last")),
-    wire.OpenCompletion("a", wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
-    wire.OpenCompletion("b", wire.SamplingSpec(9, presence_penalty=0.5, logit_bias={3: -1.5})),
-    OpenSession("c", BeginState(700, 5000), wire.RowSpec(), wire.SamplingSpec(3), 1024),
+    wire.OpenWork("a", rows=wire.RowSpec("token", 7, "last")),
+    wire.OpenWork("a", draw=wire.SamplingSpec(9, 0.5, 3, 0.9, -4)),
+    wire.OpenWork("b", draw=wire.SamplingSpec(9, presence_penalty=0.5, logit_bias={3: -1.5})),
+    wire.OpenWork("c", BeginState(700, 5000), wire.RowSpec(), wire.SamplingSpec(3), Keep(1024, end=True)),
     StatePiece("c", 700, 9, b"abc"),
     StateCredit("c", 700, 12),
     FinishDrawing("c", 2),
     Restored("c", RestoreReport(700, 0, False, "ranks was 1 and is 2")),
     Checkpoint("c", 1024, 0, 5000),
-    SessionDone("c", 1030, 3, 4),
-    StatesDone("c"),
-    wire.OpenCompletion("d", wire.SamplingSpec(9), Terms(), BeginState(512, 5000), (1024, 1536)),
+    Done("c", 1030, 3, 4),
+    wire.OpenWork("d", BeginState(512, 5000), None, wire.SamplingSpec(9), Keep(at=(1024, 1536))),
     wire.Tokens("a", 3, b"\1\0\0\0", True),
     wire.Cancel("a"),
     wire.GetStatus(),
     wire.Accepted("a"),
     wire.Credit("a", 5),
     wire.Rows("a", 2, [0, 4], [4, 8], b"\0" * 32),
-    wire.EncodingDone("a", 8, 2),
     wire.Generated("a", [1, 2], "stop"),
     wire.Failed("a", "overloaded", "why"),
     wire.Failed("a", "overloaded", "why", 7),
     wire.Progress("a", 512),
-    wire.OpenEncoding("t", wire.RowSpec(), Terms(0, 2.5, 700, True)),
+    wire.OpenWork("t", rows=wire.RowSpec(), terms=Terms(0, 2.5, 700, True)),
     wire.Status(
         True,
         "",
@@ -174,11 +173,11 @@ def test_traps_are_refused_as_wire_errors(data):
 @pytest.mark.parametrize(
     "message",
     [
-        wire.OpenEncoding("a", wire.RowSpec("paragraph")),
-        wire.OpenEncoding("a", wire.RowSpec("window", 0)),
-        wire.OpenEncoding("", wire.RowSpec()),
-        wire.OpenCompletion("a", wire.SamplingSpec(-1)),
-        wire.OpenCompletion("a", wire.SamplingSpec(1, float("nan"))),
+        wire.OpenWork("a", rows=wire.RowSpec("paragraph")),
+        wire.OpenWork("a", rows=wire.RowSpec("window", 0)),
+        wire.OpenWork("", rows=wire.RowSpec()),
+        wire.OpenWork("a", draw=wire.SamplingSpec(-1)),
+        wire.OpenWork("a", draw=wire.SamplingSpec(1, float("nan"))),
         wire.Tokens("a", -1, b"", False),
         ranks.Step(1, -1, []),
     ],

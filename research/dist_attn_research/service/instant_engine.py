@@ -15,9 +15,9 @@ from dist_attn.wire.messages import (
     AnyMessage,
     Cancel,
     Credit,
-    EncodingDone,
+    Done,
     GetStatus,
-    OpenEncoding,
+    OpenWork,
     Rows,
     Status,
     Tokens,
@@ -86,7 +86,7 @@ class InstantEngine:
         match message:
             case GetStatus():
                 return [self._status()]
-            case OpenEncoding(request_id=name, rows=rows):
+            case OpenWork(kind="encoding", request_id=name, rows=rows) if rows is not None:
                 self._open[name] = _Open(rows.window)
                 return [Accepted(name), Credit(name, CREDIT)]
             case Tokens(request_id=name) if name in self._open:
@@ -109,7 +109,7 @@ class InstantEngine:
         if final:
             del self._open[name]
             self.done += 1
-            answers.append(EncodingDone(name, work.seen, work.rows))
+            answers.append(Done(name, work.seen, 0, work.rows))
         return answers
 
     def _vectors(self, first: int, number: int) -> bytes:

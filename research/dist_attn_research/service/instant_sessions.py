@@ -6,14 +6,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dist_attn.wire.manifest import Computation, Manifest, ModelIdentity, RestoreReport
-from dist_attn.wire.messages import Accepted, AnyMessage, Cancel, Credit, Generated, Tokens
-from dist_attn.wire.session_messages import (
+from dist_attn.wire.messages import (
+    Accepted,
+    AnyMessage,
+    Cancel,
     Checkpoint,
-    OpenSession,
+    Credit,
+    Done,
+    Generated,
+    OpenWork,
     Restored,
-    SessionDone,
     StateCredit,
     StatePiece,
+    Tokens,
 )
 from dist_attn.wire.snapshot import pack_snapshot
 
@@ -24,7 +29,7 @@ CREDIT = 1 << 16
 
 @dataclass
 class _Open:
-    work: OpenSession
+    work: OpenWork
     position: int = 0
     read: int = 0  # bytes of the state that it begins with
     drawn: int = 0
@@ -71,7 +76,7 @@ class InstantSessions:
     def answers(self, message: AnyMessage) -> Iterator[AnyMessage]:
         """What is said to a message, nothing to one of a session that is not open."""
         match message:
-            case OpenSession(request_id=name, begin=begin):
+            case OpenWork(kind="session", request_id=name, begin=begin):
                 self._open[name] = _Open(message, begin.position if begin else 0)
                 yield Accepted(name)
                 yield StateCredit(name, begin.position, begin.num_bytes) if begin else Credit(name, CREDIT)
@@ -95,7 +100,7 @@ class InstantSessions:
         if not final:
             yield Credit(name, session.position + CREDIT)
             return
-        asked = session.work.sampling.max_tokens if session.work.sampling is not None else 0
+        asked = session.work.draw.max_tokens if session.work.draw is not None else 0
         for number in range(1, asked + 1):
             token = self.text[self.drawn % len(self.text)]
             self.drawn += 1
@@ -113,4 +118,4 @@ class InstantSessions:
             session.sent += len(piece)
         if session.offered and session.sent == len(session.offered):
             del self._open[name]
-            yield SessionDone(name, session.position, session.drawn, 0)
+            yield Done(name, session.position, session.drawn, 0)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.messages import Generated, Progress, Rows, SamplingSpec
-from dist_attn.wire.session_messages import BeginState, Keep
+from dist_attn.wire.messages import BeginState, Generated, Keep, Progress, Rows, SamplingSpec
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.completions.prefixes import PrefixCache, PromptPrefix
 from dist_attn_service.engine.run import EngineRun

@@ -17,7 +17,7 @@ import msgspec
 from dist_attn.errors import DistAttnError, QuotaError, UnknownStateError
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.session_messages import BeginState, Checkpoint
+from dist_attn.wire.messages import BeginState, Checkpoint
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.engine.stream import EngineStream

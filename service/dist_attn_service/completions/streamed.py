@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
+from dist_attn.wire.messages import BeginState, Keep, OpenWork, SamplingSpec
 from dist_attn_service.base.errors import BadRequest
 from dist_attn_service.base.parsing import parse_drawing, parse_texts
 from dist_attn_service.base.request_terms import RequestTerms

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.session_messages import OpenWork
+from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.request_terms import RequestTerms

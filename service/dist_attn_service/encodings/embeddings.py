@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_attn.text.base import TokenArray
-from dist_attn.wire.messages import Rows, RowSpec
+from dist_attn.wire.messages import OpenWork, Rows, RowSpec
 from dist_attn.wire.row_choice import MODEL_POOLING
-from dist_attn.wire.session_messages import OpenWork
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure
 from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.base.parsing import parse_texts

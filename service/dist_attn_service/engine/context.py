@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dist_attn.store import StateStore
-from dist_attn.wire.session_messages import OpenWork
+from dist_attn.wire.messages import OpenWork
 from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside

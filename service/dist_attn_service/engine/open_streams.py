@@ -9,32 +9,27 @@ import msgspec
 from dist_attn.wire.messages import (
     Accepted,
     AnyMessage,
+    Checkpoint,
     Credit,
-    EncodingDone,
+    Done,
     Failed,
     Generated,
-    Progress,
-    Rows,
-)
-from dist_attn.wire.session_messages import (
-    Checkpoint,
     OpenWork,
+    Progress,
     Restored,
-    SessionDone,
+    Rows,
     StateCredit,
     StatePiece,
-    StatesDone,
 )
 from dist_attn_service.base.errors import Code, EngineFailure
-from dist_attn_service.engine.opening import opening
 from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 __all__ = ["OpenStreams"]
 
 _OF_REQUESTS = (
-    *(Accepted, Credit, Rows, EncodingDone, Generated, Progress, Failed),
-    *(Restored, StateCredit, StatePiece, Checkpoint, SessionDone, StatesDone),
+    *(Accepted, Credit, Rows, Generated, Progress, Failed),
+    *(Restored, StateCredit, StatePiece, Checkpoint, Done),
 )
 
 
@@ -59,7 +54,7 @@ class OpenStreams:
         stream = EngineStream(work, post, self._forget, self._limits, self._memory)
         self._streams[work.request_id] = stream
         stream.trace.moved(self._epoch, self._step)
-        post(opening(work))
+        post(work)
         return stream
 
     def moved(self, epoch: int, step: int) -> None:

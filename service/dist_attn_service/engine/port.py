@@ -17,11 +17,11 @@ from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
     AnyMessage,
     GetStatus,
+    OpenWork,
     Status,
     decode,
     encode,
 )
-from dist_attn.wire.session_messages import OpenWork
 from dist_attn_service.base.errors import Code, EngineUnavailable
 from dist_attn_service.engine.open_streams import OpenStreams
 from dist_attn_service.engine.stream import EngineStream, StreamLimits

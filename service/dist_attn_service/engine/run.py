@@ -9,8 +9,7 @@ import numpy as np
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import EncodingDone, Generated, Progress, Rows
-from dist_attn.wire.session_messages import Checkpoint, Restored, SessionDone
+from dist_attn.wire.messages import Checkpoint, Done, Generated, Progress, Restored, Rows
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.stream import EngineEvent, EngineStream
@@ -97,9 +96,7 @@ class EngineRun:
                 async for _ in pieces:  # the engine waits until all of it has been taken
                     pass
                 self.kept = position
-            case EncodingDone(tokens=count, rows=rows):
-                self._require(count, rows)
-            case SessionDone(position=position, drawn=drawn, rows=rows) if position == self.kept:
+            case Done(position=position, drawn=drawn, rows=rows) if self.on_state is None or position == self.kept:
                 self._require(position - drawn, rows)
             case _:
                 at = f"up to {self.stream.sent}" + ", the last" * self.stream.final_sent

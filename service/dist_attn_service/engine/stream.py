@@ -15,33 +15,28 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import (
     AnyMessage,
     Cancel,
-    Credit,
-    EncodingDone,
-    Failed,
-    Generated,
-    Progress,
-    Rows,
-    Tokens,
-)
-from dist_attn.wire.session_messages import (
     Checkpoint,
+    Credit,
+    Done,
+    Failed,
     FinishDrawing,
+    Generated,
     Keep,
     OpenWork,
+    Progress,
     Restored,
-    SessionDone,
+    Rows,
     StateCredit,
     StatePiece,
-    StatesDone,
+    Tokens,
 )
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable, ServiceError, engine_error
 from dist_attn_service.base.tracing import EngineTrace, engine_trace
-from dist_attn_service.engine.opening import opening
 from dist_attn_service.engine.resending import Delivered, GivenMemory, SentTokens
 
 __all__ = ["EngineEvent", "EngineStream", "StreamLimits"]
 
-EngineEvent = Restored | Rows | Generated | Progress | Checkpoint | EncodingDone | SessionDone
+EngineEvent = Restored | Rows | Generated | Progress | Checkpoint | Done
 PIECE_BYTES = 1 << 20
 STATE_WINDOW_BYTES = 4 << 20
 """How much of a state may be under way to this process: what its memory holds of one at most."""
@@ -87,7 +82,7 @@ class EngineStream:
         memory: GivenMemory,
     ) -> None:
         self.request_id = work.request_id
-        self.trace = engine_trace("session" if work.keep.end else "encoding" if work.draw is None else "completion")
+        self.trace = engine_trace(work.kind)
         self._work = work
         self._post = post
         self._forget = forget
@@ -158,7 +153,7 @@ class EngineStream:
         self._accepted = True
         if isinstance(message, Credit) and message.upto <= self._tokens.credit:
             return  # the controller looks whether we are still here: no progress
-        if isinstance(message, Rows | Generated | Progress | EncodingDone):
+        if isinstance(message, Rows | Generated | Progress | Done):
             self.trace.worked()
         try:
             self._take(message)
@@ -199,11 +194,10 @@ class EngineStream:
                     self._inbox.append(message)
             case Checkpoint():
                 (self._inbox if self._work.keep.end else self._states).append(message)
-            case EncodingDone() | SessionDone():
-                self._inbox.append(message)
+            case Done():
                 self._ended = True
-            case StatesDone():
-                self._ended = True
+                if not self._drawn:  # else its tokens were the last that its reader waits for
+                    self._inbox.append(message)
 
     def fail(self, error: ServiceError) -> None:
         """End the stream with an error that did not come from the controller."""
@@ -272,7 +266,7 @@ class EngineStream:
             return
         self._delivered.begin_again()
         self._heard = time.monotonic()
-        self._post(opening(work))
+        self._post(work)
         self.trace.told("another controller")
         if not self.sent:
             self._tokens.send_again(self._send_tokens)
@@ -330,7 +324,7 @@ class EngineStream:
     def finish_drawing(self, drawn: int) -> None:
         """Draw no further: the session shall stand after the first `drawn` tokens of those that were drawn.
 
-        `SessionDone.drawn` says where it ends.
+        `Done.drawn` says where it ends.
         """
         self._post(FinishDrawing(self.request_id, drawn))
 

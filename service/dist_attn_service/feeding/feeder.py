@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from typing import final
 
 from dist_attn.store.ledger import changed
-from dist_attn.wire.session_messages import Keep, OpenWork
+from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import ClientGone, Code, ServiceError
 from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.feeding.feed import Feed

@@ -8,8 +8,7 @@ from functools import partial
 from math import lcm
 from typing import Any, final
 
-from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.session_messages import BeginState, Keep, OpenWork
+from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
 from dist_attn_service.encodings.encoding_run import EncodingRun, RunPoint
 from dist_attn_service.encodings.rows import RowBlock

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.session_messages import Keep, OpenWork
+from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.request_terms import RequestTerms

@@ -12,8 +12,7 @@ import numpy as np
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import Generated, SamplingSpec
-from dist_attn.wire.session_messages import Keep, OpenWork
+from dist_attn.wire.messages import Generated, Keep, OpenWork, SamplingSpec
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.request_terms import RequestTerms

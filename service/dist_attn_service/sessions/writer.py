@@ -9,7 +9,7 @@ from typing import final
 
 from dist_attn.errors import DistAttnError, StorageError
 from dist_attn.store import Append, Session, StateStore
-from dist_attn.wire.session_messages import BeginState
+from dist_attn.wire.messages import BeginState
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.sessions.refusals import store_refusals
