@@ -1,7 +1,9 @@
 """What holds for every test: one thread per process, repeatable random cases, and what is skipped says why."""
 
 import os
+import ssl
 import tempfile
+from functools import cache
 
 # Before torch is imported anywhere: two test processes share the cores, and rank processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,8 +13,6 @@ os.environ["XDG_CACHE_HOME"] = os.path.join(tempfile.gettempdir(), "dist-attn-te
 # Without a GPU, kernels run in Triton's interpreter; it looks when triton is first imported, and torch may do that.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
-
-from functools import cache
 
 import pytest
 from hypothesis import settings
@@ -24,6 +24,9 @@ from tests.support.mpi import why_no_mpi
 for profile, count in (("some", 20), ("full", 100)):
     settings.register_profile(profile, max_examples=count, deadline=None, derandomize=True, database=None)
 settings.load_profile("some")
+
+# Every client of httpx reads a hundred certificates for itself, which takes longer than most requests of the tests.
+ssl.create_default_context = cache(ssl.create_default_context)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

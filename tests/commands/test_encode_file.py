@@ -226,7 +226,7 @@ def test_a_pipe_is_a_file_too(tmp_path, hidden_LD):
     writer = threading.Thread(target=lambda: pipe.write_bytes(TEXT))
     writer.start()
     report = _encode(1, pipe, tmp_path / "rows.npy", RowSpec())
-    writer.join(10.0)
+    writer.join(60)
     assert report.tokens == len(TEXT)
     assert np.load(tmp_path / "rows.npy").shape == (len(TEXT) // 512 + 1, SIZE)
     assert_close(torch.from_numpy(np.load(tmp_path / "rows.npy")), _naive_rows(hidden_LD, RowSpec()))

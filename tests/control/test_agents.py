@@ -93,10 +93,10 @@ def test_an_agent_of_its_own_waits_for_the_next_controller(tmp_path):
     address = f"ipc://{tmp_path}/r"
     with ExitStack() as stack:
         with running_engine(wait=False, rank_address=address, local_agent=False) as (handle, client, mark):
-            agent = stack.enter_context(running_agent(tmp_path, "a", address, mark))
+            agent = stack.enter_context(running_agent(tmp_path, "a", address, mark, silence_deadline_s=2.0))
             client.wait_ready()
             os.kill(handle.process.pid, signal.SIGKILL)
-            agent.wait_for("silent for 2 s", 20)
+            agent.wait_for("silent for 2 s", 60)
             assert len(marked_processes(mark)) == 1
             agent_mark = mark
             with running_engine(rank_address=address, local_agent=False) as (_, again, _):

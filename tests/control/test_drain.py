@@ -23,7 +23,7 @@ def test_open_requests_finish_and_new_ones_are_refused():
         assert client.requests["late"].failed.code == "engine_not_ready"
         client.feed("open", TOKENS[1000:], start=1000)
         assert client.finish("open").done.rows == 10
-        assert handle.process.wait(20) == 0
+        assert handle.process.wait(60) == 0
 
 
 def test_what_is_left_goes_to_the_next_controller():
@@ -37,4 +37,4 @@ def test_what_is_left_goes_to_the_next_controller():
         handle.process.terminate()
         client.wait_until(lambda: client.requests["open"].ended)
         assert client.requests["open"].failed.code == "stopping"
-        assert handle.process.wait(20) == 0
+        assert handle.process.wait(60) == 0

@@ -64,7 +64,7 @@ def test_rows_arrive_before_the_input_ends(client):
     """A client that is still sending gets the rows of what it has sent, on the grid, soon."""
     request = client.open_encoding("a")
     client.feed("a", TOKENS[:1300], final=False)
-    client.wait_until(lambda: len(request.starts) == 2, 5, "two rows")
+    client.wait_until(lambda: len(request.starts) == 2, what="two rows")
     client.feed("a", TOKENS[1300:1400], start=1300)
     assert client.finish("a").stops == [512, 1024, 1400]
 
@@ -119,7 +119,7 @@ def test_cancelled_work_stops(client):
     """After a cancel no further step is spent on the request."""
     client.open_encoding("a")
     client.feed("a", np.full(8000, SLOW), final=False)
-    client.wait_until(lambda: client.requests["a"].starts, 10, "a row")
+    client.wait_until(lambda: client.requests["a"].starts, what="a row")
     client.cancel("a")
     client.wait_for_status(lambda status: status.active == status.queued == 0)
     rows = len(client.requests["a"].starts)
@@ -131,10 +131,10 @@ def test_the_requests_of_a_client_that_died_end(client, engine):
     """An API process that is gone leaves no work behind, even if it owed tokens."""
     with ControllerClient(engine.api_address) as other:
         other.open_encoding("a")
-        other.wait_until(lambda: other.requests["a"].accepted, 5)
+        other.wait_until(lambda: other.requests["a"].accepted)
         held = client.status()
     assert held.active + held.queued == 1
-    status = client.wait_for_status(lambda status: status.active == status.queued == 0, 10)
+    status = client.wait_for_status(lambda status: status.active == status.queued == 0)
     assert status.ready and status.epoch == 1
 
 
@@ -142,7 +142,7 @@ def test_a_token_that_the_model_does_not_know_fails_only_its_request(client):
     """The ranks never see it."""
     client.open_encoding("bad")
     client.feed("bad", [VOCAB])
-    client.wait_until(lambda: client.requests["bad"].ended, 5)
+    client.wait_until(lambda: client.requests["bad"].ended)
     assert client.requests["bad"].failed.code == "invalid_value"
     client.encode("good", TOKENS[:10])
     assert client.status().epoch == 1

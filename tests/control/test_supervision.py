@@ -55,7 +55,7 @@ def test_the_next_controller_serves_the_same_clients():
     with running_engine(ranks=2) as (handle, client, mark):
         before = rank_processes(mark)
         os.kill(handle.process.pid, signal.SIGKILL)
-        handle.process.wait(10)
+        handle.process.wait(60)
         handle.restart()
         client.wait_ready()
         assert client.encode("after", np.arange(900)).done.rows == 2

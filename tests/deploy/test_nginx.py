@@ -130,7 +130,7 @@ def test_rows_arrive_while_the_upload_goes_on(front: Front) -> None:
 def test_events_arrive_one_by_one(front: Front) -> None:
     """A token that the engine draws reaches the client before the next is drawn."""
     question = {"prompt": "hi", "max_tokens": 3, "stream": True}
-    with httpx.stream("POST", f"{front.proxy.url}/v1/completions", json=question, timeout=20) as answer:
+    with httpx.stream("POST", f"{front.proxy.url}/v1/completions", json=question, timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {"))
         owner = front.owner()
@@ -160,7 +160,7 @@ def test_a_client_that_waits_for_the_go_ahead_gets_it(front: Front) -> None:
 def test_a_large_body_passes(front: Front) -> None:
     """A document above nginx's own limits and buffers arrives whole, with every row of it."""
     data = b"0123456789abcdef" * (5 << 14)
-    answer = httpx.post(f"{front.proxy.url}{ROUTE}?window=4096", content=data, timeout=30)
+    answer = httpx.post(f"{front.proxy.url}{ROUTE}?window=4096", content=data, timeout=60)
     assert answer.status_code == 200
     *rows, summary = lines_of(answer.content)
     assert summary["tokens"] == len(data) > 1 << 20
@@ -211,4 +211,4 @@ def test_a_replica_that_stops_is_taken_out(tmp_path: Path) -> None:
 
 def encode(front: Front) -> httpx.Response:
     """One small document over a connection of its own."""
-    return httpx.post(f"{front.proxy.url}{ROUTE}", content=b"x" * 600, timeout=20)
+    return httpx.post(f"{front.proxy.url}{ROUTE}", content=b"x" * 600, timeout=60)

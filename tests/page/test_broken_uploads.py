@@ -91,7 +91,7 @@ def test_a_service_that_is_killed_in_an_upload(browser: "Browser", tmp_path: Pat
         choose(page, TEXT, "long.txt")
         page.click("#start")
         page.wait_for_selector("#document-notice.wait:has-text('Going on by itself')")
-        process.wait(20)
+        process.wait(60)
         there = received(next_url, page)
         proxy.target = int(next_url.rpartition(":")[2])
         page.wait_for_selector(DONE, state="attached")

@@ -21,7 +21,7 @@ def test_a_file_whose_reader_is_cancelled_while_it_opens_is_closed(
     class SlowFile(FileIO):
         def __init__(self, path: Path) -> None:
             begun.set()
-            assert go.wait(30)
+            assert go.wait(60)
             super().__init__(path)
 
         def close(self) -> None:
@@ -45,4 +45,4 @@ def test_a_file_whose_reader_is_cancelled_while_it_opens_is_closed(
             go.set()
             assert await asyncio.to_thread(closed.wait, 30)
 
-    asyncio.run(asyncio.wait_for(read(), 30))
+    asyncio.run(asyncio.wait_for(read(), 60))

@@ -49,7 +49,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def ask(service: RunningService, **body: Any) -> httpx.Response:
     """The answer to a chat."""
-    return httpx.post(service.url + ROUTE, json={"messages": CHAT, **body}, timeout=20)
+    return httpx.post(service.url + ROUTE, json={"messages": CHAT, **body}, timeout=60)
 
 
 def prompt_of(service: RunningService) -> list[int]:
@@ -158,7 +158,7 @@ def test_a_client_that_leaves_cancels_the_chat(tmp_path: Path) -> None:
     engine = FakeEngine(hold_replies=True)
     with running_service(tmp_path, engine, model=templated(tmp_path)) as service:
         body = {"messages": CHAT, "stream": True}
-        with httpx.stream("POST", service.url + ROUTE, json=body, timeout=20) as answer:
+        with httpx.stream("POST", service.url + ROUTE, json=body, timeout=60) as answer:
             assert next(answer.iter_raw())
         eventually(lambda: len(engine.cancelled) == 1 and engine.open_count == 0, "the cancel")
 

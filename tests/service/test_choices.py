@@ -32,7 +32,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def complete(service: RunningService, **body: Any) -> dict[str, Any]:
     """A whole completion."""
-    answer = httpx.post(service.url + ROUTE, json={"prompt": "abc", "max_tokens": 4, **body}, timeout=20)
+    answer = httpx.post(service.url + ROUTE, json={"prompt": "abc", "max_tokens": 4, **body}, timeout=60)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
@@ -41,7 +41,7 @@ def complete(service: RunningService, **body: Any) -> dict[str, Any]:
 def stream(service: RunningService, **body: Any) -> tuple[dict[int, list[dict[str, Any]]], dict[str, Any] | None]:
     """The chunks of a streamed completion by choice, and its usage."""
     options = {"prompt": "abc", "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(service.url + ROUTE, json={**options, **body}, timeout=20)
+    answer = httpx.post(service.url + ROUTE, json={**options, **body}, timeout=60)
     events = [block.removeprefix("data: ") for block in answer.text.strip().split("\n\n")]
     assert events[-1] == "[DONE]", answer.text
     choices: dict[int, list[dict[str, Any]]] = {}
@@ -174,7 +174,7 @@ def test_a_prompt_may_be_scored_alone(service: RunningService) -> None:
     assert whole["usage"]["completion_tokens"] == 0 and whole["usage"]["prompt_tokens"] == 4
     plain = complete(service, prompt="abc", echo=True, max_tokens=0)["choices"][0]
     assert (plain["text"], plain["logprobs"], plain["finish_reason"]) == ("abc", None, "length")
-    answer = httpx.post(service.url + ROUTE, json={"prompt": "abc", "max_tokens": 0}, timeout=20)
+    answer = httpx.post(service.url + ROUTE, json={"prompt": "abc", "max_tokens": 0}, timeout=60)
     assert answer.status_code == 400 and "echo=true" in answer.json()["detail"]
 
 
@@ -194,7 +194,7 @@ def test_the_end_token_counts_among_the_scores(tmp_path: Path) -> None:
 def test_too_many_scores_are_refused(service: RunningService) -> None:
     """More log-probabilities of prompts than one answer holds are refused before the engine works."""
     body = {"prompt": "ab" * 20_000, "echo": True, "logprobs": 5, "max_tokens": 0}
-    answer = httpx.post(service.url + ROUTE, json=body, timeout=20)
+    answer = httpx.post(service.url + ROUTE, json=body, timeout=60)
     assert answer.status_code == 400 and "240000 log-probabilities" in answer.json()["detail"]
     assert answer.json()["error"]["param"] == "logprobs"
 

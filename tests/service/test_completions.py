@@ -25,7 +25,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def complete(service: RunningService, **body: Any) -> dict[str, Any]:
     """A whole completion."""
-    answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", **body}, timeout=20)
+    answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", **body}, timeout=60)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
@@ -33,7 +33,7 @@ def complete(service: RunningService, **body: Any) -> dict[str, Any]:
 
 def events(service: RunningService, **body: Any) -> list[Any]:
     """The data of a streamed completion's events, [DONE] included."""
-    answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", "stream": True, **body}, timeout=20)
+    answer = httpx.post(f"{service.url}/v1/completions", json={"prompt": "abc", "stream": True, **body}, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith("text/event-stream")
     blocks = answer.text.strip().split("\n\n")
@@ -186,7 +186,7 @@ def test_pings_keep_a_quiet_stream_alive(tmp_path: Path) -> None:
     with running_service(tmp_path, engine, ping_seconds=0.05) as service:
         body = {"prompt": "abc", "stream": True, "max_tokens": 3}
         engine.paused, engine.hold_replies = False, True
-        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=20) as answer:
+        with httpx.stream("POST", f"{service.url}/v1/completions", json=body, timeout=60) as answer:
             chunk = next(answer.iter_raw())
             assert chunk.startswith(b": ping\n") and b"\n\n" not in chunk
         engine.hold_replies = False
@@ -260,14 +260,14 @@ def test_stopping_the_server_ends_streams_with_words(tmp_path: Path) -> None:
 
         def ask(stream: bool) -> None:
             body = {"prompt": "a", "stream": stream}
-            seen[stream] = httpx.post(f"{service.url}/v1/completions", json=body, timeout=20)
+            seen[stream] = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
 
         readers = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
         for reader in readers:
             reader.start()
         eventually(lambda: engine.open_count == 2, "the requests to reach the engine")
     for reader in readers:
-        reader.join(20)
+        reader.join(60)
     assert '"reached":{"completion_tokens":0}' in seen[True].text
     assert '"code":"stopping"' in seen[True].text and seen[True].text.endswith("data: [DONE]\n\n")
     assert seen[False].status_code == 503 and seen[False].json()["error"]["code"] == "stopping"

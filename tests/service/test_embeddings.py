@@ -28,7 +28,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def embed(service: RunningService, **body: Any) -> dict[str, Any]:
     """The answer to an embeddings request."""
-    answer = httpx.post(service.url + ROUTE, json=body, timeout=20)
+    answer = httpx.post(service.url + ROUTE, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result

@@ -40,7 +40,7 @@ def test_the_rows_of_a_file_are_those_of_its_bytes(service: RunningService) -> N
     cases = ((short, "granularity=token&pooling=last"), (long, "window=4096"), (long, "format=npy&window=4096"))
     for data, query in cases:
         file = put(service, data)
-        of_body = httpx.post(f"{service.url}/v1/encodings?{query}", content=data, timeout=30)
+        of_body = httpx.post(f"{service.url}/v1/encodings?{query}", content=data, timeout=60)
         of_file = encode(service, query, file_id=file)
         assert of_file.status_code == 200 and of_file.content == of_body.content
     assert lines_of(encode(service, file_id=file, window=4096).content)[-1]["tokens"] == len(data)

@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def encode(service: RunningService, content: Any, query: str = "", **headers: str) -> list[dict[str, Any]]:
     """The lines of a complete encoding."""
-    answer = httpx.post(f"{service.url}{ROUTE}?{query}", content=content, headers=headers, timeout=20)
+    answer = httpx.post(f"{service.url}{ROUTE}?{query}", content=content, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"] == "application/x-ndjson"
     return lines_of(answer.content)
@@ -142,7 +142,7 @@ def test_a_client_that_sends_all_before_it_reads_gets_all(tmp_path: Path) -> Non
         sender = send_in_background(connection, data)
         eventually(lambda: not engine.paused or bool(service.engine_port.waiting), "the request to reach the engine")
         service.engine_port.resume()
-        sender.join(20)
+        sender.join(60)
         assert not sender.is_alive()
         eventually(lambda: engine.open_count == 0, "the engine to have done it all")
         answer = Answer(connection)
@@ -283,7 +283,7 @@ def test_rows_over_the_spool_limit(tmp_path: Path) -> None:
             connection.sendall(head(ROUTE + "?granularity=token", TEXT, f"Content-Length: {len(data)}"))
             sender = send_in_background(connection, data)
             eventually(lambda: len(service.engine.cancelled) == 1, "the request to be given up")
-            sender.join(20)
+            sender.join(60)
             answer = Answer(connection)
             assert answer.read_head() == 200
             last = lines_of(answer.read_body())[-1]
@@ -368,7 +368,7 @@ def test_what_is_no_plain_text_is_refused_before_work_begins(service: RunningSer
         doors += [(ROUTE, named), ("/v1/estimate", named), (ROUTE, {"content": data})]
         doors += [(ROUTE, {"content": iter(cut), "headers": TEXT_PLAIN})]
     for path, sent in doors:
-        answer = httpx.post(service.url + path, timeout=20, **sent)  # type: ignore[arg-type]
+        answer = httpx.post(service.url + path, timeout=60, **sent)  # type: ignore[arg-type]
         assert answer.status_code in (400, 415), (path, answer.text)
         said = answer.json()["detail"]
         assert name in said and command in said, (path, said)
@@ -413,14 +413,14 @@ def test_gzip_cannot_hold_more_than_a_document_may(tmp_path: Path) -> None:
     packed = gzip.compress(bytes(40_000_000), 9)
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/octet-stream"}
     with running_service(tmp_path, body_bytes=1_000_000) as service:
-        answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=headers, timeout=20)
+        answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=headers, timeout=60)
         assert answer.status_code == 413 and "1000000 bytes" in answer.json()["detail"]
         as_json = httpx.post(
             f"{service.url}{ROUTE}", content=packed, headers=headers | {"Content-Type": "application/json"}
         )
         assert as_json.status_code == 413, as_json.text
     with running_service(tmp_path / "wide", FakeEngine(keep=False), body_bytes=1 << 30) as service:
-        answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=headers, timeout=20)
+        answer = httpx.post(f"{service.url}/v1/jobs", content=packed, headers=headers, timeout=60)
         assert answer.status_code == 413 and "200 times" in answer.json()["detail"]
 
 
@@ -445,10 +445,10 @@ def test_other_codings_are_refused(service: RunningService, coding: str) -> None
 @pytest.mark.parametrize("route", [ROUTE, "/v1/jobs"])
 def test_a_form_with_a_file_is_its_document(service: RunningService, route: str) -> None:
     """`curl -F file=@book.txt`: rows are those of the file; options stand in the query."""
-    answer = httpx.post(f"{service.url}{route}?window=100", files={"file": ("book.txt", LONG)}, timeout=20)
+    answer = httpx.post(f"{service.url}{route}?window=100", files={"file": ("book.txt", LONG)}, timeout=60)
     if route == "/v1/jobs":
         url = f"{service.url}/v1/jobs/{answer.json()['id']}"
-        answer = httpx.get(f"{url}/result", timeout=20)
+        answer = httpx.get(f"{url}/result", timeout=60)
         httpx.delete(url)
     check_rows(lines_of(answer.content), LONG, 100)
 
@@ -474,5 +474,5 @@ def test_a_form_in_gzip(service: RunningService) -> None:
 )
 def test_other_forms_are_refused_in_words(service: RunningService, form: dict[str, Any], said: str) -> None:
     """Fields beside the file, several files, none, and what is no form."""
-    answer = httpx.post(f"{service.url}/v1/jobs", timeout=20, **form)
+    answer = httpx.post(f"{service.url}/v1/jobs", timeout=60, **form)
     assert answer.status_code == 400 and said in answer.json()["detail"], answer.text

@@ -16,7 +16,7 @@ from dist_attn.wire.messages import Credit, Done, Generated, Rows, RowSpec, Samp
 from tests.support.begun import begin_completion, begin_encoding
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
 
-SECONDS = 20
+SECONDS = 60
 LIMITS = StreamLimits(silence_seconds=0.3, message_tokens=300)
 
 

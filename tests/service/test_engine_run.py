@@ -26,7 +26,7 @@ from dist_attn.wire.messages import (
 )
 from tests.support.begun import begin_completion, begin_encoding, begin_session
 
-SECONDS = 20
+SECONDS = 60
 TOKENS = np.arange(5, dtype=np.int32)
 
 

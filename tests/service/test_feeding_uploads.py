@@ -118,7 +118,7 @@ def test_a_killed_service_goes_on_at_once(tmp_path: Path) -> None:
                 yield BOOK[:5000]
                 eventually(lambda: standing(url + path)[3] == 4096, "the last state to be kept")
                 process.kill()
-                process.wait(30)
+                process.wait(60)
                 yield BOOK[5000:]
 
             with pytest.raises(httpx.TransportError):
@@ -166,7 +166,7 @@ def test_no_more_is_taken_than_can_be_read_soon(tmp_path: Path) -> None:
             eventually(lambda: standing(address)[3] == 4096, "the engine to have what it takes")
             assert offset_of(address) < ahead + 700_000 and sender.is_alive()
             connection.shutdown(socket.SHUT_RDWR)
-            sender.join(20)
+            sender.join(60)
         assert not sender.is_alive()
 
 

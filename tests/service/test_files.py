@@ -37,7 +37,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def client(service: RunningService, key: str = ANN) -> httpx.Client:
     """A client with a key."""
-    return httpx.Client(base_url=f"{service.url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=30)
+    return httpx.Client(base_url=f"{service.url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
 def put(ann: httpx.Client, data: bytes, name: str = "a.txt", **fields: str) -> httpx.Response:

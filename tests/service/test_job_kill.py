@@ -23,7 +23,7 @@ def test_a_killed_service_goes_on_with_its_jobs(tmp_path: Path) -> None:
             name, *damaged = (httpx.post(f"{url}/v1/jobs?window=100", content=data).json()["id"] for _ in range(5))
             eventually(lambda: _job(url, name)["progress"]["rows"] == 10, "the first rows to be safe")
             process.kill()
-            process.wait(30)
+            process.wait(60)
         engine.stingy = False
         folder = tmp_path / "data/jobs/files"
         lost, half, longer, other = (folder / each[-2:] / each / "input" for each in damaged)
@@ -57,7 +57,7 @@ def test_jobs_of_an_earlier_version_go_on(tmp_path: Path) -> None:
             eventually(lambda: httpx.get(f"{url}/readyz").status_code == 200, "the service to be ready")
             whole, half = (httpx.post(f"{url}/v1/jobs?window=100", content=data).json()["id"] for _ in range(2))
             process.kill()
-            process.wait(30)
+            process.wait(60)
         asyncio.run(_forget_digests(tmp_path / "data", (whole, half)))
         (tmp_path / "data/jobs/files" / half[-2:] / half / "input").write_bytes(data[:2500])
     with (

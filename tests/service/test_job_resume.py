@@ -59,7 +59,7 @@ def test_a_killed_service_reads_on_from_the_last_state(tmp_path: Path) -> None:
             eventually(lambda: job(url, name)["progress"]["rows"] == 78, "the first rows to be safe")
             eventually(lambda: stands_at(tmp_path, name, 4096), "the last state to be kept")
             process.kill()
-            process.wait(30)
+            process.wait(60)
         vectors = next((tmp_path / "data/jobs/files").glob("*/*/vectors"))
         kept, file = vectors.read_bytes(), vectors.stat().st_ino
         engine.stingy, before = False, engine.sessions.read

@@ -66,7 +66,7 @@ def ended(service: RunningService, name: str, status: str = "succeeded") -> dict
 
 def events(service: RunningService, name: str, **how: Any) -> list[dict[str, Any]]:
     """All events to the end of the job, each with its number."""
-    answer = get(f"{service.url}/v1/jobs/{name}/events", timeout=20, **how)
+    answer = get(f"{service.url}/v1/jobs/{name}/events", timeout=60, **how)
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = []
     for block in answer.text.split("\n\n"):
@@ -170,7 +170,7 @@ def test_rows_are_followed_while_they_come(tmp_path: Path) -> None:
     with running_service(tmp_path, engine, jobs=JobSettings(**QUICK)) as service:
         name = hand_in(service, b"x" * 5000, "window=100")
         url = f"{service.url}/v1/jobs/{name}/result"
-        with httpx.stream("GET", url, timeout=20) as stream:
+        with httpx.stream("GET", url, timeout=60) as stream:
             assert stream.status_code == 200
             lines = stream.iter_lines()
             assert json.loads(next(lines))["index"] == 0
@@ -195,7 +195,7 @@ def test_a_reader_that_does_not_read_holds_up_nobody(tmp_path: Path) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(head(f"/v1/jobs/{name}/result", "x-request-id: slow", method="GET"))
             ended(service, name)
-            answer = get(f"{service.url}/v1/jobs/{name}/result?format=npy", timeout=30)
+            answer = get(f"{service.url}/v1/jobs/{name}/result?format=npy", timeout=60)
             assert np.load(io.BytesIO(answer.content)).shape == (60_000, HIDDEN)
             assert service.logged("slow")["reason"] == "client_gone"
 
@@ -459,7 +459,7 @@ def test_readers_and_writers_at_once(tmp_path: Path) -> None:
         def use(number: int) -> None:
             name = hand_in(service, bytes([97 + number]) * (500 + number), "window=50")
             last = events(service, name)[-1]
-            lines = lines_of(get(f"{service.url}/v1/jobs/{name}/result", timeout=20).content)
+            lines = lines_of(get(f"{service.url}/v1/jobs/{name}/result", timeout=60).content)
             if last["event"] != "succeeded" or lines[-1]["tokens"] != 500 + number:
                 wrong.append(name)
 
@@ -467,7 +467,7 @@ def test_readers_and_writers_at_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         assert not wrong and len(get(f"{service.url}/v1/jobs").json()["data"]) == 8
         page = get(f"{service.url}/v1/jobs?limit=5").json()
         rest = get(f"{service.url}/v1/jobs?after={page['data'][-1]['id']}").json()

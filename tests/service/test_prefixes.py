@@ -53,7 +53,7 @@ def complete(service: RunningService, prompt: Any, key: str = "", **options: Any
     """A completion that goes well, once the states of its prompt are in the store."""
     head = {"authorization": f"Bearer {key}"} if key else {}
     body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "seed": 1, **options}
-    answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=head, timeout=20)
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, headers=head, timeout=60)
     assert answer.status_code == 200, answer.text
     states_kept(service)
     whole: dict[str, Any] = answer.json()
@@ -145,7 +145,7 @@ def test_a_stream_says_what_it_took_over(service: RunningService) -> None:
     """`prompt_progress.cache` counts it, `processed` begins there, and the last event has it in its usage."""
     complete(service, BOOK)
     body = {"prompt": BOOK, "stream": True, "return_progress": True, "stream_options": {"include_usage": True}}
-    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=20)
+    answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
     *events, done = [line.removeprefix("data: ") for line in answer.text.strip().split("\n\n")]
     told = [json.loads(event) for event in events]
     progress = [event["prompt_progress"] for event in told if "prompt_progress" in event]
@@ -162,7 +162,7 @@ def test_chats_take_over_what_was_said_before(tmp_path: Path) -> None:
     with running_service(tmp_path, engine(), model=model, prefixes=PATIENT) as service:
         chat = [{"role": "user", "content": BOOK}]
         for turn in range(3):
-            answer = httpx.post(f"{service.url}/v1/chat/completions", json={"messages": chat}, timeout=20).json()
+            answer = httpx.post(f"{service.url}/v1/chat/completions", json={"messages": chat}, timeout=60).json()
             assert cached(answer) == (0 if turn == 0 else 5 * GRID), turn
             states_kept(service)
             chat += [{"role": "assistant", "content": "so"}, {"role": "user", "content": f"{turn}?"}]

@@ -39,7 +39,7 @@ from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
 from tests.support.fake_sessions import MANIFEST
 from tests.support.opening import draw_of, is_completion, is_encoding, states_at
 
-SECONDS = 20
+SECONDS = 60
 LIMITS = StreamLimits(message_tokens=300, resend_bytes=4_000, resend_seconds=0.2)
 TOKENS = np.arange(900, dtype=np.int32) % 257
 

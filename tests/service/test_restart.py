@@ -32,11 +32,11 @@ class Asked(threading.Thread):
 
     def run(self) -> None:
         """Send it."""
-        self.answer = httpx.post(self._url, timeout=20, **self._options)
+        self.answer = httpx.post(self._url, timeout=60, **self._options)
 
     def result(self) -> httpx.Response:
         """Wait for the answer."""
-        self.join(20)
+        self.join(60)
         assert self.answer is not None
         return self.answer
 
@@ -109,7 +109,7 @@ def test_an_engine_with_another_model_is_not_waited_for(tmp_path: Path) -> None:
     """It will not become the right one, so the answer comes at once."""
     engine = FakeEngine(hidden_size=99)
     with running_service(tmp_path, engine, engine_ready_seconds=60) as service:
-        refused = httpx.post(f"{service.url}/v1/completions", json=BODY, timeout=10)
+        refused = httpx.post(f"{service.url}/v1/completions", json=BODY, timeout=60)
         assert refused.status_code == 503 and "same model folder" in refused.json()["detail"]
 
 

@@ -173,7 +173,7 @@ def test_a_full_disk_keeps_what_came(tmp_path: Path) -> None:
             at = offset_of(address)
             assert at == 1_200_000
             sent = {"purpose": "batch"}
-            refused = httpx.post(f"{service.url}/v1/files", data=sent, files={"file": data}, timeout=30)
+            refused = httpx.post(f"{service.url}/v1/files", data=sent, files={"file": data}, timeout=60)
             assert refused.status_code == 507 and refused.json()["error"]["code"] == "disk_full"
             assert httpx.get(f"{service.url}/livez").status_code == 200
         assert content(service.url, patch(address, at, data[at:])) == data

@@ -33,7 +33,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def ask(service: RunningService, query: str, data: bytes = TEXT_OF_ROWS, **headers: str) -> httpx.Response:
     """A whole answer of 200."""
-    answer = httpx.post(f"{service.url}{ROUTE}?{query}", content=data, headers=headers, timeout=20)
+    answer = httpx.post(f"{service.url}{ROUTE}?{query}", content=data, headers=headers, timeout=60)
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -168,7 +168,7 @@ def test_rows_that_nobody_reads_wait_on_disk(tmp_path: Path) -> None:
         with service.connect() as connection:
             request = head(f"{ROUTE}?window=40&format=arrow", TEXT, f"Content-Length: {len(data)}")
             sender = send_in_background(connection, request + data)
-            sender.join(20)
+            sender.join(60)
             assert not sender.is_alive()
             eventually(lambda: service.engine.open_count == 0, "the engine to have done it all")
             answer = Answer(connection)

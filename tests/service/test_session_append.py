@@ -257,7 +257,7 @@ def test_a_writer_that_was_taken_for_dead_changes_nothing() -> None:
             assert lost.value.facts == {"position": 5}
             assert (await store.sessions.get("ann", session)).position == 5
 
-    asyncio.run(asyncio.wait_for(work(), 15))
+    asyncio.run(asyncio.wait_for(work(), 60))
 
 
 def test_what_cannot_be_appended(tmp_path: Path) -> None:

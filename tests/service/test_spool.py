@@ -42,7 +42,7 @@ def test_bytes_come_out_as_they_went_in(spools: SpoolFactory, monkeypatch: pytes
             assert spool.spilled
         return b"".join(got)
 
-    assert asyncio.run(asyncio.wait_for(exchange(), 30)) == b"".join(chunks) + b"last"
+    assert asyncio.run(asyncio.wait_for(exchange(), 60)) == b"".join(chunks) + b"last"
     assert spools.budget.used == 0
 
 
@@ -59,7 +59,7 @@ def test_memory_is_bounded_and_disk_is_given_back(spools: SpoolFactory, tmp_path
             assert list(tmp_path.iterdir()) == []
         assert spools.budget.used == 0
 
-    asyncio.run(asyncio.wait_for(fill(), 30))
+    asyncio.run(asyncio.wait_for(fill(), 60))
 
 
 def test_a_full_spool_says_so(spools: SpoolFactory) -> None:
@@ -73,8 +73,8 @@ def test_a_full_spool_says_so(spools: SpoolFactory) -> None:
             assert refused.value.status == 507
             assert "bytes" in refused.value.message
 
-    asyncio.run(asyncio.wait_for(overfill(1 << 20), 30))
-    asyncio.run(asyncio.wait_for(overfill(1 << 30), 30))
+    asyncio.run(asyncio.wait_for(overfill(1 << 20), 60))
+    asyncio.run(asyncio.wait_for(overfill(1 << 30), 60))
     assert spools.budget.used == 0
 
 
@@ -89,7 +89,7 @@ def test_a_failure_reaches_the_reader_first(spools: SpoolFactory) -> None:
             with pytest.raises(BadRequest, match="bad"):
                 await spool.read(10)
 
-    asyncio.run(asyncio.wait_for(fail(), 30))
+    asyncio.run(asyncio.wait_for(fail(), 60))
 
 
 def test_closing_during_a_write_is_safe(spools: SpoolFactory) -> None:
@@ -103,4 +103,4 @@ def test_closing_during_a_write_is_safe(spools: SpoolFactory) -> None:
             await asyncio.gather(put, return_exceptions=True)
         assert spools.budget.used == 0
 
-    asyncio.run(asyncio.wait_for(cancel(), 30))
+    asyncio.run(asyncio.wait_for(cancel(), 60))

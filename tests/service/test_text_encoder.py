@@ -54,7 +54,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def post(service: RunningService, route: str, **body: Any) -> httpx.Response:
     """The answer to a request."""
-    return httpx.post(service.url + route, json=body, timeout=20)
+    return httpx.post(service.url + route, json=body, timeout=60)
 
 
 def test_inputs_are_cut_and_counted(service: RunningService) -> None:

@@ -18,7 +18,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 def ask(service: RunningService, path: str, **body: Any) -> dict[str, Any]:
     """The answer to a request that works."""
-    answer = httpx.post(service.url + path, json=body, timeout=20)
+    answer = httpx.post(service.url + path, json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result

@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 @pytest.fixture
 def ann(service: RunningService) -> Iterator[httpx.Client]:
     """A client with a key."""
-    with httpx.Client(base_url=f"{service.url}/v1", headers={"Authorization": f"Bearer {ANN}"}, timeout=30) as client:
+    with httpx.Client(base_url=f"{service.url}/v1", headers={"Authorization": f"Bearer {ANN}"}, timeout=60) as client:
         yield client
 
 

@@ -20,7 +20,7 @@ from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.programs import free_port
 from tests.support.service_server import model_folder
 
-SECONDS = 20
+SECONDS = 60
 
 
 def make_port(address: str) -> ZmqEnginePort:

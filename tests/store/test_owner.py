@@ -47,7 +47,7 @@ def test_a_killed_writer_holds_a_session_no_longer(tmp_path: Path) -> None:
         assert has_died(owner)  # though nobody has waited for it yet
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(60)
         process.stdout.close()
     assert has_died(owner) and asyncio.run(begin())
 

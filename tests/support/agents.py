@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def agent_flags(name, rank_address, *, model="fake", rank_command=FAKE_RANK, **fields):
     """The command of an agent; what matters to all hosts the controller tells it."""
-    values = {"agent_name": name, "rank_address": rank_address, "model": model, "silence_deadline_s": 2.0, **fields}
+    values = {"agent_name": name, "rank_address": rank_address, "model": model, "silence_deadline_s": 20.0, **fields}
     command = [sys.executable, "-m", "dist_attn.control", "agent"]
     if rank_command:
         quoted = ", ".join(f'"{word}"' for word in rank_command)

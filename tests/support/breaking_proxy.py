@@ -116,4 +116,4 @@ def breaking_proxy(target: int, *, uploads: bool = False) -> Iterator[BreakingPr
                 end.shutdown(socket.SHUT_RDWR)
             end.close()
         for thread in (accepting, *threads):
-            thread.join(10)
+            thread.join(60)

@@ -87,7 +87,7 @@ class ControllerClient:
             message = self._dealer.receive(0)
         return heard
 
-    def wait_until(self, condition, timeout_s: float = 20.0, what: str = "") -> None:
+    def wait_until(self, condition, timeout_s: float = 60.0, what: str = "") -> None:
         """Take in messages until the condition holds.
 
         Raises: TimeoutError naming what was waited for.
@@ -99,14 +99,14 @@ class ControllerClient:
                 raise TimeoutError(f"waited {timeout_s:g} s for {what or condition}; requests: {dict(self.requests)}")
             self.pump(min(left, 0.2))
 
-    def status(self, timeout_s: float = 5.0) -> Status:
+    def status(self, timeout_s: float = 60.0) -> Status:
         """The engine's status now."""
         self._statuses.clear()
         self.send(GetStatus())
         self.wait_until(lambda: self._statuses, timeout_s, "a status")
         return self._statuses[-1]
 
-    def wait_for_status(self, condition, timeout_s: float = 30.0) -> Status:
+    def wait_for_status(self, condition, timeout_s: float = 60.0) -> Status:
         """Ask until the status fulfils the condition."""
         deadline = time.monotonic() + timeout_s
         while not condition(status := self.status()):
@@ -115,7 +115,7 @@ class ControllerClient:
             self.pump(0.05)
         return status
 
-    def wait_ready(self, timeout_s: float = 30.0) -> Status:
+    def wait_ready(self, timeout_s: float = 60.0) -> Status:
         """Wait until the engine is ready."""
         return self.wait_for_status(lambda status: status.ready, timeout_s)
 
@@ -129,7 +129,7 @@ class ControllerClient:
         self.send(open_completion(name, sampling))
         return self.requests[name]
 
-    def feed(self, name: str, tokens, *, start: int = 0, final: bool = True, piece: int = 4096, timeout_s=20.0) -> None:
+    def feed(self, name: str, tokens, *, start: int = 0, final: bool = True, piece: int = 4096, timeout_s=60.0) -> None:
         """Send tokens as far as credit allows, and wait for more of it; stops when the request has ended."""
         tokens = np.asarray(tokens, dtype="<i4")
         request = self.requests[name]
@@ -153,7 +153,7 @@ class ControllerClient:
         """Cancel a request."""
         self.send(Cancel(name))
 
-    def finish(self, name: str, timeout_s: float = 20.0) -> Request:
+    def finish(self, name: str, timeout_s: float = 60.0) -> Request:
         """Wait for the end of a request.
 
         Raises: AssertionError if it failed.
@@ -163,13 +163,13 @@ class ControllerClient:
         assert request.failed is None, request.failed
         return request
 
-    def encode(self, name: str, tokens, rows: RowSpec | None = None, timeout_s: float = 20.0) -> Request:
+    def encode(self, name: str, tokens, rows: RowSpec | None = None, timeout_s: float = 60.0) -> Request:
         """A whole encoding."""
         self.open_encoding(name, rows)
         self.feed(name, tokens, timeout_s=timeout_s)
         return self.finish(name, timeout_s)
 
-    def complete(self, name: str, tokens, sampling: SamplingSpec, timeout_s: float = 20.0) -> Request:
+    def complete(self, name: str, tokens, sampling: SamplingSpec, timeout_s: float = 60.0) -> Request:
         """A whole completion."""
         self.open_completion(name, sampling)
         self.feed(name, tokens, timeout_s=timeout_s)

@@ -65,11 +65,11 @@ def cutting_proxy(port: int) -> Iterator[CuttingProxy]:
         # A blocked accept is not ended by closing its socket, a connection ends it.
         listener.shutdown(socket.SHUT_RDWR)
         listener.close()
-        thread.join(10)
+        thread.join(60)
         for one in sockets:
             _end(one)
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
 
 
 def _pass_on(

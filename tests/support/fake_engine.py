@@ -395,4 +395,4 @@ def fake_controller(engine: FakeEngine, address: str) -> Iterator[str]:
         yield bound
     finally:
         stop.set()
-        thread.join(10)
+        thread.join(60)

@@ -35,7 +35,7 @@ def begin(url: str, length: int, **headers: str) -> str:
 def patch(address: str, offset: int, data: Any, **headers: str) -> httpx.Response:
     """Go on with an upload."""
     given = {"Tus-Resumable": "1.0.0", "Upload-Offset": str(offset), "Content-Type": STREAM, **headers}
-    return httpx.patch(address, headers=given, content=data, timeout=30)
+    return httpx.patch(address, headers=given, content=data, timeout=60)
 
 
 def offset_of(address: str, **headers: str) -> int:

@@ -65,11 +65,11 @@ def kill_family(process: subprocess.Popen[str]) -> None:
         for member in family:
             member.kill()
         psutil.wait_procs(family, 10.0)
-    process.wait(10.0)
+    process.wait(60)
 
 
 def run_mpi(
-    fn: Callable[["Communicator"], Result], size: int, *, timeout_s: float = 30.0, options: Sequence[str] = ()
+    fn: Callable[["Communicator"], Result], size: int, *, timeout_s: float = 60.0, options: Sequence[str] = ()
 ) -> list[Result | BaseException]:
     """What each rank returned or raised; a rank that ended without a word gives an EOFError.
 

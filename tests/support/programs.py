@@ -13,7 +13,7 @@ import psutil
 
 from tests.support.service_server import eventually
 
-STOP_SECONDS = 30.0
+STOP_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 PROCESS_DEADLINE_S = 90.0
 
 
-def run_ranks(kind: Kind, fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 30.0) -> list[Result]:
+def run_ranks(kind: Kind, fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 60.0) -> list[Result]:
     """What `fn(comm)` returned on each rank, in order of rank.
 
     For gloo and mpi, `fn` must be a function that can be imported by name (or a `functools.partial` of one), and its
@@ -47,7 +47,7 @@ def run_ranks(kind: Kind, fn: Callable[[Communicator], Result], size: int, *, ti
 
 
 def run_processes(
-    fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 30.0
+    fn: Callable[[Communicator], Result], size: int, *, timeout_s: float = 60.0
 ) -> list[Result | BaseException]:
     """What each gloo rank returned or raised; a process that died without a word gives an EOFError."""
     with tempfile.TemporaryDirectory() as folder:

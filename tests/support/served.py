@@ -57,7 +57,7 @@ class Served:
 
     def status(self) -> dict[str, object]:
         """What /readyz says, empty while it is not ready."""
-        answer = httpx.get(f"{self.url}/readyz", timeout=10)
+        answer = httpx.get(f"{self.url}/readyz", timeout=60)
         body: dict[str, object] = answer.json() if answer.status_code == 200 else {}
         return body
 

@@ -21,7 +21,7 @@ from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:

@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 KINDS = ("memory", "disk", "redis")
-START_S = 20.0
+START_S = 60.0
 
 
 @dataclass
