@@ -10,6 +10,8 @@ from dist_attn.costs import calibration_file, read_calibration
 from dist_attn.errors import EngineError
 from dist_attn.launchers import lacks_for_mpi
 
+pytestmark = pytest.mark.slow
+
 
 def test_times_are_measured_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two processes time every exchange, the times are in the user's cache, and the fastest is named."""

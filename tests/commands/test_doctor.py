@@ -18,6 +18,8 @@ from dist_attn.settings import Settings, read_settings
 from tests.support.models import write_small_folder
 from tests.support.mpi import why_no_mpi
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 90.0  # two processes that load torch, on a machine that runs other tests
 
 

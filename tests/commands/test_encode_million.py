@@ -16,6 +16,8 @@ from dist_attn.wire.messages import RowSpec
 from tests.support.closeness import assert_close
 from tests.support.tokenisers import PROSE
 
+pytestmark = pytest.mark.slow
+
 TEXT = (3 * PROSE.encode())[:2_500]
 
 

@@ -9,6 +9,8 @@ from dist_attn.costs import estimate, read_model_costs
 from dist_attn.errors import EngineError
 from tests.support.models import write_small_folder
 
+pytestmark = pytest.mark.slow
+
 
 def test_ranks_measure_every_rate(tmp_path: Path) -> None:
     """Two processes that encode find rates above 0, which are the whole of the plan's time."""

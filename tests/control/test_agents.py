@@ -55,6 +55,7 @@ def test_a_group_starts_when_enough_agents_are_there(scene):
     np.testing.assert_array_equal(client.encode("a", tokens, RowSpec("window", 300)).rows[0], expected.astype("f4"))
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_is_named_and_comes_back(scene):
     """Agent and ranks of a host die at once: the reason names its agent; when it is back, open streams go on."""
     _, client, mark, start = scene
@@ -75,6 +76,7 @@ def test_a_host_that_is_lost_is_named_and_comes_back(scene):
     assert client.status().epoch == 2
 
 
+@pytest.mark.slow
 def test_a_spare_agent_takes_the_place_of_a_lost_one(scene):
     """A third agent waits, and the next group is started over it and the one that is left."""
     _, client, _, start = scene
@@ -88,6 +90,7 @@ def test_a_spare_agent_takes_the_place_of_a_lost_one(scene):
     assert len(client.complete("c", [1, 2, 3], SamplingSpec(3)).tokens) == 3
 
 
+@pytest.mark.slow
 def test_an_agent_of_its_own_waits_for_the_next_controller(tmp_path):
     """When the controller is killed the ranks end and the agent stays; the next controller's group is complete."""
     address = f"ipc://{tmp_path}/r"
@@ -105,6 +108,7 @@ def test_an_agent_of_its_own_waits_for_the_next_controller(tmp_path):
         assert marked_processes(agent_mark) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_no_process_is_left_whatever_dies_first(seed, tmp_path):
     """Controller, agents and ranks are killed in an order that is drawn: the rest end by themselves, or when told."""

@@ -58,6 +58,7 @@ def test_a_killed_rank_fails_what_it_held_and_a_fresh_group_goes_on(rank):
         assert not set(before) & set(rank_processes(mark))
 
 
+@pytest.mark.slow
 def test_open_requests_survive_killed_ranks():
     """Rows and tokens are those of an undisturbed run, each once, though ranks are killed while they are made."""
     texts = {f"t{n}": np.arange(30_000 + n) % 900 for n in range(2)}
@@ -88,6 +89,7 @@ def test_open_requests_survive_killed_ranks():
         assert all(after == fake_rank.fake_next(before) for before, after in pairwise([5, *drawn]))
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_is_reported_with_its_error():
     """The exception's text reaches the client."""
     with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, _):
@@ -96,6 +98,7 @@ def test_a_rank_that_raises_is_reported_with_its_error():
         client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_and_replaced():
     """SIGSTOP: no heartbeat for longer than the deadline, and the reason names the rank."""
     with running_engine(ranks=2, block_tokens=BLOCK, **ALERT) as (_, client, mark):
@@ -107,6 +110,7 @@ def test_a_stopped_rank_is_named_and_replaced():
         assert victim not in rank_processes(mark)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_replaced():
     """Heartbeats go on but nothing moves: the stall limit ends the epoch, and the stuck rank is named."""
     with running_engine(ranks=2, block_tokens=BLOCK, **ALERT) as (_, client, _):
@@ -115,6 +119,7 @@ def test_a_rank_that_hangs_is_named_and_replaced():
         client.wait_for_status(lambda status: status.ready and status.epoch == 2, RECOVERY_S)
 
 
+@pytest.mark.slow
 def test_requests_that_had_not_begun_survive_a_lost_group():
     """A request whose tokens never reached a rank waits for the next group instead of failing."""
     with running_engine(ranks=2, block_tokens=BLOCK) as (_, client, _):
@@ -138,6 +143,7 @@ def test_a_killed_agent_takes_its_ranks_along_and_is_replaced():
         assert not set(ranks) & set(rank_processes(mark))
 
 
+@pytest.mark.slow
 def test_a_stopped_agent_is_replaced_once_it_is_needed():
     """SIGSTOP: the ranks go on without it; when one of them falls silent too, a new agent starts the next epoch."""
     with running_engine(ranks=2, **ALERT) as (_, client, mark):
@@ -159,6 +165,7 @@ def test_no_process_survives_a_killed_controller():
         wait_until_none_left(mark)
 
 
+@pytest.mark.slow
 def test_no_process_survives_a_stopped_controller_for_long():
     """Ranks that hear nothing end by themselves; when the controller goes on, so does its work."""
     with running_engine(ranks=2, **ALERT) as (handle, client, mark):
@@ -168,6 +175,7 @@ def test_no_process_survives_a_stopped_controller_for_long():
         client.wait_for_status(lambda status: status.ready and status.epoch >= 2, RECOVERY_S)
 
 
+@pytest.mark.slow
 def test_no_process_survives_a_killed_parent():
     """Whoever starts an engine and is killed takes everything along."""
     mark = uuid.uuid4().hex
@@ -203,6 +211,7 @@ def test_sigterm_ends_everything_cleanly_and_tells_open_requests():
         wait_until_none_left(mark)
 
 
+@pytest.mark.slow
 def test_ranks_that_crash_at_their_start_open_the_circuit_until_they_do_not(tmp_path, monkeypatch):
     """After some crashes nothing is tried for a while, the reason says why, and it recovers when the cause is gone."""
     cause = tmp_path / "cause"
@@ -218,6 +227,7 @@ def test_ranks_that_crash_at_their_start_open_the_circuit_until_they_do_not(tmp_
         assert client.finish("a").done.rows == 1
 
 
+@pytest.mark.slow
 def test_requests_do_not_wait_for_ever_for_ranks(tmp_path, monkeypatch):
     """A request that no group could serve in time fails with the reason."""
     monkeypatch.setenv("FAKE_RANK_CRASHES", str(tmp_path))
@@ -230,6 +240,7 @@ def test_requests_do_not_wait_for_ever_for_ranks(tmp_path, monkeypatch):
         assert "asked to crash" in request.failed.message
 
 
+@pytest.mark.slow
 def test_a_rank_program_that_does_not_exist_is_reported():
     """The reason carries what the launcher said."""
     with running_engine(ranks=1, rank_command=("/no/such/program",), wait=False) as (_, client, _):
@@ -245,6 +256,7 @@ def test_an_address_that_cannot_be_used_is_reported_to_the_starter(tmp_path):
         start_engine(**QUICK, api_address=f"ipc://{tmp_path}/missing/api")
 
 
+@pytest.mark.slow
 def test_every_epoch_meets_in_a_private_folder_of_its_own(tmp_path, monkeypatch):
     """What an old epoch left cannot reach a new one: its folder is gone, also when its agent was killed."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -15,6 +15,8 @@ from tests.support import fake_rank
 from tests.support.controller_client import ControllerClient
 from tests.support.engines import running_engine
 
+pytestmark = pytest.mark.slow
+
 BLOCK = 512
 REPLICA = """
 import sys

@@ -17,6 +17,8 @@ from dist_attn.wire.choices import WeightPrecision
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> Iterator[None]:

@@ -74,6 +74,7 @@ def _loss(model: MillionModel, comm: Communicator | None, lengths: tuple[int, ..
     return loss / (1 if comm is None else comm.size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_over_ranks_as_on_one(case: str, ranks: int) -> None:

@@ -17,6 +17,8 @@ from tests.support.golden import golden
 from tests.support.million_by_definition import ByDefinition, million_by_definition
 from tests.support.over_ranks import randomised
 
+pytestmark = pytest.mark.slow
+
 STEP = 30
 # What else changes a value: a hidden layer and a limit under noise, other penalties and schedules, two experts' gates.
 MORE: dict[str, dict[str, Any]] = {

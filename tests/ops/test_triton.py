@@ -21,6 +21,8 @@ from dist_attn.ops.linear_attention import triton as kernels  # noqa: E402
 from dist_attn.ops.linear_attention.triton_features import sine_and_cosine  # noqa: E402
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, keep_tiles, kept_tiles  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The smallest that matrix units take: a few tokens are several chunks, and a few columns several blocks.
 SMALL = Tiles(chunk=16, block_d=16, block_k=16, block_v=16)

@@ -24,6 +24,8 @@ from triton.runtime.interpreter import GridExecutor
 
 from dist_attn.ops.linear_attention import triton_forward, triton_full
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):

@@ -15,6 +15,8 @@ pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
 
 from dist_attn.ops.relative_attention import triton as kernels
 
+pytestmark = pytest.mark.slow
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The smallest that matrix units take: a few tokens are several chunks, and a few columns several blocks.
 SMALL = Tiles(chunk=16, block_d=16, block_k=16, block_v=16)

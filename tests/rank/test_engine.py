@@ -14,6 +14,8 @@ from tests.support.controller_client import ControllerClient
 from tests.support.engines import running_engine
 from tests.support.models import small_model, write_small_folder
 
+pytestmark = pytest.mark.slow
+
 TOKENS = np.random.default_rng(2).integers(0, 250, 20_000)
 SAMPLING = SamplingSpec(12, temperature=0.8, top_k=50, seed=11)
 # What a rank needs to load torch on a busy machine; its own failures are noticed by other means much sooner.

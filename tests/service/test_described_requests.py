@@ -8,6 +8,8 @@ pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
 from tests.fuzz.described_requests import examine, served
 
+pytestmark = pytest.mark.slow
+
 
 def test_answers_keep_to_the_description(tmp_path: Path) -> None:
     """At the edges of every operation's description: no 5xx, answers as described, and what breaks it is refused.

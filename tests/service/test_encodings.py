@@ -132,6 +132,7 @@ def test_rows_arrive_before_the_upload_ends(service: RunningService) -> None:
     check_rows(lines_of(body), b"abcdefghijklmnop" * 20, 16)
 
 
+@pytest.mark.slow
 def test_a_client_that_sends_all_before_it_reads_gets_all(tmp_path: Path) -> None:
     """Rows that nobody takes wait on the disk, input that the engine does not take yet too; nothing is lost."""
     data = np.random.default_rng(1).integers(97, 123, 800_000, dtype=np.uint8).tobytes()

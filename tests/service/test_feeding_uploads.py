@@ -103,6 +103,7 @@ def test_a_broken_connection_goes_on_behind_the_last_state(service: RunningServi
     assert client.state(session).content == stored(after(0, BOOK), len(BOOK))
 
 
+@pytest.mark.slow
 def test_a_killed_service_goes_on_at_once(tmp_path: Path) -> None:
     """After kill -9 HEAD names byte, token and checkpoint, the session is free, and the end is that of one append."""
     engine = FakeEngine(keep=False)

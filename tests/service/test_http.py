@@ -175,6 +175,7 @@ def test_connections_are_kept(service: RunningService) -> None:
             answer.read_body()
 
 
+@pytest.mark.slow
 def test_the_process_answers_while_it_encodes(tmp_path: Path) -> None:
     """/livez stays quick while a large document is tokenised and its rows are written."""
     engine = FakeEngine(keep=False)

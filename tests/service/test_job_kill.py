@@ -6,12 +6,15 @@ from typing import Any
 
 import httpx
 import msgspec
+import pytest
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import lines_of
 from tests.support.service_process import running_process
 from tests.support.service_server import eventually
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_killed_service_goes_on_with_its_jobs(tmp_path: Path) -> None:

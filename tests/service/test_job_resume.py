@@ -49,6 +49,7 @@ def result(url: str, name: str) -> list[dict[str, Any]]:
     return lines_of(httpx.get(f"{url}/v1/jobs/{name}/result", timeout=60).content)
 
 
+@pytest.mark.slow
 def test_a_killed_service_reads_on_from_the_last_state(tmp_path: Path) -> None:
     """After kill -9 the next process reads no token before the last kept state, and writes no row a second time."""
     engine, data = FakeEngine(credit=5000, stingy=True, keep=False), PROSE * 140

@@ -23,6 +23,8 @@ from tests.support.service_process import SECONDS, command, running_process
 from tests.support.service_server import eventually
 from tests.support.sessions import SessionClient
 
+pytestmark = pytest.mark.slow
+
 DEADLINE_S = 8 * SECONDS
 Trouble = Callable[[Path], AbstractContextManager[None]]
 TEXTS = (b"The first text.", b"A second one, which is longer.")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
@@ -37,6 +38,7 @@ def test_a_service_by_itself(tmp_path: Path) -> None:
         assert "Warning" not in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_ready_is_said_once_the_engine_is(tmp_path: Path) -> None:
     """Until the engine is ready the service says that it loads; then it says so, with URL, model and data folder."""
     engine = FakeEngine(ready=False)
@@ -54,6 +56,7 @@ def test_ready_is_said_once_the_engine_is(tmp_path: Path) -> None:
         assert re.fullmatch(rf"ready after \d+\.\d s: {url}  model tiny  data in {tmp_path}/data\n", said[0])
 
 
+@pytest.mark.slow
 def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> None:
     """The warning names the file, its mode and the command that mends it; a file of the owner alone is not named."""
     keys, admins = tmp_path / "keys.txt", tmp_path / "admins.txt"
@@ -69,6 +72,7 @@ def test_a_file_of_keys_that_others_may_read_is_warned_of(tmp_path: Path) -> Non
     assert f"others may read {keys} (mode 644); chmod 600 {keys}" in warning
 
 
+@pytest.mark.slow
 def test_memory_is_flat_with_a_client_that_does_not_read(tmp_path: Path) -> None:
     """While a document goes in and its rows wait for the client, the process hardly grows, and no row is lost."""
     data = b"call me ishmael " * (8 * MIB // 16)
@@ -97,6 +101,7 @@ def test_memory_is_flat_with_a_client_that_does_not_read(tmp_path: Path) -> None
         assert list((tmp_path / "data/spool").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
     """SIGTERM while a document is under way: an error line says where to go on, the exit is clean, the log too."""
     engine = FakeEngine()
@@ -120,6 +125,7 @@ def test_stopping_in_the_middle_of_a_document(tmp_path: Path) -> None:
         assert "unexpected error" not in log and "Traceback" not in log
 
 
+@pytest.mark.slow
 def test_what_is_under_way_may_finish_while_readiness_says_stop(tmp_path: Path) -> None:
     """After SIGTERM /readyz answers 503, new work is refused with words, and an open document gets all of its rows."""
     with (
@@ -147,6 +153,7 @@ def test_what_is_under_way_may_finish_while_readiness_says_stop(tmp_path: Path) 
         assert process.wait(SECONDS) == 0
 
 
+@pytest.mark.slow
 def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
     """kill -9 with bytes in the spools: no file stays, and the port can be used again."""
     engine = FakeEngine(paused=True)
@@ -164,6 +171,7 @@ def test_a_kill_leaves_nothing_behind(tmp_path: Path) -> None:
             socket.create_server((host, int(port))).close()
 
 
+@pytest.mark.slow
 def test_a_start_that_cannot_work_says_why(tmp_path: Path) -> None:
     """A taken port, a host that is no name, a missing model folder or a bad setting: exit code 2, one line."""
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -180,6 +180,7 @@ def test_a_full_disk_keeps_what_came(tmp_path: Path) -> None:
     assert wrong_in(tmp_path / "data/files") == []
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing_that_came(tmp_path: Path) -> None:
     """After kill -9 in the middle of a PATCH and of a part, a new process names the byte, and the file is whole."""
     data = os.urandom(2_000_000)
@@ -210,6 +211,7 @@ def test_a_killed_process_loses_nothing_that_came(tmp_path: Path) -> None:
             assert "Traceback" not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_stopping_keeps_what_came(tmp_path: Path) -> None:
     """SIGTERM in the middle of a PATCH: the client is told, the exit is clean, and what came is there afterwards."""
     with fake_controller(FakeEngine(), f"ipc://{tmp_path}/c") as engine:
@@ -227,6 +229,7 @@ def test_stopping_keeps_what_came(tmp_path: Path) -> None:
             assert offset_of(url + "/" + address.split("/", 3)[3]) == 10
 
 
+@pytest.mark.slow
 def test_memory_is_flat(tmp_path: Path) -> None:
     """While a stream, a form and a download of many megabytes go through, the process hardly grows."""
     size = 48 * MIB

@@ -128,6 +128,7 @@ def test_what_is_no_state_is_refused(service: RunningService) -> None:
     assert client.state(session).content == good
 
 
+@pytest.mark.slow
 def test_spoilt_files_are_never_an_error_of_ours(service: RunningService) -> None:
     """Files with any bytes changed, cut, repeated or exchanged are taken whole or refused with a 4xx."""
     client, rng = SessionClient(service.url), random.Random(0)

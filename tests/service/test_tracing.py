@@ -120,6 +120,7 @@ def test_every_group_of_ranks_has_a_span(service: RunningService) -> None:
     assert [event.name for event in session.events] == ["controller lost", "another controller"]
 
 
+@pytest.mark.slow
 def test_nothing_is_imported_where_tracing_is_off() -> None:
     """A service without an endpoint loads neither the SDK nor an exporter; the interface alone comes with FastAPI."""
     program = (

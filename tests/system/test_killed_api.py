@@ -18,6 +18,8 @@ from tests.support.service_process import running_process
 from tests.support.service_server import eventually
 from tests.support.sessions import SessionClient
 
+pytestmark = pytest.mark.slow
+
 SECONDS = 120.0
 DATA = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
 
