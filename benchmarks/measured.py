@@ -61,7 +61,7 @@ class Measured:
     What is not `full` was only asked whether it runs: targets say nothing about its sizes.
     """
 
-    study: str
+    case: str
     question: str
     setting: Setting
     tables: tuple[Table, ...]
@@ -72,32 +72,16 @@ class Measured:
     absent: Mapping[str, str] = field(default_factory=dict)
     full: bool = True
 
-    @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"{self.study}-{self.setting.date[:10]}-{self.setting.commit}"
-
     def as_json(self) -> str:
         """The result for machines."""
-        values = {
-            "object": "benchmark",
-            "case": self.study,
-            "question": self.question,
-            "setting": asdict(self.setting),
-            "ratios": dict(self.ratios),
-            "targets": targets.as_json(self._verdicts),
-            "numbers": dict(self.numbers),
-            "tables": [asdict(table) for table in self.tables],
-            "notes": self.notes,
-            "absent": dict(self.absent),
-        }
+        values = {"object": "benchmark", **asdict(self), "targets": targets.as_json(self._verdicts)}
         return json.dumps(values, indent=1) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""
         notes = [*self.notes, *(f"{peer} was not measured: {reason}." for peer, reason in self.absent.items())]
         parts = [
-            f"# {self.study}",
+            f"# {self.case}",
             self.question,
             self.setting.sentence(),
             *(table.as_markdown() for table in self.tables),
@@ -108,7 +92,7 @@ class Measured:
 
     @property
     def _verdicts(self) -> tuple[Verdict, ...]:
-        return judge(self.study, self.ratios) if self.full else ()
+        return judge(self.case, self.ratios) if self.full else ()
 
     def draw(self, path: Path) -> None:
         """The panels beside each other."""
@@ -117,7 +101,7 @@ class Measured:
         figure = Figure(figsize=(5.6 * max(1, len(self.panels)), 4.2), layout="constrained")
         for number, panel in enumerate(self.panels):
             panel.draw(figure.add_subplot(1, len(self.panels), number + 1))
-        figure.suptitle(f"{self.study}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
+        figure.suptitle(f"{self.case}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
         figure.savefig(path, dpi=110)
 
 

@@ -30,8 +30,8 @@ def _row(target: Target, filed: Sequence[Mapping[str, Any]]) -> str:
     said, met = Verdict(target, reached).said
     where = ""
     if source is not None and reached is not None:
-        setting, name = source["setting"], str(source["file"]).removesuffix(".json")
-        where = f"[{setting['date'][:10]}](../benchmarks/results/{name}.md), threads: {setting['threads']}"
+        setting = source["setting"]
+        where = f"[{setting['date'][:10]}](../benchmarks/results/{source['file']}), threads: {setting['threads']}"
     command = WITHOUT_COMMAND.get(target.benchmark, f"`dist-attn bench {target.benchmark}`")
     cells = (target.words, target.needed, said if reached is not None else "not measured yet", met, where, command)
     return f"| {' | '.join(cells)} |"

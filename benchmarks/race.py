@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from benchmarks.cases import Case
 from benchmarks.memory import peak_bytes
-from benchmarks.report import Result, Row, look_around, row_of
+from benchmarks.report import Result, Row, row_of
 from benchmarks.roofline import RATES
+from benchmarks.setting import look_around
 from benchmarks.timing import interleaved
 
 __all__ = ["measure"]

@@ -1,33 +1,28 @@
-"""Results with what a reader needs to judge them: machine, versions, threads, date and commit; JSON and Markdown."""
+"""Results with what a reader needs to judge them: machine, versions, threads, date and commit; filed as JSON."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from benchmarks import performance_page, targets
 from benchmarks.cases import OURS, Case, Statistic
-from benchmarks.figures import draw
 from benchmarks.filed import RESULTS
+from benchmarks.measured import Measured
 from benchmarks.roofline import MATMUL, RATES, Roofline, matmul_flops
-from benchmarks.setting import Setting, look_around
+from benchmarks.setting import Setting
 from benchmarks.studies import Finding
 from benchmarks.targets import judge
 from benchmarks.timing import Times
 from benchmarks.verify import ROOT
 
-__all__ = [
-    "Result",
-    "Row",
-    "Setting",
-    "as_markdown",
-    "file_finding",
-    "file_result",
-    "look_around",
-    "refresh_page",
-    "row_of",
-]
+__all__ = ["Result", "Row", "file_finding", "read_finding", "refresh_page", "row_of"]
 
+MEBIBYTE = 1 << 20
+_QUANTITIES = (("seconds", 1e3, "ms"), ("peak_bytes", 1 / MEBIBYTE, "MiB above the inputs"))
 _STATISTICS: Mapping[Statistic, str] = {"median": "Medians", "fastest": "The fastest"}
 
 
@@ -72,10 +67,71 @@ class Result:
             found[f"ours / limit at {row.size}"] = row.over_limit
         return found
 
-    @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"{self.case}-{self.setting.date[:10]}-{self.setting.commit}"
+    def as_json(self) -> str:
+        """The result for machines."""
+        judged = {"ratios": self.ratios, "targets": targets.as_json(judge(self.case, self.ratios))}
+        return json.dumps({"object": "benchmark", **asdict(self), **judged}, indent=2) + "\n"
+
+    def as_markdown(self) -> str:
+        """The result for people."""
+        peers = list(dict.fromkeys(peer for row in self.rows for peer in row.peers_over_ours))
+        peaks = [name for name in (OURS, *peers) if any(name in row.peak_bytes for row in self.rows)]
+        header = ["size", "ours", *peers, *(f"{peer} / ours" for peer in peers), "ours / limit", "spread"]
+        header += [f"{name}, peak" for name in peaks]
+        lines = [
+            f"# {self.case}",
+            "",
+            self.question,
+            "",
+            f"{self.setting.sentence()} {_STATISTICS[self.statistic]} of {self._rounds()} rounds taken in turns; the "
+            "limit is the operations of the form used at the rate of a matrix product in the same run.",
+            "",
+            f"| {' | '.join(header)} |",
+            f"|{'---|' * len(header)}",
+        ]
+        for row in self.rows:
+            cells = [f"{row.size:,}", *(_cell(row.seconds, name, "{:,.2f} ms", 1e3) for name in (OURS, *peers))]
+            cells += [_cell(row.peers_over_ours, peer, "{:.2f}") for peer in peers]
+            cells += [f"{row.over_limit:.2f}", f"{max(row.spread.values()):.0%}"]
+            cells += [_cell(row.peak_bytes, name, "{:,.1f} MiB", 2**-20) for name in peaks]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += ["", *(f"* {line}" for line in self._below())]
+        judged = targets.as_markdown(judge(self.case, self.ratios))
+        return "\n".join(lines) + (f"\n\n{judged}" if judged else "\n")
+
+    def _below(self) -> list[str]:
+        """How far ours stays from what the machine can do, and which peers are not there."""
+        lines = [
+            row.roofline.line(f"{row.size:,}", row.flops, row.moved_bytes, row.seconds[OURS])
+            for row in self.rows
+            if row.roofline is not None
+        ]
+        return lines + [f"{peer} was not measured: {reason}." for peer, reason in self.absent.items()]
+
+    def _rounds(self) -> str:
+        least = min((row.rounds for row in self.rows), default=self.rounds)
+        return str(self.rounds) if least == self.rounds else f"{least} to {self.rounds}"
+
+    def draw(self, path: Path) -> None:
+        """Time above, the peak of tensors below where any was measured; both axes logarithmic."""
+        from matplotlib.figure import Figure
+
+        measured = [one for one in _QUANTITIES if any(getattr(row, one[0]) for row in self.rows)]
+        figure = Figure(figsize=(5.6, 3.6 * len(measured)), layout="constrained")
+        axes = figure.subplots(len(measured), 1, squeeze=False, sharex=True)[:, 0]
+        for panel, (quantity, factor, unit) in zip(axes, measured, strict=True):
+            found = {row.size: getattr(row, quantity) for row in self.rows}
+            for name in sorted({name for values in found.values() for name in values} - set(RATES)):
+                points = [(size, values[name] * factor) for size, values in found.items() if name in values]
+                panel.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+            panel.set_xscale("log", base=2)
+            panel.set_yscale("log", base=2 if quantity == "seconds" else 10)
+            panel.grid(True, alpha=0.3)
+            panel.set_ylabel(unit)
+        axes[0].legend(loc="upper left")
+        axes[-1].set_xlabel("sequence length")
+        figure.suptitle(f"{self.case}, {self.setting.date[:10]}, commit {self.setting.commit}", fontsize=9)
+        figure.savefig(path, dpi=110)
 
 
 def row_of(case: Case, size: int, times: Mapping[str, Times], peaks: Mapping[str, int] | None = None) -> Row:
@@ -99,88 +155,25 @@ def row_of(case: Case, size: int, times: Mapping[str, Times], peaks: Mapping[str
     )
 
 
-def as_json(result: Result) -> str:
-    """The result for machines."""
-    judged = {"ratios": result.ratios, "targets": targets.as_json(judge(result.case, result.ratios))}
-    return json.dumps({"object": "benchmark", **asdict(result), **judged}, indent=2) + "\n"
-
-
-def as_markdown(result: Result) -> str:
-    """The result for people."""
-    peers = list(dict.fromkeys(peer for row in result.rows for peer in row.peers_over_ours))
-    peaks = [name for name in (OURS, *peers) if any(name in row.peak_bytes for row in result.rows)]
-    header = ["size", "ours", *peers, *(f"{peer} / ours" for peer in peers), "ours / limit", "spread"]
-    header += [f"{name}, peak" for name in peaks]
-    lines = [
-        f"# {result.case}",
-        "",
-        result.question,
-        "",
-        f"{result.setting.sentence()} {_STATISTICS[result.statistic]} of {_rounds(result)} rounds taken in turns; the "
-        "limit is the operations of the form used at the rate of a matrix product in the same run.",
-        "",
-        f"| {' | '.join(header)} |",
-        f"|{'---|' * len(header)}",
-    ]
-    for row in result.rows:
-        cells = [f"{row.size:,}", *(_cell(row.seconds, name, "{:,.2f} ms", 1e3) for name in (OURS, *peers))]
-        cells += [_cell(row.peers_over_ours, peer, "{:.2f}") for peer in peers]
-        cells += [f"{row.over_limit:.2f}", f"{max(row.spread.values()):.0%}"]
-        cells += [_cell(row.peak_bytes, name, "{:,.1f} MiB", 2**-20) for name in peaks]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *(f"* {line}" for line in _below(result))]
-    return "\n".join(lines) + "\n" + _judged(result)
-
-
-def _below(result: Result) -> list[str]:
-    """How far ours stays from what the machine can do, and which peers are not there."""
-    lines = [
-        row.roofline.line(f"{row.size:,}", row.flops, row.moved_bytes, row.seconds[OURS])
-        for row in result.rows
-        if row.roofline is not None
-    ]
-    return lines + [f"{peer} was not measured: {reason}." for peer, reason in result.absent.items()]
-
-
-def _judged(result: Result) -> str:
-    table = targets.as_markdown(judge(result.case, result.ratios))
-    return f"\n{table}" if table else ""
-
-
 def _cell(values: Mapping[str, float], name: str, form: str, factor: float = 1.0) -> str:
     """The number as it is written; a dash where there is none."""
     return form.format(values[name] * factor) if name in values else "–"
 
 
-def _rounds(result: Result) -> str:
-    least = min((row.rounds for row in result.rows), default=result.rounds)
-    return str(result.rounds) if least == result.rounds else f"{least} to {result.rounds}"
-
-
-def file_result(result: Result, folder: Path | None = None) -> Path:
-    """Write both forms and the figure into the folder of results; the path of the Markdown."""
-    for_machines = as_json(result)
-    path = _file(result.name, for_machines, as_markdown(result) + f"\n![]({result.name}.png)\n", folder)
-    draw([json.loads(for_machines)], path.with_suffix(".png"))
-    return path
+def read_finding(filed: Mapping[str, Any]) -> Result | Measured:
+    """The finding of a filed case or study of this folder."""
+    return msgspec.convert(filed, Result if "rounds" in filed else Measured, strict=False, str_keys=True)
 
 
 def file_finding(finding: Finding, folder: Path | None = None) -> Path:
-    """The same for a study, with its figure."""
-    path = _file(finding.name, finding.as_json(), finding.as_markdown() + f"\n![]({finding.name}.png)\n", folder)
-    finding.draw(path.with_suffix(".png"))
+    """Write the finding's JSON into the folder of results, in place of the one before; its path."""
+    folder = ROOT / RESULTS if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{finding.case}.json"
+    path.write_text(finding.as_json())
     return path
 
 
 def refresh_page() -> None:
     """Bring the page of targets up to what is filed."""
     performance_page.write(ROOT, RESULTS)
-
-
-def _file(name: str, for_machines: str, for_people: str, folder: Path | None) -> Path:
-    folder = ROOT / RESULTS if folder is None else folder
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(for_machines)
-    path = folder / f"{name}.md"
-    path.write_text(for_people)
-    return path

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from benchmarks.cases import CASES, Case
 from benchmarks.race import measure
-from benchmarks.report import as_json, as_markdown, file_finding, file_result, refresh_page
+from benchmarks.report import file_finding, refresh_page
 from benchmarks.setting import own_cores, pin_to
-from benchmarks.studies import STUDIES, Study
+from benchmarks.studies import STUDIES, Finding, Study
 from benchmarks.verify import why_red
 from dist_attn.errors import ConfigError
 
@@ -92,19 +92,15 @@ def _cores(text: str) -> tuple[int, ...] | None:
 
 def _carry_out(case: Case | Study, *, smoke: bool) -> str:
     """Measure, print and, unless it is only asked whether it runs, file; the result as JSON."""
+    finding: Finding
     if isinstance(case, Study):
         finding = case.measure(smoke)
-        print(finding.as_markdown(), flush=True)
-        path = None if smoke else file_finding(finding)
-        result_json = finding.as_json()
     else:
-        result = measure(case, case.sizes[:1], 1) if smoke else measure(case, case.sizes, case.rounds)
-        print(as_markdown(result), flush=True)
-        path = None if smoke else file_result(result)
-        result_json = as_json(result)
-    if path is not None:
-        print(f"filed as {path}", file=sys.stderr)
-    return result_json
+        finding = measure(case, case.sizes[:1], 1) if smoke else measure(case, case.sizes, case.rounds)
+    print(finding.as_markdown(), flush=True)
+    if not smoke:
+        print(f"filed as {file_finding(finding)}", file=sys.stderr)
+    return finding.as_json()
 
 
 if __name__ == "__main__":

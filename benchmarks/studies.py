@@ -3,24 +3,29 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from benchmarks import busy_ranks, decoding, flat_memory, gradient_cost, prefill, two_ranks
 
-__all__ = ["STUDIES", "Finding", "Study"]
+__all__ = ["STUDIES", "Drawn", "Finding", "Study"]
 
 
 class Finding(Protocol):
-    """What a study has found, for machines, for people, and as a figure."""
+    """What a measurement has found, for machines and for people."""
 
     @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
+    def case(self) -> str:
+        """What its file is called, without the ending."""
         ...
 
     def as_json(self) -> str: ...
 
     def as_markdown(self) -> str: ...
+
+
+@runtime_checkable
+class Drawn(Finding, Protocol):
+    """A finding that has a figure too."""
 
     def draw(self, path: Path) -> None:
         """Write the figure, a PNG."""

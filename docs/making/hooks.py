@@ -1,8 +1,10 @@
 """Hooks of mkdocs: pages keep the links that work on a code host, and the site needs no network.
 
-* A link that leads out of docs/ (`../benchmarks/results/x.md`) takes its file along into the site.
-* `docs/x.md` and `benchmarks/results/NAME-*` in backticks become links to the page, or to the newest such result.
-* Sections of docs/papers.md end with the figures of the results that they name.
+* Pages and figures are made of all filed results, in a folder that git ignores.
+* A link that leads out of docs/ (`../CONTRIBUTING.md`) takes its file along into the site; one to a filed result
+  (`../benchmarks/results/x.json`) leads to its page.
+* `docs/x.md` and `benchmarks/results/x.json` in backticks become links, and sections end with the figures of the
+  results that they name so.
 * A folder in the navigation (`decisions/`) stands for its pages.
 * A built page that would fetch anything from another host is an error.
 """
@@ -10,6 +12,8 @@
 import logging
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +26,27 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 RESULTS = "benchmarks/results"
+RENDERED = ROOT / "build/results"
+SOURCES = ("", "service", "client", "research")
 PROJECT_PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 
 _LINK = re.compile(r"(?<=\]\()([^)\s#]+)(#[^)\s]*)?(?=[\s)])")
 _FENCE = re.compile(r"(^```.*?^```[^\n]*$)", re.MULTILINE | re.DOTALL)
 _NAMED_PAGE = re.compile(r"(?<!\[)`(?:docs/((?:[\w-]+/)*[\w-]+\.md))`")
-_NAMED_RESULT = re.compile(r"(?<!\[)`(benchmarks/results/([\w-]+?)(?:-?\*|-\d{4}-\d\d-\d\d-\w+\.md))`")
-_DATED = re.compile(r"(.+)-(\d{4}-\d\d-\d\d)-(\w+)")
+_NAMED_RESULT = re.compile(r"(?<!\[)`benchmarks/results/([\w-]+)\.json`")
 log = logging.getLogger("mkdocs.hooks.dist_attn")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Folders in the navigation become their pages."""
+    """Results get their pages, and folders in the navigation become their pages.
+
+    Raises: PluginError where a result cannot be shown.
+    """
+    command = [sys.executable, "-m", "dist_attn_research.filed", "--into", str(RENDERED)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in SOURCES)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise PluginError(f"filed results could not be shown: {done.stderr}")
     config.nav = [_spread(entry) for entry in config.nav or []]
     return config
 
@@ -45,15 +58,15 @@ def _spread(entry: Any) -> Any:
         return [_spread(one) for one in entry]
     if not str(entry).endswith("/"):
         return entry
-    folder = next(base / entry for base in (DOCS, ROOT) if (base / entry).is_dir())
-    names = sorted(path.name for path in folder.glob("*.md"))
+    folders = [base / entry for base in (DOCS, ROOT)] + [RENDERED] * (entry == f"{RESULTS}/")
+    names = [path.name for folder in folders for path in folder.glob("*.md")]
     return [f"{entry}{name}" for name in sorted(names, key=lambda name: name != "README.md")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """What the pages link to outside docs/ joins the site, and so do all filed results."""
     wanted = {ROOT / name for name in PROJECT_PAGES}
-    wanted |= {path for path in (ROOT / RESULTS).iterdir() if path.suffix in (".md", ".png")}
+    wanted |= {ROOT / RESULTS / "README.md", *RENDERED.iterdir()}
     pages = [Path(file.abs_src_path) for file in files.documentation_pages() if file.abs_src_path]
     for page in [*pages, *(path for path in wanted if path.suffix == ".md")]:
         text = _FENCE.sub("", page.read_text())
@@ -63,14 +76,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if "://" not in url and target.is_file() and inside:
                 wanted.add(target)
     for path in sorted(wanted):
-        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+        files.append(File.generated(config, _place(path), abs_src_path=str(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links lead to where their files are in the site; code blocks stay as they are."""
-    if page.file.src_uri == "papers.md":
-        markdown = with_figures(markdown)
+    markdown = with_figures(markdown, page.file)
     parts = _FENCE.split(markdown)
     return "".join(part if part.startswith("```") else _linked(part, page.file) for part in parts)
 
@@ -93,14 +105,17 @@ def _linked(text: str, file: File) -> str:
         return f"[{match[0]}]({_way(file, match[1])})" if named.is_file() and named != here else match[0]
 
     def result_link(match: re.Match[str]) -> str:
-        found = newest(match[2], ".md")
-        return match[0] if found is None else f"[{match[0]}]({_way(file, f'{RESULTS}/{found.name}')})"
+        return f"[{match[0]}]({_way(file, f'{RESULTS}/{match[1]}.md')})"  # the build says if there is none
 
     return _NAMED_RESULT.sub(result_link, _NAMED_PAGE.sub(page_link, _LINK.sub(moved, text)))
 
 
 def _place(target: Path) -> str:
-    """Where a file of the repository is in the site."""
+    """Where a file of the repository is in the site; a filed result stands there as its page."""
+    if target.is_relative_to(RENDERED):
+        return f"{RESULTS}/{target.name}"
+    if target.parent == ROOT / RESULTS:
+        return f"{RESULTS}/{target.with_suffix('.md').name}"
     return target.relative_to(DOCS if target.is_relative_to(DOCS) else ROOT).as_posix()
 
 
@@ -108,22 +123,16 @@ def _way(file: File, place: str) -> str:
     return Path(os.path.relpath(place, Path(file.src_uri).parent)).as_posix()
 
 
-def newest(name: str, suffix: str) -> Path | None:
-    """The newest filed result of exactly this name, by the date in its file's name."""
-    dated = [(match, path) for path in (ROOT / RESULTS).glob(f"*{suffix}") if (match := _DATED.fullmatch(path.stem))]
-    own = [(match[2], path) for match, path in dated if match[1] == name]
-    return max(own)[1] if own else None
-
-
-def with_figures(markdown: str) -> str:
+def with_figures(markdown: str, file: File) -> str:
     """Sections end with the figure of each result that they name; each figure stands once."""
     sections, shown = markdown.split("\n## "), set()
     for index, section in enumerate(sections):
         for match in _NAMED_RESULT.finditer(section):
-            figure = newest(match[2], ".png")
-            if figure is not None and figure not in shown:
+            figure = RENDERED / f"{match[1]}.png"
+            if figure.is_file() and figure not in shown:
                 shown.add(figure)
-                sections[index] += f"\n\n![{match[2]}, as filed](../{RESULTS}/{figure.name})\n"
+                way = os.path.relpath(figure, Path(file.abs_src_path or DOCS / file.src_uri).parent)
+                sections[index] += f"\n\n![{match[1]}, as filed]({way})\n"
     return "\n## ".join(sections)
 
 

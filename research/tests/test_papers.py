@@ -13,6 +13,7 @@ from benchmarks.setting import look_around
 from benchmarks.verify import ROOT
 from dist_attn.errors import ConfigError
 from dist_attn.training.run_log import Metrics
+from dist_attn_research.filed import read
 from dist_attn_research.papers import __main__ as command
 from dist_attn_research.papers.arms import first_scores, mark_seeds, minutes_of, of_arm, parameters_of
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Interrupted, Job, Scores, Watch, read_done
@@ -158,19 +159,18 @@ def _toy(work: _Counting) -> Experiment:
 def test_the_command_files_when_all_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An unfinished experiment is printed and ends with 3; a finished one is filed as JSON, Markdown and PNG."""
+    """An unfinished experiment is printed and ends with 3; a finished one is filed as JSON."""
     monkeypatch.setattr(command, "EXPERIMENTS", {"toy": _toy(_Counting())})
     monkeypatch.setattr("benchmarks.report.ROOT", tmp_path)
     base = ["toy", "--untested", "--out", str(tmp_path / "out"), "--seeds", "0"]
     assert command.main([*base, "--only", "one"]) == 3
     assert "two/seed-0 is still to be done" in capsys.readouterr().err
     assert command.main(base) == 0
-    filed = {path.suffix: path for path in (tmp_path / "benchmarks/results").iterdir()}
-    assert set(filed) == {".json", ".md", ".png"}
-    values = json.loads(filed[".json"].read_text())
+    (path,) = (tmp_path / "benchmarks/results").iterdir()
+    values = json.loads(path.read_text())
     assert values["command"] == "python -m dist_attn_research.papers toy --seeds 0"
     assert [number["arm"] for number in values["numbers"]] == ["one", "two"]
-    assert "a note" in filed[".md"].read_text()
+    assert path.name == "paper-toy.json" and values["notes"] == ["a note"]
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_result_names_the_commit_and_machine_of_every_job() -> None:
 def test_filed_results_name_the_commit_of_every_job() -> None:
     """Every filed result of the papers names the commits of all its jobs."""
     for path in (ROOT / RESULTS).glob("paper-*.json"):
-        text = path.with_suffix(".md").read_text()
+        text = read(path).as_markdown()
         for number in json.loads(path.read_text())["numbers"]:
             commit = number["setting"].split("commit ")[1].split(",")[0]
             assert any(row.startswith(f"| {number['arm']} |") and f"| {commit} |" in row for row in text.splitlines())

@@ -12,7 +12,14 @@ from benchmarks.verify import ROOT
 from dist_attn_research.service import promises as service_promises
 from dist_attn_research.service.held_by_tests import run_file
 from dist_attn_research.service.promised import PROMISES, HeldByTests, Promise
-from dist_attn_research.service.promises import MEASUREMENTS, Measurement, as_markdown, file_measurement, main, newest
+from dist_attn_research.service.promises import (
+    MEASUREMENTS,
+    Measurement,
+    as_markdown,
+    file_measurement,
+    filed_measurements,
+    main,
+)
 
 KILLS = {
     "kills": 50,
@@ -139,22 +146,20 @@ def test_every_promise_has_a_measurement_or_tests_that_are_there() -> None:
             assert all((ROOT / test).is_file() for test in promise.tests)
 
 
-def test_the_page_has_what_is_filed_and_no_more(tmp_path: Path) -> None:
-    """The newest result of a measurement stands on the page with its command; the others are not measured yet."""
-    for date, median in (("2026-01-02T00:00:00+00:00", 9.0), ("2026-01-01T00:00:00+00:00", 12.0)):
-        told = {
-            "case": "service-kills",
-            "setting": {**asdict(look_around()), "date": date},
-            "command": "dist-attn bench service-kills book.txt",
-            "seconds": 90.0,
-            "result": KILLS | {"seconds_to_ready_median": median},
-        }
-        (tmp_path / f"service-kills-{date[:10]}-abc.json").write_text(json.dumps(told))
+def test_the_page_has_what_is_filed_and_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The result of a measurement is printed with its command; the others are not measured yet."""
+    told = {
+        "case": "service-kills",
+        "setting": asdict(look_around()),
+        "command": "dist-attn bench service-kills book.txt",
+        "seconds": 90.0,
+        "result": KILLS | {"seconds_to_ready_median": 9.0},
+    }
+    (tmp_path / "service-kills.json").write_text(json.dumps(told))
     assert main(["--report", "--results", str(tmp_path)]) == 0
-    page = (tmp_path / "service-promises.md").read_text()
-    assert page == as_markdown(newest(tmp_path))
+    page = capsys.readouterr().out
+    assert page == as_markdown(filed_measurements(tmp_path)) + "\n"
     assert "median 9.0 s, at most 14.9 s; 0 streams broke | yes |" in page
-    assert "12.0" not in page
     assert "| kills | `dist-attn bench service-kills book.txt` | 1.5 |" in page
     assert page.count("not measured yet") == len(PROMISES) - 2
 
@@ -179,7 +184,7 @@ def test_what_is_measured_and_filed_takes_the_place_of_what_was_filed_before(
     """The file names command, exit code and setting; what writes nothing is told and takes nothing away."""
     quick = Measurement("dist_attn_research.service.held_by_tests", ("tests/control/test_pace.py",))
     monkeypatch.setitem(service_promises.MEASUREMENTS, "tests", quick)  # type: ignore[arg-type]
-    (tmp_path / "service-tests-2026-01-01-abc.json").write_text("{}")
+    (tmp_path / "service-tests.json").write_text("{}")
     path = file_measurement("tests", tmp_path / "book.txt", tmp_path)
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
     told = json.loads(path.read_text())

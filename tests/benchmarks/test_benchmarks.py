@@ -1,7 +1,6 @@
 """The benchmarks' own promises: turns, no number on red, and results that say where they come from."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import torch
 
 from benchmarks import report, roofline, run
 from benchmarks.cases import CASES, OURS, Case
+from benchmarks.filed import RESULTS
 from benchmarks.race import measure
-from benchmarks.report import as_markdown, file_result
+from benchmarks.report import file_finding, read_finding
 from benchmarks.roofline import COPY, MATMUL, RATES, Roofline, matmul_flops
 from benchmarks.run import main
 from benchmarks.setting import own_cores
@@ -80,16 +80,12 @@ def test_green_and_red(tmp_path: Path) -> None:
 
 
 def test_numbers_are_printed_and_filed(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run prints a table, files JSON, Markdown and a figure by case, date and commit; the JSON also where asked."""
+    """A run prints a table and files its JSON by case; the JSON also where asked."""
     assert main(["forward", f"--json={tiny / 'own.json'}"]) == 0
-    files = sorted(path.name for path in (tiny / "benchmarks" / "results").iterdir())
-    assert [re.sub(r"-\d{4}-\d\d-\d\d-.+(?=\.)", "", name) for name in files] == [
-        "forward.json",
-        "forward.md",
-        "forward.png",
-    ]
+    (path,) = (tiny / "benchmarks" / "results").iterdir()
+    assert path.name == "forward.json"
     (own,) = json.loads((tiny / "own.json").read_text())
-    filed = json.loads((tiny / "benchmarks" / "results" / files[0]).read_text())
+    filed = json.loads(path.read_text())
     assert own == filed
     assert [row["size"] for row in own["rows"]] == [8, 16]
     assert own["rounds"] == 3
@@ -172,11 +168,19 @@ def test_ratios(tmp_path: Path) -> None:
     result = replace(
         measure(replace(CASES["forward"], sizes=(8,)), (8,), 1), case="c", rows=(row,), absent={"x": "why"}
     )
-    text = as_markdown(result)
+    text = result.as_markdown()
     assert "it took 4.00 times that." in text
     assert "* x was not measured: why." in text
     assert "| 1 | 2,000.00 ms | 6,000.00 ms | 3.00 | 4.00 | 0% |" in text
-    path = file_result(result, tmp_path)
-    assert path.read_text().startswith(text)
-    assert path.with_suffix(".json").is_file()
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    path = file_finding(result, tmp_path)
+    again = read_finding(json.loads(path.read_text()))
+    assert (path.name, again) == ("c.json", result)
+    again.draw(tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_newest_result_of_each_case_is_filed() -> None:
+    """At most 80 files are filed, a JSON for each case that is called as the case."""
+    filed = sorted(path for path in (ROOT / RESULTS).iterdir() if path.name != "README.md")
+    assert 40 < len(filed) < 80
+    assert [f"{json.loads(path.read_text())['case']}.json" for path in filed] == [path.name for path in filed]

@@ -1,7 +1,6 @@
 """What is measured for Scaleformer's figures computes the same thing, is measured in memory, and can be drawn."""
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,8 @@ import torch
 
 from benchmarks import scaleformer
 from benchmarks.cases import CASES, OURS
-from benchmarks.figures import main
 from benchmarks.memory import peak_bytes
 from benchmarks.race import measure
-from benchmarks.report import as_markdown
 from benchmarks.timing import interleaved
 from dist_attn.ops.relative_attention.causal import numerators
 from tests.support.closeness import assert_close
@@ -63,22 +60,14 @@ def test_a_spent_budget_ends_the_rounds():
 
 
 def test_missing_peers_are_dashes_and_results_are_drawn(tmp_path: Path):
-    """A table has a dash where a form was too large, peaks in a column each, and a figure comes out of the JSON."""
+    """A table has a dash where a form was too large, peaks in a column each, and the figure has what is there."""
     result = measure(replace(CASES["scaleformer-4-masked"], sizes=(16, 32)), (16, 32), 2)
     smaller = {name: value for name, value in result.rows[1].seconds.items() if name != "naive"}
     ratios = {name: value for name, value in result.rows[1].peers_over_ours.items() if name != "naive"}
     cut = replace(result, rows=(result.rows[0], replace(result.rows[1], seconds=smaller, peers_over_ours=ratios)))
-    table = as_markdown(cut)
+    table = cut.as_markdown()
     assert "The fastest of 2 rounds" in table
     assert "naive, peak" in table
     assert "| – |" in table
-    path = tmp_path / "result.json"
-    path.write_text(json.dumps(asdict(cut)))
-    assert main([str(path), str(path), f"--out={tmp_path / 'figure.png'}"]) == 0
+    cut.draw(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-
-
-def test_a_result_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """A missing file ends with code 2 and one line."""
-    assert main([str(tmp_path / "no.json"), f"--out={tmp_path / 'figure.png'}"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

@@ -1,9 +1,11 @@
 """The table of targets: what is judged by which number, and that every number can be reached."""
 
+import json
 from pathlib import Path
 
 from benchmarks.cases import CASES
 from benchmarks.measured import Measured, Panel, Table
+from benchmarks.report import read_finding
 from benchmarks.setting import look_around
 from benchmarks.studies import STUDIES
 from benchmarks.targets import TARGETS, Target, as_json, as_markdown, judge
@@ -71,5 +73,6 @@ def test_a_measured_study_says_and_draws_all(tmp_path: Path) -> None:
     assert "* A note.\n* peer was not measured: it is not installed." in text
     assert "| backward against forward | at most 3.00x | 3.50x | no |" in text
     assert '"met": false' in found.as_json()
+    assert read_finding(json.loads(found.as_json())) == found
     found.draw(tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")

@@ -49,16 +49,21 @@ class Drawn:
     held: tuple[Held, ...]
     report: TabReport
 
+    @property
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        return "page-tokens"
+
     def as_json(self) -> str:
         """The result for machines."""
-        return json.dumps({"object": "benchmark", "case": "page-tokens", **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"object": "benchmark", "case": self.case, **asdict(self)}, indent=2) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""
         heaps = " ".join(f"{one.heap / 1e6:.2f}" for one in self.held)
         return "\n".join(
             [
-                "# page-tokens",
+                f"# {self.case}",
                 "",
                 f"{self.tokens:,} tokens drawn on the page; {self.characters:,} characters are on it in the end, "
                 f"{'the last ones' if self.ends_right else 'NOT THE LAST ONES'}.",

@@ -34,7 +34,7 @@ MOST_LAG_MS, MOST_HEAP, MOST_OWN = 100.0, 64_000_000, 256_000_000
 
 @dataclass(frozen=True)
 class Sent:
-    """One file, from the click to the finished map. Units: bytes."""
+    """One file, from the click to the finished map. Units: bytes. `note` says what a reader is to know besides."""
 
     setting: Setting
     megabytes: int
@@ -43,20 +43,23 @@ class Sent:
     tokens: int
     rows: int
     report: TabReport
+    case: str = "page-upload"
+    note: str = ""
 
     def as_json(self) -> str:
         """The result for machines."""
-        return json.dumps({"object": "benchmark", "case": "page-upload", **asdict(self)}, indent=2) + "\n"
+        return json.dumps({"object": "benchmark", **asdict(self)}, indent=2) + "\n"
 
     def as_markdown(self) -> str:
         """The result for people."""
         engine = f"{self.ranks} ranks of {self.model}" if self.ranks else "an engine that answers at once"
         return "\n".join(
             [
-                "# page-upload",
+                f"# {self.case}",
                 "",
                 f"{self.megabytes:,} MB through the page, before {engine}: {self.tokens:,} tokens, "
                 f"{self.rows:,} passages.",
+                *([self.note] if self.note else []),
                 f"Wanted: lag p99 below {MOST_LAG_MS:g} ms, heap grown by less than {MOST_HEAP / 1e6:g} MB, the "
                 f"process by less than {MOST_OWN / 1e6:g} MB.",
                 "",

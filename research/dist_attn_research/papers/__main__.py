@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
-from benchmarks.report import file_finding, look_around
+from benchmarks.report import file_finding
+from benchmarks.setting import look_around
 from benchmarks.verify import why_red
 from dist_attn.errors import DistAttnError
 from dist_attn.training.stopping import stop_on_signals
@@ -90,7 +91,8 @@ def _report(experiment: Experiment, given: argparse.Namespace, done: Sequence[Do
             told = f"Trained {given.scale:g} times as long: where steps are given below, they are those of --scale 1."
             report = replace(report, notes=(told, *report.notes))
         command = _command(experiment, given)
-        finding = TableFinding(experiment.name, experiment.question, command, look_around(), report, numbers)
+        name = experiment.name + (f"-scale-{given.scale:g}" if given.scale != 1 else "")
+        finding = TableFinding(name, experiment.question, command, look_around(), report, numbers)
         print(finding.as_markdown(), flush=True)
         if not given.smoke and (given.report or not left):
             print(f"filed as {file_finding(finding)}", file=sys.stderr)

@@ -36,9 +36,9 @@ class TableFinding:
     numbers: Sequence[Mapping[str, Any]]
 
     @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"paper-{self.experiment}-{self.setting.date[:10]}-{self.setting.commit}"
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        return f"paper-{self.experiment}"
 
     def as_json(self) -> str:
         """The result for machines."""

@@ -84,9 +84,9 @@ class Fairness:
     rows: tuple[Row, ...]
 
     @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"service-fairness-{self.setting.date[:10]}-{self.setting.commit}"
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        return "service-fairness"
 
     def as_json(self) -> str:
         """The result for machines."""

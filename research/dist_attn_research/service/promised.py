@@ -1,13 +1,10 @@
 """What the service promises: every promise with the bound it has, and how a measurement's result is judged by it."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PROMISES", "Promise", "Results", "HeldByTests", "Verdict"]
-
-Results = Mapping[str, Mapping[str, Any]]
-"""What was filed, by the measurement's name."""
+__all__ = ["PROMISES", "Promise", "HeldByTests", "Verdict"]
 
 RECOVERY_S, NOTICED_S, LIVEZ_MS, GREW_BYTES, FORK_MS = 15.0, 5.0, 100.0, 64_000_000, 50.0
 TIMES_IDLE, FIRST_TOKEN_S, READING_KEPT, ETA_OFF = 3.0, 2.0, 0.5, 0.15

@@ -1,8 +1,8 @@
 """What the service promises, measured one after the other: `dist-attn bench service-promises BOOK`.
 
 Each measurement is a module of its own that starts a service in processes of its own; about forty minutes for all on
-two cores. Results are filed as `benchmarks/results/service-NAME-*.json`, and `service-promises.md` beside them holds
-every promise, its number, and what other servers do. `--report` writes that page from what is filed.
+two cores. Results are filed as `benchmarks/results/service-NAME.json`. Printed is every promise with its number and
+what other servers do; `--report` prints what is filed and measures nothing.
 """
 
 import argparse
@@ -11,19 +11,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.filed import RESULTS
+from benchmarks.report import file_finding
 from benchmarks.setting import Setting, look_around
 from benchmarks.verify import ROOT, why_red
-from dist_attn_research.service.promised import PROMISES, HeldByTests, Promise, Results
+from dist_attn_research.service.promised import PROMISES, HeldByTests, Promise
 
-__all__ = ["MEASUREMENTS", "Measurement", "as_markdown", "file_measurement", "main", "newest"]
+__all__ = ["MEASUREMENTS", "Measured", "Measurement", "as_markdown", "file_measurement", "filed_measurements", "main"]
 
-PAGE = "service-promises.md"
 MOST_S = 3600.0
 
 
@@ -78,6 +80,33 @@ MEASUREMENTS: Mapping[str, Measurement] = {
 }
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One measurement as it is filed: what its command wrote, and where and when. Units: seconds."""
+
+    case: str
+    setting: Setting
+    command: str
+    seconds: float
+    result: Any
+    exit_code: int = 0
+
+    @property
+    def name(self) -> str:
+        """That of the measurement."""
+        return self.case.removeprefix("service-")
+
+    def as_json(self) -> str:
+        """The result for machines."""
+        return json.dumps({"object": "benchmark", **asdict(self)}, indent=1) + "\n"
+
+    def as_markdown(self) -> str:
+        """The promises that it is about."""
+        about = [promise for promise in PROMISES if promise.measurement == self.name]
+        lines = [f"# {self.case}", "", *_judged(about, {self.name: self}), "", *_told([self])]
+        return "\n".join(lines) + "\n"
+
+
 def file_measurement(name: str, book: Path, folder: Path) -> Path:
     """Carry one out and file what it wrote, in place of what was filed of it before.
 
@@ -98,34 +127,19 @@ def file_measurement(name: str, book: Path, folder: Path) -> Path:
         if not written.exists():
             raise RuntimeError(f"{name} ended with exit code {ended} and no result")
         result = json.loads(written.read_text())
-    told = {
-        "object": "benchmark",
-        "case": f"service-{name}",
-        "setting": asdict(setting),
-        "command": " ".join(("python", *measurement.command(Path(book.name)))),
-        "seconds": round(time.monotonic() - began, 1),
-        "exit_code": ended,
-        "result": result,
-    }
-    older = set(folder.glob(f"service-{name}-*.json"))
-    path = folder / f"service-{name}-{setting.date[:10]}-{setting.commit}.json"
-    path.write_text(json.dumps(told, indent=1) + "\n")
-    for before in older - {path}:
-        before.unlink()
-    return path
+    seconds = round(time.monotonic() - began, 1)
+    told = " ".join(("python", *measurement.command(Path(book.name))))
+    return file_finding(Measured(f"service-{name}", setting, told, seconds, result, ended), folder)
 
 
-def newest(folder: Path) -> Results:
-    """Of every measurement that is filed in the folder, the newest file's contents by the measurement's name."""
-    found: dict[str, Mapping[str, Any]] = {}
-    for name in MEASUREMENTS:
-        filed = [json.loads(path.read_text()) for path in folder.glob(f"service-{name}-*.json")]
-        if filed:
-            found[name] = max(filed, key=lambda one: str(one["setting"]["date"]))
-    return found
+def filed_measurements(folder: Path) -> dict[str, Measured]:
+    """What is filed in the folder, by the measurement's name."""
+    paths = [folder / f"service-{name}.json" for name in MEASUREMENTS]
+    found = [msgspec.json.decode(path.read_bytes(), type=Measured) for path in paths if path.exists()]
+    return {one.name: one for one in found}
 
 
-def as_markdown(results: Results) -> str:
+def as_markdown(results: Mapping[str, Measured]) -> str:
     """The page of promises."""
     lines = [
         "# What the service promises, and what was measured",
@@ -133,24 +147,29 @@ def as_markdown(results: Results) -> str:
         "`dist-attn bench service-promises BOOK` measures, `--only NAME …` some of it. Numbers are of the machine",
         "that is named below; ranks, service and clients share its cores.",
         "",
-        "| | promise | measured | kept | what others do |",
-        "|---|---|---|---|---|",
+        *_judged(PROMISES, results),
+        "",
+        *_told(results.values()),
     ]
-    for promise in PROMISES:
-        measured, kept = _measured(promise, results)
-        lines.append(f"| {promise.name} | {promise.words} | {measured} | {kept} | {promise.others} |")
-    lines += ["", "| measurement | command | minutes | where and when |", "|---|---|---|---|"]
-    for name, told in results.items():
-        setting = Setting(**{**told["setting"], "pinned": tuple(told["setting"].get("pinned", ()))})
-        lines.append(f"| {name} | `{told['command']}` | {told['seconds'] / 60:.1f} | {setting.sentence()} |")
     return "\n".join(lines) + "\n"
 
 
-def _measured(promise: Promise | HeldByTests, results: Results) -> tuple[str, str]:
-    if promise.measurement not in results:
-        return "not measured yet", ""
-    verdict = promise.judge(results[promise.measurement]["result"])
-    return verdict.found, "yes" if verdict.kept else "no"
+def _judged(promises: Sequence[Promise | HeldByTests], results: Mapping[str, Measured]) -> list[str]:
+    lines = ["| | promise | measured | kept | what others do |", "|---|---|---|---|---|"]
+    for promise in promises:
+        measured, kept = "not measured yet", ""
+        if promise.measurement in results:
+            verdict = promise.judge(results[promise.measurement].result)
+            measured, kept = verdict.found, "yes" if verdict.kept else "no"
+        lines.append(f"| {promise.name} | {promise.words} | {measured} | {kept} | {promise.others} |")
+    return lines
+
+
+def _told(results: Iterable[Measured]) -> list[str]:
+    lines = ["| measurement | command | minutes | where and when |", "|---|---|---|---|"]
+    for one in results:
+        lines.append(f"| {one.name} | `{one.command}` | {one.seconds / 60:.1f} | {one.setting.sentence()} |")
+    return lines
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -162,7 +181,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("book", type=Path, nargs="?", help="a text of a megabyte or more")
     parser.add_argument("--only", nargs="+", choices=tuple(MEASUREMENTS), default=tuple(MEASUREMENTS), metavar="NAME")
-    parser.add_argument("--report", action="store_true", help="write the page from what is filed, and measure nothing")
+    parser.add_argument("--report", action="store_true", help="print what is filed, and measure nothing")
     parser.add_argument("--results", type=Path, default=ROOT / RESULTS, help="the folder of results")
     given = parser.parse_args(arguments)
     failed = 0
@@ -180,7 +199,7 @@ def main(arguments: Sequence[str]) -> int:
                 failed = 1
             else:
                 print(f"service_promises: filed as {path.name}", file=sys.stderr, flush=True)
-    (given.results / PAGE).write_text(as_markdown(newest(given.results)))
+    print(as_markdown(filed_measurements(given.results)))
     return failed
 
 

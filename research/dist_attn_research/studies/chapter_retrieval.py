@@ -74,9 +74,9 @@ class ChapterRetrieval:
     lines: tuple[Line, ...]
 
     @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"chapter-retrieval-{self.setting.date[:10]}-{self.setting.commit}"
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        return "chapter-retrieval"
 
     def as_json(self) -> str:
         """The result for machines."""

@@ -90,9 +90,9 @@ class LongestSoftmax:
     rows: tuple[Row, ...]
 
     @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"longest-softmax-{self.setting.date[:10]}-{self.setting.commit}"
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        return "longest-softmax"
 
     def as_json(self) -> str:
         """The result for machines."""

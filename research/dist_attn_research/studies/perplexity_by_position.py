@@ -77,9 +77,9 @@ class PerplexityByPosition:
     trends: dict[str, Trend]
 
     @property
-    def name(self) -> str:
-        """What its files are called, without the ending."""
-        return f"perplexity-by-position-{self.setting.date[:10]}-{self.setting.commit}"
+    def case(self) -> str:
+        """What its file is called, without the ending."""
+        return "perplexity-by-position"
 
     def as_json(self) -> str:
         """The result for machines."""
