@@ -1,7 +1,9 @@
 """Ranks that differ, die or are late: every other rank learns at once who and where, or at the deadline."""
 
 import os
-import time
+import threading
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import torch
 from dist_attn.comm import Communicator, differentiable, run_simulated
 from dist_attn.errors import CommError, InputError, MismatchError
 from tests.support.ranks import run_processes, run_ranks
+from tests.support.service_server import eventually
 
 
 def test_simulated_names_who_called_what() -> None:
@@ -78,11 +81,9 @@ def test_simulated_raises_the_first_real_exception() -> None:
             raise KeyError("the real one")
         comm.barrier()
 
-    began = time.monotonic()
     with pytest.raises(KeyError, match="the real one") as caught:
         run_simulated(fn, 4)
     assert any("rank 2 of 4" in note for note in caught.value.__notes__)
-    assert time.monotonic() - began < 10.0
 
 
 def test_simulated_partners_learn_why() -> None:
@@ -108,21 +109,23 @@ def test_simulated_partners_learn_why() -> None:
 
 def test_simulated_finds_a_rank_that_returned_early() -> None:
     """A rank that makes fewer calls than the others is named at once, without waiting for the deadline."""
-    began = time.monotonic()
     with pytest.raises(MismatchError, match=r"rank 0 returned after 0 exchange\(s\)"):
-        run_simulated(lambda comm: comm.barrier() if comm.rank else None, 3, timeout_s=60.0)
-    assert time.monotonic() - began < 10.0
+        run_simulated(lambda comm: comm.barrier() if comm.rank else None, 3, timeout_s=3600.0)
 
 
 def test_simulated_wait_has_a_deadline() -> None:
     """A rank that never comes is named when the deadline has passed."""
+    given_up = threading.Event()
 
     def fn(comm: Communicator) -> None:
         if comm.rank == 0:
             pending = comm.all_gather_start(torch.zeros(1))
-            pending.wait()
+            try:
+                pending.wait()
+            finally:
+                given_up.set()
         else:
-            time.sleep(0.5)
+            assert given_up.wait(60)
             comm.barrier()
 
     with pytest.raises(CommError, match=r"rank 0 waited 0.1 s in exchange 0, all_gather.* for rank 1"):
@@ -170,41 +173,38 @@ def dies_on_rank_1(comm: Communicator) -> None:
     comm.all_reduce_sum(torch.zeros(2), label="loss")
 
 
-def hangs_on_rank_1(comm: Communicator) -> str:
-    """Rank 1 is late by more than the deadline; the others' second exchange fails at once."""
+def hangs_on_rank_1(given_up: Path, comm: Communicator) -> str:
+    """Rank 1 comes to no more exchanges until the others have given up; their second one is not even tried."""
     comm.barrier()
     if comm.rank == 1:
-        time.sleep(2.0)
+        eventually(given_up.exists, "rank 0 to give up")
         return "late"
     with pytest.raises(CommError) as caught:
         comm.all_gather(torch.zeros(2))
-    began = time.monotonic()
     with pytest.raises(CommError, match="cannot do barrier"):
         comm.barrier()
-    assert time.monotonic() - began < 0.5
+    given_up.touch()
     return str(caught.value)
 
 
 def test_gloo_raises_the_first_real_exception() -> None:
     """With processes, too, what one rank raised by itself comes out."""
     with pytest.raises(KeyError, match="the real one"):
-        run_ranks("gloo", raises_on_rank_1, 2, timeout_s=20.0)
+        run_ranks("gloo", raises_on_rank_1, 2)
 
 
 def test_gloo_dead_rank_is_a_comm_error() -> None:
     """When a process dies, the others get a CommError with rank and operation long before the deadline."""
-    began = time.monotonic()
-    outcomes = run_processes(dies_on_rank_1, 3, timeout_s=60.0)
-    assert time.monotonic() - began < 30.0
+    outcomes = run_processes(dies_on_rank_1, 3, timeout_s=3600.0)
     assert isinstance(outcomes[1], EOFError)
     for rank in (0, 2):
         assert isinstance(outcomes[rank], CommError)
         assert f"rank {rank} of 3 (gloo): all_reduce_sum(float32[2]) for loss failed" in str(outcomes[rank])
 
 
-def test_gloo_wait_has_a_deadline() -> None:
+def test_gloo_wait_has_a_deadline(tmp_path: Path) -> None:
     """A rank that hangs is a CommError on the others when the deadline has passed."""
-    outcomes = run_processes(hangs_on_rank_1, 2, timeout_s=0.8)
+    outcomes = run_processes(partial(hangs_on_rank_1, tmp_path / "given up"), 2, timeout_s=2.5)
     assert outcomes[1] == "late"
     assert "rank 0 of 2 (gloo): all_gather(float32[2]) failed after" in str(outcomes[0])
-    assert "0.8 s" in str(outcomes[0])
+    assert "2.5 s" in str(outcomes[0])

@@ -70,7 +70,7 @@ def is_late(comm: Communicator) -> None:
     """Rank 1 comes after the deadline, when all it needs may have arrived; from then on the group is of no use."""
     comm.timeout_s = 0.6
     if comm.rank == 1:
-        time.sleep(1.5)
+        time.sleep(4.0)
     else:
         with pytest.raises(CommError) as late:
             comm.all_gather(torch.zeros(2), label="carry")
@@ -118,7 +118,7 @@ def scans_late(comm: Communicator) -> None:
     """Rank 1 comes to a scan after the deadline of the others."""
     comm.timeout_s = 0.6
     if comm.rank == 1:
-        time.sleep(1.5)
+        time.sleep(4.0)
     scan(comm, 2)
     comm.barrier()
 
