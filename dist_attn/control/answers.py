@@ -9,7 +9,7 @@ from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
 from dist_attn.wire.messages import Generated, Progress
-from dist_attn.wire.rank_messages import Drawn, RowPieces, SessionFault
+from dist_attn.wire.rank_messages import Drawn, RequestFault, RowPieces
 from dist_attn_api.codes import Code
 
 log = structlog.get_logger("dist_attn.control")
@@ -45,7 +45,7 @@ class Answers:
 
         Raises: WireError if they do not fit.
         """
-        request, model = self._requests.get(pieces.session), self._requests.model
+        request, model = self._requests.get(pieces.request), self._requests.model
         form = None if request is None or model is None else request.row_form(model.hidden_size)
         if request is None or form is None:
             return
@@ -54,7 +54,7 @@ class Answers:
 
     def take_draw(self, drawn: Drawn) -> None:
         """Send a drawn token on; the end token and `max_tokens` end the request."""
-        request, model = self._requests.get(drawn.session), self._requests.model
+        request, model = self._requests.get(drawn.request), self._requests.model
         if request is None or request.work.draw is None or model is None:
             return
         drawing = request.drawing
@@ -89,9 +89,9 @@ class Answers:
         if token != sent:
             log.error("replay differs", request=request.request_id, draw=draw, sent=sent, again=token)
 
-    def take_fault(self, fault: SessionFault) -> None:
+    def take_fault(self, fault: RequestFault) -> None:
         """The ranks cannot go on with a request."""
-        request = self._requests.get(fault.session)
+        request = self._requests.get(fault.request)
         if request is not None:
             self._requests.fail(request, fault.code, fault.error)
 

@@ -125,8 +125,8 @@ class Controller:
                 self._group.rank_hello(message, now)
             case RankFailed():
                 self._group.rank_failed(message, now)
-            case StatePart() if self._requests.get(message.session) is not None:
-                self._keeper.append(message.session, message.ordinal, message.start, message.data)
+            case StatePart() if self._requests.get(message.request) is not None:
+                self._keeper.append(message.request, message.ordinal, message.start, message.data)
             case Draws() if self._group.running and message.rank in self._group.ranks:
                 self._round_done(message, now)
             case StepDone() if self._group.running and message.rank in self._group.ranks:

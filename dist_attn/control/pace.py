@@ -18,7 +18,7 @@ class Pace:
     token_s: float = 0.0
     """Of reading one token, all ranks working together."""
     round_s: float = 0.0
-    """Of one round of decoding: a token for every session that decodes, on the rank that takes longest."""
+    """Of one round of decoding: a token for every request that decodes, on the rank that takes longest."""
 
     def learn(self, tokens: int, rounds: int, prefill_s: float, decode_s: float) -> None:
         """A step of all ranks that read `tokens` and decoded for `rounds` took so long for each.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from dist_attn.control.requests import Request
-from dist_attn.control.scheduler import SessionView
+from dist_attn.control.scheduler import RequestView
 from dist_attn.rank_link.rows import GRAIN, row_length, sequence_length
 from dist_attn.wire.messages import RowSpec
 
@@ -26,11 +26,11 @@ class Cutting:
     stay_tokens: int | None = None
 
 
-def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> SessionView:
+def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> RequestView:
     """The request as the scheduler sees it; `blocked`: its reader is slow, or it is not its turn."""
     reading, keeping, drawing = request.reading, request.keeping, request.drawing
-    view = SessionView(
-        session=request.number,
+    view = RequestView(
+        number=request.number,
         opened=keeping.on_ranks,
         start=reading.dispatched,
         final=reading.final,
@@ -64,7 +64,7 @@ def view_of(request: Request, cutting: Cutting, now: float, blocked: bool) -> Se
     return replace(view, ready=ready, owner=drawing.owner, overdue=overdue)
 
 
-def _cut_rows(view: SessionView, rows: RowSpec, cutting: Cutting) -> SessionView:
+def _cut_rows(view: RequestView, rows: RowSpec, cutting: Cutting) -> RequestView:
     """An encoding: no block has too many rows, and none ends at a row inside a sequence."""
     length = row_length(rows)
     grid = GRAIN if cutting.text_tokens is None else sequence_length(rows, cutting.text_tokens)
@@ -73,4 +73,4 @@ def _cut_rows(view: SessionView, rows: RowSpec, cutting: Cutting) -> SessionView
     if cutting.text_tokens is None:
         return replace(view, grid=grid, chunk=chunk, row_length=length)
     # Sequences need no other rank, so short texts go around.
-    return replace(view, grid=grid, chunk=chunk, home=view.session)
+    return replace(view, grid=grid, chunk=chunk, home=view.number)

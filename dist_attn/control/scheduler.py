@@ -13,10 +13,10 @@ waits. So its rows and its state have the same bits in a busy engine, in an idle
 from collections.abc import Callable
 from itertools import pairwise
 
-from dist_attn.control.views import Block, Limits, Plan, SessionView, Turn, View
+from dist_attn.control.views import Block, Limits, Plan, RequestView, Turn, View
 from dist_attn.rank_link.rows import GRAIN
 
-__all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View", "admitted", "plan", "split"]
+__all__ = ["Block", "Limits", "Plan", "RequestView", "Turn", "View", "admitted", "plan", "split"]
 
 WEIGHTS = (1, 4, 16)
 """What a token counts for in each class, the most urgent first."""
@@ -27,11 +27,11 @@ DECODE_SHARE = 0.38
 def plan(view: View) -> Plan:
     """The next step for this view; the same view always gives the same plan."""
     limits = view.limits
-    sessions, swaps = admitted(view, lambda session: session.ready or bool(_next(session, session.start)))
-    decodes = _decodes(sessions, limits.ranks)
-    blocks, ring = _prefills(view, sessions, _budget(limits, decoding=any(decodes)))
-    busy = {block.session for block in blocks}.union(*decodes)
-    opens = tuple(s.session for s in sessions if not s.opened and s.session in busy)
+    requests, swaps = admitted(view, lambda request: request.ready or bool(_next(request, request.start)))
+    decodes = _decodes(requests, limits.ranks)
+    blocks, ring = _prefills(view, requests, _budget(limits, decoding=any(decodes)))
+    busy = {block.request for block in blocks}.union(*decodes)
+    opens = tuple(r.number for r in requests if not r.opened and r.number in busy)
     return Plan(opens, blocks, decodes, ring, _rounds(limits, blocks) if any(decodes) else 0, swaps)
 
 
@@ -55,39 +55,39 @@ def _rounds(limits: Limits, blocks: tuple[Block, ...]) -> int:
     return max(0, min(fit - 1, limits.pauses * len(blocks)))
 
 
-def _decodes(sessions: tuple[SessionView, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """One token for every session that can draw one; a new one goes to the rank that draws for the fewest."""
-    loads = [sum(s.owner == rank for s in sessions) for rank in range(ranks)]
+def _decodes(requests: tuple[RequestView, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """One token for every request that can draw one; a new one goes to the rank that draws for the fewest."""
+    loads = [sum(r.owner == rank for r in requests) for rank in range(ranks)]
     decodes: list[list[int]] = [[] for _ in range(ranks)]
-    for session in sessions:
-        if session.ready:
-            owner = session.owner
+    for request in requests:
+        if request.ready:
+            owner = request.owner
             if owner is None:
                 owner = loads.index(min(loads))
                 loads[owner] += 1
-            decodes[owner].append(session.session)
+            decodes[owner].append(request.number)
     return tuple(tuple(of_rank) for of_rank in decodes)
 
 
-def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
+def _prefills(view: View, requests: tuple[RequestView, ...], budget: int) -> tuple[tuple[Block, ...], tuple[Turn, ...]]:
     """At most `budget` tokens of blocks (a little more when short and long work share it), and the next round.
 
     It is a chunk at least: what fits into no step would never be read.
     """
     limits = view.limits
-    chunk = max([GRAIN, *(s.chunk for s in sessions)])
+    chunk = max([GRAIN, *(r.chunk for r in requests)])
     budget = max(chunk, budget)
-    runnable = {s.session: s for s in sessions if _next(s, s.start)}
-    shorts = [s for s in runnable.values() if s.final and s.available <= limits.short_tokens]
-    shorts.sort(key=lambda session: session.priority)
-    longs = runnable.keys() - {s.session for s in shorts}
+    runnable = {r.number: r for r in requests if _next(r, r.start)}
+    shorts = [r for r in runnable.values() if r.final and r.available <= limits.short_tokens]
+    shorts.sort(key=lambda request: request.priority)
+    longs = runnable.keys() - {r.number for r in shorts}
     share = max(chunk, budget // 2) if shorts and longs else budget
 
     blocks: list[Block] = []
     left, served = share, 0
-    for session in shorts:
-        made = _blocks(session, left, limits.ranks)
-        if not made or served == limits.max_sessions - bool(longs):
+    for request in shorts:
+        made = _blocks(request, left, limits.ranks)
+        if not made or served == limits.max_requests - bool(longs):
             break
         blocks += made
         served += 1
@@ -96,29 +96,29 @@ def _prefills(view: View, sessions: tuple[SessionView, ...], budget: int) -> tup
     left = share if longs else 0
     turns = _round(view.ring, longs)
     for place, turn in enumerate(turns):
-        session = runnable[turn.session]
-        made = _blocks(session, left, limits.ranks) if served < limits.max_sessions else []
+        request = runnable[turn.number]
+        made = _blocks(request, left, limits.ranks) if served < limits.max_requests else []
         if made:
             blocks += made
             served += 1
             left -= _tokens(made)
-            turns[place] = Turn(turn.session, turn.passed + _tokens(made) * WEIGHTS[session.priority])
+            turns[place] = Turn(turn.number, turn.passed + _tokens(made) * WEIGHTS[request.priority])
     return tuple(blocks), tuple(turns)
 
 
 def _round(ring: tuple[Turn, ...], longs: set[int]) -> list[Turn]:
     """The long documents, who has had least first; a new one begins with as much as that one, and is owed nothing."""
-    known = {turn.session: turn.passed for turn in ring if turn.session in longs}
+    known = {turn.number: turn.passed for turn in ring if turn.number in longs}
     least = min(known.values(), default=0)
-    return sorted((Turn(s, known.get(s, least)) for s in longs), key=lambda turn: (turn.passed, turn.session))
+    return sorted((Turn(r, known.get(r, least)) for r in longs), key=lambda turn: (turn.passed, turn.number))
 
 
-def _blocks(session: SessionView, limit: int, ranks: int) -> list[Block]:
-    """The next blocks of the session, `limit` tokens at most together; none while it is better to wait."""
+def _blocks(request: RequestView, limit: int, ranks: int) -> list[Block]:
+    """The next blocks of the request, `limit` tokens at most together; none while it is better to wait."""
     blocks: list[Block] = []
-    at = session.start
-    while (stop := _next(session, at)) and stop - session.start <= limit:
-        blocks.append(Block(session.session, at, split(at, stop - at, ranks, session.grid, session.home % ranks)))
+    at = request.start
+    while (stop := _next(request, at)) and stop - request.start <= limit:
+        blocks.append(Block(request.number, at, split(at, stop - at, ranks, request.grid, request.home % ranks)))
         at = stop
     return blocks
 
@@ -127,26 +127,26 @@ def _tokens(blocks: list[Block]) -> int:
     return sum(block.tokens for block in blocks)
 
 
-def _next(session: SessionView, at: int) -> int:
+def _next(request: RequestView, at: int) -> int:
     """Where a block that begins at `at` ends; 0 while it is better to wait.
 
     A block ends at the end of the input or of a chunk. Only a client that sends slowly gets a cut on the grid before,
     or at the last row edge where rows are shorter: they should not wait for tokens that come much later.
     """
-    stop = session.start + session.available
+    stop = request.start + request.available
     if at >= stop:
         return 0
-    if at < (session.due[-1] if session.due else 0):
-        return min(edge for edge in session.due if edge > at)
-    edge = (at // session.chunk + 1) * session.chunk
+    if at < (request.due[-1] if request.due else 0):
+        return min(edge for edge in request.due if edge > at)
+    edge = (at // request.chunk + 1) * request.chunk
     if edge <= stop:
         return edge
-    if session.final:
+    if request.final:
         return stop
-    if not session.overdue:
+    if not request.overdue:
         return 0
-    on_grid = stop - stop % session.grid
-    on_row = stop - stop % session.row_length if session.row_length else 0
+    on_grid = stop - stop % request.grid
+    on_row = stop - stop % request.row_length if request.row_length else 0
     return next((cut for cut in (on_grid, on_row) if cut > at), 0)
 
 
@@ -165,30 +165,30 @@ def split(start: int, count: int, ranks: int, grid: int = GRAIN, home: int = 0) 
     return tuple(count if rank == home else 0 for rank in range(ranks))
 
 
-def admitted(view: View, has_work: Callable[[SessionView], bool]) -> tuple[tuple[SessionView, ...], tuple[int, ...]]:
-    """The sessions that are worked on, in order of arrival, and those whose state is put aside for them.
+def admitted(view: View, has_work: Callable[[RequestView], bool]) -> tuple[tuple[RequestView, ...], tuple[int, ...]]:
+    """The requests that are worked on, in order of arrival, and those whose state is put aside for them.
 
     Room goes to the most urgent class, in it to who has waited longest. When there is none, a text that is being read
     and has come some way gives its place to a short prompt of its class or to anybody of a more urgent one; it waits
     then like one that has just come.
     """
-    here = [s for s in view.sessions if s.opened]
-    waiting = [s for s in view.sessions if not s.opened and not s.blocked and has_work(s)]
-    waiting.sort(key=lambda session: (session.priority, session.queued_at))
+    here = [r for r in view.requests if r.opened]
+    waiting = [r for r in view.requests if not r.opened and not r.blocked and has_work(r)]
+    waiting.sort(key=lambda request: (request.priority, request.queued_at))
     room = max(0, view.limits.max_active - len(here))
     chosen, left = waiting[:room], waiting[room:]
     # The least urgent first; of these the one that came last.
-    victims = sorted((s for s in reversed(here) if s.swappable), key=lambda s: -s.priority)
+    victims = sorted((r for r in reversed(here) if r.swappable), key=lambda r: -r.priority)
     swaps: list[int] = []
-    for session in left:
-        if not victims or not _goes_before(session, victims[0], view.limits.short_tokens):
+    for request in left:
+        if not victims or not _goes_before(request, victims[0], view.limits.short_tokens):
             break
-        swaps.append(victims.pop(0).session)
-        chosen.append(session)
-    working = {s.session for s in chosen} | ({s.session for s in here if not s.blocked} - set(swaps))
-    return tuple(s for s in view.sessions if s.session in working), tuple(swaps)
+        swaps.append(victims.pop(0).number)
+        chosen.append(request)
+    working = {r.number for r in chosen} | ({r.number for r in here if not r.blocked} - set(swaps))
+    return tuple(r for r in view.requests if r.number in working), tuple(swaps)
 
 
-def _goes_before(session: SessionView, other: SessionView, short_tokens: int) -> bool:
-    short = session.ready or (session.final and session.available <= short_tokens)
-    return session.priority < other.priority or (short and session.priority == other.priority)
+def _goes_before(request: RequestView, other: RequestView, short_tokens: int) -> bool:
+    short = request.ready or (request.final and request.available <= short_tokens)
+    return request.priority < other.priority or (short and request.priority == other.priority)

@@ -1,4 +1,4 @@
-"""The last saved state of every open session, in files of this controller; they end with it."""
+"""The last saved state of every open request, in files of this controller; they end with it."""
 
 import contextlib
 import os
@@ -22,41 +22,41 @@ log = structlog.get_logger("dist_attn.control")
 
 
 class StateKeeper(Protocol):
-    """Keeps bytes by session: new states are written in parts beside the last one, and one of them takes its place."""
+    """Keeps bytes by request: new states are written in parts beside the last one, and one of them takes its place."""
 
-    def append(self, session: int, ordinal: int, start: int, data: bytes) -> None:
-        """Bytes [start, start + n) of the session's state of that number; what does not follow makes it none."""
+    def append(self, request: int, ordinal: int, start: int, data: bytes) -> None:
+        """Bytes [start, start + n) of the request's state of that number; what does not follow makes it none."""
         ...
 
-    def finish(self, session: int, ordinal: int, num_bytes: int) -> bool:
+    def finish(self, request: int, ordinal: int, num_bytes: int) -> bool:
         """The state of that number has come; false, and nothing is kept, if it is not whole."""
         ...
 
-    def commit(self, session: int, ordinal: int) -> bool:
+    def commit(self, request: int, ordinal: int) -> bool:
         """Let the finished state of that number take the place of the last one; false if it cannot."""
         ...
 
-    def begin(self, session: int, start: int, data: bytes) -> bool:
-        """Bytes [start, start + n) of the state that the session begins with; false if they cannot be kept."""
+    def begin(self, request: int, start: int, data: bytes) -> bool:
+        """Bytes [start, start + n) of the state that the request begins with; false if they cannot be kept."""
         ...
 
-    def begun(self, session: int) -> bool:
-        """What has come so is the session's last state; false if it cannot be."""
+    def begun(self, request: int) -> bool:
+        """What has come so is the request's last state; false if it cannot be."""
         ...
 
-    def offer(self, session: int, ordinal: int) -> bool:
+    def offer(self, request: int, ordinal: int) -> bool:
         """Keep the last state under that number, however many follow, until `end_offer`; false if it cannot be."""
         ...
 
-    def offered(self, session: int, ordinal: int, start: int, count: int) -> bytes:
+    def offered(self, request: int, ordinal: int, start: int, count: int) -> bytes:
         """Bytes [start, start + count) of a state that is kept so; fewer if they cannot be read."""
         ...
 
-    def end_offer(self, session: int, ordinal: int) -> None:
+    def end_offer(self, request: int, ordinal: int) -> None:
         """It is not needed any more."""
         ...
 
-    def parts(self, session: int) -> Iterator[bytes]:
+    def parts(self, request: int) -> Iterator[bytes]:
         """The last state, in parts that fit into messages."""
         ...
 
@@ -64,136 +64,136 @@ class StateKeeper(Protocol):
         """The ranks are gone: what was not committed is of no use."""
         ...
 
-    def drop(self, session: int) -> None:
-        """The session has ended."""
+    def drop(self, request: int) -> None:
+        """The request has ended."""
         ...
 
 
 @final
 class StateFiles:
-    """A file per session in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing."""
+    """A file per request in a folder of its own. Memory: one part. A full disk keeps no state and breaks nothing."""
 
     def __init__(self, folder: Path) -> None:
         make_private(folder)
         _remove_left_over(folder)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=folder))
 
-    def append(self, session: int, ordinal: int, start: int, data: bytes) -> None:
+    def append(self, request: int, ordinal: int, start: int, data: bytes) -> None:
         """Write one part."""
-        path = self._next(session, ordinal)
+        path = self._next(request, ordinal)
         try:
             with path.open("r+b" if start else "wb") as file:
                 if file.seek(0, os.SEEK_END) != start:
                     return
                 file.write(data)
         except OSError as error:
-            log.warning("state is not kept", session=session, error=str(error))
+            log.warning("state is not kept", request=request, error=str(error))
             path.unlink(missing_ok=True)
 
-    def finish(self, session: int, ordinal: int, num_bytes: int) -> bool:
+    def finish(self, request: int, ordinal: int, num_bytes: int) -> bool:
         """Rename what was written."""
-        path = self._next(session, ordinal)
+        path = self._next(request, ordinal)
         try:
             if not num_bytes:  # there is nothing to keep, and nothing was sent
                 path.write_bytes(b"")
             if path.stat().st_size != num_bytes:
                 return False
-            path.replace(self._whole(session, ordinal))
+            path.replace(self._whole(request, ordinal))
         except OSError:
             return False
         return True
 
-    def commit(self, session: int, ordinal: int) -> bool:
+    def commit(self, request: int, ordinal: int) -> bool:
         """Rename the state over the last one."""
         try:
-            self._whole(session, ordinal).replace(self._last(session))
+            self._whole(request, ordinal).replace(self._last(request))
         except OSError:
             return False
         return True
 
-    def begin(self, session: int, start: int, data: bytes) -> bool:
+    def begin(self, request: int, start: int, data: bytes) -> bool:
         """Write one piece; a loss of ranks leaves it."""
         try:
-            with self._begin(session).open("r+b" if start else "wb") as file:
+            with self._begin(request).open("r+b" if start else "wb") as file:
                 file.seek(start)
                 file.write(data)
         except OSError as error:
-            log.warning("state to begin with is not kept", session=session, error=str(error))
+            log.warning("state to begin with is not kept", request=request, error=str(error))
             return False
         return True
 
-    def begun(self, session: int) -> bool:
+    def begun(self, request: int) -> bool:
         """Rename it."""
         try:
-            self._begin(session).replace(self._last(session))
+            self._begin(request).replace(self._last(request))
         except OSError:
             return False
         return True
 
-    def offer(self, session: int, ordinal: int) -> bool:
+    def offer(self, request: int, ordinal: int) -> bool:
         """Another name for the file, or a copy where a file cannot have two."""
-        offered = self._offered(session, ordinal)
+        offered = self._offered(request, ordinal)
         try:
-            offered.hardlink_to(self._last(session))
+            offered.hardlink_to(self._last(request))
         except OSError:
             try:
-                shutil.copyfile(self._last(session), offered)
+                shutil.copyfile(self._last(request), offered)
             except OSError as error:
-                log.warning("state cannot be handed out", session=session, error=str(error))
+                log.warning("state cannot be handed out", request=request, error=str(error))
                 return False
         return True
 
-    def offered(self, session: int, ordinal: int, start: int, count: int) -> bytes:
+    def offered(self, request: int, ordinal: int, start: int, count: int) -> bytes:
         """Read a piece."""
         try:
-            with self._offered(session, ordinal).open("rb") as file:
+            with self._offered(request, ordinal).open("rb") as file:
                 file.seek(start)
                 return file.read(count)
         except OSError as error:
-            log.error("state cannot be read", session=session, error=str(error))
+            log.error("state cannot be read", request=request, error=str(error))
             return b""
 
-    def end_offer(self, session: int, ordinal: int) -> None:
+    def end_offer(self, request: int, ordinal: int) -> None:
         """Remove the name."""
-        self._offered(session, ordinal).unlink(missing_ok=True)
+        self._offered(request, ordinal).unlink(missing_ok=True)
 
-    def parts(self, session: int) -> Iterator[bytes]:
+    def parts(self, request: int) -> Iterator[bytes]:
         """Read the last state; where it cannot be read, what is sent is not whole, and the ranks refuse it."""
         try:
-            with self._last(session).open("rb") as file:
+            with self._last(request).open("rb") as file:
                 while part := file.read(PART_BYTES):
                     yield part
         except OSError as error:
-            log.error("state cannot be read", session=session, error=str(error))
+            log.error("state cannot be read", request=request, error=str(error))
 
     def forget_unfinished(self) -> None:
         """Remove what has not taken the last state's place."""
         for path in [*self.folder.glob("*.next"), *self.folder.glob("*.whole")]:
             path.unlink(missing_ok=True)
 
-    def drop(self, session: int) -> None:
-        """Remove the session's files."""
-        for path in [*self.folder.glob(f"{session}.*")]:
+    def drop(self, request: int) -> None:
+        """Remove the request's files."""
+        for path in [*self.folder.glob(f"{request}.*")]:
             path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Remove everything."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _next(self, session: int, ordinal: int) -> Path:
-        return self.folder / f"{session}.{ordinal}.next"
+    def _next(self, request: int, ordinal: int) -> Path:
+        return self.folder / f"{request}.{ordinal}.next"
 
-    def _whole(self, session: int, ordinal: int) -> Path:
-        return self.folder / f"{session}.{ordinal}.whole"
+    def _whole(self, request: int, ordinal: int) -> Path:
+        return self.folder / f"{request}.{ordinal}.whole"
 
-    def _begin(self, session: int) -> Path:
-        return self.folder / f"{session}.begin"
+    def _begin(self, request: int) -> Path:
+        return self.folder / f"{request}.begin"
 
-    def _offered(self, session: int, ordinal: int) -> Path:
-        return self.folder / f"{session}.{ordinal}.offered"
+    def _offered(self, request: int, ordinal: int) -> Path:
+        return self.folder / f"{request}.{ordinal}.offered"
 
-    def _last(self, session: int) -> Path:
-        return self.folder / f"{session}.state"
+    def _last(self, request: int) -> Path:
+        return self.folder / f"{request}.state"
 
 
 def _remove_left_over(folder: Path) -> None:

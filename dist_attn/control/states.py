@@ -106,14 +106,14 @@ class States:
 
     def take_saved(self, saved: SavedState) -> None:
         """A rank has sent a state whole: work may be done again from it, once no other rank has rows before it."""
-        request = self._requests.get(saved.session)
+        request = self._requests.get(saved.request)
         if request is None:
-            self._keeper.drop(saved.session)
+            self._keeper.drop(saved.request)
             return
         saves = request.keeping.saves
         if not saves.awaits(saved.ordinal):
             return
-        if self._keeper.finish(saved.session, saved.ordinal, saved.num_bytes):
+        if self._keeper.finish(saved.request, saved.ordinal, saved.num_bytes):
             saves.take(saved)
         elif request.is_session:
             text = "the session's state could not be written to the controller's disk"

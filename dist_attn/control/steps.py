@@ -83,13 +83,13 @@ class _Orders:
 
     def prefill(self, block: Block) -> None:
         """A block, cut over the ranks."""
-        request = self._requests[block.session]
+        request = self._requests[block.request]
         reading = request.reading
         for ops, length in zip(self.ops, block.lengths, strict=True):
             tokens = reading.take(length)
             # The last token of a prompt is in no block, so there is always one that follows.
             following = None if request.scores is None else reading.queue.first
-            ops.append(PrefillOp(block.session, block.start, list(block.lengths), tokens, following))
+            ops.append(PrefillOp(block.request, block.start, list(block.lengths), tokens, following))
         reading.end_block(block.tokens, self._now)
         request.drawing.logits_are_at(max(rank for rank, length in enumerate(block.lengths) if length))
         self.save_awaited(request)
@@ -128,7 +128,7 @@ class _UnderWay:
     k: int
     sent_at: float
     waiting: set[int]
-    reached: list[tuple[int, int]]  # sessions, and the position after this step
+    reached: list[tuple[int, int]]  # requests, and the position after this step
     tokens: int
     rounds: int
     prefill_s: float = float("inf")
@@ -182,7 +182,7 @@ class StepBook:
             orders.decode(rank, numbers)
         for block in plan.blocks:
             orders.prefill(block)
-        given = list(dict.fromkeys(block.session for block in plan.blocks))
+        given = list(dict.fromkeys(block.request for block in plan.blocks))
         for number in given:
             orders.end_blocks(requests[number])
         for rank, numbers in enumerate(plan.decodes):
@@ -195,7 +195,7 @@ class StepBook:
     def _account(self, plan: Plan, now: float) -> None:
         """The step is under way."""
         self.last_k += 1
-        reached = [(block.session, block.start + block.tokens) for block in plan.blocks]
+        reached = [(block.request, block.start + block.tokens) for block in plan.blocks]
         tokens, drawing = sum(block.tokens for block in plan.blocks), 1 + plan.rounds if any(plan.decodes) else 0
         self.under_way.append(_UnderWay(self.last_k, now, set(range(self.ranks)), reached, tokens, drawing))
         self._forget_old_rates(now)
@@ -217,7 +217,7 @@ class StepBook:
                 requests.grant(request)
 
     def finish(self, done: StepDone) -> list[tuple[int, int]]:
-        """One rank has finished a step; the sessions that have come further, now that all ranks have, and how far.
+        """One rank has finished a step; the requests that have come further, now that all ranks have, and how far.
 
         Raises: WireError if it is not the step that is due from this rank.
         """

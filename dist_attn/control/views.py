@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from dist_attn.rank_link.rows import GRAIN
 
-__all__ = ["Block", "Limits", "Plan", "SessionView", "Turn", "View"]
+__all__ = ["Block", "Limits", "Plan", "RequestView", "Turn", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Limits:
     block_tokens: int = 2048
     beside_decode_tokens: int = 512
     short_tokens: int = 2048
-    max_sessions: int = 4  # whose blocks share a step
+    max_requests: int = 4  # whose blocks share a step
     max_active: int = 128
     step_s: float = 0.25
     token_s: float = 0.0
@@ -28,10 +28,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class SessionView:
+class RequestView:
     """One open request: tokens [start, start + available) may be prefilled now; `final`: none will follow them."""
 
-    session: int
+    number: int
     opened: bool = True  # the ranks hold a state for it
     start: int = 0
     available: int = 0
@@ -54,24 +54,24 @@ class SessionView:
 class Turn:
     """What a long document has had so far: its tokens, each counted by the weight of its class."""
 
-    session: int
+    number: int
     passed: int
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything the scheduler may know. `sessions` stand in order of arrival."""
+    """Everything the scheduler may know. `requests` stand in order of arrival."""
 
     limits: Limits
-    sessions: tuple[SessionView, ...]
+    requests: tuple[RequestView, ...]
     ring: tuple[Turn, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Tokens [start, start + sum(lengths)) of a session, `lengths[r]` of them on rank r."""
+    """Tokens [start, start + sum(lengths)) of a request, `lengths[r]` of them on rank r."""
 
-    session: int
+    request: int
     start: int
     lengths: tuple[int, ...]
 
@@ -83,7 +83,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The work of one step: sessions to open, blocks to prefill, and the sessions that each rank draws a token for.
+    """The work of one step: requests to open, blocks to prefill, and the requests that each rank draws a token for.
 
     They draw `rounds` times more between the layers of the blocks. The states of `swaps` are put aside before anything
     is opened.

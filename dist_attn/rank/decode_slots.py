@@ -1,6 +1,6 @@
-"""Decoding many sessions side by side, in batches of one fixed shape, so that a session's bits do not depend on others.
+"""Decoding many requests side by side, in batches of one fixed shape, so that a request's bits do not depend on others.
 
-The states of a batch stay stacked from token to token; they are taken apart only when sessions come or go.
+The states of a batch stay stacked from token to token; they are taken apart only when requests come or go.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from dist_attn.generation import (
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import current_watch
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, Drawn, SessionFault
+from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 
 __all__ = ["SLOTS", "DecodeSlots"]
 
@@ -36,7 +36,7 @@ KEPT_STEPS = 4
 
 @dataclass
 class _Seat:
-    """One session that decodes here."""
+    """One request that decodes here."""
 
     spec: SamplingSpec
     generator: torch.Generator
@@ -49,18 +49,18 @@ class _Seat:
 
 @dataclass
 class _Batch:
-    sessions: tuple[int, ...]
+    requests: tuple[int, ...]
     state: ModelState  # of SLOTS sequences; with a captured step, in its buffers
     captured: CapturedStep | None = None
 
 
 @final
 class DecodeSlots:
-    """The sessions that this rank draws tokens for.
+    """The requests that this rank draws tokens for.
 
     `steps` says whether batches are decoded over buffers that stay, see `generation.takes_captured_steps`. `graphs` is
-    where their graphs come from; a step that was captured serves any number of sessions up to SLOTS, and what is kept
-    for batches to come is given up with the last session.
+    where their graphs come from; a step that was captured serves any number of requests up to SLOTS, and what is kept
+    for batches to come is given up with the last request.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class DecodeSlots:
             return frozenset({"operation by operation: captured steps were not asked for"})
         return frozenset(batch.captured.how for batch in self._batches if batch.captured is not None)
 
-    def __contains__(self, session: int) -> bool:
-        return session in self._seats
+    def __contains__(self, request: int) -> bool:
+        return request in self._seats
 
     def take_in(
         self,
-        session: int,
+        request: int,
         state: ModelState,
         spec: SamplingSpec,
         *,
@@ -101,65 +101,65 @@ class DecodeSlots:
         counts: Mapping[int, int] | None = None,
         logits_V: torch.Tensor | None = None,
     ) -> None:
-        """A session whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before.
+        """A request whose prompt is prefilled but for its last token, or one that had `draws` tokens drawn before.
 
         `counts` are those of the drawn tokens that are in the state: all but the last one. With `logits_V`, those after
-        the state's last token, the session draws from them and then feeds what it has drawn: all drawn ones are in it.
+        the state's last token, the request draws from them and then feeds what it has drawn: all drawn ones are in it.
         """
-        generator = generator_for(spec, session, draws)
-        self._seats[session] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
-        self._apart[session] = state
+        generator = generator_for(spec, request, draws)
+        self._seats[request] = _Seat(spec, generator, draws=draws, counts=Counter(counts or {}), logits_V=logits_V)
+        self._apart[request] = state
 
-    def state_of(self, session: int) -> tuple[ModelState, int, torch.Tensor | None]:
-        """The session's state, how many tokens were drawn, and the logits after its last one where they are kept.
+    def state_of(self, request: int) -> tuple[ModelState, int, torch.Tensor | None]:
+        """The request's state, how many tokens were drawn, and the logits after its last one where they are kept.
 
         Where they are not, the last drawn token is not in the state yet.
         """
-        seat = self._seats[session]
-        if session in self._apart:
-            return self._apart[session], seat.draws, seat.logits_V
-        batch = next(batch for batch in self._batches if session in batch.sessions)
-        return batch.state.select(batch.sessions.index(session)), seat.draws, seat.logits_V
+        seat = self._seats[request]
+        if request in self._apart:
+            return self._apart[request], seat.draws, seat.logits_V
+        batch = next(batch for batch in self._batches if request in batch.requests)
+        return batch.state.select(batch.requests.index(request)), seat.draws, seat.logits_V
 
-    def forget(self, session: int) -> None:
-        """Drop the session and its state; an unknown one is ignored."""
-        if self._seats.pop(session, None) is None:
+    def forget(self, request: int) -> None:
+        """Drop the request and its state; an unknown one is ignored."""
+        if self._seats.pop(request, None) is None:
             return
-        self._apart.pop(session, None)
+        self._apart.pop(request, None)
         for batch in self._batches:
-            if session in batch.sessions:
+            if request in batch.requests:
                 self._dissolve(batch)
                 break
         if not self._seats:
             self._free.clear()  # states and graphs take memory that nobody has planned for
 
-    def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | SessionFault]:
-        """Feed each session its token and draw the next one; those that draw from kept logits feed what they draw."""
+    def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | RequestFault]:
+        """Feed each request its token and draw the next one; those that draw from kept logits feed what they draw."""
         wanted = []
-        results: list[Drawn | SessionFault] = []
+        results: list[Drawn | RequestFault] = []
         for entry in entries:
-            seat = self._seats[entry.session]
+            seat = self._seats[entry.request]
             if seat.logits_V is not None:
                 result = self._draw_kept(entry, seat, seat.logits_V)
                 results += [] if result is None else [result]
                 if isinstance(result, Drawn) and not seat.ended:
-                    wanted.append(entry.session)
+                    wanted.append(entry.request)
                 continue
             seat.token = seat.token if entry.token is None else entry.token
             if seat.draws and seat.spec.penalises:
                 # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
                 seat.counts[seat.token] += 1
-            wanted.append(entry.session)
+            wanted.append(entry.request)
         self._arrange(wanted)
         for batch in self._batches:
             results += self._draw_batch(batch)
         return results
 
-    def _draw_kept(self, entry: DecodeEntry, seat: _Seat, logits_V: torch.Tensor) -> Drawn | SessionFault | None:
-        """Draw from the logits after the session's last token; what it gave the first time is what will be fed."""
+    def _draw_kept(self, entry: DecodeEntry, seat: _Seat, logits_V: torch.Tensor) -> Drawn | RequestFault | None:
+        """Draw from the logits after the request's last token; what it gave the first time is what will be fed."""
         if seat.ended:
             return None
-        result = _draw(entry.session, seat, logits_V, self._end_token)
+        result = _draw(entry.request, seat, logits_V, self._end_token)
         if isinstance(result, Drawn):
             seat.token = result.token if entry.token is None else entry.token
             seat.ended = seat.spec.ends(seat.token, self._end_token)
@@ -169,8 +169,8 @@ class DecodeSlots:
                 seat.counts[seat.token] += 1
         return result
 
-    def _draw_batch(self, batch: _Batch) -> list[Drawn | SessionFault]:
-        seats = [self._seats[session] for session in batch.sessions]
+    def _draw_batch(self, batch: _Batch) -> list[Drawn | RequestFault]:
+        seats = [self._seats[request] for request in batch.requests]
         tokens = [seat.token for seat in seats] + [0] * (SLOTS - len(seats))
         token_B = torch.tensor(tokens, dtype=torch.int64, device=self._model.embedding.weight.device)
         watch = current_watch()
@@ -186,66 +186,66 @@ class DecodeSlots:
         if watch is not None:
             watch.rows = None
         logits_BV = logits_BV[: len(seats)].float().cpu()
-        results: list[Drawn | SessionFault] = []
-        for session, seat, logits_V in zip(batch.sessions, seats, logits_BV, strict=True):
+        results: list[Drawn | RequestFault] = []
+        for request, seat, logits_V in zip(batch.requests, seats, logits_BV, strict=True):
             if seat.logits_V is not None:
                 seat.logits_V = logits_V.clone()
                 continue
-            result = _draw(session, seat, logits_V, self._end_token)
+            result = _draw(request, seat, logits_V, self._end_token)
             if isinstance(result, Drawn):
                 seat.token = result.token
             results.append(result)
         return results
 
     def _arrange(self, wanted: list[int]) -> None:
-        """Put exactly these sessions into batches, and leave full batches as they are."""
+        """Put exactly these requests into batches, and leave full batches as they are."""
         for batch in list(self._batches):
-            if not set(batch.sessions) <= set(wanted):
+            if not set(batch.requests) <= set(wanted):
                 self._dissolve(batch)
-        seated = {session for batch in self._batches for session in batch.sessions}
+        seated = {request for batch in self._batches for request in batch.requests}
         if set(wanted) == seated:
             return
-        for batch in [b for b in self._batches if len(b.sessions) < SLOTS]:
+        for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
         # A key-value cache has the length of its text: only states of one shape go side by side.
         alike: dict[tuple[torch.Size, ...], list[int]] = {}
-        for session in wanted:
-            if session in self._apart:
-                alike.setdefault(_shapes(self._apart[session]), []).append(session)
-        for sessions in alike.values():
-            for at in range(0, len(sessions), SLOTS):
-                self._batches.append(self._stack(tuple(sessions[at : at + SLOTS])))
+        for request in wanted:
+            if request in self._apart:
+                alike.setdefault(_shapes(self._apart[request]), []).append(request)
+        for requests in alike.values():
+            for at in range(0, len(requests), SLOTS):
+                self._batches.append(self._stack(tuple(requests[at : at + SLOTS])))
 
-    def _stack(self, sessions: tuple[int, ...]) -> _Batch:
-        states = [self._apart.pop(session) for session in sessions]
+    def _stack(self, requests: tuple[int, ...]) -> _Batch:
+        states = [self._apart.pop(request) for request in requests]
         state = ModelState.stack(states + states[:1] * (SLOTS - len(states)))
         if not self._captures:
-            return _Batch(sessions, state)
+            return _Batch(requests, state)
         captured = next((step for step in self._free if step.fits(state)), None)
         if captured is None:
-            captured = CapturedStep(self._model, state, rows=len(sessions), graphs=self._graphs)
+            captured = CapturedStep(self._model, state, rows=len(requests), graphs=self._graphs)
         else:
             self._free.remove(captured)
-            captured.load(state, rows=len(sessions))
-        return _Batch(sessions, captured.state, captured)
+            captured.load(state, rows=len(requests))
+        return _Batch(requests, captured.state, captured)
 
     def _dissolve(self, batch: _Batch) -> None:
         self._batches.remove(batch)
-        for slot, session in enumerate(batch.sessions):
-            if session in self._seats:
-                self._apart[session] = batch.state.select(slot)
+        for slot, request in enumerate(batch.requests):
+            if request in self._seats:
+                self._apart[request] = batch.state.select(slot)
         if batch.captured is not None and not batch.captured.grows:
             self._free = [batch.captured, *self._free[: KEPT_STEPS - 1]]
 
 
-def _draw(session: int, seat: _Seat, logits_V: torch.Tensor, end_token: int | None) -> Drawn | SessionFault:
+def _draw(request: int, seat: _Seat, logits_V: torch.Tensor, end_token: int | None) -> Drawn | RequestFault:
     barred = seat.spec.barred(end_token, seat.draws)
     try:
         (token,) = sample(logits_V[None], [seat.spec], [seat.generator], [seat.counts], [barred])
     except EngineError as error:
-        return SessionFault(session, str(error))
+        return RequestFault(request, str(error))
     seat.draws += 1
-    return Drawn(session, token, token_logprobs(logits_V, token, seat.spec.logprobs))
+    return Drawn(request, token, token_logprobs(logits_V, token, seat.spec.logprobs))
 
 
 def _shapes(state: ModelState) -> tuple[torch.Size, ...]:

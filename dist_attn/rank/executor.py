@@ -1,4 +1,4 @@
-"""The model on this rank's device: opens, prefills, decodes and closes sessions as the steps say."""
+"""The model on this rank's device: opens, prefills, decodes and closes requests as the steps say."""
 
 import os
 import sys
@@ -24,7 +24,7 @@ from dist_attn.ops.linear_attention import why_no_library
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor
-from dist_attn.rank.state_bytes import pack_session, read_state, state_size, unpack_session, write_state
+from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, state_size, write_state
 from dist_attn.rank_link.guard_tally import GuardTally
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -40,9 +40,9 @@ from dist_attn.wire.rank_messages import (
     GuardCounts,
     OpenOp,
     PrefillOp,
+    RequestFault,
     RowPieces,
     SavedState,
-    SessionFault,
 )
 from dist_attn_api.codes import Code
 
@@ -51,7 +51,7 @@ __all__ = ["ModelExecutor", "open_executor"]
 
 @dataclass
 class _Prefilling:
-    """A session whose input is not complete; the state is equal on all ranks but for the keys of an encoding."""
+    """A request whose input is not complete; the state is equal on all ranks but for the keys of an encoding."""
 
     state: ModelState
     rows: RowSpec | None
@@ -111,7 +111,7 @@ def _end_token(folder: Path) -> int | None:
 
 @final
 class ModelExecutor:
-    """The sessions of this rank. Memory: one state per session; hidden states live no longer than their operation."""
+    """The requests of this rank. Memory: one state per request; hidden states live no longer than their operation."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ModelExecutor:
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
         self._decoding = DecodeSlots(model, end_token)
-        self._refused: set[int] = set()  # sessions whose stored state is none: what follows of them is passed over
+        self._refused: set[int] = set()  # requests whose stored state is none: what follows of them is passed over
         # Decoding goes between the layers of prefill: neither may find where the other one looks.
         self._watch = Watch(finite)
         self._decode_watch = Watch(None if finite is None else replace(finite))
@@ -148,52 +148,52 @@ class ModelExecutor:
         self.manifest = manifest if self.state_bytes is not None else None
 
     @torch.inference_mode()
-    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None:
-        """Begin a session with the empty state, or go on from the bytes of a saved one.
+    def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
+        """Begin a request with the empty state, or go on from the bytes of a saved one.
 
-        A stored state that is none of this model's is a fault of the session: every rank sees the same bytes, and all
-        pass over what follows until the session is closed.
+        A stored state that is none of this model's is a fault of the request: every rank sees the same bytes, and all
+        pass over what follows until the request is closed.
         """
         restored, restore = self._language_model.initial_state(1), op.restore
         logits_V = None
         if restore is not None and restore.snapshot:
             try:
-                restored, logits_V = unpack_session(state, self._language_model, self.manifest)
+                restored, logits_V = state_of_snapshot(state, self._language_model, self.manifest)
             except (WireError, StateMismatchError) as error:
-                self._refused.add(op.session)
-                return SessionFault(op.session, str(error), Code.INVALID_STATE)
+                self._refused.add(op.request)
+                return RequestFault(op.request, str(error), Code.INVALID_STATE)
         elif restore is not None:
             restored = read_state(state, restored)
         if restore is not None and restore.draws and op.sampling is not None:
             self._decoding.take_in(
-                op.session, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
+                op.request, restored, op.sampling, draws=restore.draws, counts=op.counts, logits_V=logits_V
             )
         else:
             position = 0 if restore is None else restore.position
-            self._prefilling[op.session] = _Prefilling(
+            self._prefilling[op.request] = _Prefilling(
                 restored, op.rows, op.sampling, position, op.from_logits, logits_V
             )
         return None
 
     @torch.inference_mode()
-    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
-        """The session's state as it is now; nothing of one that was refused."""
-        if session in self._refused:
+    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
+        """The request's state as it is now; nothing of one that was refused."""
+        if request in self._refused:
             return None
-        if session in self._decoding:
-            state, draws, logits_V = self._decoding.state_of(session)
+        if request in self._decoding:
+            state, draws, logits_V = self._decoding.state_of(request)
         else:
-            known = self._known(session)
+            known = self._known(request)
             state, draws, logits_V = known.state, 0, self._logits(known)
-        data = pack_session(state, logits_V, self.manifest) if snapshot else write_state(state)
-        return SavedState(session, state.position, draws, len(data), snapshot=snapshot), data
+        data = snapshot_bytes(state, logits_V, self.manifest) if snapshot else write_state(state)
+        return SavedState(request, state.position, draws, len(data), snapshot=snapshot), data
 
-    def _logits(self, session: _Prefilling) -> torch.Tensor | None:
-        """The logits after the session's last token, where this rank has them."""
-        if session.last_D is not None:
-            session.logits_V = self._language_model.readout(session.last_D[None])[0].float().cpu()
-            session.last_D = None
-        return session.logits_V
+    def _logits(self, request: _Prefilling) -> torch.Tensor | None:
+        """The logits after the request's last token, where this rank has them."""
+        if request.last_D is not None:
+            request.logits_V = self._language_model.readout(request.last_D[None])[0].float().cpu()
+            request.last_D = None
+        return request.logits_V
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
@@ -204,69 +204,69 @@ class ModelExecutor:
         Raises: EngineError for a block that does not follow the one before, CommError when another rank is lost,
             NotFiniteError where that is looked for.
         """
-        if op.session in self._refused:
+        if op.request in self._refused:
             return None
-        session = self._known(op.session)
-        if op.start != session.position:
-            raise EngineError(f"a block of session {op.session} starts at {op.start}; due is {session.position}")
+        request = self._known(op.request)
+        if op.start != request.position:
+            raise EngineError(f"a block of request {op.request} starts at {op.start}; due is {request.position}")
         ops: SequenceOps = LocalSequenceOps()
         start, length = 0, op.lengths[self._comm.rank]
         if self._comm.size > 1:
             layout = SequenceLayout.from_lengths(op.lengths)
             # A completion is decoded by one rank, which needs all keys that there are; an encoding never is.
-            cache: CacheKept = "spread" if session.sampling is None else "whole"
+            cache: CacheKept = "spread" if request.sampling is None else "whole"
             ops = ShardedSequenceOps(self._comm, layout, cache=cache)
             start = layout.range(self._comm.rank)[0]
         tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
         if len(tokens_L) != length:
-            raise EngineError(f"{len(tokens_L)} tokens of session {op.session} came; this rank's slice has {length}")
+            raise EngineError(f"{len(tokens_L)} tokens of request {op.request} came; this rank's slice has {length}")
         if self._watch.finite is not None:
             self._watch.finite.first_tokens = (op.start + start,)
             ops = checked(ops)
         self._pause = pause
         with watching(self._watch):
-            h_BLD, session.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, session.state)
+            h_BLD, request.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, request.state)
         self._pause = None
-        session.position += sum(op.lengths)
-        session.logits_V = None
+        request.position += sum(op.lengths)
+        request.logits_V = None
         # A copy: a view would keep the hidden states of the whole block.
-        reads_last = session.from_logits and length and not any(op.lengths[self._comm.rank + 1 :])
-        session.last_D = h_BLD[0, -1].clone() if reads_last else None
+        reads_last = request.from_logits and length and not any(op.lengths[self._comm.rank + 1 :])
+        request.last_D = h_BLD[0, -1].clone() if reads_last else None
         if not length:
             return None
-        if session.rows is not None:
-            return reduce_to_pieces(h_BLD[0], op.start + start, op.session, session.rows)
-        count = None if session.sampling is None else session.sampling.prompt_logprobs
+        if request.rows is not None:
+            return reduce_to_pieces(h_BLD[0], op.start + start, op.request, request.rows)
+        count = None if request.sampling is None else request.sampling.prompt_logprobs
         if count is None or op.following is None:
             return None
         targets_L = torch.cat([tokens_L[1:], torch.tensor([op.following])]).to(self._device)
         readout = self._language_model.readout
-        return score_pieces(readout, h_BLD[0], targets_L, op.start + start, op.session, count)
+        return score_pieces(readout, h_BLD[0], targets_L, op.start + start, op.request, count)
 
     @torch.inference_mode()
-    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]:
-        """Draw one token for each session; those that come for the first time leave prefill for good."""
-        entries = [entry for entry in op.entries if entry.session not in self._refused]
-        faults: list[Drawn | SessionFault] = []
+    def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]:
+        """Draw one token for each request; those that come for the first time leave prefill for good."""
+        entries = [entry for entry in op.entries if entry.request not in self._refused]
+        faults: list[Drawn | RequestFault] = []
         for entry in entries:
-            if entry.session not in self._decoding:
+            if entry.request not in self._decoding:
                 fault = self._begin_decoding(entry)
                 faults += [] if fault is None else [fault]
         with watching(self._decode_watch):
-            return faults + self._decoding.draw(entry for entry in entries if entry.session in self._decoding)
+            return faults + self._decoding.draw(entry for entry in entries if entry.request in self._decoding)
 
-    def _begin_decoding(self, entry: DecodeEntry) -> SessionFault | None:
-        session = self._known(entry.session)
-        logits_V = self._logits(session)
-        if session.sampling is None or (entry.token is None and not session.from_logits):
-            raise EngineError(f"session {entry.session} cannot decode: it needs sampling and a first token")
-        if session.from_logits and logits_V is None:
-            self._refused.add(entry.session)
+    def _begin_decoding(self, entry: DecodeEntry) -> RequestFault | None:
+        request = self._known(entry.request)
+        logits_V = self._logits(request)
+        if request.sampling is None or (entry.token is None and not request.from_logits):
+            raise EngineError(f"request {entry.request} cannot decode: it needs sampling and a first token")
+        if request.from_logits and logits_V is None:
+            self._refused.add(entry.request)
             text = "the stored state has no logits after its last token to draw from; feed at least one token"
-            return SessionFault(entry.session, text, Code.INVALID_VALUE)
-        del self._prefilling[entry.session]
-        kept_V = logits_V if session.from_logits else None
-        self._decoding.take_in(entry.session, session.state, session.sampling, logits_V=kept_V)
+            return RequestFault(entry.request, text, Code.INVALID_VALUE)
+        del self._prefilling[entry.request]
+        kept_V = logits_V if request.from_logits else None
+        self._decoding.take_in(entry.request, request.state, request.sampling, logits_V=kept_V)
         return None
 
     def _let_in(self) -> None:
@@ -277,11 +277,11 @@ class ModelExecutor:
             self._pause = pause
 
     @torch.inference_mode()
-    def close(self, session: int) -> None:
-        """Drop the session's state; an unknown session is ignored."""
-        self._prefilling.pop(session, None)
-        self._refused.discard(session)
-        self._decoding.forget(session)
+    def close(self, request: int) -> None:
+        """Drop the request's state; an unknown request is ignored."""
+        self._prefilling.pop(request, None)
+        self._refused.discard(request)
+        self._decoding.forget(request)
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
@@ -295,10 +295,10 @@ class ModelExecutor:
         """Leave the group."""
         self._comm.close()
 
-    def _known(self, session: int) -> _Prefilling:
-        if session not in self._prefilling:
-            raise EngineError(f"session {session} is not open on rank {self._comm.rank}; an OpenOp must come first")
-        return self._prefilling[session]
+    def _known(self, request: int) -> _Prefilling:
+        if request not in self._prefilling:
+            raise EngineError(f"request {request} is not open on rank {self._comm.rank}; an OpenOp must come first")
+        return self._prefilling[request]
 
     @torch.inference_mode()
     def _warm_up(self) -> None:

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, final
 
-from dist_attn.wire.rank_messages import DecodeOp, Drawn, Draws, PrefillOp, SessionFault, Step
+from dist_attn.wire.rank_messages import DecodeOp, Drawn, Draws, PrefillOp, RequestFault, Step
 
 __all__ = ["Decoder", "Decoding"]
 
@@ -15,7 +15,7 @@ class Decoder(Protocol):
     @property
     def pauses(self) -> int: ...
 
-    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
+    def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]: ...
 
 
 @final
@@ -35,7 +35,7 @@ class Decoding:
         self._read = 0  # tokens of blocks that are done
         self._paused = 0  # times in the block that is being read
         self._rounds = 0
-        self._results: list[Drawn | SessionFault] = []
+        self._results: list[Drawn | RequestFault] = []
         self.seconds = 0.0
         """Spent on decoding so far."""
 
@@ -63,7 +63,7 @@ class Decoding:
         self._left.pop(0)
 
     @property
-    def kept(self) -> tuple[list[Drawn], list[SessionFault]]:
+    def kept(self) -> tuple[list[Drawn], list[RequestFault]]:
         """What was drawn after all blocks."""
         return _sorted(self._results)
 
@@ -75,5 +75,5 @@ class Decoding:
             self.draw(rounds[self._rounds - 1])
 
 
-def _sorted(results: list[Drawn | SessionFault]) -> tuple[list[Drawn], list[SessionFault]]:
-    return [r for r in results if isinstance(r, Drawn)], [r for r in results if isinstance(r, SessionFault)]
+def _sorted(results: list[Drawn | RequestFault]) -> tuple[list[Drawn], list[RequestFault]]:
+    return [r for r in results if isinstance(r, Drawn)], [r for r in results if isinstance(r, RequestFault)]

@@ -15,14 +15,14 @@ __all__ = ["reduce_to_pieces", "score_pieces"]
 SCORED_AT_ONCE = 64  # tokens whose logits are there at the same time; it divides the grid on which ranks are cut
 
 
-def reduce_to_pieces(h_LD: torch.Tensor, start: int, session: int, spec: RowSpec) -> RowPieces:
+def reduce_to_pieces(h_LD: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
     """Sums (pooling mean) or last vectors of the row pieces in tokens [start, start + L), as float32.
 
     A piece is always summed as one contiguous run in one order, so it has the same bits on any number of ranks.
     """
     length = h_LD.shape[0]
     if not length:
-        return RowPieces(session, [], [], b"")
+        return RowPieces(request, [], [], b"")
     h_LD = h_LD.to(device="cpu", dtype=torch.float32)
     edges = piece_edges(start, start + length, spec)
     starts, stops = edges[:-1].tolist(), edges[1:].tolist()
@@ -33,7 +33,7 @@ def reduce_to_pieces(h_LD: torch.Tensor, start: int, session: int, spec: RowSpec
     else:
         sizes = [b - a for a, b in zip(starts, stops, strict=True)]
         vectors_ND = torch.stack([run_CD.sum(dim=0) for run_CD in h_LD.split(sizes)])
-    return RowPieces(session, starts, stops, vectors_ND.contiguous().numpy().astype("<f4", copy=False).tobytes())
+    return RowPieces(request, starts, stops, vectors_ND.contiguous().numpy().astype("<f4", copy=False).tobytes())
 
 
 def score_pieces(
@@ -41,7 +41,7 @@ def score_pieces(
     h_LD: torch.Tensor,
     targets_L: torch.Tensor,
     start: int,
-    session: int,
+    request: int,
     count: int,
 ) -> RowPieces:
     """A row for each of the tokens [start, start + L): the scores of the one that follows it, which is its target.
@@ -56,4 +56,4 @@ def score_pieces(
         for a, b in itertools.pairwise(cuts)
     ]
     positions = list(range(start, start + len(h_LD) + 1))
-    return RowPieces(session, positions[:-1], positions[1:], torch.cat(scores).numpy().astype("<f4").tobytes())
+    return RowPieces(request, positions[:-1], positions[1:], torch.cat(scores).numpy().astype("<f4").tobytes())

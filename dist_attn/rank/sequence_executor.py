@@ -21,7 +21,7 @@ __all__ = ["SequenceExecutor"]
 
 @dataclass
 class _Reading:
-    """A session: the rows that it asks for and how far it has come."""
+    """A request: the rows that it asks for and how far it has come."""
 
     rows: RowSpec
     position: int = 0
@@ -29,7 +29,7 @@ class _Reading:
 
 @final
 class SequenceExecutor:
-    """The sessions of this rank. A sequence is read whole, by one rank, so nothing is kept between blocks."""
+    """The requests of this rank. A sequence is read whole, by one rank, so nothing is kept between blocks."""
 
     end_token: int | None = None
     state_bytes: int | None = 0
@@ -44,7 +44,7 @@ class SequenceExecutor:
         self._encoder = model
         self._device = model.embedding.weight.device
         self._rank = rank
-        self._sessions: dict[int, _Reading] = {}
+        self._requests: dict[int, _Reading] = {}
         self._watch = Watch(finite)
         with torch.inference_mode():
             model(torch.zeros(1, 8, dtype=torch.int64, device=self._device)[:, : model.config.max_tokens])
@@ -55,12 +55,12 @@ class SequenceExecutor:
         Raises: EngineError for a completion.
         """
         if op.rows is None:
-            raise EngineError(f"session {op.session} wants text from {self.model!r}, which makes vectors only")
-        self._sessions[op.session] = _Reading(op.rows, op.restore.position if op.restore else 0)
+            raise EngineError(f"request {op.request} wants text from {self.model!r}, which makes vectors only")
+        self._requests[op.request] = _Reading(op.rows, op.restore.position if op.restore else 0)
 
-    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes]:
+    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes]:
         """The place in the text."""
-        return SavedState(session, self._known(session).position, 0, 0), b""
+        return SavedState(request, self._known(request).position, 0, 0), b""
 
     @torch.inference_mode()
     def prefill(self, op: PrefillOp, pause: Callable[[], None] | None = None) -> RowPieces | None:
@@ -68,19 +68,19 @@ class SequenceExecutor:
 
         Raises: EngineError for a block that does not follow the one before, or a slice that begins inside a sequence.
         """
-        session = self._known(op.session)
-        if op.start != session.position:
-            raise EngineError(f"a block of session {op.session} starts at {op.start}; due is {session.position}")
+        request = self._known(op.request)
+        if op.start != request.position:
+            raise EngineError(f"a block of request {op.request} starts at {op.start}; due is {request.position}")
         start = op.start + sum(op.lengths[: self._rank])
-        size = sequence_length(session.rows, self._encoder.config.text_tokens)
+        size = sequence_length(request.rows, self._encoder.config.text_tokens)
         if start % size and op.lengths[self._rank]:
-            raise EngineError(f"a slice of session {op.session} starts at {start}, inside a sequence of {size} tokens")
-        session.position += sum(op.lengths)
+            raise EngineError(f"a slice of request {op.request} starts at {start}, inside a sequence of {size} tokens")
+        request.position += sum(op.lengths)
         tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64)).to(self._device)
         if not len(tokens_L):
             return None
         with watching(self._watch):
-            return read_sequences(self._encoder, tokens_L, start, op.session, session.rows)
+            return read_sequences(self._encoder, tokens_L, start, op.request, request.rows)
 
     def decode(self, op: DecodeOp) -> NoReturn:
         """Never called: completions are refused when they are opened.
@@ -89,9 +89,9 @@ class SequenceExecutor:
         """
         raise EngineError(f"{self.model!r} makes vectors and draws no tokens")
 
-    def close(self, session: int) -> None:
-        """Forget the session; an unknown one is ignored."""
-        self._sessions.pop(session, None)
+    def close(self, request: int) -> None:
+        """Forget the request; an unknown one is ignored."""
+        self._requests.pop(request, None)
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
@@ -105,7 +105,7 @@ class SequenceExecutor:
     def shut_down(self) -> None:
         """Nothing to leave: these ranks exchange nothing."""
 
-    def _known(self, session: int) -> _Reading:
-        if session not in self._sessions:
-            raise EngineError(f"session {session} is not open on rank {self._rank}; an OpenOp must come first")
-        return self._sessions[session]
+    def _known(self, request: int) -> _Reading:
+        if request not in self._requests:
+            raise EngineError(f"request {request} is not open on rank {self._rank}; an OpenOp must come first")
+        return self._requests[request]

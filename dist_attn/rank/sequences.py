@@ -18,7 +18,7 @@ __all__ = ["read_sequences"]
 BATCH_TOKENS = 1 << 14
 
 
-def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, session: int, spec: RowSpec) -> RowPieces:
+def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
     """The rows in tokens [start, start + L): one per sequence, or one per token of the text.
 
     `start` is a multiple of the sequence's length; only the end of the text makes a shorter one.
@@ -37,7 +37,7 @@ def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, sessi
     starts = range(start, start + length, step)
     stops = [*starts[1:], start + length]
     data = vectors_ND.to(device="cpu", dtype=torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
-    return RowPieces(session, list(starts), stops, data)
+    return RowPieces(request, list(starts), stops, data)
 
 
 def _rows(model: TextEncoder, text_BT: torch.Tensor, start: int, spec: RowSpec) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A session's state in bytes: as it goes from rank to rank after a loss, and as a snapshot that is stored.
+"""A request's state in bytes: as it goes from rank to rank after a loss, and as a snapshot that is stored.
 
 For a rank: all tensors in a fixed order, little-endian. Whoever reads it has the same model, so shapes and types are
 those of its empty state, and nothing else is stored. A snapshot has a manifest and the logits after its last token.
@@ -15,11 +15,11 @@ from dist_attn.models import LanguageModel, ModelState
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
 
-__all__ = ["pack_session", "read_state", "state_size", "unpack_session", "write_state"]
+__all__ = ["snapshot_bytes", "read_state", "state_size", "state_of_snapshot", "write_state"]
 
 
 def state_size(model: LanguageModel) -> int | None:
-    """Bytes of a session's state; None where it grows with the text.
+    """Bytes of a request's state; None where it grows with the text.
 
     A state that two tokens leave as large as the empty one stays so.
     """
@@ -59,7 +59,7 @@ def read_state(data: bytes, empty: ModelState) -> ModelState:
     return ModelState(layers, take(empty.position_B))
 
 
-def pack_session(state: ModelState, logits_V: torch.Tensor | None, manifest: Manifest | None) -> bytes:
+def snapshot_bytes(state: ModelState, logits_V: torch.Tensor | None, manifest: Manifest | None) -> bytes:
     """The bytes of the snapshot.
 
     Raises: EngineError where the model's states cannot be stored.
@@ -69,7 +69,7 @@ def pack_session(state: ModelState, logits_V: torch.Tensor | None, manifest: Man
     return b"".join(pack_state(state, manifest, logits_V=logits_V).pieces())
 
 
-def unpack_session(
+def state_of_snapshot(
     data: bytes, model: LanguageModel, manifest: Manifest | None
 ) -> tuple[ModelState, torch.Tensor | None]:
     """The state of a snapshot and the logits after its last token, where they were stored.

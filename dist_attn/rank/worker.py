@@ -31,10 +31,10 @@ from dist_attn.wire.rank_messages import (
     PrefillOp,
     RankFailed,
     RankHello,
+    RequestFault,
     RowPieces,
     SavedState,
     SaveOp,
-    SessionFault,
     Shutdown,
     StatePart,
     Step,
@@ -76,18 +76,18 @@ class Executor(Protocol):
     @property
     def manifest(self) -> Manifest | None: ...
 
-    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None: ...
+    def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None: ...
 
     @property
     def pauses(self) -> int: ...
 
     def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
 
-    def decode(self, op: DecodeOp) -> list[Drawn | SessionFault]: ...
+    def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]: ...
 
-    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None: ...
+    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None: ...
 
-    def close(self, session: int) -> None: ...
+    def close(self, request: int) -> None: ...
 
     def take_guards(self) -> GuardCounts | None: ...
 
@@ -200,7 +200,7 @@ class ReceivedStates:
 
         Raises: WireError for one that does not follow, or goes beyond what a state of this model has.
         """
-        state = self._coming.setdefault(part.session, bytearray())
+        state = self._coming.setdefault(part.request, bytearray())
         if part.start != len(state) or part.start + len(part.data) > self._num_bytes:
             raise WireError(
                 f"bytes [{part.start}, {part.start + len(part.data)}) of a state of {self._num_bytes} came after "
@@ -209,24 +209,24 @@ class ReceivedStates:
         state += part.data
 
     def take(self, op: OpenOp) -> bytes:
-        """The state that a session begins with; nothing for the empty one.
+        """The state that a request begins with; nothing for the empty one.
 
         Raises: WireError where it has not come whole.
         """
-        state = self._coming.pop(op.session, bytearray())
+        state = self._coming.pop(op.request, bytearray())
         needed = 0 if op.restore is None else op.restore.num_bytes
         if len(state) != needed:
-            raise WireError(f"{len(state)} bytes of the state of session {op.session} came; it has {needed}")
+            raise WireError(f"{len(state)} bytes of the state of request {op.request} came; it has {needed}")
         return bytes(state)
 
 
 def _send_state(op: SaveOp, step: Step, rank: int, executor: Executor, send: Send) -> list[SavedState]:
-    result = executor.save(op.session, op.snapshot)
+    result = executor.save(op.request, op.snapshot)
     if result is None:
         return []
     saved, state = result
     for start in range(0, len(state), PART_BYTES):
-        send(StatePart(step.epoch, rank, op.session, start, state[start : start + PART_BYTES], op.ordinal))
+        send(StatePart(step.epoch, rank, op.request, start, state[start : start + PART_BYTES], op.ordinal))
     return [msgspec.structs.replace(saved, ordinal=op.ordinal)]
 
 
@@ -239,7 +239,7 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
     saved: list[SavedState] = []
     pieces: list[RowPieces] = []
     decoding = Decoding(step, rank, executor, send)
-    faults: list[SessionFault] = []
+    faults: list[RequestFault] = []
     for op in step.ops:
         match op:
             case OpenOp():
@@ -257,7 +257,7 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
             case SaveOp():
                 saved += _send_state(op, step, rank, executor, send)
             case CloseOp():
-                executor.close(op.session)
+                executor.close(op.request)
         pulse.advance()
     drawn, more_faults = decoding.kept
     seconds = time.monotonic() - began

@@ -31,7 +31,7 @@ __all__ = [
     "RowPieces",
     "SaveOp",
     "SavedState",
-    "SessionFault",
+    "RequestFault",
     "Shutdown",
     "StatePart",
     "Step",
@@ -42,13 +42,13 @@ __all__ = [
 
 
 class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A session's state after `position` tokens, `draws` tokens drawn; its bytes travel as `StatePart`.
+    """A request's state after `position` tokens, `draws` tokens drawn; its bytes travel as `StatePart`.
 
     Those of completions do not hold the last drawn token yet: it is the next one to feed. `ordinal` is that of the
     `SaveOp`; `snapshot` says that the bytes are a snapshot's and not the bare numbers.
     """
 
-    session: Count
+    request: Count
     position: Count
     draws: Count
     num_bytes: Count
@@ -57,7 +57,7 @@ class SavedState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenOp(msgspec.Struct, frozen=True, tag="open"):
-    """A session begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions.
+    """A request begins: every rank creates its empty state. `rows` for encodings, `sampling` for completions.
 
     With `restore` it goes on from a state whose parts have come before this step; `counts` says then how often each
     token was drawn and fed to that state, where penalties need it. `from_logits`: the logits after the last token are
@@ -65,7 +65,7 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
     token of the prompt is fed by the first draw.
     """
 
-    session: Count
+    request: Count
     rows: RowSpec | None = None
     sampling: SamplingSpec | None = None
     restore: SavedState | None = None
@@ -74,13 +74,13 @@ class OpenOp(msgspec.Struct, frozen=True, tag="open"):
 
 
 class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
-    """Feed block [start, start + sum(lengths)) of a session, split over the ranks by `lengths`.
+    """Feed block [start, start + sum(lengths)) of a request, split over the ranks by `lengths`.
 
     `tokens` is this rank's slice only (int32). The state before `start` is equal on all ranks, and so
     is the state after the block. `following` is the token after the slice, where the tokens of a prompt are scored.
     """
 
-    session: Count
+    request: Count
     start: Count
     lengths: list[Count]
     tokens: bytes
@@ -88,34 +88,34 @@ class PrefillOp(msgspec.Struct, frozen=True, tag="prefill"):
 
 
 class DecodeEntry(msgspec.Struct, frozen=True):
-    """One session in a decode batch; `token` is fed to it, the last prompt token first; None: the last drawn one.
+    """One request in a decode batch; `token` is fed to it, the last prompt token first; None: the last drawn one.
 
     Of one that draws from kept logits, `token` is what this draw gave the first time; None: it is the first time.
     """
 
-    session: Count
+    request: Count
     token: Count | None = None
 
 
 class DecodeOp(msgspec.Struct, frozen=True, tag="decode"):
-    """Draw one token for each of these sessions; sent to the rank that owns them, no communication."""
+    """Draw one token for each of these requests; sent to the rank that owns them, no communication."""
 
     entries: list[DecodeEntry]
 
 
 class CloseOp(msgspec.Struct, frozen=True, tag="close"):
-    """Forget the session; an unknown one is ignored (a rank that does not own it has dropped it already)."""
+    """Forget the request; an unknown one is ignored (a rank that does not own it has dropped it already)."""
 
-    session: Count
+    request: Count
 
 
 class SaveOp(msgspec.Struct, frozen=True, tag="save"):
-    """Send the session's state as it is now: its parts, and a `SavedState` in the `StepDone` of this step.
+    """Send the request's state as it is now: its parts, and a `SavedState` in the `StepDone` of this step.
 
     As a `snapshot` it has a manifest and, where they are kept, the logits after its last token.
     """
 
-    session: Count
+    request: Count
     ordinal: Count = 0
     snapshot: bool = False
 
@@ -124,11 +124,11 @@ Op = OpenOp | PrefillOp | DecodeOp | CloseOp | SaveOp
 
 
 class StatePart(Message, frozen=True):
-    """Bytes [start, start + n) of a session's state, in order; to a rank before the step that restores it."""
+    """Bytes [start, start + n) of a request's state, in order; to a rank before the step that restores it."""
 
     epoch: Count
     rank: Count  # which rank it comes from or goes to
-    session: Count
+    request: Count
     start: Count
     data: bytes
     ordinal: Count = 0  # of the SaveOp that asked for it
@@ -188,9 +188,9 @@ class RankHello(Message, frozen=True):
     vocab_size: Count
     end_token: Count | None = None
     text_tokens: Annotated[int, Meta(ge=1, le=1 << 53)] | None = None
-    # Bytes of a session's state; None where it grows with the text and is not saved.
+    # Bytes of a request's state; None where it grows with the text and is not saved.
     state_bytes: Count | None = None
-    # What the states of sessions say about themselves; None where they cannot be stored.
+    # What stored states say about themselves; None where they cannot be stored.
     manifest: Manifest | None = None
     pauses: Count = 0
 
@@ -202,24 +202,24 @@ class RowPieces(msgspec.Struct, frozen=True):
     row for each token, about the one that follows it: see `control.rows.score_width`.
     """
 
-    session: Count
+    request: Count
     starts: list[Count]
     stops: list[Count]
     vectors: bytes
 
 
 class Drawn(msgspec.Struct, frozen=True):
-    """One token drawn for a session."""
+    """One token drawn for a request."""
 
-    session: Count
+    request: Count
     token: Count
     logprobs: TokenLogprobs | None = None
 
 
-class SessionFault(msgspec.Struct, frozen=True):
-    """One session cannot go on, for a reason that leaves the others and the rank as they were."""
+class RequestFault(msgspec.Struct, frozen=True):
+    """One request cannot go on, for a reason that leaves the others and the rank as they were."""
 
-    session: Count
+    request: Count
     error: str
     code: str = Code.ENGINE_FAILED
 
@@ -231,7 +231,7 @@ class Draws(Message, frozen=True):
     k: Count
     rank: Count
     drawn: list[Drawn]
-    faults: list[SessionFault] = msgspec.field(default_factory=list)
+    faults: list[RequestFault] = msgspec.field(default_factory=list)
 
 
 class StepDone(Message, frozen=True):
@@ -246,7 +246,7 @@ class StepDone(Message, frozen=True):
     seconds: float
     pieces: list[RowPieces]
     drawn: list[Drawn]
-    faults: list[SessionFault] = msgspec.field(default_factory=list)
+    faults: list[RequestFault] = msgspec.field(default_factory=list)
     guards: GuardCounts | None = None  # of this step, where attention formed denominators
     saved: list[SavedState] = msgspec.field(default_factory=list)
     decode_seconds: float = 0.0

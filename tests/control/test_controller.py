@@ -34,9 +34,9 @@ from dist_attn.wire.rank_messages import (
     PrefillOp,
     RankFailed,
     RankHello,
+    RequestFault,
     RowPieces,
     SaveOp,
-    SessionFault,
     Shutdown,
     Step,
     StepDone,
@@ -163,7 +163,7 @@ def test_an_api_process_that_dies_while_a_step_is_made_ends_its_requests_alone(t
             if k <= len(table.steps[rank]):
                 table.done(rank, k)
     prefilled = [op for op in table.ops(0) if isinstance(op, PrefillOp)]
-    assert sum(sum(op.lengths) for op in prefilled if op.session == 1) == 4000
+    assert sum(sum(op.lengths) for op in prefilled if op.request == 1) == 4000
     assert table.controller.status(table.now).active <= 1
 
 
@@ -182,7 +182,7 @@ def test_no_more_steps_are_under_way_than_allowed(table):
 
 
 def test_one_rank_keeps_a_session_that_decodes(table):
-    """The owner is given the last prompt token and then nothing; the other ranks forget the session."""
+    """The owner is given the last prompt token and then nothing; the other ranks forget the request."""
     table.api(open_completion("a", SamplingSpec(3)))
     table.feed("a", 4)
     table.turn()
@@ -217,7 +217,7 @@ def test_tokens_that_come_in_the_middle_of_a_step_go_out_at_once(table):
     table.turn()
     table.engine(rank_identity(1, 0), Draws(1, 1, 0, [Drawn(1, 5)]))
     assert table.to_peers[-1] == Generated("a", [5])
-    table.engine(rank_identity(1, 1), Draws(1, 1, 1, [], [SessionFault(1, "NaN logits")]))
+    table.engine(rank_identity(1, 1), Draws(1, 1, 1, [], [RequestFault(1, "NaN logits")]))
     assert table.to_peers[-1] == Failed("a", "engine_failed", "NaN logits")
     table.engine(rank_identity(1, 0), Draws(1, 2, 0, [Drawn(1, 6)]))
     assert "step 2, due was step 1" in table.controller.status(table.now).reason
@@ -239,7 +239,7 @@ def test_further_rounds_ask_for_no_more_tokens_than_wanted(table):
     table.turn()
     assert [len(step.rounds) for step in table.steps[0]] == [len(step.rounds) for step in table.steps[1]]
     assert max(len(step.rounds) for step in table.steps[0]) > 1
-    asked = [[e.session for op in table.decodes(rank) for e in op.entries] for rank in (0, 1)]
+    asked = [[e.request for op in table.decodes(rank) for e in op.entries] for rank in (0, 1)]
     assert sum(numbers.count(2) for numbers in asked) == 3
     assert sum(numbers.count(3) for numbers in asked) <= 10
 
@@ -255,11 +255,11 @@ def test_a_cancelled_request_is_closed_on_all_ranks(table):
 
 
 def test_a_session_fault_fails_its_request_alone(table):
-    """The error of one session reaches its client, and the epoch goes on."""
+    """The error of one request reaches its client, and the epoch goes on."""
     table.api(open_completion("a", SamplingSpec(3)))
     table.feed("a", 1)
     table.turn()
-    message = StepDone(1, 1, 0, 0.1, [], [], [SessionFault(1, "NaN logits")])
+    message = StepDone(1, 1, 0, 0.1, [], [], [RequestFault(1, "NaN logits")])
     table.engine(rank_identity(1, 0), message)
     assert table.to_peers[-1] == Failed("a", "engine_failed", "NaN logits")
     assert table.controller.status(table.now).ready

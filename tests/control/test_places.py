@@ -1,30 +1,30 @@
-"""Who holds a state when there are more sessions than states: urgency, order, and whose place is given up."""
+"""Who holds a state when there are more requests than states: urgency, order, and whose place is given up."""
 
 import pytest
 
 from dist_attn.control.scheduler import admitted
-from dist_attn.control.views import Limits, SessionView, View
+from dist_attn.control.views import Limits, RequestView, View
 
 
-def reading(session, **fields):
+def reading(request, **fields):
     """A long text that holds a state and has come some way."""
-    return SessionView(session, **{"opened": True, "available": 1 << 20, "swappable": True, **fields})
+    return RequestView(request, **{"opened": True, "available": 1 << 20, "swappable": True, **fields})
 
 
-def prompt(session, **fields):
+def prompt(request, **fields):
     """A short prompt that waits for a place."""
-    return SessionView(session, **{"opened": False, "available": 100, "final": True, **fields})
+    return RequestView(request, **{"opened": False, "available": 100, "final": True, **fields})
 
 
-def document(session, **fields):
+def document(request, **fields):
     """A long text that waits for a place."""
-    return SessionView(session, **{"opened": False, "available": 1 << 20, **fields})
+    return RequestView(request, **{"opened": False, "available": 1 << 20, **fields})
 
 
-def chosen(*sessions, room):
+def chosen(*requests, room):
     """Numbers of those that are worked on, and of those put aside."""
-    working, swaps = admitted(View(Limits(max_active=room), sessions), lambda s: bool(s.ready or s.available))
-    return [s.session for s in working], list(swaps)
+    working, swaps = admitted(View(Limits(max_active=room), requests), lambda s: bool(s.ready or s.available))
+    return [r.number for r in working], list(swaps)
 
 
 def test_there_is_no_more_than_room_for():

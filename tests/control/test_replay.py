@@ -450,12 +450,12 @@ def test_a_long_text_gives_its_place_to_prompts_and_goes_on():
     check(engine, texts, prompts)
     assert engine.controller.status(engine.now).replayed_tokens == 0
     closes = [op for message in engine.sent for op in message.ops if isinstance(op, CloseOp)]
-    assert sum(op.session == 1 for op in closes) > RANKS, "it was never put aside"
+    assert sum(op.request == 1 for op in closes) > RANKS, "it was never put aside"
 
 
 def blocks_of(engine, number):
     """How many tokens of a request the ranks were sent."""
-    blocks = [op for step in engine.sent for op in step.ops if hasattr(op, "lengths") and op.session == number]
+    blocks = [op for step in engine.sent for op in step.ops if hasattr(op, "lengths") and op.request == number]
     return max((block.start + sum(block.lengths) for block in blocks), default=0)
 
 

@@ -6,37 +6,37 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_attn.control.scheduler import Limits, SessionView, View, plan, split
+from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
 from dist_attn.rank_link.rows import GRAIN
 
 LIMITS = Limits(ranks=2, block_tokens=2048, beside_decode_tokens=512)
 
 
-def decoder(session, owner=None):
+def decoder(request, owner=None):
     """A completion that can draw a token."""
-    return SessionView(session, start=100, final=True, ready=True, owner=owner)
+    return RequestView(request, start=100, final=True, ready=True, owner=owner)
 
 
-def long_document(session, available=1 << 20, **fields):
+def long_document(request, available=1 << 20, **fields):
     """A document of which much waits."""
-    return SessionView(session, **{"available": available, "row_length": 512, "chunk": 1024, **fields})
+    return RequestView(request, **{"available": available, "row_length": 512, "chunk": 1024, **fields})
 
 
-def short_prompt(session, tokens=700):
+def short_prompt(request, tokens=700):
     """A prompt that has arrived whole."""
-    return SessionView(session, opened=False, available=tokens, final=True)
+    return RequestView(request, opened=False, available=tokens, final=True)
 
 
-def planned(*sessions, limits=LIMITS, ring=()):
-    """The plan for these sessions."""
-    return plan(View(limits, sessions, ring))
+def planned(*requests, limits=LIMITS, ring=()):
+    """The plan for these requests."""
+    return plan(View(limits, requests, ring))
 
 
 def tokens_of(made):
-    """Tokens that a plan prefills, by session."""
+    """Tokens that a plan prefills, by request."""
     sums = {}
     for block in made.blocks:
-        sums[block.session] = sums.get(block.session, 0) + block.tokens
+        sums[block.request] = sums.get(block.request, 0) + block.tokens
     return sums
 
 
@@ -48,7 +48,7 @@ def edges_of(made):
 def test_nothing_to_do_is_an_empty_plan():
     """Without work there is no step."""
     assert planned().empty
-    assert planned(SessionView(1)).empty
+    assert planned(RequestView(1)).empty
 
 
 def test_every_session_that_can_draws_a_token_in_every_step():
@@ -104,8 +104,8 @@ def test_long_documents_take_turns():
     for _ in range(9):
         made = planned(*(long_document(n) for n in range(3)), ring=ring)
         ring = made.ring
-        for session, tokens in tokens_of(made).items():
-            given_tokens[session] += tokens
+        for request, tokens in tokens_of(made).items():
+            given_tokens[request] += tokens
     assert len(set(given_tokens.values())) == 1
 
 
@@ -115,7 +115,7 @@ def test_blocks_wait_for_more_tokens_only_while_that_helps():
     assert planned(few).empty
     assert tokens_of(planned(replace(few, overdue=True))) == {1: 512}
     assert tokens_of(planned(replace(few, final=True))) == {1: 1023}
-    tiny = SessionView(1, start=512, available=100, overdue=True, chunk=1024)
+    tiny = RequestView(1, start=512, available=100, overdue=True, chunk=1024)
     assert planned(replace(tiny, row_length=512)).empty
     assert planned(replace(tiny, row_length=None)).empty
     assert tokens_of(planned(replace(tiny, row_length=64))) == {1: 64}
@@ -142,7 +142,7 @@ def test_blocks_end_at_chunks_whatever_waits_beside_them():
     alone = planned(long_document(1, available=5000, final=True, chunk=512))
     assert edges_of(alone) == [512, 1024, 1536, 2048, 2560, 3072, 3584, 4096]
     beside = planned(long_document(1, available=5000, final=True, chunk=512), decoder(2), short_prompt(3))
-    assert [b.start + b.tokens for b in beside.blocks if b.session == 1] == [512]
+    assert [b.start + b.tokens for b in beside.blocks if b.request == 1] == [512]
     last = planned(long_document(1, start=4096, available=904, final=True, chunk=512))
     assert edges_of(last) == [4608, 5000]
     assert edges_of(planned(long_document(1, start=700, available=500, chunk=512))) == [1024]
@@ -166,11 +166,11 @@ def test_a_text_has_the_same_blocks_in_any_company(arrivals, company, chunk):
         sent += arrivals[turn] if turn < len(arrivals) else 0
         decoding, others = company[turn % len(company)]
         turn += 1
-        own = SessionView(1, start=done, available=sent - done, final=sent == total, row_length=64, chunk=chunk)
+        own = RequestView(1, start=done, available=sent - done, final=sent == total, row_length=64, chunk=chunk)
         beside = [long_document(10 + n, chunk=chunk) for n in range(others)]
         made = planned(own, *beside, *([decoder(2, owner=0)] if decoding else []), ring=ring)
         ring = made.ring
-        mine = [block for block in made.blocks if block.session == 1]
+        mine = [block for block in made.blocks if block.request == 1]
         edges += [block.start + block.tokens for block in mine]
         done += sum(block.tokens for block in mine)
         assert turn < 1000
@@ -199,7 +199,7 @@ def test_few_tokens_go_to_few_ranks(count, parts):
 
 
 class Simulated:
-    """A session whose client sends its tokens over some steps; completions draw tokens after their prompt."""
+    """A request whose client sends its tokens over some steps; completions draw tokens after their prompt."""
 
     def __init__(self, number, total, draws, steps, row_length, cancel_at, chunk):
         self.chunk = chunk
@@ -214,7 +214,7 @@ class Simulated:
 
     def view(self):
         final = self.sent == self.total
-        return SessionView(
+        return RequestView(
             self.number,
             self.opened,
             start=self.done,
@@ -246,40 +246,40 @@ SIMULATED = st.tuples(
 def test_everything_admitted_finishes_and_nobody_starves(clients, ranks, block_tokens, max_active):
     """Whatever the clients do, steps stay bounded, work that could be done waits a bounded time, and all of it ends."""
     limits = Limits(ranks=ranks, block_tokens=block_tokens, max_active=max_active, short_tokens=block_tokens)
-    sessions = {n: Simulated(n, *client, ranks * GRAIN) for n, client in enumerate(clients)}
+    requests = {n: Simulated(n, *client, ranks * GRAIN) for n, client in enumerate(clients)}
     ring, step = (), 0
-    while sessions:
+    while requests:
         step += 1
         assert step < 2000, "work is left over"
-        for session in list(sessions.values()):
-            session.sent = min(session.total, session.sent + session.rate)
-            if session.cancel_at is not None and step > session.cancel_at:
-                del sessions[session.number]
-        views = tuple(session.view() for session in sessions.values())
+        for request in list(requests.values()):
+            request.sent = min(request.total, request.sent + request.rate)
+            if request.cancel_at is not None and step > request.cancel_at:
+                del requests[request.number]
+        views = tuple(request.view() for request in requests.values())
         made = plan(View(limits, views, ring))
         ring = made.ring
         drawing = {number for numbers in made.decodes for number in numbers}
-        assert drawing >= {view.session for view in views if view.ready and view.opened}
-        worked = drawing | {block.session for block in made.blocks}
-        assert worked <= sessions.keys(), "cancelled work goes on"
-        assert not drawing & {block.session for block in made.blocks}, "a session decodes and reads in one step"
+        assert drawing >= {view.number for view in views if view.ready and view.opened}
+        worked = drawing | {block.request for block in made.blocks}
+        assert worked <= requests.keys(), "cancelled work goes on"
+        assert not drawing & {block.request for block in made.blocks}, "a request decodes and reads in one step"
         budget = ranks * (limits.beside_decode_tokens if drawing else block_tokens)
         assert sum(block.tokens for block in made.blocks) <= max(budget, 2 * ranks * GRAIN)
         for number in made.opens:
-            sessions[number].opened = True
-        assert sum(session.opened for session in sessions.values()) <= max_active
+            requests[number].opened = True
+        assert sum(request.opened for request in requests.values()) <= max_active
         for rank, numbers in enumerate(made.decodes):
             for number in numbers:
-                assert sessions[number].owner in (None, rank), "a session changed its rank"
-                sessions[number].owner = rank
-                sessions[number].draws -= 1
+                assert requests[number].owner in (None, rank), "a request changed its rank"
+                requests[number].owner = rank
+                requests[number].draws -= 1
         for block in made.blocks:
-            assert block.start == sessions[block.session].done
-            assert sessions[block.session].opened
-            sessions[block.session].done += block.tokens
-        for session in list(sessions.values()):
-            could = session.opened and (session.view().final or session.sent - session.done >= GRAIN)
-            session.idle_steps = 0 if session.number in worked or not could else session.idle_steps + 1
-            assert session.idle_steps <= 3 * len(clients) + 3, "a session starves"
-            if session.finished:
-                del sessions[session.number]
+            assert block.start == requests[block.request].done
+            assert requests[block.request].opened
+            requests[block.request].done += block.tokens
+        for request in list(requests.values()):
+            could = request.opened and (request.view().final or request.sent - request.done >= GRAIN)
+            request.idle_steps = 0 if request.number in worked or not could else request.idle_steps + 1
+            assert request.idle_steps <= 3 * len(clients) + 3, "a request starves"
+            if request.finished:
+                del requests[request.number]

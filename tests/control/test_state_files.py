@@ -15,9 +15,9 @@ def keeper(request, tmp_path):
     return StateFiles(tmp_path) if request.param == "files" else MemoryStates()
 
 
-def _commit(keeper, session, ordinal, num_bytes):
-    """What has come takes the place of the session's last state, if it is whole."""
-    return keeper.finish(session, ordinal, num_bytes) and keeper.commit(session, ordinal)
+def _commit(keeper, request, ordinal, num_bytes):
+    """What has come takes the place of the request's last state, if it is whole."""
+    return keeper.finish(request, ordinal, num_bytes) and keeper.commit(request, ordinal)
 
 
 def test_the_last_whole_state_is_kept(keeper):
@@ -42,7 +42,7 @@ def test_a_gap_makes_no_state(keeper):
 
 
 def test_states_do_not_mix(keeper):
-    """The parts of two states of one session stay apart."""
+    """The parts of two states of one request stay apart."""
     keeper.append(1, 0, 0, b"ab")
     keeper.append(1, 1, 0, b"xy")
     keeper.append(1, 0, 2, b"cd")
@@ -123,7 +123,7 @@ def test_a_state_that_cannot_be_read_ends_nothing(tmp_path):
 
 
 def test_a_state_to_begin_with_comes_in_pieces_and_survives_a_loss(keeper):
-    """What an API process sends is no part of what the ranks lose, and becomes the session's state when it is whole."""
+    """What an API process sends is no part of what the ranks lose, and becomes the request's state when it is whole."""
     assert keeper.begin(1, 0, b"ab")
     keeper.forget_unfinished()
     assert keeper.begin(1, 2, b"cd") and keeper.begun(1)

@@ -178,7 +178,7 @@ def test_slots_draw_the_same_tokens(kind: str) -> None:
                     slots.take_in(turn, model.initial_state(1), spec)
                 present = [s for s in (0, 3, 6) if s in slots]
                 entries = [DecodeEntry(s, token=s + 1 if turn == s else None) for s in present]
-                drawn += [(d.session, d.token) for d in slots.draw(entries) if isinstance(d, Drawn)]
+                drawn += [(d.request, d.token) for d in slots.draw(entries) if isinstance(d, Drawn)]
                 if turn == 4:
                     slots.forget(0)
             positions = [int(slots.state_of(s)[0].position_B) for s in (3, 6)]
@@ -206,7 +206,7 @@ def test_one_graph_serves_any_number_of_sessions() -> None:
                     slots.forget(turn - 8)
                 present = [s for s in range(5) if s in slots]
                 entries = [DecodeEntry(s, token=s + 1 if turn == s else None) for s in present]
-                drawn += [(d.session, d.token) for d in slots.draw(entries) if isinstance(d, Drawn)]
+                drawn += [(d.request, d.token) for d in slots.draw(entries) if isinstance(d, Drawn)]
         found.append(drawn)
     assert found[0] == found[1]
     assert captured.how == {"a CUDA graph"}
@@ -230,12 +230,12 @@ def test_a_capture_that_failed_is_not_tried_again() -> None:
     slots = DecodeSlots(model, steps="captured", graphs=StepGraphs(torch.device("cpu"), capture))
     spec = SamplingSpec(max_tokens=40, temperature=1.0, seed=3)
     with torch.inference_mode():
-        for session in range(2):
-            slots.take_in(session, model.initial_state(1), spec)
+        for request in range(2):
+            slots.take_in(request, model.initial_state(1), spec)
             for token in (1, None, None):
-                slots.draw([DecodeEntry(session, token=token)])
+                slots.draw([DecodeEntry(request, token=token)])
             assert slots.how == {"operation by operation: the step could not be captured (an operation waits)"}
-            slots.forget(session)
+            slots.forget(request)
     assert len(tried) == 1
 
 

@@ -42,7 +42,7 @@ def test_sessions_side_by_side_have_their_own() -> None:
         for session, count in asked.items():
             spec = SamplingSpec(max_tokens=4, temperature=0.0, top_k=1, logprobs=count)
             slots.take_in(session, model.initial_state(1), spec)
-        drawn = {d.session: d for d in slots.draw([DecodeEntry(session, 65) for session in asked])}
+        drawn = {d.request: d for d in slots.draw([DecodeEntry(session, 65) for session in asked])}
     assert drawn[1].logprobs is None
     assert drawn[2].logprobs.top_tokens == []
     best = drawn[3].logprobs

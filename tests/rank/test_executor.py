@@ -16,7 +16,7 @@ from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.rank_link.rows import SCORE_ROWS, RowAssembler, score_width
 from dist_attn.wire.messages import RowSpec, SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, SessionFault
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, RequestFault
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, small_model
 
@@ -28,22 +28,22 @@ def executor(comm=None, kind="rfa_gate"):
     return ModelExecutor(small_model(small_config(kind)), comm or LocalCommunicator(), name="small", end_token=256)
 
 
-def prefill(made, session, tokens, start=0, ranks=1, rank=0, following=None):
+def prefill(made, request, tokens, start=0, ranks=1, rank=0, following=None):
     """Feed one block the way a step does; the pieces of this rank. `following` is the token after the block."""
     lengths = split(start, len(tokens), ranks)
     before = sum(lengths[:rank])
     own = tokens[before : before + lengths[rank]]
     after = following if before + len(own) == len(tokens) else int(tokens[before + len(own)])
-    return made.prefill(PrefillOp(session, start, list(lengths), own.tobytes(), None if following is None else after))
+    return made.prefill(PrefillOp(request, start, list(lengths), own.tobytes(), None if following is None else after))
 
 
-def complete(made, sessions, count):
-    """Draw `count` tokens for sessions {number: prompt}, side by side; the drawn ones by session."""
-    drawn = {number: [] for number in sessions}
+def complete(made, requests, count):
+    """Draw `count` tokens for requests {number: prompt}, side by side; the drawn ones by request."""
+    drawn = {number: [] for number in requests}
     for step in range(count):
-        entries = [DecodeEntry(n, int(prompt[-1]) if step == 0 else None) for n, prompt in sessions.items()]
+        entries = [DecodeEntry(n, int(prompt[-1]) if step == 0 else None) for n, prompt in requests.items()]
         for result in made.decode(DecodeOp(entries)):
-            drawn[result.session].append(result.token)
+            drawn[result.request].append(result.token)
     return drawn
 
 
@@ -110,7 +110,7 @@ def test_a_completion_draws_what_the_model_alone_draws(kind, temperature, more):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_prompt_is_scored_as_the_model_alone_scores_it(ranks, kind):
     """Each token's log-probability given all before it, and the likeliest tokens there, are those of one forward pass,
-    over the edges of blocks and of the slices of ranks; a session that does not ask for scores gets none.
+    over the edges of blocks and of the slices of ranks; a request that does not ask for scores gets none.
     """
     prompt, count = TOKENS[:2600], 3
     with torch.inference_mode():
@@ -166,11 +166,11 @@ def test_an_encoding_keeps_each_key_once():
 
     def rank_work(comm):
         made, held = executor(comm, "softmax"), []
-        for session, asked in ((1, (RowSpec(), None)), (2, (None, SamplingSpec(8)))):
-            made.open(OpenOp(session, *asked))
-            prefill(made, session, TOKENS[:1536], 0, comm.size, comm.rank)
-            prefill(made, session, TOKENS[1536:2500], 1536, comm.size, comm.rank)
-            caches = [layer.cache for layer in made._prefilling[session].state.layers]
+        for request, asked in ((1, (RowSpec(), None)), (2, (None, SamplingSpec(8)))):
+            made.open(OpenOp(request, *asked))
+            prefill(made, request, TOKENS[:1536], 0, comm.size, comm.rank)
+            prefill(made, request, TOKENS[1536:2500], 1536, comm.size, comm.rank)
+            caches = [layer.cache for layer in made._prefilling[request].state.layers]
             held.append({cache.k_BGSK.shape[2] for cache in caches})
         return held
 
@@ -201,11 +201,11 @@ def test_a_session_draws_the_same_bits_in_any_company():
             tokens = []
             for step in range(12):
                 entries = [DecodeEntry(n, 5 if step == 0 else None) for n in order]
-                tokens += [r.token for r in slots.draw(entries) if r.session == 0]
+                tokens += [r.token for r in slots.draw(entries) if r.request == 0]
                 if step in (3, 7) and len(order) > 2:
                     slots.forget(order.pop(0))
-            batch = next(b for b in slots._batches if 0 in b.sessions)
-            return tokens, batch.state.select(batch.sessions.index(0))
+            batch = next(b for b in slots._batches if 0 in b.requests)
+            return tokens, batch.state.select(batch.requests.index(0))
 
     tokens, state = final_state(0)
     for companions in (1, 7, 8, 11, 20):
@@ -217,7 +217,7 @@ def test_a_session_draws_the_same_bits_in_any_company():
 
 
 def test_sessions_that_rest_do_not_move():
-    """A session that is not in a step keeps its state, though others of its batch go on."""
+    """A request that is not in a step keeps its state, though others of its batch go on."""
     made = executor()
     alone = dict.fromkeys((1, 2))
     for n in alone:
@@ -233,7 +233,7 @@ def test_sessions_that_rest_do_not_move():
 
 
 def test_a_broken_session_fails_alone():
-    """Logits that allow no draw end their session; the others of the batch draw on."""
+    """Logits that allow no draw end their request; the others of the batch draw on."""
     made = executor()
     for n in (1, 2):
         made.open(OpenOp(n, None, SamplingSpec(9, temperature=0.0)))
@@ -242,12 +242,12 @@ def test_a_broken_session_fails_alone():
     broken = tuple(layer.replace(tuple(t * float("nan") for t in layer.tensors())) for layer in state.layers)
     made._prefilling[1].state = ModelState(broken, state.position_B)
     results = made.decode(DecodeOp([DecodeEntry(1, 3), DecodeEntry(2, 3)]))
-    assert [type(result) for result in results] == [SessionFault, Drawn]
+    assert [type(result) for result in results] == [RequestFault, Drawn]
     assert results[1].token == executor_draws(np.append(TOKENS[:40], np.int32(3)), 1)[0]
 
 
 def test_closing_drops_the_state():
-    """Nothing of a closed session stays, whether it was prefilling or decoding; unknown ones are ignored."""
+    """Nothing of a closed request stays, whether it was prefilling or decoding; unknown ones are ignored."""
     made = executor()
     gc.collect()
     before = sum(type(thing) is ModelState for thing in gc.get_objects())
@@ -262,7 +262,7 @@ def test_closing_drops_the_state():
 
 
 def test_work_out_of_order_is_refused():
-    """A block that does not follow, or a session that is not open, is an error instead of a wrong result."""
+    """A block that does not follow, or a request that is not open, is an error instead of a wrong result."""
     made = executor()
     made.open(OpenOp(1, RowSpec()))
     with pytest.raises(EngineError, match="due is 0"):

@@ -7,7 +7,7 @@ from dist_attn.rank.interleaving import Decoding
 from dist_attn.rank.worker import ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.wire.messages import RowSpec, SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, Draws, OpenOp, PrefillOp, SessionFault, Step
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, Draws, OpenOp, PrefillOp, RequestFault, Step
 from tests.rank.test_executor import executor
 
 ROUND = DecodeOp([DecodeEntry(9)])
@@ -21,7 +21,7 @@ class _Decoder:
 
     def decode(self, op):
         self.rounds += 1
-        return [Drawn(9, self.rounds)] if self.rounds % 3 else [SessionFault(9, "odd")]
+        return [Drawn(9, self.rounds)] if self.rounds % 3 else [RequestFault(9, "odd")]
 
 
 def places(lengths, rounds, pauses, rank=0):
@@ -66,7 +66,7 @@ def test_what_never_pauses_decodes_after_its_blocks():
     decoding = Decoding(Step(1, 4, [block], [ROUND] * 3), 0, _Decoder(0), sent.append)
     decoding.end_block(block)
     assert [type(m) for m in sent] == [Draws] * 3
-    assert (sent[0].drawn, sent[2].faults) == ([Drawn(9, 1)], [SessionFault(9, "odd")])
+    assert (sent[0].drawn, sent[2].faults) == ([Drawn(9, 1)], [RequestFault(9, "odd")])
 
 
 def test_only_what_somebody_would_wait_for_goes_out_early():

@@ -17,7 +17,7 @@ from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, Drawn, OpenOp, PrefillOp, SavedState, SessionFault
+from dist_attn.wire.rank_messages import DecodeEntry, Drawn, OpenOp, PrefillOp, RequestFault, SavedState
 from dist_attn.wire.snapshot import read_snapshot
 from tests.support.models import write_small_folder
 from tests.support.snapshots import manifest
@@ -50,16 +50,16 @@ def opened(folder, precision):
     return open_executor(settings, Pulse())
 
 
-def drawn_in_slots(model, sessions, count):
-    """What the first of so many sessions draws beside the others."""
+def drawn_in_slots(model, requests, count):
+    """What the first of so many requests draws beside the others."""
     slots = DecodeSlots(model, 256)
-    for session in range(sessions):
-        state = prefill(model, PROMPT[session:-1])
-        slots.take_in(session, state, SPEC if session == 0 else SamplingSpec(30, temperature=1.0, seed=session))
+    for request in range(requests):
+        state = prefill(model, PROMPT[request:-1])
+        slots.take_in(request, state, SPEC if request == 0 else SamplingSpec(30, temperature=1.0, seed=request))
     tokens = []
     for turn in range(count):
-        entries = [DecodeEntry(session, int(PROMPT[-1]) if turn == 0 else None) for session in range(sessions)]
-        results = {one.session: one for one in slots.draw(entries)}
+        entries = [DecodeEntry(request, int(PROMPT[-1]) if turn == 0 else None) for request in range(requests)]
+        results = {one.request: one for one in slots.draw(entries)}
         assert all(isinstance(one, Drawn) for one in results.values())
         tokens.append(results[0].token)
     return tokens
@@ -97,7 +97,7 @@ def test_a_rank_refuses_them_of_another_kind_of_model(tmp_path):
 
 
 def test_states_go_to_no_other_precision(folder):
-    """A session's stored state is a fault of the session under other weights; under its own it goes on."""
+    """A request's stored state is a fault of the request under other weights; under its own it goes on."""
     stored = {}
     for precision in PRECISIONS:
         made = opened(folder, precision)
@@ -110,7 +110,7 @@ def test_states_go_to_no_other_precision(folder):
             if other == precision:
                 assert fault is None
             else:
-                assert isinstance(fault, SessionFault) and "weight_precision" in fault.error
+                assert isinstance(fault, RequestFault) and "weight_precision" in fault.error
                 assert other in fault.error and precision in fault.error
             made.close(1)
 

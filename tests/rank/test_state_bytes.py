@@ -75,7 +75,7 @@ def test_drawing_goes_on_bit_for_bit(kind, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_penalties_go_on_bit_for_bit(temperature):
-    """A restored session that is told what was drawn before draws on as if nothing had been; untold it does not."""
+    """A restored request that is told what was drawn before draws on as if nothing had been; untold it does not."""
     spec = SamplingSpec(
         60, temperature=temperature, seed=3, presence_penalty=0.7, frequency_penalty=0.6, logit_bias={7: 2.0, 9: -100.0}
     )

@@ -18,7 +18,7 @@ from dist_attn.rank.decode_slots import SLOTS
 from dist_attn.rank.executor import ModelExecutor
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec, SamplingSpec
-from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, SavedState, SessionFault
+from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, OpenOp, PrefillOp, RequestFault, SavedState
 from tests.support.models import small_config, small_model
 from tests.support.ranks import run_ranks
 from tests.support.snapshots import manifest
@@ -184,12 +184,12 @@ def test_states_that_do_not_fit_are_faults_of_their_session():
     begin(made, spec=SPEC)
     feed(made, 0, 300)
     data, position = stored(made)
-    assert isinstance(begin(made, (data[:-1] + b"x", position)), SessionFault)
+    assert isinstance(begin(made, (data[:-1] + b"x", position)), RequestFault)
     assert made.prefill(PrefillOp(1, position, [5], TOKENS[:5].tobytes())) is None
     assert made.save(1, snapshot=True) is None and made.decode(DecodeOp([DecodeEntry(1)])) == []
     other = executor(kind="s4d")
     fault = begin(other, (data, position))
-    assert isinstance(fault, SessionFault) and fault.code == "invalid_state"
+    assert isinstance(fault, RequestFault) and fault.code == "invalid_state"
     assert begin(made, (data, position), spec=SPEC) is None
     assert len(draw(made, 3)) == 3
 

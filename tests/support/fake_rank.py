@@ -23,9 +23,9 @@ from dist_attn.wire.rank_messages import (
     GuardCounts,
     OpenOp,
     PrefillOp,
+    RequestFault,
     RowPieces,
     SavedState,
-    SessionFault,
 )
 from dist_attn.wire.snapshot import pack_snapshot, read_snapshot
 from tests.support.snapshots import manifest
@@ -68,7 +68,7 @@ def fake_snapshot(position, last, described=None):
 
 
 class FakeExecutor:
-    """Remembers which tokens each session should be given next, and refuses a gap."""
+    """Remembers which tokens each request should be given next, and refuses a gap."""
 
     model, hidden_size, vocab_size, end_token, text_tokens = "fake", DIM, VOCAB, END, None
     state_bytes = 24
@@ -83,52 +83,52 @@ class FakeExecutor:
         self.counts: dict[int, Counter[int] | None] = {}
         self.scored: dict[int, int | None] = {}
         self.denominators = 0
-        self.kept: dict[int, bool] = {}  # sessions that draw from kept logits, and whether this rank has them
+        self.kept: dict[int, bool] = {}  # requests that draw from kept logits, and whether this rank has them
         self.ended: set[int] = set()
         self.refused: set[int] = set()
         self.manifest = fake_manifest(settings.chunk_tokens * settings.ranks, settings.ranks)
 
-    def open(self, op: OpenOp, state: bytes = b"") -> SessionFault | None:
-        assert op.session not in self.position, "opened twice"
-        self.rows[op.session], self.position[op.session] = op.rows, 0
-        self.draws[op.session] = 0
-        self.scored[op.session] = None if op.sampling is None else op.sampling.prompt_logprobs
+    def open(self, op: OpenOp, state: bytes = b"") -> RequestFault | None:
+        assert op.request not in self.position, "opened twice"
+        self.rows[op.request], self.position[op.request] = op.rows, 0
+        self.draws[op.request] = 0
+        self.scored[op.request] = None if op.sampling is None else op.sampling.prompt_logprobs
         penalises = op.sampling is not None and op.sampling.penalises
-        self.counts[op.session] = Counter(op.counts) if penalises else None
-        self.ended.discard(op.session)
+        self.counts[op.request] = Counter(op.counts) if penalises else None
+        self.ended.discard(op.request)
         if op.from_logits:
-            self.kept[op.session] = op.restore is not None
+            self.kept[op.request] = op.restore is not None
         if op.restore is not None and op.restore.snapshot:
             snapshot = read_snapshot(io.BytesIO(state))
             position, last = snapshot.arrays["layers.0.0"].tolist()
             if last >= VOCAB:
-                self.position.pop(op.session)
-                self.refused.add(op.session)
-                return SessionFault(op.session, "its array has another shape", "invalid_state")
+                self.position.pop(op.request)
+                self.refused.add(op.request)
+                return RequestFault(op.request, "its array has another shape", "invalid_state")
             assert position == snapshot.header.position == op.restore.position
-            self.position[op.session], self.last[op.session] = position, last
-            self.draws[op.session] = op.restore.draws
+            self.position[op.request], self.last[op.request] = position, last
+            self.draws[op.request] = op.restore.draws
         elif op.restore is not None:
             position, last, draws = np.frombuffer(state, dtype="<i8").tolist()
             assert (position, draws) == (op.restore.position, op.restore.draws)
-            self.position[op.session], self.last[op.session], self.draws[op.session] = position, last, draws
+            self.position[op.request], self.last[op.request], self.draws[op.request] = position, last, draws
 
-    def save(self, session: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
-        if session in self.refused:
+    def save(self, request: int, snapshot: bool = False) -> tuple[SavedState, bytes] | None:
+        if request in self.refused:
             return None
         if snapshot:
-            assert self.kept.get(session, True), "this rank has no logits"
-            state = fake_snapshot(self.position[session], self.last[session], self.manifest)
-            return SavedState(session, self.position[session], self.draws[session], len(state), snapshot=True), state
-        position, draws = self.position[session], self.draws[session]
-        state = np.array([position, self.last.get(session, 0), draws], dtype="<i8").tobytes()
-        return SavedState(session, position, draws, len(state)), state
+            assert self.kept.get(request, True), "this rank has no logits"
+            state = fake_snapshot(self.position[request], self.last[request], self.manifest)
+            return SavedState(request, self.position[request], self.draws[request], len(state), snapshot=True), state
+        position, draws = self.position[request], self.draws[request]
+        state = np.array([position, self.last.get(request, 0), draws], dtype="<i8").tobytes()
+        return SavedState(request, position, draws, len(state)), state
 
     def prefill(self, op: PrefillOp, pause: Callable[[], None] = lambda: None) -> RowPieces | None:
-        if op.session in self.refused:
+        if op.request in self.refused:
             return None
-        assert op.start == self.position[op.session], (op.start, self.position[op.session])
-        self.position[op.session] += sum(op.lengths)
+        assert op.start == self.position[op.request], (op.start, self.position[op.request])
+        self.position[op.request] += sum(op.lengths)
         tokens = np.frombuffer(op.tokens, dtype="<i4")
         assert len(tokens) == op.lengths[self.rank]
         for _ in range(self.pauses):
@@ -136,16 +136,16 @@ class FakeExecutor:
         self.denominators += len(tokens)
         self._misbehave(set(tokens.tolist()))
         has_last = bool(len(tokens)) and not any(op.lengths[self.rank + 1 :])
-        if op.session in self.kept:
-            self.kept[op.session] = has_last
+        if op.request in self.kept:
+            self.kept[op.request] = has_last
         if has_last:
-            self.last[op.session] = int(tokens[-1])
-        spec = self.rows[op.session]
+            self.last[op.request] = int(tokens[-1])
+        spec = self.rows[op.request]
         start = op.start + sum(op.lengths[: self.rank])
-        if len(tokens) and (count := self.scored[op.session]) is not None:
+        if len(tokens) and (count := self.scored[op.request]) is not None:
             positions = list(range(start, start + len(tokens) + 1))
             scores = fake_scores([*tokens.tolist(), op.following], count)
-            return RowPieces(op.session, positions[:-1], positions[1:], scores.tobytes())
+            return RowPieces(op.request, positions[:-1], positions[1:], scores.tobytes())
         if spec is None or not len(tokens):
             return None
         edges = piece_edges(start, start + len(tokens), spec)
@@ -154,50 +154,50 @@ class FakeExecutor:
             vectors = np.stack([hidden[a - start : b - start].sum(0) for a, b in pairwise(edges)])
         else:
             vectors = hidden[edges[1:] - start - 1]
-        return RowPieces(op.session, edges[:-1].tolist(), edges[1:].tolist(), vectors.astype("<f4").tobytes())
+        return RowPieces(op.request, edges[:-1].tolist(), edges[1:].tolist(), vectors.astype("<f4").tobytes())
 
     def decode(self, op: DecodeOp) -> list[Drawn]:
         drawn = []
         for entry in op.entries:
-            if entry.session in self.kept or entry.session in self.refused:
+            if entry.request in self.kept or entry.request in self.refused:
                 drawn += self._draw_kept(entry)
                 continue
             if entry.token is not None:
                 self._misbehave({entry.token})
-            fed = self.last[entry.session] if entry.token is None else entry.token
-            if (counts := self.counts[entry.session]) is not None and self.draws[entry.session]:
+            fed = self.last[entry.request] if entry.token is None else entry.token
+            if (counts := self.counts[entry.request]) is not None and self.draws[entry.request]:
                 counts[fed] += 1
             token = fake_next(fed, counts)
-            self.last[entry.session] = token
-            self.position[entry.session] += 1
-            self.draws[entry.session] += 1
-            drawn.append(Drawn(entry.session, token))
+            self.last[entry.request] = token
+            self.position[entry.request] += 1
+            self.draws[entry.request] += 1
+            drawn.append(Drawn(entry.request, token))
         return drawn
 
     def _draw_kept(self, entry: DecodeEntry) -> list[Drawn]:
         """Draw after the last token, and feed what was drawn but for the end token."""
-        session = entry.session
-        if session in self.ended or session in self.refused:
+        request = entry.request
+        if request in self.ended or request in self.refused:
             return []
-        assert self.kept[session], "this rank has no logits"
-        counts = self.counts[session]
-        token = fake_next(self.last[session], counts)
+        assert self.kept[request], "this rank has no logits"
+        counts = self.counts[request]
+        token = fake_next(self.last[request], counts)
         fed = token if entry.token is None else entry.token
         if fed == END:
-            self.ended.add(session)
-            return [Drawn(session, token)]
+            self.ended.add(request)
+            return [Drawn(request, token)]
         if counts is not None:
             counts[fed] += 1
-        self.last[session] = fed
-        self.position[session] += 1
-        self.draws[session] += 1
-        return [Drawn(session, token)]
+        self.last[request] = fed
+        self.position[request] += 1
+        self.draws[request] += 1
+        return [Drawn(request, token)]
 
-    def close(self, session: int) -> None:
-        self.refused.discard(session)
-        self.kept.pop(session, None)
-        self.position.pop(session, None)
-        self.last.pop(session, None)
+    def close(self, request: int) -> None:
+        self.refused.discard(request)
+        self.kept.pop(request, None)
+        self.position.pop(request, None)
+        self.last.pop(request, None)
 
     def take_guards(self) -> GuardCounts | None:
         """One head in one layer, which guards every denominator."""

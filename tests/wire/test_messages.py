@@ -77,7 +77,7 @@ EXAMPLES = [
     ranks.Shutdown(1),
     ranks.Ping(),
     ranks.RankHello(1, 1, 0, 2, 77, "host", "m", 4, 9, None),
-    ranks.Draws(1, 2, 0, [ranks.Drawn(2, 5)], [ranks.SessionFault(3, "NaN")]),
+    ranks.Draws(1, 2, 0, [ranks.Drawn(2, 5)], [ranks.RequestFault(3, "NaN")]),
     ranks.StepDone(
         1,
         2,
@@ -85,7 +85,7 @@ EXAMPLES = [
         0.5,
         [ranks.RowPieces(1, [0], [1], b"\0" * 16)],
         [ranks.Drawn(2, 5)],
-        [ranks.SessionFault(3, "NaN")],
+        [ranks.RequestFault(3, "NaN")],
         ranks.GuardCounts(4, [[0, 1]]),
     ),
     ranks.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
