@@ -162,7 +162,8 @@ def _cell(values: Mapping[str, float], name: str, form: str, factor: float = 1.0
 
 def read_finding(filed: Mapping[str, Any]) -> Result | Measured:
     """The finding of a filed case or study of this folder."""
-    return msgspec.convert(filed, Result if "rounds" in filed else Measured, strict=False, str_keys=True)
+    shape: type[Result] | type[Measured] = Result if "rounds" in filed else Measured
+    return msgspec.convert(filed, shape, strict=False, str_keys=True)
 
 
 def file_finding(finding: Finding, folder: Path | None = None) -> Path:
