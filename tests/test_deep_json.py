@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from dist_attn_service.completions.chat import ChatTemplate
 from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.text.chat_template import ChatTemplate
 
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.conversion.source import read_source_config, read_source_weights

@@ -18,20 +18,22 @@ from dist_attn.text import load_tokeniser
 from dist_attn.wire.curve import ClientKeys
 from dist_attn_service.base.errors import PROBLEM_JSON, ServiceError
 from dist_attn_service.base.logs import Log, make_log
+from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.base.tracing import Tracing
-from dist_attn_service.completions.chat import ChatService
+from dist_attn_service.completions.chat import ChatService, ChatTemplate
 from dist_attn_service.completions.prefixes import PrefixCache
-from dist_attn_service.completions.streamed import CompletionService
+from dist_attn_service.completions.prepared import prepare
+from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.completions.whole import gather, whole_completion
-from dist_attn_service.dependencies import Services
+from dist_attn_service.dependencies import Services, SessionServices
 from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
-from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.engine.port import EnginePort, ZmqEnginePort
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import StreamLimits
 from dist_attn_service.engine.watch import EngineWatch
@@ -72,9 +74,7 @@ from dist_attn_service.schemas.completions import (
 from dist_attn_service.schemas.files import CompleteUploadRequest, UploadRequest
 from dist_attn_service.schemas.jobs import EstimateRequest, Job, JobRequest
 from dist_attn_service.schemas.sessions import SESSION_BODIES
-from dist_attn_service.sessions.services import SessionServices
 from dist_attn_service.sessions.store_service import StoreService
-from dist_attn_service.text.chat_template import ChatTemplate
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
 from dist_attn_service.uploads.service import FileService
@@ -248,7 +248,7 @@ def _services(
         embeddings=EmbeddingService(context),
         estimates=EstimateService(context),
         sessions=SessionServices.over(stores.states, context),
-        jobs=JobServices.over(stores.jobs, context, _complete(completions, model, metrics)),
+        jobs=JobServices.over(stores.jobs, context, _complete(context, completions)),
         open_requests=open_requests,
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
@@ -257,19 +257,20 @@ def _services(
     )
 
 
-def _complete(completions: CompletionService, model: ServedModel, metrics: Metrics) -> Complete:
+def _complete(context: ServiceContext, completions: CompletionService) -> Complete:
     """How a job draws a completion."""
 
     async def run(options: dict[str, Any], name: str, drawn: Callable[[int], None]) -> bytes:
-        prepared = await completions.prepare(CompletionRequest.model_validate(options))
+        request = CompletionRequest.model_validate(options)
+        prepared = await prepare(context, request, RequestTerms.of_body(request))
         choices, usage = await gather(
             completions,
             prepared,
             name,
-            counted=metrics.completion,
+            counted=context.metrics.completion,
             drawn=lambda usage: drawn(usage.completion_tokens),
         )
-        return whole_completion(prepared, model.id, choices, usage).model_dump_json().encode()
+        return whole_completion(prepared, context.model.id, choices, usage).model_dump_json().encode()
 
     return run
 

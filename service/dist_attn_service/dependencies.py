@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from typing import Self
 
 from starlette.requests import Request
 
@@ -11,18 +12,21 @@ from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceErr
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.completions.chat import ChatService
 from dist_attn_service.completions.prefixes import PrefixCache
-from dist_attn_service.completions.streamed import CompletionService
+from dist_attn_service.completions.run import CompletionService
 from dist_attn_service.encodings.documents import DocumentService
 from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
-from dist_attn_service.engine.context import ServiceContext
 from dist_attn_service.engine.metrics import Gauges
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding.desk import FeedingDesk
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
 from dist_attn_service.jobs.services import JobServices
 from dist_attn_service.schemas.completions import CompletionUsage, EncodingOptions
-from dist_attn_service.sessions.services import SessionServices
+from dist_attn_service.sessions.append import AppendService
+from dist_attn_service.sessions.generate import GenerateService
+from dist_attn_service.sessions.store_service import StoreService
+from dist_attn_service.sessions.stored import SessionCatalogue, SessionStates
 from dist_attn_service.text.spool import DiskBudget
 from dist_attn_service.uploads.multipart import boundary_of
 from dist_attn_service.uploads.service import FileService
@@ -41,6 +45,29 @@ __all__ = [
 
 GZIP = ("gzip", "x-gzip")
 FORM_BYTES = 512 << 10  # beside its file a form has heads and short values
+
+
+@dataclass(frozen=True)
+class SessionServices:
+    """The parts that sessions are served by."""
+
+    stored: StoreService
+    catalogue: SessionCatalogue
+    states: SessionStates
+    appends: AppendService
+    generations: GenerateService
+
+    @classmethod
+    def over(cls, stored: StoreService, context: ServiceContext) -> Self:
+        """The parts over one store, which is also the context's."""
+        store = context.store
+        return cls(
+            stored,
+            SessionCatalogue(store, context.model.id),
+            SessionStates(store, context.settings.store.snapshot_bytes),
+            AppendService(context),
+            GenerateService(context),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 import dist_attn_service
 import httpx
 import pytest
-from dist_attn_service.base.page_files import PAGE_FILES
+from dist_attn_service.http.pages import PAGE_FILES
 
 from tests.service.test_keys import USER, digest
 from tests.support.service_server import RunningService, running_service

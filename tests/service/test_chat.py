@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from dist_attn_service.text.chat_template import ChatTemplate, TemplateRefusal
+from dist_attn_service.completions.chat import ChatTemplate, TemplateRefusal
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.wire.messages import Tokens

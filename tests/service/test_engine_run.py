@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import numpy as np
 import pytest
 from dist_attn_service.base.errors import EngineFailure
-from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.engine.port import OpenStreams
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from dist_attn_service.encodings.rows import RowBlock
+from dist_attn_service.encodings.encoding_run import RowBlock
 from dist_attn_service.jobs.files import RowFile
 from dist_attn_service.jobs.record import JobPoint
 

@@ -13,9 +13,9 @@ import openai
 import pytest
 from dist_attn_service.app import create_app
 from dist_attn_service.base.logs import RequestRecord, make_log
-from dist_attn_service.base.page_files import PAGE_FILES
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.http.auth import ADMIN_ROUTES, OPEN_ROUTES, KeyRing
+from dist_attn_service.http.pages import PAGE_FILES
 from starlette.routing import Route
 
 from dist_attn.errors import ConfigError

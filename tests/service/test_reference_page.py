@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import httpx
 import pytest
-from dist_attn_service.http.reference_page import render_reference
+from dist_attn_service.http.pages import render_reference
 
 from tests.support.service_server import RunningService, running_service
 

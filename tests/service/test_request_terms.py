@@ -4,7 +4,7 @@ import json
 
 import httpx
 import pytest
-from dist_attn_service.base.request_terms import DeadlineExceeded, RequestTerms
+from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms
 
 from dist_attn.wire.terms import Terms
 from tests.service.test_chat import templated

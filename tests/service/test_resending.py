@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
 from dist_attn_service.base.logs import make_log
-from dist_attn_service.engine.open_streams import OpenStreams
-from dist_attn_service.engine.port import ZmqEnginePort
+from dist_attn_service.engine.port import OpenStreams, ZmqEnginePort
 from dist_attn_service.engine.resending import Delivered
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 

@@ -11,8 +11,8 @@ import httpx
 import numpy as np
 import pytest
 from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.encodings.encoding_run import RowBlock
 from dist_attn_service.encodings.formats import RowsAhead, choose_format, make_format
-from dist_attn_service.encodings.rows import RowBlock
 from dist_attn_service.schemas.completions import EncodingSummary, Usage
 
 from tests.support.fake_engine import HIDDEN, FakeEngine

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from dist_attn_service.text.stopping import StopScanner
+from dist_attn_service.text.choice_text import StopScanner
 from hypothesis import given
 from hypothesis import strategies as st
 

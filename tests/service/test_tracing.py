@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("opentelemetry.sdk", reason="opentelemetry-sdk is not installed")
 
 from dist_attn_service.base.tracing import Tracing
-from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.engine.port import OpenStreams
 from dist_attn_service.engine.stream import StreamLimits
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 

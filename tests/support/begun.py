@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from dist_attn_service.engine.open_streams import OpenStreams
-from dist_attn_service.engine.port import EnginePort
+from dist_attn_service.engine.port import EnginePort, OpenStreams
 from dist_attn_service.engine.stream import EngineStream
 
 from dist_attn.wire.messages import AnyMessage, BeginState, Keep, OpenWork, RowSpec, SamplingSpec

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 from dist_attn_service.base.errors import Code, EngineUnavailable
-from dist_attn_service.engine.open_streams import OpenStreams
-from dist_attn_service.engine.port import EngineHealth
+from dist_attn_service.engine.port import EngineHealth, OpenStreams
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import Manifest

@@ -13,13 +13,10 @@ import structlog
 
 from dist_attn.log_lines import LogFormat, line_processors
 from dist_attn.store import ExpiryGrace
-from dist_attn_service.base.page_files import PAGE_FILES
 
 __all__ = ["LibraryLogs", "Log", "RequestRecord", "make_log", "warn_of_jump"]
 
 Log = structlog.typing.FilteringBoundLogger
-POLLED = frozenset({"/health", "/livez", "/readyz", "/metrics", "/v1/status", *PAGE_FILES})
-"""Asked for every second, by probes and by the page."""
 LOGGED_PATH = 300  # characters
 _ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -110,9 +107,9 @@ class RequestRecord:
         self.reason = "internal_error"
         self.log.error("unexpected error", request_id=self.request_id, exc_info=error)
 
-    def write(self) -> None:
-        """The one line, at `debug` where what is polled was answered, "not ready" included, else at `info`."""
-        quiet = self.path in POLLED and self.method in ("GET", "HEAD") and (self.status < 400 or self.status == 503)
+    def write(self, *, polled: bool) -> None:
+        """The one line, at `debug` where what is `polled` was answered, "not ready" included, else at `info`."""
+        quiet = polled and self.method in ("GET", "HEAD") and (self.status < 400 or self.status == 503)
         (self.log.debug if quiet else self.log.info)(
             "request",
             request_id=self.request_id,

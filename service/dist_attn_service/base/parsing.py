@@ -1,29 +1,24 @@
-"""From bytes to checked values: JSON, query, texts and tokens; each refusal says what is wrong and what is right."""
+"""From bytes and headers to checked values; each refusal says what is wrong and what is right."""
 
+import math
 import reprlib
+import time
+from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
+from starlette.requests import Request
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn_service.base.errors import BadRequest, Code
+from dist_attn.wire.terms import PRIORITIES, Terms
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.schemas.drawing import DrawingOptions, StreamOptions
 from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
-
-__all__ = [
-    "parse_drawing",
-    "parse_json",
-    "parse_query",
-    "parse_texts",
-    "parse_tokens",
-    "refuse",
-    "utf8",
-]
 
 M = TypeVar("M", bound=BaseModel)
 DEFAULT_MAX_TOKENS = 16
@@ -215,3 +210,92 @@ def utf8(text: str, where: str, name: str) -> bytes:
 
 def _names(kind: type[BaseModel]) -> set[str]:
     return set(kind.model_fields).union(*(inner.model_fields for inner in (StreamOptions, NeutralMessage)))
+
+
+PRIORITY_HEADER, DEADLINE_HEADER = "x-request-priority", "x-request-deadline"
+NORMAL = PRIORITIES.index("normal")
+MOST_SECONDS = 30 * 86_400.0
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's own deadline has passed; to send it again as it is would be of no use."""
+
+    default_code = Code.DEADLINE_EXCEEDED
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, headers={"x-should-retry": "false"})
+
+
+class WithTerms(Protocol):
+    """A body that may say the same as the headers, and then counts."""
+
+    @property
+    def priority(self) -> str | None: ...
+
+    @property
+    def deadline_seconds(self) -> float | None: ...
+
+
+@dataclass(frozen=True)
+class RequestTerms:
+    """`deadline_at` is in seconds of the monotonic clock, None for none; with `progress` the client is told how far."""
+
+    priority: int = NORMAL
+    deadline_at: float | None = None
+    progress: bool = False
+
+    @classmethod
+    def of_body(cls, body: WithTerms) -> "RequestTerms":
+        """What the body alone says; the deadline counts from now."""
+        limit = None if body.deadline_seconds is None else time.monotonic() + body.deadline_seconds
+        return cls(PRIORITIES.index(body.priority or "normal"), limit, _wants_progress(body))
+
+    def for_engine(self, tokens: int | None = None) -> Terms:
+        """What the engine is told of a part of the request that has so many tokens.
+
+        Raises: DeadlineExceeded when it is too late for that.
+        """
+        left = None if self.deadline_at is None else self.deadline_at - time.monotonic()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the request's deadline passed before the engine could begin with it")
+        return Terms(self.priority, left, tokens, self.progress)
+
+
+def terms_of(request: Request, body: WithTerms | None = None) -> RequestTerms:
+    """The terms of a request; its deadline counts from now.
+
+    Raises: BadRequest for a class or a number of seconds that there is not, ServiceError (403) for `high` of a caller
+        that may not ask for it.
+    """
+    priority = (body and body.priority) or request.headers.get(PRIORITY_HEADER, "normal").strip().lower()
+    if priority not in PRIORITIES:
+        raise BadRequest(f"{PRIORITY_HEADER} is {priority[:40]!r}; send one of {', '.join(PRIORITIES)}")
+    if priority == "high" and not request.state.record.may_hurry:
+        raise ServiceError(
+            "the priority high asks for an admin key, and this key is none; leave it out",
+            code=Code.ADMIN_KEY_NEEDED,
+            param="priority",
+        )
+    seconds = None if body is None else body.deadline_seconds
+    if seconds is None and DEADLINE_HEADER in request.headers:
+        seconds = _seconds(request.headers[DEADLINE_HEADER])
+    deadline_at = None if seconds is None else time.monotonic() + seconds
+    return RequestTerms(PRIORITIES.index(priority), deadline_at, _wants_progress(body))
+
+
+def _wants_progress(body: WithTerms | None) -> bool:
+    """Whether events shall say how far the prompt is read; not all bodies can ask for that."""
+    return bool(getattr(body, "return_progress", None))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MOST_SECONDS:
+        raise BadRequest(
+            f"{DEADLINE_HEADER} is {text[:40]!r}; send the seconds from now after which the answer is of no use, up "
+            f"to {MOST_SECONDS:g}"
+        )
+    return seconds

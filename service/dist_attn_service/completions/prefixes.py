@@ -19,7 +19,7 @@ from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import BeginState, Checkpoint
 from dist_attn_service.base.errors import Code, ServiceError
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 
 __all__ = ["NO_PREFIX", "PrefixCache", "PromptPrefix", "kept_positions"]

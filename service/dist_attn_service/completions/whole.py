@@ -4,8 +4,8 @@ from collections.abc import Callable
 from math import inf
 from statistics import fmean
 
-from dist_attn_service.completions.choice_run import Delta, PlannedChoice
-from dist_attn_service.completions.streamed import CompletionService, PreparedCompletion
+from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
+from dist_attn_service.completions.run import CompletionService, Delta
 from dist_attn_service.schemas.completions import Choice, Completion, CompletionUsage
 from dist_attn_service.text.choice_text import FinishReason, ScoredToken, told_logprobs
 

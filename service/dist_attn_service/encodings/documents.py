@@ -9,12 +9,11 @@ import numpy as np
 from dist_attn.wire.messages import OpenWork, RowSpec
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.request_terms import RequestTerms
-from dist_attn_service.base.tasks import task_group
-from dist_attn_service.encodings.encoding_run import EncodingRun, count_rows
+from dist_attn_service.base.parsing import RequestTerms
+from dist_attn_service.base.tasks import task_group, unbroken
+from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, count_rows
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
-from dist_attn_service.encodings.rows import RowBlock
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
@@ -162,8 +161,11 @@ class DocumentService:
         """Feed the engine and collect its rows; returns the last bytes, which say how it ended if they can."""
         outbox, record = document.outbox, document.record
 
-        async def put(block: RowBlock) -> None:
+        async def format_and_put(block: RowBlock) -> None:
             await outbox.put(await self._context.beside(lambda: form.rows(block)))
+
+        async def put(block: RowBlock) -> None:
+            await unbroken(format_and_put(block))  # also where the engine fails meanwhile: bytes of a format go on
 
         spec, dim, first = document.wanted.spec, self._context.model.hidden_size, document.wanted.first_row
         run = EncodingRun(spec, dim, put, first_row=first, load=load)

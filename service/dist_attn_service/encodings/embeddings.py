@@ -13,11 +13,9 @@ from dist_attn.wire.messages import OpenWork, Rows, RowSpec
 from dist_attn.wire.row_choice import MODEL_POOLING
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure
 from dist_attn_service.base.floats import shortest_float32
-from dist_attn_service.base.parsing import parse_texts
-from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.parsing import RequestTerms, parse_texts
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.engine.run import EngineRun
+from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.schemas.completions import EmbeddingRequest
 from dist_attn_service.text.tokenising import tokens_of
 

@@ -8,7 +8,7 @@ from dist_attn.costs import LanguageModelCosts, OutputFormat, estimate, output_b
 from dist_attn.errors import ConfigError
 from dist_attn.wire.messages import RowSpec
 from dist_attn_service.encodings.encoding_run import count_rows
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.workload import TextRatio
 from dist_attn_service.schemas.jobs import Estimate, MemoryEstimate, Range
 from dist_attn_service.text.tokenising import tokens_of

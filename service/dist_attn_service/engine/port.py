@@ -1,11 +1,15 @@
-"""The one door to the engine: open requests, look at its health; over ZeroMQ in production, in memory in tests."""
+"""The connection to the engine's controller: open requests, and its health; over ZeroMQ, or in memory in tests."""
 
 import asyncio
 import contextlib
+import secrets
 import time
+import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -15,18 +19,105 @@ from dist_attn.errors import WireError
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
+    Accepted,
     AnyMessage,
+    Checkpoint,
+    Credit,
+    Done,
+    Failed,
+    Generated,
     GetStatus,
     OpenWork,
+    Progress,
+    Restored,
+    Rows,
+    StateCredit,
+    StatePiece,
     Status,
     decode,
     encode,
 )
-from dist_attn_service.base.errors import Code, EngineUnavailable
-from dist_attn_service.engine.open_streams import OpenStreams
+from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable
+from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
-__all__ = ["EngineHealth", "EnginePort", "ZmqEnginePort"]
+_OF_REQUESTS = (
+    *(Accepted, Credit, Rows, Generated, Progress, Failed),
+    *(Restored, StateCredit, StatePiece, Checkpoint, Done),
+)
+
+
+class OpenStreams:
+    """The requests in flight by id; hands each message of the controller to its own."""
+
+    def __init__(self, limits: StreamLimits) -> None:
+        self._limits = limits
+        self._streams: dict[str, EngineStream] = {}
+        self._memory = GivenMemory(limits.resend_bytes)
+        self._epoch, self._step = 0, 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, work: OpenWork, post: Callable[[AnyMessage], None]) -> EngineStream:
+        """A new stream whose opening message has been posted, under the id of the work and what makes it unique."""
+        draw = work.draw
+        if draw is not None and draw.seed is None:  # settled here: another controller draws the same tokens
+            draw = msgspec.structs.replace(draw, seed=secrets.randbits(63))
+        work = msgspec.structs.replace(work, request_id=_unique(work.request_id), draw=draw)
+        stream = EngineStream(work, post, self._forget, self._limits, self._memory)
+        self._streams[work.request_id] = stream
+        stream.trace.moved(self._epoch, self._step)
+        post(work)
+        return stream
+
+    def moved(self, epoch: int, step: int) -> None:
+        """Where the engine is now, for the traces."""
+        self._epoch, self._step = epoch, step
+        for stream in self._streams.values():
+            stream.trace.moved(epoch, step)
+
+    def route(self, message: AnyMessage) -> None:
+        """Deliver to the stream it belongs to; messages for requests that are over are dropped."""
+        if isinstance(message, _OF_REQUESTS):
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.deliver(message)
+
+    def fail_all(self, message: str, code: Code) -> None:
+        """End every open stream with an error."""
+        for stream in list(self._streams.values()):
+            stream.fail(EngineFailure(message, code=code))
+
+    def hold_all(self, message: str, code: Code) -> None:
+        """The controller is gone: streams whose work another one can do again wait for it, the others end."""
+        for stream in list(self._streams.values()):
+            if not stream.hold():
+                stream.fail(EngineFailure(message, code=code))
+
+    def fail_held(self, message: str, code: Code) -> None:
+        """No other controller has come."""
+        for stream in list(self._streams.values()):
+            if stream.held:
+                stream.fail(EngineFailure(message, code=code))
+
+    def do_again(self) -> int:
+        """Another controller is there: it is given the work of the streams that wait for it; how many these are."""
+        held = [stream for stream in self._streams.values() if stream.held]
+        for stream in held:
+            del self._streams[stream.request_id]
+            name = stream.request_id.rpartition(".")[0]
+            request_id = _unique(name)
+            self._streams[request_id] = stream
+            stream.do_again(request_id)
+        return len(held)
+
+    def _forget(self, request_id: str) -> None:
+        self._streams.pop(request_id, None)
+
+
+def _unique(name: str) -> str:
+    return f"{name}.{uuid.uuid4().hex[:12]}" if name else uuid.uuid4().hex
 
 
 _HANDSHAKE_FAILED = (

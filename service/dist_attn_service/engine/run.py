@@ -1,20 +1,61 @@
-"""One request's work in the engine: a state and tokens go in, and what comes of them goes where it belongs."""
+"""Work in the engine: what all kinds of it share, and one request: tokens in, results to where they belong."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, aclosing, nullcontext
+from concurrent.futures import Executor
+from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 
+from dist_attn.store import StateStore
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
-from dist_attn.wire.messages import Checkpoint, Done, Generated, Progress, Restored, Rows
+from dist_attn.wire.messages import Checkpoint, Done, Generated, OpenWork, Progress, Restored, Rows
 from dist_attn_service.base.errors import EngineFailure
-from dist_attn_service.base.tasks import task_group
+from dist_attn_service.base.logs import Log
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside, task_group
+from dist_attn_service.engine.metrics import Metrics
+from dist_attn_service.engine.port import EnginePort
+from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import EngineEvent, EngineStream
+from dist_attn_service.engine.watch import EngineWatch
+from dist_attn_service.engine.workload import Workload
+from dist_attn_service.text.tokenising import TokeniserPort
 
-__all__ = ["EngineRun"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ServiceContext:
+    """The engine and its health, the model that is served and its tokeniser, the store of states, and what counts."""
+
+    settings: Settings
+    model: ServedModel
+    engine: EnginePort
+    watch: EngineWatch
+    tokeniser: TokeniserPort
+    store: StateStore
+    workload: Workload
+    metrics: Metrics
+    threads: Executor
+    log: Log
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which runs beside the event loop."""
+        return await beside(self.threads, work)
+
+    @asynccontextmanager
+    async def open(self, work: OpenWork) -> AsyncIterator[EngineStream]:
+        """A request in the engine, once its controller has taken it; leaving early cancels it there.
+
+        Raises: ServiceError when the engine does not take it.
+        """
+        with self.engine.open(work) as stream:
+            await stream.admitted(self.settings.admission_seconds)
+            yield stream
+
 
 FRESH = RestoreReport(0, 0, True, "")
 

@@ -9,10 +9,10 @@ from dist_attn.errors import DistAttnError
 from dist_attn.store import Session
 from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import ClientGone, Code, NotFound, ServiceError, UnforeseenError
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding.feed import Feed
 from dist_attn_service.feeding.feeder import Feeder
-from dist_attn_service.sessions.refusals import NO_RETRY, store_refusals
+from dist_attn_service.sessions.answers import NO_RETRY, store_refusals
 from dist_attn_service.uploads.entries import FeedRecord, UploadRecord
 from dist_attn_service.uploads.service import FileService
 

@@ -13,10 +13,9 @@ from typing import final
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import ClientGone, Code, ServiceError
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.feeding.feed import Feed
-from dist_attn_service.sessions.text_run import TextRun
-from dist_attn_service.sessions.writer import SessionWriter, writing
+from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
 from dist_attn_service.uploads.entries import FeedMark, FeedRecord

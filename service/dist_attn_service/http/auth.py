@@ -18,8 +18,8 @@ from starlette.types import Scope
 
 from dist_attn.errors import ConfigError
 from dist_attn_service.base.errors import Code, ServiceError
-from dist_attn_service.base.page_files import PAGE_FILES
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.http.pages import PAGE_FILES
 
 __all__ = ["ADMIN_ROUTES", "OPEN_ROUTES", "KeyRing"]
 

@@ -16,8 +16,12 @@ from dist_attn_service.base.errors import PROBLEM_JSON, ClientGone, Code, Servic
 from dist_attn_service.base.logs import Log, RequestRecord
 from dist_attn_service.base.tracing import RequestTrace, Tracing
 from dist_attn_service.engine.metrics import UNROUTED, Metrics
+from dist_attn_service.http.pages import PAGE_FILES
 
 __all__ = ["Envelope", "problem_response", "routing_problem", "service_problem"]
+
+POLLED = frozenset({"/health", "/livez", "/readyz", "/metrics", "/v1/status", *PAGE_FILES})
+"""Asked for every second, by probes and by the page."""
 
 
 class Envelope:
@@ -105,7 +109,7 @@ class Envelope:
     def _write(self, record: RequestRecord, route: str) -> None:
         with contextlib.suppress(Exception):  # whatever is wrong with the engine's door: the line is written
             record.note(**self._whereabouts())
-        record.write()
+        record.write(polled=record.path in POLLED)
         self._metrics.ended(route, record.reason, record.seconds, received=record.received(), sent=record.sent)
 
 

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal, final
 
 import msgspec
@@ -13,10 +12,11 @@ from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.workload import Workload
 from dist_attn_service.jobs.catalogue import JobCatalogue
-from dist_attn_service.jobs.files import JobFiles, unbroken
+from dist_attn_service.jobs.files import JobFiles
 from dist_attn_service.jobs.record import Event, JobRecord, end_of, with_event
 from dist_attn_service.jobs.runner import JobRunner
 from dist_attn_service.jobs.states import JobStates
@@ -71,7 +71,7 @@ class JobApi:
             total, sha256 = await self._receive(name, body, size or 0, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-            await unbroken(partial(self._files.sync_input, name))
+            await beside(None, self._files.sync_input, name)
             return name, await self._enqueue(name, total, sha256)
         except BaseException as error:
             await asyncio.shield(self._drop(name))
@@ -104,7 +104,7 @@ class JobApi:
 
     async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> tuple[int, str]:
         """Write the body to the job's file; its length, and its SHA-256 in hex."""
-        await asyncio.to_thread(self._files.make, name)
+        await beside(None, self._files.make, name)
         total, waiting, renewed, digest = 0, bytearray(), self._catalogue.clock(), hashlib.sha256()
 
         def write(data: bytes) -> None:
@@ -121,9 +121,9 @@ class JobApi:
                 reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
                 await self._catalogue.change(name, _holding(reserved, now + lease))
             if len(waiting) >= WRITE_BYTES:
-                await unbroken(partial(write, bytes(waiting)))
+                await beside(None, write, bytes(waiting))
                 waiting.clear()
-        await unbroken(partial(write, bytes(waiting)))
+        await beside(None, write, bytes(waiting))
         return total, digest.hexdigest()
 
     async def _enqueue(self, name: str, total: int, sha256: str) -> JobRecord:
@@ -141,7 +141,7 @@ class JobApi:
         return record
 
     async def _drop(self, name: str) -> None:
-        await asyncio.to_thread(self._files.remove, name)
+        await beside(None, self._files.remove, name)
         await self._catalogue.remove(name)
 
     # ---- looking -------------------------------------------------------------------------------

@@ -5,11 +5,9 @@
 was synced before, with every name on the way to it. Calls block: they belong beside the event loop.
 """
 
-import asyncio
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TypeVar, final
 
@@ -17,20 +15,10 @@ import numpy as np
 
 from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import Code, ServiceError
-from dist_attn_service.encodings.rows import RowBlock
+from dist_attn_service.encodings.encoding_run import RowBlock
 
 T = TypeVar("T")
 RANGE_BYTES = 32
-
-
-async def unbroken(work: Callable[[], T]) -> T:
-    """The result of `work`, which runs beside the event loop; who is cancelled meanwhile goes on when it is over."""
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
 
 
 @final

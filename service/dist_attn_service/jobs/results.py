@@ -9,8 +9,8 @@ from typing import TypeVar, final
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
+from dist_attn_service.encodings.encoding_run import FLOATS_PER_CALL, RowBlock
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
-from dist_attn_service.encodings.rows import FLOATS_PER_CALL, RowBlock
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.http.exchange import ResponseWriter
 from dist_attn_service.jobs.catalogue import JobCatalogue

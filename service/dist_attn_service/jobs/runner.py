@@ -13,10 +13,10 @@ from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import Code, ServiceError, UnforeseenError
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import task_group
+from dist_attn_service.base.tasks import beside, task_group
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobGone
-from dist_attn_service.jobs.files import JobFiles, unbroken
+from dist_attn_service.jobs.files import JobFiles
 from dist_attn_service.jobs.record import JobPoint, JobRecord, State, end_of, with_event
 from dist_attn_service.jobs.states import JobStates
 
@@ -144,7 +144,7 @@ class JobRunner:
         warn_of_jump(self._log, self._grace, "job")
         for name in lost:
             self.interrupt(name)
-            await asyncio.to_thread(self._files.remove, name)
+            await beside(None, self._files.remove, name)
             await self._catalogue.remove(name)
 
     def _begun(self, record: JobRecord) -> JobRecord:
@@ -211,7 +211,7 @@ class JobRunner:
         Raises: _Stop when it is not wanted here any more.
         """
         async with report.saving:
-            rows = None if report.settle is None else await unbroken(report.settle)
+            rows = None if report.settle is None else await beside(None, report.settle)
             await self._catalogue.change(name, lambda record: self._progress(record, report, rows))
 
     def _progress(self, record: JobRecord, report: Report, rows: int | None) -> JobRecord:
@@ -268,7 +268,7 @@ class JobRunner:
         try:
             record = await self._catalogue.change(name, lambda record: record)
         except JobGone:
-            await asyncio.to_thread(self._files.remove, name)
+            await beside(None, self._files.remove, name)
             return
         except ServiceError as error:  # then its lease ends
             self._log.warning("a job could not be stopped in the catalogue", job=name, error=str(error))
@@ -277,7 +277,7 @@ class JobRunner:
             await self._end(name, "cancelled", {})
 
     async def _forget(self, name: str) -> None:
-        await asyncio.to_thread(self._files.remove, name)
+        await beside(None, self._files.remove, name)
         await self._catalogue.remove(name)
 
     async def _hand_back(self, name: str, pause: float) -> None:

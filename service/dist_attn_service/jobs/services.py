@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import final
 
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.jobs.api import JobApi
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 from dist_attn_service.jobs.files import JobFiles

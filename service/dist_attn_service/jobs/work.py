@@ -1,20 +1,18 @@
 """What jobs do: an encoding from its file into its files, which goes on from states after a death, and a completion."""
 
-import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from functools import partial
 from math import lcm
 from typing import Any, final
 
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
-from dist_attn_service.encodings.encoding_run import EncodingRun, RunPoint
-from dist_attn_service.encodings.rows import RowBlock
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.base.tasks import beside
+from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.jobs.files import JobFiles, RowFile, unbroken
+from dist_attn_service.jobs.files import JobFiles, RowFile
 from dist_attn_service.jobs.record import JobPoint, JobRecord
 from dist_attn_service.jobs.runner import Complete, Report
 from dist_attn_service.jobs.states import JobStates
@@ -65,7 +63,7 @@ class EncodingWork:
         with suppress(FileNotFoundError):
             async for block in self._blocks(name, 0, CHECK_BYTES):
                 size += len(block)
-                await asyncio.to_thread(digest.update, block)
+                await beside(None, digest.update, block)
         # Jobs that an earlier version took in have no digest.
         if size != record.input_bytes or record.input_sha256 not in ("", digest.hexdigest()):
             others = " other" if size == record.input_bytes else ""
@@ -92,13 +90,13 @@ class EncodingWork:
         work = OpenWork(name, at, spec, keep=Keep(step, end=True) if step else Keep())
 
         async def put(block: RowBlock) -> None:
-            await unbroken(partial(rows.append, block))
+            await beside(None, rows.append, block)
 
         async def keep(at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
             await self._keep(record, report, at, pieces)
 
         try:
-            first = await unbroken(partial(rows.begin, record.rows))
+            first = await beside(None, rows.begin, record.rows)
             if first < begin.row:
                 raise NotFound(f"of the {begin.row} rows of this job that were kept {first} are there")
             with self._context.workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load:
@@ -113,9 +111,9 @@ class EncodingWork:
                         await run.work(stream, pieces, state=state, keep=keep if step else None)
                     finally:
                         self._context.metrics.tokens("encoding", max(0, run.tokens - begin.tokens))
-            safe = await unbroken(rows.settle)
+            safe = await beside(None, rows.settle)
         finally:
-            await unbroken(rows.close)
+            await beside(None, rows.close)
         size = record.input_bytes + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
 
@@ -139,7 +137,7 @@ class EncodingWork:
         return -(-self._context.settings.checkpoint_tokens // unit) * unit
 
     async def _blocks(self, name: str, start: int, count: int) -> AsyncIterator[bytes]:
-        while block := await asyncio.to_thread(self._files.read_input, name, start, count):
+        while block := await beside(None, self._files.read_input, name, start, count):
             start += len(block)
             yield block
 
@@ -175,5 +173,5 @@ class CompletionWork:
 
         report.tokens = lambda: drawn
         result = await self._complete(record.completion, name, draw)
-        await asyncio.to_thread(self._files.write_result, name, result)
+        await beside(None, self._files.write_result, name, result)
         return {"tokens": drawn, "disk_bytes": record.disk_bytes + len(result)}

@@ -9,12 +9,11 @@ from starlette.responses import Response
 
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.completions.choice_run import Delta
-from dist_attn_service.completions.streamed import PreparedCompletion
+from dist_attn_service.completions.prepared import PreparedCompletion
+from dist_attn_service.completions.run import Delta
 from dist_attn_service.completions.whole import Gathered, gather
 from dist_attn_service.dependencies import Services
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter, while_connected
-from dist_attn_service.http.streaming import EventWriter, StreamedResponse
+from dist_attn_service.http.exchange import EventWriter, RequestBody, ResponseWriter, StreamedResponse, while_connected
 from dist_attn_service.schemas.completions import CompletionUsage, PromptProgress
 from dist_attn_service.schemas.drawing import StreamOptions
 

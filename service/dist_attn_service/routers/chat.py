@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn_service.base.parsing import parse_json
-from dist_attn_service.base.request_terms import terms_of
-from dist_attn_service.completions.choice_run import Delta
+from dist_attn_service.base.parsing import parse_json, terms_of
+from dist_attn_service.completions.prepared import prepare
+from dist_attn_service.completions.run import Delta
 from dist_attn_service.completions.whole import Gathered
 from dist_attn_service.dependencies import read_json_body, record_of, services_of
 from dist_attn_service.routers.answering import AnswerForm, answer
@@ -63,9 +63,9 @@ async def create_chat_completion(request: Request) -> Response:
     wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), ChatRequest)
     services.check_model(wanted.model)
     services.check_writes()
-    prepared = await services.completions.prepare(await services.chat.as_completion(wanted))
+    completion = await services.chat.as_completion(wanted)
     prepared = replace(
-        prepared, id=f"chatcmpl-{uuid.uuid4().hex}", terms=terms_of(request, wanted), caller=record.caller
+        await prepare(services, completion, terms_of(request, wanted), record.caller), id=f"chatcmpl-{uuid.uuid4().hex}"
     )
     form = _ChatForm(prepared, services.model.id)
     return await answer(services, form, body, record, stream=wanted.stream, options=wanted.stream_options)

@@ -1,6 +1,5 @@
 """POST /v1/completions: OpenAI's text completion, whole or as an event stream."""
 
-from dataclasses import replace
 from typing import final
 
 from fastapi import APIRouter
@@ -8,9 +7,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn_service.base.parsing import parse_json
-from dist_attn_service.base.request_terms import terms_of
-from dist_attn_service.completions.choice_run import Delta
+from dist_attn_service.base.parsing import parse_json, terms_of
+from dist_attn_service.completions.prepared import prepare
+from dist_attn_service.completions.run import Delta
 from dist_attn_service.completions.whole import Gathered, whole_completion
 from dist_attn_service.dependencies import read_json_body, record_of, services_of
 from dist_attn_service.routers.answering import AnswerForm, answer
@@ -55,8 +54,7 @@ async def create_completion(request: Request) -> Response:
     wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), CompletionRequest)
     services.check_model(wanted.model)
     services.check_writes()
-    prepared = await services.completions.prepare(wanted)
-    prepared = replace(prepared, terms=terms_of(request, wanted), caller=record.caller)
+    prepared = await prepare(services, wanted, terms_of(request, wanted), record.caller)
     form = _CompletionForm(prepared, services.model.id)
     return await answer(services, form, body, record, stream=wanted.stream, options=wanted.stream_options)
 

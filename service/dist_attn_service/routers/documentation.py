@@ -4,7 +4,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn_service.http.reference_page import render_reference
+from dist_attn_service.http.pages import render_reference
 
 __all__ = ["router"]
 

@@ -5,8 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_service.base.errors import ClientGone
-from dist_attn_service.base.parsing import parse_json
-from dist_attn_service.base.request_terms import terms_of
+from dist_attn_service.base.parsing import parse_json, terms_of
 from dist_attn_service.dependencies import read_json_body, record_of, services_of
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.schemas.completions import Embedding, EmbeddingList, EmbeddingRequest, Usage

@@ -5,13 +5,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.base.parsing import parse_json, parse_query
-from dist_attn_service.base.request_terms import terms_of
+from dist_attn_service.base.parsing import parse_json, parse_query, terms_of
 from dist_attn_service.dependencies import Services, caller_of, media_type, read_json_body, record_of, services_of
 from dist_attn_service.encodings.documents import RowsWanted, Source
 from dist_attn_service.encodings.formats import FORMATS, choose_format
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter
-from dist_attn_service.http.streaming import StreamedResponse
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.routers.document_bodies import (
     DOCUMENTS,
     JSON,

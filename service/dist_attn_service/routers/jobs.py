@@ -11,12 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.base.parsing import parse_json, parse_query, refuse
-from dist_attn_service.base.request_terms import terms_of
+from dist_attn_service.base.parsing import parse_json, parse_query, refuse, terms_of
+from dist_attn_service.completions.prepared import prepare
 from dist_attn_service.dependencies import Services, media_type, read_json_body, record_of, services_of
 from dist_attn_service.encodings.formats import FORMATS, choose_format
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter, while_connected
-from dist_attn_service.http.streaming import StreamedResponse
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse, while_connected
 from dist_attn_service.jobs.record import JobRecord
 from dist_attn_service.jobs.results import ResultWanted
 from dist_attn_service.routers.document_bodies import (
@@ -103,8 +102,7 @@ async def _completion(services: Services, asked: Request, wanted: JobRequest) ->
     if request.stream:
         raise BadRequest("stream is not offered in a job; follow its events", param="stream")
     services.check_model(request.model)
-    terms_of(asked, request)
-    await services.completions.prepare(request)
+    await prepare(services, request, terms_of(asked, request))
     # A seed that is settled now gives the same text when the work is done again.
     seed = secrets.randbits(63) if request.seed is None else request.seed
     options = {**request.model_dump(mode="json", exclude_unset=True), "seed": seed}

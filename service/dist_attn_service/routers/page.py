@@ -5,7 +5,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from dist_attn_service.base.errors import Code, NotFound
-from dist_attn_service.base.page_files import PAGE_FILES, PAGE_HEADERS
+from dist_attn_service.http.pages import PAGE_FILES, PAGE_HEADERS
 
 __all__ = ["router"]
 

@@ -10,12 +10,10 @@ from starlette.responses import Response
 
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.parsing import parse_drawing, parse_json, parse_query, utf8
-from dist_attn_service.base.request_terms import terms_of
+from dist_attn_service.base.parsing import parse_drawing, parse_json, parse_query, terms_of, utf8
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.dependencies import Services, media_type, read_json_body, read_options, record_of, services_of
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter
-from dist_attn_service.http.streaming import EventWriter, StreamedResponse
+from dist_attn_service.http.exchange import EventWriter, RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.schemas.completions import Choice
 from dist_attn_service.schemas.sessions import (
     AppendOptions,
@@ -25,10 +23,9 @@ from dist_attn_service.schemas.sessions import (
     GenerateRequest,
     Generation,
 )
+from dist_attn_service.sessions.answers import Outlet, idempotency_key
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
-from dist_attn_service.sessions.headers import idempotency_key
-from dist_attn_service.sessions.outlet import Outlet
 from dist_attn_service.text.choice_text import told_logprobs
 
 __all__ = ["router"]

@@ -7,8 +7,7 @@ from starlette.responses import Response
 from dist_attn_service.base.errors import Code, ServiceError, TooLarge
 from dist_attn_service.base.parsing import parse_json, parse_query
 from dist_attn_service.dependencies import media_type, read_options, record_of, services_of
-from dist_attn_service.http.exchange import ResponseWriter
-from dist_attn_service.http.streaming import StreamedResponse
+from dist_attn_service.http.exchange import ResponseWriter, StreamedResponse
 from dist_attn_service.schemas.sessions import (
     CheckpointList,
     CreateSession,
@@ -19,7 +18,7 @@ from dist_attn_service.schemas.sessions import (
     SessionObject,
     StateOptions,
 )
-from dist_attn_service.sessions.headers import content_digest, names_tag
+from dist_attn_service.sessions.answers import content_digest, names_tag
 
 __all__ = ["router"]
 

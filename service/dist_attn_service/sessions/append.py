@@ -17,15 +17,13 @@ from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.engine.context import ServiceContext
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 from dist_attn_service.schemas.sessions import AppendProgress, AppendSummary
-from dist_attn_service.sessions.outlet import Outlet
-from dist_attn_service.sessions.refusals import NO_RETRY
-from dist_attn_service.sessions.text_run import TextRun
-from dist_attn_service.sessions.writer import SessionWriter, writing
+from dist_attn_service.sessions.answers import NO_RETRY, Outlet
+from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece
 

@@ -15,14 +15,13 @@ from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated, Keep, OpenWork, SamplingSpec
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.logs import RequestRecord
-from dist_attn_service.base.request_terms import RequestTerms
+from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
-from dist_attn_service.engine.context import ServiceContext
-from dist_attn_service.engine.run import EngineRun
+from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.schemas.completions import Choice, CompletionUsage
 from dist_attn_service.schemas.sessions import GenerateSummary, Generation
-from dist_attn_service.sessions.refusals import NO_RETRY
+from dist_attn_service.sessions.answers import NO_RETRY
 from dist_attn_service.sessions.writer import SessionWriter, writing
 from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredToken, finish_reason, told_logprobs
 

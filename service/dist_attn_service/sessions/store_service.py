@@ -14,6 +14,7 @@ from dist_attn.store.open import folder_of
 from dist_attn.store.private import tighten
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
+from dist_attn_service.base.tasks import beside
 
 ROUND_SECONDS = 300.0  # a round of upkeep that takes longer is given up, and done again at its next time
 FRESH_SECONDS = 1.0
@@ -44,7 +45,7 @@ class StoreService:
 
         Raises: StorageError, ConfigError or MissingExtraError when it cannot be opened.
         """
-        await asyncio.to_thread(_close_to_others, settings, log)
+        await beside(None, _close_to_others, settings, log)
         address, blobs = settings.store_address, settings.store.blobs
         async with await open_store(address, settings.store_limits, blobs=blobs) as store:
             service = StoreService(store, settings, log)

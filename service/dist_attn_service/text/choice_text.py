@@ -1,4 +1,4 @@
-"""The text of one choice: drawn tokens in, certain text out, and how likely its tokens were."""
+"""The text of one choice: drawn tokens in, certain text out up to a stop string, and how likely its tokens were."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -13,10 +13,49 @@ from dist_attn.wire.messages import Generated, Rows, TokenLogprobs
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.schemas.completions import ChoiceLogprobs
-from dist_attn_service.text.stopping import StopScanner
 from dist_attn_service.text.tokenising import TokeniserPort
 
-__all__ = ["ChoiceText", "FinishReason", "PromptText", "ScoredToken", "finish_reason", "told_logprobs"]
+
+class StopScanner:
+    """Lets text through up to the first stop string; the result does not depend on where the pieces are cut.
+
+    Of several stop strings the one that is complete first counts, and of those the longest.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that is certain; empty from the stop on."""
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            _, start = min(found)
+            certain, self._held = self._held[:start], ""
+            return certain
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        certain, self._held = self._held[:cut], self._held[cut:]
+        return certain
+
+    def finish(self) -> str:
+        """What was held back, now that nothing follows."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
 
 FinishReason = Literal["stop", "length"]
 LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place

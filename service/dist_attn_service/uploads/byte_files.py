@@ -20,6 +20,7 @@ from typing import ParamSpec, TypeVar, final
 
 from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn_service.base.tasks import beside
 from dist_attn_service.uploads.entries import Segment
 
 P = ParamSpec("P")
@@ -134,13 +135,8 @@ class ByteFolder:
         return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self.place.glob("??/*")}))
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`, done in a thread; who is cancelled waits for it, so that no file is closed under it."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(*args, **kwargs))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait({future})
-            raise
+        """The result of `work`, done in a thread."""
+        return await beside(self._threads, work, *args, **kwargs)
 
     def _within(self, segments: Iterable[Segment], start: int, stop: int) -> Iterator[tuple[Path, int, int]]:
         """The parts of segments that lie in [start, stop)."""

@@ -1,0 +1,253 @@
+"""A completion in the engine: stored states and prompts in, and the text of each choice as it is drawn."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from dist_attn.wire.messages import BeginState, Generated, Keep, OpenWork, Progress, Rows
+from dist_attn_service.base.errors import EngineFailure
+from dist_attn_service.base.tasks import task_group
+from dist_attn_service.completions.prefixes import NO_PREFIX, PrefixCache, PromptPrefix
+from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
+from dist_attn_service.engine.run import EngineRun, ServiceContext
+from dist_attn_service.engine.stream import EngineStream
+from dist_attn_service.schemas.completions import (
+    CompletionUsage,
+    PromptProgress,
+    PromptTokensDetails,
+)
+from dist_attn_service.text.choice_text import ChoiceText, FinishReason, PromptText, ScoredToken, finish_reason
+from dist_attn_service.text.tokenising import TokeniserPort
+
+DELTAS_WAITING = 64
+
+
+@dataclass(frozen=True)
+class Delta:
+    """More text of one choice; `finish_reason` stands on its last one only."""
+
+    index: int
+    text: str
+    scored: tuple[ScoredToken, ...] = ()
+    finish_reason: FinishReason | None = None
+    processed: int | None = None  # where it says nothing but how far the prompt has been read
+
+
+Opened = Callable[[BeginState | None, Keep], EngineStream]
+
+
+class ChoiceRun:
+    """One choice in the engine. It may begin with a stored state that some `cached` tokens of the prompt are in."""
+
+    def __init__(
+        self,
+        planned: PlannedChoice,
+        prefix: PromptPrefix,
+        opened: Opened,
+        tokeniser: TokeniserPort,
+        stops: tuple[str, ...],
+    ) -> None:
+        self._planned = planned
+        self._prefix = prefix
+        self._opened = opened
+        self._tokeniser = tokeniser
+        self._prompt: PromptText | None = None
+        self._text = ChoiceText(
+            tokeniser, stops, offset=len(planned.prompt.echo), min_tokens=planned.sampling.min_tokens
+        )
+        self.cached = prefix.begin.position if prefix.begin else 0
+        self.stream = opened(prefix.begin, Keep(at=prefix.states_at))
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of its text so far; those behind a stop string are none."""
+        return self._text.drawn
+
+    def close(self) -> None:
+        """Leave the engine."""
+        self.stream.close()
+
+    async def begin(self, prefixes: PrefixCache, admission_seconds: float) -> None:
+        """Wait until the engine has the choice, and the state to begin with; without that it reads the whole prompt.
+
+        Raises: ServiceError when the engine does not take it.
+        """
+        await self.stream.admitted(admission_seconds)
+        if self._prefix.begin is None or await prefixes.restore(self._prefix, self.stream):
+            return
+        self.stream.close()
+        self.cached = 0
+        self.stream = self._opened(None, Keep())
+        await self.stream.admitted(admission_seconds)
+
+    async def work(self, deltas: "asyncio.Queue[Delta]") -> None:
+        """Send the prompt as credit allows, and hand on what is drawn.
+
+        Raises: ServiceError when the engine fails.
+        """
+        index, prompt, scores = self._planned.index, self._planned.prompt, self._planned.sampling.prompt_logprobs
+        scored: tuple[ScoredToken, ...] = ()
+        if scores is not None:
+            self._prompt = await PromptText.of(self._tokeniser, prompt.tokens)
+            scored = (self._prompt.first(),)
+        if prompt.echo or scored:
+            await deltas.put(Delta(index, prompt.echo, scored))
+        ended = False
+
+        async def on_rows(rows: Rows) -> None:
+            await deltas.put(await self._scores(rows))
+
+        async def on_tokens(event: Generated) -> None:
+            nonlocal ended
+            delta = self._take(event)
+            ended = delta.finish_reason is not None
+            await deltas.put(delta)
+            if ended:
+                self.stream.close()
+
+        async def on_progress(event: Progress) -> None:
+            await deltas.put(Delta(index, "", processed=event.processed))
+
+        self.stream.stands_for(prompt.tokens[: self.cached])
+        await EngineRun(self.stream, on_rows, on_tokens, on_progress).work(prompt.tokens[self.cached :])
+        if not ended:
+            raise EngineFailure("the engine ended a completion before its last token")
+
+    async def _scores(self, rows: Rows) -> Delta:
+        """How likely the next tokens of the prompt are; its text was handed on before."""
+        count = self._planned.sampling.prompt_logprobs
+        if self._prompt is None or count is None:
+            raise EngineFailure("the engine answered a completion with rows")
+        return Delta(self._planned.index, "", tuple(await self._prompt.scored(rows, count)))
+
+    def _take(self, event: Generated) -> Delta:
+        """The text of newly drawn tokens; behind them there may stand how likely the end token was."""
+        told, end = event.logprobs or [], None
+        if event.finish_reason == "stop" and len(told) == len(event.tokens) + 1:
+            *told, end = told
+            event = msgspec.structs.replace(event, logprobs=told)
+        text = self._text.take(event, asked=self._planned.sampling.logprobs is not None)
+        reason = finish_reason(event)
+        if reason is not None and self._prompt is not None and not self._prompt.whole:
+            raise EngineFailure("the engine ended a completion before it had sent the scores of its prompt")
+        if reason is not None and not self._text.stopped:
+            if end is not None and self._tokeniser.end_token is not None:
+                self._text.end(self._tokeniser.end_token, end)
+            text += self._text.finish()
+        if self._text.stopped:
+            reason = "stop"
+        return Delta(self._planned.index, text, tuple(self._text.take_scored()), reason)
+
+
+class CompletionRun:
+    """A completion in the engine: take deltas of its choices, as they come, until none is left."""
+
+    def __init__(self, prepared: PreparedCompletion, choices: list[ChoiceRun], deltas: "asyncio.Queue[Delta]") -> None:
+        self.prepared = prepared
+        self._choices = choices
+        self._deltas = deltas
+        self._left = len(choices)
+        self._began = time.monotonic()
+        self._processed = [0] * len(choices)
+
+    @property
+    def progress(self) -> PromptProgress:
+        """How far the prompts have been read; every choice reads its own."""
+        total = sum(len(planned.prompt.tokens) for planned in self.prepared.choices)
+        took = round(1000 * (time.monotonic() - self._began))
+        cached = [choice.cached for choice in self._choices]
+        done = sum(map(max, cached, self._processed))
+        return PromptProgress(total=total, cache=sum(cached), processed=done, time_ms=took)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every choice has had its finish reason."""
+        return self._left == 0
+
+    @property
+    def usage(self) -> CompletionUsage:
+        """Tokens so far; tokens drawn after a stop string are not counted."""
+        prompt, drawn = self.prepared.prompt_tokens, sum(choice.drawn for choice in self._choices)
+        # As a prompt counts once, so does what it needed not to be read: the least of what its choices were spared.
+        cached = [len(prompt.tokens) for prompt in self.prepared.prompts]
+        for choice, planned in zip(self._choices, self.prepared.choices, strict=True):
+            cached[planned.place] = min(cached[planned.place], choice.cached)
+        return CompletionUsage(
+            prompt_tokens=prompt,
+            completion_tokens=drawn,
+            total_tokens=prompt + drawn,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(cached)),
+        )
+
+    async def next(self) -> Delta:
+        """The next piece of text of any choice, possibly empty."""
+        delta = await self._deltas.get()
+        self._left -= delta.finish_reason is not None
+        if delta.processed is not None:
+            # What is read again, for another controller, does not take anything back.
+            self._processed[delta.index] = max(self._processed[delta.index], delta.processed)
+        return delta
+
+
+class CompletionService:
+    """Runs completions; holds what they share, nothing of any one of them."""
+
+    def __init__(self, context: ServiceContext, prefixes: PrefixCache) -> None:
+        self._context = context
+        self._prefixes = prefixes
+
+    @asynccontextmanager
+    async def open(self, prepared: PreparedCompletion, name: str) -> AsyncIterator[CompletionRun]:
+        """Hand the completion to the engine; leaving early cancels all of it there.
+
+        `name` is the request's in the log.
+
+        Raises: ServiceError when the engine does not take it, or fails.
+        """
+        await self._context.watch.until_ready()
+        prefixes = await self._look_up(prepared)
+        with ExitStack() as opened:
+            choices = [
+                self._opened(planned, prefixes[planned.index], prepared, name, opened) for planned in prepared.choices
+            ]
+            for choice in choices:
+                await choice.begin(self._prefixes, self._context.settings.admission_seconds)
+            deltas: asyncio.Queue[Delta] = asyncio.Queue(DELTAS_WAITING)
+            async with task_group() as group:
+                for choice in choices:
+                    group.create_task(choice.work(deltas))
+                yield CompletionRun(prepared, choices, deltas)
+
+    async def _look_up(self, prepared: PreparedCompletion) -> list[PromptPrefix]:
+        """What each choice begins with. All choices of a prompt begin alike, and the first one's states are kept.
+
+        A prompt that is scored is read from its first token on: what is not read has no scores.
+        """
+        if any(planned.sampling.prompt_logprobs is not None for planned in prepared.choices):
+            return [NO_PREFIX] * len(prepared.choices)
+        found = await asyncio.gather(
+            *(self._prefixes.look_up(prepared.caller, prompt.tokens) for prompt in prepared.prompts)
+        )
+        of_choices, seen = [], set()
+        for planned in prepared.choices:
+            prefix = found[planned.place]
+            of_choices.append(replace(prefix, states_at=()) if planned.place in seen else prefix)
+            seen.add(planned.place)
+        return of_choices
+
+    def _opened(
+        self, planned: PlannedChoice, prefix: PromptPrefix, prepared: PreparedCompletion, name: str, opened: ExitStack
+    ) -> ChoiceRun:
+        def open_stream(begin: BeginState | None, keep: Keep) -> EngineStream:
+            terms = prepared.terms.for_engine(len(planned.prompt.tokens))
+            return self._context.engine.open(OpenWork(name, begin, None, planned.sampling, keep, terms))
+
+        choice = ChoiceRun(planned, prefix, open_stream, self._context.tokeniser, prepared.stops)
+        opened.callback(choice.close)
+        if prefix.states_at:
+            self._prefixes.keep(prefix, choice.stream)
+        return choice
