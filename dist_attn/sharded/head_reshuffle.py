@@ -12,8 +12,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement, RelativePositions, softmax_attention
-from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
+from dist_attn.ops.softmax_attention import Placement, RelativePositions, SoftmaxCall, softmax_attention
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.head_parts import HeadPart, head_parts
 from dist_attn.sharded.placements import placement_of
@@ -45,7 +44,7 @@ def sharded_softmax_attention(
         shared between ranks, its keys and values go to each of them.
     Raises: ShapeError when shapes do not fit together.
     """
-    check_softmax_shapes(q_BHLK, k_BGSK, v_BGSV)
+    SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, relative=relative).check()
     memory = layout if memory_layout is None else memory_layout
     batch, heads, length, size = q_BHLK.shape
     groups, keys, values = k_BGSK.shape[1], k_BGSK.shape[2], v_BGSV.shape[3]
@@ -61,8 +60,6 @@ def sharded_softmax_attention(
         label="heads",
     )
     parts = head_parts(groups, layout.total, memory.total, comm.size, causal=causal)[there.players.index(comm.rank)]
-    if relative is not None:
-        relative.check(heads, size, values)
     placements = [_placement(part, layout, memory, causal, relative) for part in parts]
     shapes = ((batch, repeats, size), (batch, 1, size), (batch, 1, values))
     blocks = [

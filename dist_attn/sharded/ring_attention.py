@@ -16,10 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.softmax_attention import Placement, RelativePositions
-from dist_attn.ops.softmax_attention.relative import Tables, tables_of
-from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
-from dist_attn.ops.softmax_attention.tiled import fold_in_place, tile_gradients, tile_outputs
+from dist_attn.ops.softmax_attention import RelativePositions, SoftmaxCall
+from dist_attn.ops.softmax_attention.tiled import TileTensors, TileTerms, fold_in_place, tile_gradients, tile_outputs
 from dist_attn.sharded.placements import placement_of
 
 __all__ = ["ring_attention"]
@@ -46,15 +44,12 @@ def ring_attention(
         and P rounds of as many gradients, in float32 or wider.
     Raises: ShapeError when shapes do not fit together.
     """
-    check_softmax_shapes(q_BHLK, k_BGSK, v_BGSV)
+    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, relative=relative)
+    call.check()
     memory = layout if memory_layout is None else memory_layout
     batch, groups, _, size = k_BGSK.shape
-    ring = _Ring(comm, layout, memory, causal, (batch, groups), size, v_BGSV.shape[3])
-    tables = tables_of(relative, q_BHLK.shape[1], size, v_BGSV.shape[3])
-    out = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        q_BHLK, k_BGSK, v_BGSV, *tables, ring, size**-0.5 if scale is None else scale
-    )
-    return cast(torch.Tensor, out)
+    ring = _Ring(comm, layout, memory, causal, call.score_scale, (batch, groups), size, v_BGSV.shape[3])
+    return cast(torch.Tensor, _RingAttention.apply(ring, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -65,14 +60,15 @@ class _Ring:
     layout: SequenceLayout
     memory: SequenceLayout
     causal: bool
+    scale: float
     heads: tuple[int, int]
     size: int
     values: int
 
-    def placement(self, number: int) -> Placement:
+    def terms(self, number: int) -> TileTerms:
         """Where this rank's queries stand, and the keys that are here in round `number`."""
         queries, keys = self.layout.range(self.comm.rank), self.memory.range(self._owner(number))
-        return placement_of([queries], [keys], self.layout, self.memory)
+        return TileTerms(self.causal, self.scale, placement_of([queries], [keys], self.layout, self.memory))
 
     def join(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> torch.Tensor:
         """Both as one message."""
@@ -100,53 +96,41 @@ class _Ring:
 
 class _RingAttention(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        near_keys: torch.Tensor | None,
-        near_values: torch.Tensor | None,
-        ring: _Ring,
-        scale: float,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, ring: _Ring, *tensors: Any) -> torch.Tensor:
         # Whether a gradient will flow back is something that all ranks must agree on.
         label = "ring with gradient" if any(ctx.needs_input_grad) else "ring"
-        tables = Tables(near_keys, near_values)
-        out, lse = tile_outputs(q, k, v, ring.placement(0), ring.causal, scale, tables)
-        message = ring.join(k, v)
+        x = TileTensors(*tensors)
+        total = tile_outputs(ring.terms(0), x)
+        message = ring.join(x.k_BGSK, x.v_BGSV)
         for number in range(1, ring.comm.size):
             message = ring.pass_on(message, number - 1, label)
-            part = tile_outputs(q, *ring.split(message, number), ring.placement(number), ring.causal, scale, tables)
-            lse = fold_in_place(out, lse, *part)
-            del part
-        ctx.save_for_backward(q, k, v, near_keys, near_values, out, lse)
-        ctx.ring, ctx.scale = ring, scale
-        return out.to(v.dtype)
+            k, v = ring.split(message, number)
+            total = fold_in_place(total, tile_outputs(ring.terms(number), x._replace(k_BGSK=k, v_BGSV=v)))
+        ctx.save_for_backward(*x, *total)
+        ctx.ring = ring
+        return total.out.to(x.v_BGSV.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor) -> Any:
-        q, k, v, *near, out, lse = ctx.saved_tensors
+        *tensors, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        tables = Tables(*near)
-        d_near = Tables(*(None if t is None else torch.zeros(t.shape, dtype=lse.dtype, device=t.device) for t in near))
+        x = TileTensors(*tensors)
+        # Gradients of the queries and the tables stay here and add up; those of keys and values travel with them.
+        total = x.without_keys().zeros(lse.dtype)
         drop = (d_out * out).sum(dim=-1)
-        message, dq = ring.join(k, v), torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        d_message = torch.zeros(message.shape, dtype=lse.dtype, device=q.device)
+        message = ring.join(x.k_BGSK, x.v_BGSV)
+        d_message = torch.zeros(message.shape, dtype=lse.dtype, device=message.device)
         for number in range(ring.comm.size):
-            keys, values = ring.split(message, number)
-            d_q, d_keys, d_values, d_tables = tile_gradients(
-                q, keys, values, lse, d_out, drop, ring.placement(number), ring.causal, ctx.scale, tables
-            )
-            dq += d_q
-            d_message += ring.join(d_keys, d_values)
-            for total, share in zip(d_near, d_tables, strict=True):
-                if total is not None and share is not None:
-                    total += share
+            k, v = ring.split(message, number)
+            share = tile_gradients(ring.terms(number), x._replace(k_BGSK=k, v_BGSV=v), lse, d_out, drop)
+            d_message += ring.join(share.k_BGSK, share.v_BGSV)
+            for own, more in zip(total, share.without_keys(), strict=True):
+                if own is not None and more is not None:
+                    own += more
             # The gradients make one round more than the keys: the last one takes them home.
             if number + 1 < ring.comm.size:
                 message = ring.pass_on(message, number, "ring again")
             d_message = ring.pass_on(d_message, number, "ring backward")
         dk, dv = ring.split(d_message, 0)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), *d_near.like(tables), None, None
+        return (None, *total._replace(k_BGSK=dk, v_BGSV=dv).like(x))

@@ -1,17 +1,16 @@
 """Softmax attention: the oracle, PyTorch's fused kernels, and tiles whose partial results merge."""
 
+from dist_attn.ops.softmax_attention.attention import packed_softmax_attention, softmax_attention
 from dist_attn.ops.softmax_attention.cache import KeyValueCache, softmax_attention_streaming
-from dist_attn.ops.softmax_attention.fused import softmax_attention
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
 from dist_attn.ops.softmax_attention.naive import softmax_attention_naive
-from dist_attn.ops.softmax_attention.packed import packed_softmax_attention
-from dist_attn.ops.softmax_attention.placement import Placement
-from dist_attn.ops.softmax_attention.relative import RelativePositions
 from dist_attn.ops.softmax_attention.tiled import merge_partials, softmax_attention_partial
 
 __all__ = [
     "KeyValueCache",
     "Placement",
     "RelativePositions",
+    "SoftmaxCall",
     "merge_partials",
     "packed_softmax_attention",
     "softmax_attention",

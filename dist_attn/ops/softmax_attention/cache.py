@@ -1,4 +1,7 @@
-"""The keys and values that exact attention keeps of the tokens so far, and attention of new tokens over them."""
+"""The keys and values that exact attention keeps of the tokens so far, and attention of new tokens over them.
+
+Shape letters: B batch, H query heads, G key heads, L new tokens, S tokens so far, K head size, V values.
+"""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -7,12 +10,8 @@ import torch
 
 from dist_attn.errors import InputError
 from dist_attn.ops.documents import check_documents, document_numbers
-from dist_attn.ops.softmax_attention.fused import softmax_attention
-from dist_attn.ops.softmax_attention.packed import packed_softmax_attention
-from dist_attn.ops.softmax_attention.placement import Placement
-from dist_attn.ops.softmax_attention.relative import RelativePositions
-
-__all__ = ["KeyValueCache", "softmax_attention_streaming", "streaming_placement"]
+from dist_attn.ops.softmax_attention.attention import packed_softmax_attention, softmax_attention
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""The oracle of softmax attention: the whole score matrix, by definition."""
+"""The oracle of softmax attention: the whole score matrix, by definition.
+
+Shape letters: B batch, H query heads, G key heads, L queries, S keys, K head size, V values, R rows of relative
+positions.
+"""
 
 import math
 
 import torch
 
-from dist_attn.ops.softmax_attention.placement import Placement
-from dist_attn.ops.softmax_attention.relative import RelativePositions
-
-__all__ = ["softmax_attention_naive"]
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions
 
 
 def softmax_attention_naive(

@@ -3,28 +3,92 @@
 A partial result over some of the keys is a pair: the output normalised over these keys, and the logarithm of the
 weight they carry (log-sum-exp of the scores). Pairs over disjoint keys merge exactly, in any order.
 
+Shape letters: B batch, H query heads, G key heads, L queries, S keys, K head size, V values; N = B G heads of keys in a
+row, R = H / G query heads that read each of them, W rows of a table of relative positions.
+
 Reference: Milakov and Gimelshein, Online normalizer calculation for softmax; Dao et al., FlashAttention, Algorithm 1
 and Appendix B.2 (the backward pass from the log-sum-exp).
 """
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from dist_attn.ops.softmax_attention.placement import Placement, Tile, visible_tiles
-from dist_attn.ops.softmax_attention.relative import RelativePositions, Tables, add_by_row, sum_by_row, tables_of
-from dist_attn.ops.softmax_attention.shapes import check_softmax_shapes
-
-__all__ = ["fold_in_place", "merge_partials", "softmax_attention_partial", "tile_gradients", "tile_outputs"]
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
 
 TILE_QUERIES = 256
 TILE_KEYS = 1024
 # Scores of so many head groups are computed at once as fit into this many elements, which a cache of a few MB holds.
 TILE_ELEMENTS = 1 << 19
-NO_TABLES = Tables()
+
+
+class TileTerms(NamedTuple):
+    """What a call is about beside its tensors."""
+
+    causal: bool
+    scale: float
+    placement: Placement
+
+
+class TileTensors(NamedTuple):
+    """The tensors of a call, or the gradients of them; the rows of relative positions are those of each head."""
+
+    q_BHLK: torch.Tensor
+    k_BGSK: torch.Tensor
+    v_BGSV: torch.Tensor
+    near_keys_HWK: torch.Tensor | None = None
+    near_values_HWV: torch.Tensor | None = None
+
+    @staticmethod
+    def of(call: SoftmaxCall) -> "TileTensors":
+        """The tensors of a call that is checked."""
+        tables: tuple[torch.Tensor | None, ...] = (None, None)
+        if call.relative is not None:
+            heads = call.q_BHLK.shape[1]
+            tables = call.relative.keys_HRK, call.relative.values_HRV
+            tables = tuple(None if t is None else t.expand(heads, -1, -1) for t in tables)
+        return TileTensors(*call.qkv, *tables)
+
+    @property
+    def reach(self) -> int:
+        """Of relative positions; 0 where there are none."""
+        return 0 if self.near_keys_HWK is None else self.near_keys_HWK.shape[1] // 2
+
+    def by_key_head(self, dtype: torch.dtype) -> "TileTensors":
+        """Queries [N, R, L, K] beside the head of keys [N, S, K] that they read, tables [N, R, W, …] in `dtype`."""
+        batch, groups = self.k_BGSK.shape[:2]
+        q, tables = _rows(self.q_BHLK, self.k_BGSK), (self.near_keys_HWK, self.near_values_HWV)
+        grouped = (None if t is None else t.to(dtype).unflatten(0, (groups, -1)) for t in tables)
+        near = (None if t is None else t.expand(batch, *t.shape).flatten(0, 1) for t in grouped)
+        return TileTensors(q, self.k_BGSK.flatten(0, 1), self.v_BGSV.flatten(0, 1), *near)
+
+    def zeros(self, dtype: torch.dtype) -> "TileTensors":
+        """As many zeros, for sums of gradients."""
+        return _tensors(None if t is None else torch.zeros(t.shape, dtype=dtype, device=t.device) for t in self)
+
+    def like(self, other: "TileTensors") -> "TileTensors":
+        """In the types of others."""
+        pairs = zip(self, other, strict=True)
+        return _tensors(None if t is None or o is None else t.to(o.dtype) for t, o in pairs)
+
+    def without_keys(self) -> "TileTensors":
+        """Queries and tables alone: what stays where it is while keys travel."""
+        return self._replace(k_BGSK=self.k_BGSK[:, :, :0], v_BGSV=self.v_BGSV[:, :, :0])
+
+
+def _tensors(tensors: Iterable[torch.Tensor | None]) -> TileTensors:
+    return TileTensors(*tensors)  # type: ignore[arg-type]  # queries, keys and values are always there
+
+
+class Partial(NamedTuple):
+    """A partial result: outputs [B, H, L, V] over some keys and the logarithm of their weight [B, H, L]."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
 
 
 def softmax_attention_partial(
@@ -36,7 +100,7 @@ def softmax_attention_partial(
     scale: float | None = None,
     placement: Placement | None = None,
     relative: RelativePositions | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Partial:
     """Attention over these keys, and how much weight they carry; a query that sees none has zeros and -inf.
 
     With `relative` positions keys and values depend on where they stand from the query.
@@ -45,19 +109,19 @@ def softmax_attention_partial(
     Both have gradients (once differentiable). Cost: scores of one tile above inputs, outputs and their gradients.
     Raises: ShapeError when shapes do not fit together.
     """
-    check_softmax_shapes(q_BHLK, k_BGSK, v_BGSV)
-    queries, keys = q_BHLK.shape[2], k_BGSK.shape[2]
-    placement = Placement.in_order(queries, keys) if placement is None else placement
-    placement.check(queries, keys)
-    scale = q_BHLK.shape[3] ** -0.5 if scale is None else scale
-    tables = tables_of(relative, q_BHLK.shape[1], q_BHLK.shape[3], v_BGSV.shape[3])
-    out: tuple[torch.Tensor, torch.Tensor] = _Partial.apply(  # type: ignore[no-untyped-call]
-        q_BHLK, k_BGSK, v_BGSV, *tables, placement, causal, scale
-    )
-    return out
+    call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, placement, relative=relative)
+    call.check()
+    return attend_partially(call)
 
 
-def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_partially(call: SoftmaxCall) -> Partial:
+    """`softmax_attention_partial` of a call that is checked."""
+    placement = Placement.in_order(call.queries, call.keys) if call.placement is None else call.placement
+    terms = TileTerms(call.causal, call.score_scale, placement)
+    return Partial(*_Partial.apply(terms, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
+
+
+def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> Partial:
     """The partial result over the keys of all the given ones, merged from the first to the last.
 
     Shapes: out [..., L, V] and lse [..., L] each -> the same.
@@ -70,149 +134,165 @@ def merge_partials(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -
         mass, total = mass + weight, total + weight[..., None] * out
     seen = mass > 0
     mass = torch.where(seen, mass, 1.0)
-    return total / mass[..., None], torch.where(seen, peak + mass.log(), -torch.inf)
+    return Partial(total / mass[..., None], torch.where(seen, peak + mass.log(), -torch.inf))
 
 
-def fold_in_place(out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse: torch.Tensor) -> torch.Tensor:
-    """`merge_partials` of two, without gradients: `out` becomes the merged one, `more_out` is used up; the new lse."""
-    peak = _finite(torch.maximum(lse, more_lse))
-    weight, more_weight = torch.exp(lse - peak), torch.exp(more_lse - peak)
+def fold_in_place(part: Partial, more: Partial) -> Partial:
+    """`merge_partials` of two, without gradients: it is written over the outputs of both."""
+    peak = _finite(torch.maximum(part.lse, more.lse))
+    weight, more_weight = torch.exp(part.lse - peak), torch.exp(more.lse - peak)
     mass = weight + more_weight
     seen = mass > 0
     mass = torch.where(seen, mass, 1.0)
-    out.mul_((weight / mass)[..., None]).add_(more_out.mul_((more_weight / mass)[..., None]))
-    return torch.where(seen, peak + mass.log(), -torch.inf)
+    part.out.mul_((weight / mass)[..., None]).add_(more.out.mul_((more_weight / mass)[..., None]))
+    return Partial(part.out, torch.where(seen, peak + mass.log(), -torch.inf))
 
 
-def tile_outputs(
-    q_BHLK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSV: torch.Tensor,
-    placement: Placement,
-    causal: bool,
-    scale: float,
-    tables: Tables = NO_TABLES,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def tile_outputs(terms: TileTerms, x: TileTensors) -> Partial:
     """`softmax_attention_partial` without a gradient."""
+    q_BHLK = x.q_BHLK
     wide = torch.promote_types(q_BHLK.dtype, torch.float32)
-    out_BHLV = q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BGSV.shape[3]), dtype=wide)
+    out_BHLV = q_BHLK.new_zeros((*q_BHLK.shape[:3], x.v_BGSV.shape[3]), dtype=wide)
     lse_BHL = torch.full(q_BHLK.shape[:3], -torch.inf, dtype=wide, device=q_BHLK.device)
-    q_NRLK, (k_NSK, v_NSV) = _rows(q_BHLK, k_BGSK), (k_BGSK.flatten(0, 1), v_BGSV.flatten(0, 1))
-    out_NRLV, lse_NRL = _rows(out_BHLV, k_BGSK), _rows(lse_BHL, k_BGSK)
-    near = tables.by_group(k_BGSK.shape[0], k_BGSK.shape[1], wide)
+    out_NRLV, lse_NRL = _rows(out_BHLV, x.k_BGSK), _rows(lse_BHL, x.k_BGSK)
+    q_NRLK, k_NSK, v_NSV, near_keys, near_values = x.by_key_head(wide)
     with torch.autocast(q_BHLK.device.type, enabled=False):
         for heads in _head_chunks(q_NRLK, k_NSK):
             k, v = k_NSK[heads], v_NSV[heads]
-            for rows, tiles in visible_tiles(placement, causal=causal, tile_queries=TILE_QUERIES, tile_keys=TILE_KEYS):
+            for rows, tiles in visible_tiles(terms):
                 q = q_NRLK[heads, :, rows].to(wide)
                 peak = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
                 mass, numerator = torch.zeros_like(peak), out_NRLV[heads, :, rows]
-                q_near = _by_row(q, near.keys_HRK, heads, scale)
-                by_row = _no_rows(q, near.values_HRV)
+                q_near, by_row = _by_row(q, near_keys, heads, terms.scale), _no_rows(q, near_values)
                 for tile in tiles:
-                    scores = _scores(q, k[:, tile.keys].to(wide), tile, scale)
-                    at = 0 if q_near is None else placement.relative_rows(tables.reach, rows, tile.keys)
-                    if q_near is not None:
-                        add_by_row(scores, q_near, at)
+                    at = 0 if q_near is None else terms.placement.relative_rows(x.reach, rows, tile.keys)
+                    scores = _scores(q, k[:, tile.keys].to(wide), tile, terms.scale)
+                    _add_by_row(scores, q_near, at)
                     higher = torch.maximum(peak, scores.amax(dim=-1))
                     fade = torch.exp(peak - _finite(higher))
                     weights = scores.sub_(_finite(higher)[..., None]).exp_()
                     mass = mass * fade + weights.sum(dim=-1)
                     numerator.mul_(fade[..., None]).add_(_weighted(weights, v[:, tile.keys].to(wide)))
                     if by_row is not None:
-                        sum_by_row(by_row.mul_(fade[..., None]), weights, at)
+                        _sum_by_row(by_row.mul_(fade[..., None]), weights, at)
                     peak = higher
-                if by_row is not None and near.values_HRV is not None:
-                    numerator.add_(by_row @ near.values_HRV[heads])
+                if by_row is not None and near_values is not None:
+                    numerator.add_(by_row @ near_values[heads])
                 numerator.div_(torch.where(mass > 0, mass, 1.0)[..., None])
                 lse_NRL[heads, :, rows] = _finite(peak) + mass.log()
-    return out_BHLV, lse_BHL
+    return Partial(out_BHLV, lse_BHL)
 
 
 def tile_gradients(
-    q_BHLK: torch.Tensor,
-    k_BGSK: torch.Tensor,
-    v_BGSV: torch.Tensor,
-    lse_BHL: torch.Tensor,
-    d_out_BHLV: torch.Tensor,
-    drop_BHL: torch.Tensor,
-    placement: Placement,
-    causal: bool,
-    scale: float,
-    tables: Tables = NO_TABLES,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Tables]:
-    """Gradients of q, k, v and tables where weights are exp(score - lse) and d score = weight (d_out . v - drop).
+    terms: TileTerms, x: TileTensors, lse_BHL: torch.Tensor, d_out_BHLV: torch.Tensor, drop_BHL: torch.Tensor
+) -> TileTensors:
+    """Gradients where weights are exp(score - lse) and d score = weight (d_out . v - drop).
 
     With the lse over all keys of the sequence this is the share of the keys given here: shares of q add up.
     """
     wide = lse_BHL.dtype
-    dq, dk, dv = (torch.zeros(t.shape, dtype=wide, device=t.device) for t in (q_BHLK, k_BGSK, v_BGSV))
-    q_NRLK, (k_NSK, v_NSV) = _rows(q_BHLK, k_BGSK), (k_BGSK.flatten(0, 1), v_BGSV.flatten(0, 1))
-    lse_NRL, drop_NRL, d_out_NRLV = (_rows(t, k_BGSK) for t in (lse_BHL, drop_BHL, d_out_BHLV))
-    dq_NRLK, (dk_NSK, dv_NSV) = _rows(dq, k_BGSK), (dk.flatten(0, 1), dv.flatten(0, 1))
-    near = tables.by_group(k_BGSK.shape[0], k_BGSK.shape[1], wide)
-    d_near = Tables(*(None if t is None else torch.zeros_like(t) for t in near))
-    with torch.autocast(q_BHLK.device.type, enabled=False):
+    grads, (q_NRLK, k_NSK, v_NSV, near_keys, near_values) = x.zeros(wide), x.by_key_head(wide)
+    dq, dk, dv, *_ = grads.by_key_head(wide)
+    d_near_keys, d_near_values = (None if t is None else torch.zeros_like(t) for t in (near_keys, near_values))
+    lse_NRL, drop_NRL, d_out_NRLV = (_rows(t, x.k_BGSK) for t in (lse_BHL, drop_BHL, d_out_BHLV))
+    with torch.autocast(x.q_BHLK.device.type, enabled=False):
         for heads in _head_chunks(q_NRLK, k_NSK):
-            for rows, tiles in visible_tiles(placement, causal=causal, tile_queries=TILE_QUERIES, tile_keys=TILE_KEYS):
+            for rows, tiles in visible_tiles(terms):
                 q, d_out = q_NRLK[heads, :, rows].to(wide), d_out_NRLV[heads, :, rows].to(wide)
                 lse, drop = _finite(lse_NRL[heads, :, rows, None]), drop_NRL[heads, :, rows, None]
-                q_near, v_near = _by_row(q, near.keys_HRK, heads, scale), _by_row(d_out, near.values_HRV, heads, 1.0)
-                d_scores_by_row, weights_by_row = _no_rows(q, near.keys_HRK), _no_rows(q, near.values_HRV)
+                q_near, v_near = _by_row(q, near_keys, heads, terms.scale), _by_row(d_out, near_values, heads, 1.0)
+                d_scores_by_row, weights_by_row = _no_rows(q, near_keys), _no_rows(q, near_values)
                 for tile in tiles:
+                    at = 0 if q_near is None else terms.placement.relative_rows(x.reach, rows, tile.keys)
                     k, v = k_NSK[heads, tile.keys].to(wide), v_NSV[heads, tile.keys].to(wide)
-                    scores = _scores(q, k, tile, scale)
-                    at = 0 if q_near is None else placement.relative_rows(tables.reach, rows, tile.keys)
-                    if q_near is not None:
-                        add_by_row(scores, q_near, at)
+                    scores = _scores(q, k, tile, terms.scale)
+                    _add_by_row(scores, q_near, at)
                     weights = scores.sub_(lse).exp_()
-                    dv_NSV[heads, tile.keys] += weights.flatten(1, 2).mT @ d_out.flatten(1, 2)
+                    dv[heads, tile.keys] += weights.flatten(1, 2).mT @ d_out.flatten(1, 2)
                     d_weights = _weighted(d_out, v.mT)
-                    if v_near is not None and weights_by_row is not None:
-                        add_by_row(d_weights, v_near, at)
-                        sum_by_row(weights_by_row, weights, at)
-                    d_scores = d_weights.sub_(drop).mul_(weights).mul_(scale)
-                    if d_scores_by_row is not None:
-                        sum_by_row(d_scores_by_row, d_scores, at)
-                    dq_NRLK[heads, :, rows] += _weighted(d_scores, k)
-                    dk_NSK[heads, tile.keys] += d_scores.flatten(1, 2).mT @ q.flatten(1, 2)
-                if d_scores_by_row is not None and near.keys_HRK is not None and d_near.keys_HRK is not None:
-                    dq_NRLK[heads, :, rows] += d_scores_by_row @ near.keys_HRK[heads]
-                    d_near.keys_HRK[heads] += d_scores_by_row.mT @ q
-                if weights_by_row is not None and d_near.values_HRV is not None:
-                    d_near.values_HRV[heads] += weights_by_row.mT @ d_out
-    return dq, dk, dv, d_near.of_heads(q_BHLK.shape[0])
+                    _add_by_row(d_weights, v_near, at)
+                    _sum_by_row(weights_by_row, weights, at)
+                    d_scores = d_weights.sub_(drop).mul_(weights).mul_(terms.scale)
+                    _sum_by_row(d_scores_by_row, d_scores, at)
+                    dq[heads, :, rows] += _weighted(d_scores, k)
+                    dk[heads, tile.keys] += d_scores.flatten(1, 2).mT @ q.flatten(1, 2)
+                if d_scores_by_row is not None and near_keys is not None and d_near_keys is not None:
+                    dq[heads, :, rows] += d_scores_by_row @ near_keys[heads]
+                    d_near_keys[heads] += d_scores_by_row.mT @ q
+                if weights_by_row is not None and d_near_values is not None:
+                    d_near_values[heads] += weights_by_row.mT @ d_out
+    return grads._replace(
+        near_keys_HWK=_over_batch(d_near_keys, x.q_BHLK.shape[0]),
+        near_values_HWV=_over_batch(d_near_values, x.q_BHLK.shape[0]),
+    )
 
 
 class _Partial(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        near_keys: torch.Tensor | None,
-        near_values: torch.Tensor | None,
-        placement: Placement,
-        causal: bool,
-        scale: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = tile_outputs(q, k, v, placement, causal, scale, Tables(near_keys, near_values))
-        ctx.save_for_backward(q, k, v, near_keys, near_values, out, lse)
-        ctx.settings = (placement, causal, scale)
-        return out, lse
+    def forward(ctx: Any, terms: TileTerms, *tensors: Any) -> Any:
+        part = tile_outputs(terms, TileTensors(*tensors))
+        ctx.save_for_backward(*tensors, *part)
+        ctx.terms = terms
+        return tuple(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_out: torch.Tensor, d_lse: torch.Tensor) -> Any:
-        q, k, v, *near, out, lse = ctx.saved_tensors
-        tables = Tables(*near)
+        *tensors, out, lse = ctx.saved_tensors
+        x = TileTensors(*tensors)
         # A query that sees nothing has a constant lse, and no tile reads what stands here for it.
         drop = (d_out * out).sum(dim=-1) - d_lse
-        placement, causal, scale = ctx.settings
-        *of_tokens, of_tables = tile_gradients(q, k, v, lse, d_out, drop, placement, causal, scale, tables)
-        gradients = [d.to(t.dtype) for d, t in zip(of_tokens, (q, k, v), strict=True)]
-        return *gradients, *of_tables.like(tables), None, None, None
+        return (None, *tile_gradients(ctx.terms, x, lse, d_out, drop).like(x))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys that some query of a tile sees; `hidden_LS` is None where every query sees all of them."""
+
+    keys: slice
+    hidden_LS: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Some tokens in a row and between which positions, and which documents, they lie."""
+
+    part: slice
+    first: int
+    last: int
+    first_document: int
+    last_document: int
+
+
+def visible_tiles(terms: TileTerms) -> Iterator[tuple[slice, Iterator[Tile]]]:
+    """For every tile of queries the tiles of keys that it sees something of; masks are made one at a time."""
+    placement = terms.placement
+    columns = _spans(placement.keys_S, placement.key_documents_S, TILE_KEYS)
+    for row in _spans(placement.queries_L, placement.query_documents_L, TILE_QUERIES):
+        yield row.part, _seen_from(row, columns, terms)
+
+
+def _seen_from(row: _Span, columns: list[_Span], terms: TileTerms) -> Iterator[Tile]:
+    causal, placement = terms.causal, terms.placement
+    for column in columns:
+        apart = column.last_document < row.first_document or row.last_document < column.first_document
+        if apart or (causal and column.first > row.last):
+            continue
+        one_document = row.first_document == row.last_document == column.first_document == column.last_document
+        if one_document and not (causal and column.last > row.first):
+            yield Tile(column.part, None)
+        else:
+            yield Tile(column.part, placement.hidden(causal=causal, rows=row.part, columns=column.part))
+
+
+def _spans(positions: torch.Tensor, documents: torch.Tensor | None, size: int) -> list[_Span]:
+    spans = []
+    for start in range(0, len(positions), size):
+        part = slice(start, min(start + size, len(positions)))
+        first, last = (int(edge) for edge in positions[part].aminmax())
+        of_document = (0, 0) if documents is None else tuple(int(edge) for edge in documents[part].aminmax())
+        spans.append(_Span(part, first, last, of_document[0], of_document[1]))
+    return spans
 
 
 def _rows(x_BHL: torch.Tensor, k_BGSK: torch.Tensor) -> torch.Tensor:
@@ -243,6 +323,31 @@ def _by_row(x_NRLK: torch.Tensor, rows_NRWK: torch.Tensor | None, heads: slice, 
 def _no_rows(x_NRLK: torch.Tensor, rows_NRWK: torch.Tensor | None) -> torch.Tensor | None:
     """A zero for each row of a table and each query, [N, R, L, W]."""
     return None if rows_NRWK is None else x_NRLK.new_zeros((*x_NRLK.shape[:3], rows_NRWK.shape[2]))
+
+
+def _add_by_row(x_NRLS: torch.Tensor, by_row_NRLW: torch.Tensor | None, rows: torch.Tensor | int) -> None:
+    """x += by_row[…, rows], if there is a table; `rows` [L, S] is the row of each pair, or the one of all of them."""
+    if by_row_NRLW is None:
+        return
+    if isinstance(rows, int):
+        x_NRLS.add_(by_row_NRLW[..., rows, None])
+    else:
+        x_NRLS.add_(by_row_NRLW.gather(-1, rows.to(x_NRLS.device).expand_as(x_NRLS)))
+
+
+def _sum_by_row(total_NRLW: torch.Tensor | None, x_NRLS: torch.Tensor, rows: torch.Tensor | int) -> None:
+    """Add the elements of x to the totals of their rows: the transpose of `_add_by_row`."""
+    if total_NRLW is None:
+        return
+    if isinstance(rows, int):
+        total_NRLW[..., rows] += x_NRLS.sum(dim=-1)
+    else:
+        total_NRLW.scatter_add_(-1, rows.to(x_NRLS.device).expand_as(x_NRLS), x_NRLS)
+
+
+def _over_batch(rows_NRWK: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """The gradient of a table [H, W, K] from its copies beside every head of keys, [B G, H / G, W, K]."""
+    return None if rows_NRWK is None else rows_NRWK.flatten(0, 1).unflatten(0, (batch, -1)).sum(dim=0)
 
 
 def _weighted(x_NRLK: torch.Tensor, y_NKS: torch.Tensor) -> torch.Tensor:

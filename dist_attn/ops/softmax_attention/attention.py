@@ -1,0 +1,138 @@
+"""Exact softmax attention: PyTorch's fused kernels for whole sequences and documents, our tiles for any placement.
+
+Shape letters: B batch, H query heads, G key heads, L queries, S keys, K head size, V values, T tokens of a few
+documents.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.ops.documents import (
+    check_documents,
+    document_groups,
+    document_numbers,
+    same_document,
+    split_tokens,
+    start_flags,
+)
+from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
+from dist_attn.ops.softmax_attention.tiled import attend_partially
+
+# On CPUs torch's fused kernel goes backward through short half-precision sequences up to 10 times more slowly than
+# through the same in float32: 190 against 21 ms at 128 x 8 heads of 16 tokens; even at about 200 tokens.
+WIDE_TOKENS = 128
+# So many tokens of whole documents share one masked score matrix.
+TOGETHER_TOKENS = 256
+
+
+def softmax_attention(
+    q_BHLK: torch.Tensor,
+    k_BGSK: torch.Tensor,
+    v_BGSV: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    placement: Placement | None = None,
+    prefix: int = 0,
+    relative: RelativePositions | None = None,
+) -> torch.Tensor:
+    """softmax(scale q k^T) v, exact; scale defaults to K^-1/2. G key heads serve H query heads (G divides H).
+
+    Causal is aligned at the top left: query t sees keys <= t, also when L != S. With a placement, positions and
+    documents decide instead; queries that see no key give zeros. With a `prefix` the first so many tokens see each
+    other fully and the rest is causal (prefix-LM). With `relative` positions keys and values depend on how far they
+    stand from the query (Shaw); that is computed by tiles, of which one is held at a time, and once differentiable.
+    Shapes: q [B, H, L, K], k [B, G, S, K], v [B, G, S, V] -> [B, H, L, V].
+    Memory: linear in L and S; where K and V differ, copies of the smaller as wide as the larger.
+    Raises: ShapeError when shapes do not fit together; InputError for a prefix where attention is not causal, or with a
+        placement.
+    Reference: Random Feature Attention, Eq. 1; Shaw et al. 2018, Eq. 3 and 4 (relative positions).
+    """
+    return attend(SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, placement, prefix, relative))
+
+
+def attend(call: SoftmaxCall) -> torch.Tensor:
+    """`softmax_attention` of a call.
+
+    Raises: as `softmax_attention`.
+    """
+    call.check()
+    if call.prefix:
+        first = attend(replace(call.tokens(0, call.prefix), causal=False))
+        # Rows of the prefix are computed in vain; cutting them off before would take the fused kernel's alignment away.
+        rest = attend(replace(call, prefix=0))[:, :, call.prefix :]
+        return torch.cat([first, rest], dim=2)
+    if call.placement is not None or call.relative is not None:
+        return attend_partially(call)[0].to(call.v_BGSV.dtype)
+    if not call.queries:
+        return call.q_BHLK.new_zeros(call.output_shape)
+    return _fused(call)
+
+
+def packed_softmax_attention(
+    q_BHLK: torch.Tensor,
+    k_BGLK: torch.Tensor,
+    v_BGLV: torch.Tensor,
+    *,
+    causal: bool,
+    documents: tuple[int, ...],
+    scale: float | None = None,
+    relative: RelativePositions | None = None,
+) -> torch.Tensor:
+    """`softmax_attention` in which every document attends to itself alone: several short ones at a time.
+
+    Shapes: q [B, H, L, K], k [B, G, L, K], v [B, G, L, V] -> [B, H, L, V].
+    Cost: one call of a fused kernel per 256 tokens of short documents and per long document; with relative positions
+        the tiles that touch a document.
+    Raises: ShapeError when shapes do not fit together.
+    """
+    call = SoftmaxCall(q_BHLK, k_BGLK, v_BGLV, causal, scale, relative=relative)
+    call.check()
+    length = call.queries
+    check_documents(documents, length, call.keys)
+    if relative is not None:
+        tokens_L, number_L = torch.arange(length), document_numbers(documents, length)
+        return attend(replace(call, placement=Placement(tokens_L, tokens_L, number_L, number_L)))
+    flags_L = start_flags(documents, length, q_BHLK.device)
+    starts = frozenset(documents)
+    outputs = []
+    groups = document_groups(documents, length, TOGETHER_TOKENS)
+    for (start, stop), (q, k, v) in zip(groups, split_tokens(call.qkv, groups), strict=True):
+        assert q is not None and k is not None and v is not None
+        if starts.isdisjoint(range(start + 1, stop)):
+            outputs.append(attend(call.with_qkv(q, k, v)))
+            continue
+        seen_TT = same_document(flags_L[start:stop])
+        seen_TT = seen_TT.tril() if causal else seen_TT
+        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TT, scale=scale, enable_gqa=call.grouped))
+    if not outputs:
+        # No tokens, but of the inputs' graph: an empty rank's backward pass must find its way too.
+        nothing = q_BHLK.sum() + k_BGLK.sum() + v_BGLV.sum()
+        return v_BGLV.new_zeros(call.output_shape) + nothing
+    return torch.cat(outputs, dim=2)
+
+
+def _fused(call: SoftmaxCall) -> torch.Tensor:
+    """Attention of a whole sequence by torch's own kernels."""
+    size, values = call.q_BHLK.shape[3], call.v_BGSV.shape[3]
+    # Where keys and values differ in size torch takes a form that holds all scores; zeros make them equal. What is as
+    # wide already is not padded, because that copies it.
+    missing = (max(size, values) - t.shape[3] for t in call.qkv)
+    q, k, v = (F.pad(t, (0, n)) if n else t for t, n in zip(call.qkv, missing, strict=True))
+    attention = partial(
+        F.scaled_dot_product_attention, is_causal=call.causal, scale=call.score_scale, enable_gqa=call.grouped
+    )
+    if not _is_slow_backward(q, k, v):
+        return attention(q, k, v)[..., :values]
+    with torch.autocast("cpu", enabled=False):
+        return attention(q.float(), k.float(), v.float())[..., :values].to(call.v_BGSV.dtype)
+
+
+def _is_slow_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether a backward pass is to come that takes longer in the precision given than in float32."""
+    short_halves = v.dtype in (torch.bfloat16, torch.float16) and max(q.shape[2], k.shape[2]) <= WIDE_TOKENS
+    on_cpu = v.device.type == "cpu" and q.dtype == k.dtype == v.dtype
+    return short_halves and on_cpu and torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))

@@ -1,0 +1,183 @@
+"""A call of softmax attention as one value: its tensors, where they stand in the sequence, and how far apart.
+
+Shape letters: B batch, H query heads, G key heads, L queries, S keys, K head size, V values, R rows of a table of
+relative positions.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from dist_attn.errors import ShapeError
+from dist_attn.ops.linear_attention.call import check_prefix
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Positions of queries [L] and keys [S] in the sequence and, with packed documents, the document of each.
+
+    A query sees the keys of its own document; when causal, those at its own position or before it. Positions are
+    int64 and stay on the CPU, since they decide which tiles are computed at all; documents are numbered in order.
+
+    Raises: ShapeError for documents of the queries without those of the keys, or the other way round.
+    """
+
+    queries_L: torch.Tensor
+    keys_S: torch.Tensor
+    query_documents_L: torch.Tensor | None = None
+    key_documents_S: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.query_documents_L is None) != (self.key_documents_S is None):
+            raise ShapeError("documents were given for queries or for keys alone; give both, or neither")
+
+    @classmethod
+    def in_order(cls, queries: int, keys: int) -> "Placement":
+        """All tokens of a sequence, aligned at the top left."""
+        return cls(torch.arange(queries), torch.arange(keys))
+
+    def check(self, queries: int, keys: int) -> None:
+        """Raises: ShapeError for positions or documents of another number of tokens."""
+        tensors = [self.queries_L, self.keys_S, self.query_documents_L, self.key_documents_S]
+        for what, tensor, length in zip(("queries", "keys") * 2, tensors, (queries, keys) * 2, strict=True):
+            if tensor is not None and tensor.shape != (length,):
+                raise ShapeError(f"positions or documents of shape {list(tensor.shape)} for {length} {what}; one each")
+
+    def hidden(self, *, causal: bool, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        """Which keys the queries do not see, [rows, columns]."""
+        queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
+        hidden_LS = torch.zeros(len(queries_L), len(keys_S), dtype=torch.bool)
+        if causal:
+            hidden_LS |= keys_S > queries_L[:, None]
+        if self.query_documents_L is not None and self.key_documents_S is not None:
+            hidden_LS |= self.query_documents_L[rows, None] != self.key_documents_S[columns]
+        return hidden_LS
+
+    def relative_rows(
+        self, reach: int, rows: slice = slice(None), columns: slice = slice(None)
+    ) -> "torch.Tensor | int":
+        """Row clip(key - query, -reach, reach) + reach of a table of relative positions, for each pair [rows, columns].
+
+        One number where it is the same for all pairs, as it is of tokens further apart than the reach.
+        """
+        queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
+        if len(queries_L) and len(keys_S):
+            if int(keys_S.max()) - int(queries_L.min()) <= -reach:
+                return 0
+            if int(keys_S.min()) - int(queries_L.max()) >= reach:
+                return 2 * reach
+        return (keys_S - queries_L[:, None]).clamp(-reach, reach) + reach
+
+
+@dataclass(frozen=True, eq=False)
+class RelativePositions:
+    """Shaw's relative positions: keys become k_j + keys[n] and values v_j + values[n] for a query at i.
+
+    n = clip(j - i, -reach, reach).
+
+    Shapes: keys [H, R, K] and values [H, R, V] or None, R = 2 reach + 1; row r stands for n = r - reach, so the first
+        row for keys at least `reach` tokens before the query. H is the number of query heads, or 1: shared by all.
+    Reference: Shaw et al. 2018, Self-Attention with Relative Position Representations, Eq. 3 and 4.
+    """
+
+    keys_HRK: torch.Tensor
+    values_HRV: torch.Tensor | None = None
+
+    @property
+    def reach(self) -> int:
+        """The distance from which on all are alike."""
+        return self.keys_HRK.shape[1] // 2
+
+    def of_heads(self, start: int, stop: int) -> "RelativePositions":
+        """The rows of query heads [start, stop)."""
+        values_HRV = self.values_HRV
+        return RelativePositions(
+            self.keys_HRK if len(self.keys_HRK) == 1 else self.keys_HRK[start:stop],
+            values_HRV if values_HRV is None or len(values_HRV) == 1 else values_HRV[start:stop],
+        )
+
+    def check(self, heads: int, size: int, values: int) -> None:
+        """Raises: ShapeError for rows that do not fit queries of so many heads and sizes."""
+        for name, rows, width in (("keys", self.keys_HRK, size), ("values", self.values_HRV, values)):
+            if rows is None:
+                continue
+            fits = rows.dim() == 3 and rows.shape[0] in (1, heads) and rows.shape[2] == width
+            if not fits or not rows.shape[1] % 2 or rows.shape[1] != self.keys_HRK.shape[1]:
+                raise ShapeError(
+                    f"relative {name} of shape {tuple(rows.shape)} were given for {heads} heads; needed is "
+                    f"[{heads} or 1, 2 reach + 1, {width}], with as many rows for keys as for values"
+                )
+
+
+@dataclass(frozen=True)
+class SoftmaxCall:
+    """The arguments of `softmax_attention`, which explains them."""
+
+    q_BHLK: torch.Tensor
+    k_BGSK: torch.Tensor
+    v_BGSV: torch.Tensor
+    causal: bool
+    scale: float | None = None
+    placement: Placement | None = None
+    prefix: int = 0
+    relative: RelativePositions | None = None
+
+    @property
+    def queries(self) -> int:
+        """L."""
+        return self.q_BHLK.shape[2]
+
+    @property
+    def keys(self) -> int:
+        """S."""
+        return self.k_BGSK.shape[2]
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.q_BHLK, self.k_BGSK, self.v_BGSV
+
+    @property
+    def score_scale(self) -> float:
+        """What scores are multiplied by: `scale`, or K^-1/2."""
+        return float(self.q_BHLK.shape[3] ** -0.5) if self.scale is None else self.scale
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a head of keys."""
+        return self.q_BHLK.shape[1] != self.k_BGSK.shape[1]
+
+    @property
+    def output_shape(self) -> tuple[int, int, int, int]:
+        """[B, H, L, V]."""
+        batch, heads, queries, _ = self.q_BHLK.shape
+        return batch, heads, queries, self.v_BGSV.shape[3]
+
+    def with_qkv(self, q_BHLK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> "SoftmaxCall":
+        """The same call of other queries, keys and values."""
+        return replace(self, q_BHLK=q_BHLK, k_BGSK=k_BGSK, v_BGSV=v_BGSV)
+
+    def tokens(self, start: int, stop: int) -> "SoftmaxCall":
+        """The call of queries and keys from `start` to before `stop`; no placement, no prefix."""
+        q, k, v = (t[:, :, start:stop] for t in self.qkv)
+        return replace(self.with_qkv(q, k, v), placement=None, prefix=0)
+
+    def check(self) -> None:
+        """Raises: ShapeError unless all tensors fit together, as nothing is broadcast; InputError for a prefix that
+        means nothing."""
+        q, k, v = self.qkv
+        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        if not q.dim() == k.dim() == v.dim() == 4:
+            raise ShapeError(f"{shapes}: all three need four dimensions [batch, heads, length, size]")
+        heads, groups = q.shape[1], k.shape[1]
+        if k.shape[:3] != v.shape[:3] or not groups or heads % groups:
+            raise ShapeError(
+                f"{shapes}: k and v need equal batch, heads and length, and their heads must divide the query heads"
+            )
+        if (q.shape[0], q.shape[3]) != (k.shape[0], k.shape[3]):
+            raise ShapeError(f"{shapes}: q and k need equal batch and equal size per head")
+        check_prefix(self.prefix, causal=self.causal, documents=self.placement is not None)
+        if self.placement is not None:
+            self.placement.check(self.queries, self.keys)
+        if self.relative is not None:
+            self.relative.check(heads, q.shape[3], v.shape[3])
