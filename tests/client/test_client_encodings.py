@@ -26,7 +26,8 @@ from tests.support.cutting_proxy import Cut, cutting_proxy
 from tests.support.fake_engine import FakeEngine, row_vector
 from tests.support.opening import is_encoding
 from tests.support.programs import free_port
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 BOOK = "".join(f"Line {n} of a book that is long enough. " for n in range(3000)).encode()
 QUICK = Retry(first_s=0.01, longest_s=0.02)

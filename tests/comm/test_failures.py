@@ -11,7 +11,7 @@ import torch
 from dist_attn.comm import Communicator, differentiable, run_simulated
 from dist_attn.errors import CommError, InputError, MismatchError
 from tests.support.ranks import run_processes, run_ranks
-from tests.support.service_server import eventually
+from tests.support.waiting import eventually
 
 
 def test_simulated_names_who_called_what() -> None:

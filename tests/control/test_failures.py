@@ -27,8 +27,8 @@ from tests.support.engines import (
     running_engine,
     wait_until_none_left,
 )
-from tests.support.service_server import eventually
 from tests.support.source_path import SOURCE_PATH
+from tests.support.waiting import eventually
 
 BLOCK = 512
 RECOVERY_S = 60

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from tests.support.dockerfile import Image, read_dockerfile
-from tests.support.service_server import eventually
 from tests.support.stores import started_redis, why_no_redis
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     import redis

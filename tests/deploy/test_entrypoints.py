@@ -18,8 +18,8 @@ from tests.support.api_image import make_image_environment
 from tests.support.dockerfile import read_dockerfile, with_flags
 from tests.support.models import write_small_folder
 from tests.support.programs import Program, free_port, running_program
-from tests.support.service_server import eventually
 from tests.support.source_path import SOURCE_PATH
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 API, ENGINE = (read_dockerfile(ROOT / f"deploy/Dockerfile.{name}") for name in ("api", "engine"))

@@ -16,7 +16,8 @@ from dist_attn.wire.messages import Cancel, Generated
 from tests.support.fake_engine import FakeEngine
 from tests.support.programs import Program, free_port, running_program
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 FILE = Path(__file__).resolve().parents[2] / "deploy/nginx/nginx.conf"
 ROUTE = "/v1/encodings"

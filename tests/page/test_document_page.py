@@ -18,7 +18,8 @@ from tests.service.test_keys import USER, digest
 from tests.support.breaking_proxy import breaking_proxy
 from tests.support.browser import opened_page
 from tests.support.fake_engine import FakeEngine
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

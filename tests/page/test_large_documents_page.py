@@ -13,7 +13,8 @@ from tests.support import fake_rows
 from tests.support.browser import opened_page
 from tests.support.fake_engine import FakeEngine
 from tests.support.served import served
-from tests.support.service_server import eventually, model_folder, running_service
+from tests.support.service_server import model_folder, running_service
+from tests.support.waiting import eventually
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

@@ -13,7 +13,8 @@ from dist_attn_service.completions.chat import ChatTemplate, TemplateRefusal
 from dist_attn.errors import ModelFolderError
 from dist_attn.wire.messages import Tokens
 from tests.support.fake_engine import FakeEngine, say
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 ROUTE = "/v1/chat/completions"
 TEMPLATE = """\

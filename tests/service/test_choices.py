@@ -12,7 +12,8 @@ import pytest
 from dist_attn.wire.messages import SamplingSpec
 from tests.support.fake_engine import VOCAB, FakeEngine, say
 from tests.support.opening import draw_of, is_completion
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 ROUTE = "/v1/completions"
 

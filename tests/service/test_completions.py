@@ -13,7 +13,8 @@ import pytest
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.opening import draw_of, is_completion
 from tests.support.raw_http import head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

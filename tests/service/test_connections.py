@@ -16,7 +16,8 @@ from uvicorn.server import ServerState
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of, send_in_background
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from dist_attn.wire.messages import Generated, Tokens
 from tests.support.fake_engine import FakeEngine
 from tests.support.opening import is_opening
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 KINDS = ["whole", "stream", "embedding", "encoding"]
 

@@ -14,7 +14,8 @@ import pytest
 from tests.support.fake_engine import HIDDEN, FakeEngine, row_vector
 from tests.support.opening import is_encoding
 from tests.support.raw_http import head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 ROUTE = "/v1/embeddings"
 

@@ -11,7 +11,8 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.files import break_off
 from tests.support.metrics import samples
 from tests.support.raw_http import Answer, head, lines_of
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

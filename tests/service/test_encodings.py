@@ -17,7 +17,8 @@ from dist_attn.text import train_bpe
 from dist_attn.wire.messages import Tokens
 from tests.support.fake_engine import FakeEngine, row_vector
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head, lines_of, send_in_background
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 ROUTE = "/v1/encodings"
 

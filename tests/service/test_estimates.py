@@ -14,7 +14,8 @@ from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.fake_sessions import MANIFEST
 from tests.support.models import write_small_folder
 from tests.support.raw_http import CHUNKED, TEXT, chunk, head
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 PROSE = "The whale went down, and the ship went on towards the south, as she had done all day. " * 60
 

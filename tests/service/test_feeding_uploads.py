@@ -16,8 +16,9 @@ from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.fake_sessions import after, stored
 from tests.support.files import begin, break_off, offset_of, patch, patch_head
 from tests.support.service_process import running_process
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
 from tests.support.sessions import SessionClient
+from tests.support.waiting import eventually
 
 BOOK = ("Der Wal ging unter, und das Schiff fuhr weiter nach Süden – wie zuvor. €😀 " * 90).encode()
 OPTIONS: dict[str, Any] = {"checkpoint_tokens": 1024, "piece_bytes": 700}

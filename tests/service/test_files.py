@@ -13,7 +13,8 @@ import pytest
 
 from tests.support.files import break_off, wrong_in
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, Answer, chunk, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 ANN, BOB = "ann-key", "bob-key"
 LIMIT = 300_000

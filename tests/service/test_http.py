@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import Answer, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

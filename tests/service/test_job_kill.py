@@ -12,7 +12,7 @@ from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import lines_of
 from tests.support.service_process import running_process
-from tests.support.service_server import eventually
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -20,7 +20,8 @@ from tests.support.jobs import point_of
 from tests.support.metrics import samples, value
 from tests.support.raw_http import lines_of
 from tests.support.service_process import running_process
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 QUICK = JobSettings(look_s=0.02, save_s=0.05)
 PROSE = b"The whale went down, and the ship went on towards the south, as she had done all day. "

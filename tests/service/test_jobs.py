@@ -20,7 +20,8 @@ from dist_attn.settings import JobSettings
 from tests.support.fake_engine import HIDDEN, FakeEngine, say
 from tests.support.opening import is_session
 from tests.support.raw_http import CHUNKED, TEXT, chunk, head, lines_of
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 TEXT_OF_ROWS = b"It was the best of times, it was the worst of times. " * 40
 get, post, delete, request = (

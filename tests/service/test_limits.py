@@ -12,7 +12,8 @@ from dist_attn_service.http.limits import BodyMemory, OpenRequests
 
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head
-from tests.support.service_server import eventually, running_service
+from tests.support.service_server import running_service
+from tests.support.waiting import eventually
 
 
 def refused(requests, caller):

@@ -19,7 +19,8 @@ from starlette.types import Message, Receive, Scope, Send
 from tests.support.fake_engine import FakeEngine
 from tests.support.opening import is_opening
 from tests.support.raw_http import CHUNKED, TEXT, Answer, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from dist_attn.store import disk
 from dist_attn.store.disk import CATALOGUE
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.service_process import SECONDS, command, running_process
-from tests.support.service_server import eventually
 from tests.support.sessions import SessionClient
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

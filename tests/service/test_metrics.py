@@ -13,7 +13,8 @@ from dist_attn import __version__
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import Samples, samples, value
 from tests.support.raw_http import Answer, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

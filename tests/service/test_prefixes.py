@@ -19,8 +19,9 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import GRID, MANIFEST
 from tests.support.metrics import samples, value
 from tests.support.opening import is_completion, states_at
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
 from tests.support.snapshots import manifest
+from tests.support.waiting import eventually
 
 PATIENT = PrefixSettings(wait_s=30)  # a busy machine is no fault of the store
 BOOK = "".join(chr(97 + (at * at + 7 * at) % 26) for at in range(5 * GRID))

@@ -15,7 +15,8 @@ import pytest
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
 from tests.support.service_process import SECONDS, command, running_process
-from tests.support.service_server import eventually, model_folder
+from tests.support.service_server import model_folder
+from tests.support.waiting import eventually
 
 MIB = 1 << 20
 

@@ -16,7 +16,8 @@ from dist_attn_service.engine.watch import EngineWatch
 
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.raw_http import TEXT, Answer, head, lines_of
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 

@@ -14,7 +14,8 @@ from tests.service.test_process import MIB, SECONDS, running_process
 from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.files import STREAM, begin, break_off, offset_of, patch, patch_head, wrong_in
 from tests.support.raw_http import Answer, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from dist_attn_service.schemas.completions import EncodingSummary, Usage
 
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head, lines_of, send_in_background
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 ROUTE = "/v1/encodings"
 TEXT_OF_ROWS = b"It was the best of times, it was the worst of times. " * 40

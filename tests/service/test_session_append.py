@@ -24,9 +24,10 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, stored
 from tests.support.opening import draw_of, is_session
 from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
 from tests.support.sessions import SessionClient
 from tests.support.stores import Clock, redis_server, stream, why_no_redis
+from tests.support.waiting import eventually
 
 BOOK = "".join(f"Line {n} of a book that is long enough. " for n in range(130)).encode()  # 4,900 tokens
 

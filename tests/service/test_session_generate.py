@@ -13,8 +13,9 @@ from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, drawn_from, stored
 from tests.support.opening import draw_of, is_session
 from tests.support.raw_http import Answer, head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
 from tests.support.sessions import SessionClient
+from tests.support.waiting import eventually
 
 TEXT = b"It was the best of times"
 START = len(TEXT)

@@ -16,8 +16,9 @@ from dist_attn.errors import StorageError
 from dist_attn.settings import StoreSettings
 from tests.support.fake_engine import FakeEngine
 from tests.support.metrics import samples, value
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
 from tests.support.sessions import SessionClient
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

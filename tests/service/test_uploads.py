@@ -12,7 +12,8 @@ import pytest
 
 from tests.support.files import begin, break_off, patch, wrong_in
 from tests.support.raw_http import head
-from tests.support.service_server import RunningService, eventually, running_service
+from tests.support.service_server import RunningService, running_service
+from tests.support.waiting import eventually
 
 ANN, BOB = "ann-key", "bob-key"
 PART = 100_000

@@ -11,7 +11,8 @@ from dist_attn.settings import JobSettings
 from dist_attn.text import train_bpe
 from tests.support.fake_engine import FakeEngine
 from tests.support.raw_http import lines_of
-from tests.support.service_server import RunningService, eventually, model_folder, running_service
+from tests.support.service_server import RunningService, model_folder, running_service
+from tests.support.waiting import eventually
 
 PROSE = "The whale went down, and the ship went on towards the south, as she had done all day. " * 60
 KEYS = {"own": "a" * 20, "other": "b" * 20}

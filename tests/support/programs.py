@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.support.service_server import eventually
+from tests.support.waiting import eventually
 
 STOP_SECONDS = 60.0
 

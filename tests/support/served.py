@@ -12,7 +12,7 @@ import psutil
 
 from tests.support.models import write_small_folder
 from tests.support.programs import Program, free_port, running_program
-from tests.support.service_server import eventually
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_SECONDS = 120.0

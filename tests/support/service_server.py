@@ -3,8 +3,7 @@
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import StringIO
@@ -20,8 +19,7 @@ from dist_attn_service.base.tracing import Tracing
 from dist_attn.settings import StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser
 from tests.support.fake_engine import HIDDEN, VOCAB, FakeEngine, FakeEnginePort
-
-PATIENCE_SECONDS = 60.0
+from tests.support.waiting import PATIENCE_SECONDS, eventually
 
 
 def model_folder(folder: Path, tokeniser: Tokeniser | None = None) -> Path:
@@ -68,15 +66,6 @@ class RunningService:
 
         eventually(look, f"a log line of {request_id}")
         return found[0]
-
-
-def eventually(check: Callable[[], bool], what: str, seconds: float = PATIENCE_SECONDS) -> None:
-    """Wait until `check` holds; fails with `what` otherwise."""
-    deadline = time.monotonic() + seconds
-    while not check():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {seconds:g} s for {what}")
-        time.sleep(0.01)
 
 
 @contextmanager

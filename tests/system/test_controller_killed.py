@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from tests.support.served import served
-from tests.support.service_server import eventually
 from tests.support.streams import Stream
+from tests.support.waiting import eventually
 
 STREAMS = (
     Stream("text", "It was a dark and stormy night; the rain fell in torrents. " * 4_000),

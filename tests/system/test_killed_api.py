@@ -15,8 +15,8 @@ from tests.support.jobs import point_of
 from tests.support.models import write_small_folder
 from tests.support.raw_http import lines_of
 from tests.support.service_process import running_process
-from tests.support.service_server import eventually
 from tests.support.sessions import SessionClient
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

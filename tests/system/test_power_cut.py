@@ -15,8 +15,8 @@ from tests.support.fake_engine import FakeEngine, fake_controller
 from tests.support.files import begin, offset_of, patch
 from tests.support.raw_http import lines_of
 from tests.support.service_process import running_process
-from tests.support.service_server import eventually
 from tests.support.sessions import SessionClient
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 EXT4_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2  # linux/ext4.h

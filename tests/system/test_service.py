@@ -20,8 +20,8 @@ import pytest
 from dist_attn.control.private_folder import PREFIX
 from dist_attn_client import Client
 from tests.support.served import Served, served
-from tests.support.service_server import eventually
 from tests.support.source_path import SOURCE_PATH
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from tests.support.models import write_small_folder
-from tests.support.service_server import eventually
 from tests.support.session_processes import Api, api_process, engine
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

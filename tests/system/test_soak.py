@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.support.served import Served, served
-from tests.support.service_server import eventually
+from tests.support.waiting import eventually
 from tests.system.workload import Workload
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from tests.support.models import write_small_folder
 from tests.support.namespaces import Host, two_hosts
 from tests.support.programs import Program, running_program
 from tests.support.served import ROOT, served
-from tests.support.service_server import eventually
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
