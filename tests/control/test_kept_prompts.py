@@ -8,126 +8,54 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_attn.wire.messages import (
-    BeginState,
-    Checkpoint,
-    Credit,
-    Done,
-    Failed,
-    Generated,
-    Restored,
-    SamplingSpec,
-    StateCredit,
-    StatePiece,
-    TokenLogprobs,
-    Tokens,
-)
+from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import PrefillOp
-from tests.control.test_replay import RANKS, SETTINGS, Engine, drawn_after, open_all
-from tests.control.test_sessions import nothing_is_left
-from tests.support.fake_rank import fake_manifest, fake_snapshot
+from tests.control.test_replay import open_all
+from tests.support.fake_rank import drawn_after, fake_manifest, fake_snapshot
 from tests.support.opening import open_completion
-
-GRID = RANKS * SETTINGS.chunk_tokens
-MANIFEST = fake_manifest(GRID, RANKS)
+from tests.support.simulated_engine import (
+    GRID,
+    MANIFEST,
+    RANKS,
+    SETTINGS,
+    Asker,
+    Engine,
+    disturb,
+    nothing_is_left,
+    run_to_the_end,
+)
 
 
 @dataclass
-class Reader:
-    """The API's side of one completion: it fetches the states that it is told of, unless it is `idle`."""
+class Reader(Asker):
+    """The API's side of one completion; what it is given are all tokens of its prompt."""
 
-    engine: Engine
-    name: str
-    tokens: np.ndarray
-    begin: int = 0
-    states_at: tuple[int, ...] = ()
     draws: int = 3
+    piece: int = 1 << 40
+    states_at: tuple[int, ...] = ()
     spec: SamplingSpec | None = None
-    stored: bytes = b""
-    idle: bool = False
-    position: int = 0
-    heard: int = 0
-    drawn: list[int] = field(default_factory=list)
-    told: list[TokenLogprobs] = field(default_factory=list)
-    reason: str | None = None
-    states: dict[int, bytes] = field(default_factory=dict)
-    sizes: dict[int, int] = field(default_factory=dict)
-    restored: bool = False
-    done: bool = False
-    failed: Failed | None = None
+    prompt: np.ndarray = field(init=False)
 
-    def open(self):
-        """Ask for it."""
-        if self.begin and not self.stored:
-            self.stored = fake_snapshot(self.begin, int(self.tokens[self.begin - 1]), MANIFEST)
-        self.position = self.begin
-        begin = BeginState(self.begin, len(self.stored)) if self.begin else None
-        sampling = self.spec or SamplingSpec(self.draws, temperature=0.0)
-        self.engine.api(open_completion(self.name, sampling, begin=begin, states_at=self.states_at))
-        return self
+    def __post_init__(self):
+        self.prompt, self.tokens = self.tokens, self.tokens[self.begin :]
+        self.last = int(self.prompt[self.begin - 1])
 
-    def listen(self):
-        """Answer what has come since."""
-        while self.heard < len(self.engine.received):
-            message = self.engine.received[self.heard]
-            self.heard += 1
-            if getattr(message, "request_id", None) == self.name:
-                self._take(message)
-
-    def _take(self, message):
-        match message:
-            case StateCredit(upto=upto):
-                self.engine.api(StatePiece(self.name, self.begin, 0, self.stored[:upto]))
-            case Restored():
-                self.restored = True
-            case Credit(upto=upto) if upto > self.position:
-                stop = min(upto, len(self.tokens))
-                data = self.tokens[self.position : stop].astype("<i4").tobytes()
-                start, self.position = self.position, stop
-                self.engine.api(Tokens(self.name, start, data, stop == len(self.tokens)))
-            case Generated(tokens=tokens, finish_reason=reason, logprobs=logprobs):
-                assert self.reason is None, "drawn after the end"
-                self.drawn += tokens
-                self.told += logprobs or []
-                self.reason = reason
-            case Checkpoint(position=position, num_bytes=size):
-                assert position not in self.states, "handed out twice"
-                self.states[position], self.sizes[position] = b"", size
-                if not self.idle:
-                    self.engine.api(StateCredit(self.name, position, size))
-            case StatePiece(position=position, data=data):
-                self.states[position] += data
-            case Done():
-                self.done = True
-            case Failed():
-                self.failed = message
+    def opening(self, begin, sampling):
+        """The message that opens it."""
+        return open_completion(self.name, self.spec or sampling, begin=begin, states_at=self.states_at)
 
     @property
     def ended(self):
         """Whether nothing more will come."""
-        return self.failed is not None or (self.reason is not None and (self.done or not self.states_at))
+        return self.failed is not None or (self.reason is not None and bool(self.done or not self.states_at))
 
     def check(self):
         """It drew what it draws when it reads everything, and every state is that of its position."""
         assert self.failed is None, self.failed
-        assert self.drawn == drawn_after(int(self.tokens[-1]), self.draws)
-        assert self.restored == bool(self.begin)
+        assert self.drawn == drawn_after(int(self.prompt[-1]), self.draws)
+        assert bool(self.restored) == bool(self.begin)
         for position, state in self.states.items():
-            assert state == fake_snapshot(position, int(self.tokens[position - 1]), MANIFEST)
-
-
-def run_to_the_end(engine, readers, turns=2000):
-    """Work on until every completion has ended."""
-    for _ in range(turns):
-        for reader in readers:
-            reader.listen()
-        if all(reader.ended for reader in readers):
-            return
-        engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
-    raise AssertionError(f"not ended: {[reader for reader in readers if not reader.ended]}")
+            assert state == fake_snapshot(position, int(self.prompt[position - 1]), MANIFEST)
 
 
 def prompt(length, seed=0):
@@ -180,10 +108,8 @@ def test_states_that_nobody_fetches_do_not_hold_the_text_up():
     for _ in range(20):
         reader.listen()
         engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
-    assert reader.drawn == drawn_after(int(reader.tokens[-1]), 3) and not reader.done
+        engine.work_off()
+    assert reader.drawn == drawn_after(int(reader.prompt[-1]), 3) and not reader.done
     engine.now += SETTINGS.reader_deadline_s + 1
     run_to_the_end(engine, [reader])
     assert reader.done and reader.failed is None
@@ -225,21 +151,10 @@ def test_ranks_may_be_lost_at_any_moment(prompts, beside, seed):
     for n, (begin, length, draws, wanted) in enumerate(prompts):
         tokens = prompt(begin + length, n)
         grid = tuple(range(begin + GRID, len(tokens), GRID)) if wanted else ()
-        readers.append(Reader(engine, f"c{n}", tokens, begin, grid, draws).open())
+        readers.append(Reader(engine, f"c{n}", tokens, begin, draws, states_at=grid).open())
     texts = {"t": (np.arange(3000) % 900, 300)} if beside else {}
     open_all(engine, texts, {})
-    kills = 3
-    for _ in range(chance.randrange(150)):
-        for reader in readers:
-            reader.listen()
-        what = chance.randrange(12)
-        if what == 0 and kills:
-            kills -= 1
-            engine.kill(chance.randrange(RANKS))
-        elif what < 4:
-            engine.turn()
-        else:
-            engine.work(chance.randrange(RANKS), chance.randrange(1, 3))
+    disturb(engine, chance, 150, readers)
     run_to_the_end(engine, readers)
     for reader in readers:
         reader.check()

@@ -1,220 +1,17 @@
 """Ranks are lost at any moment: open requests end as in an undisturbed run, and nothing is sent twice."""
 
 import random
-from collections import Counter, deque
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dist_attn.control.controller import Controller
-from dist_attn.control.settings import ControlSettings
-from dist_attn.rank.worker import ReceivedStates, perform
-from dist_attn.rank_link.heartbeat import Pulse
-from dist_attn.rank_link.identities import rank_identity
-from dist_attn.rank_link.rank_settings import RankSettings
-from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
-from dist_attn.wire.messages import (
-    PROTOCOL_VERSION,
-    Done,
-    Failed,
-    Generated,
-    Rows,
-    RowSpec,
-    SamplingSpec,
-    Tokens,
-)
-from dist_attn.wire.rank_messages import CloseOp, DecodeOp, Draws, RankFailed, RankHello, SaveOp, StatePart, Step
-from dist_attn.wire.snapshot import largest_snapshot
-from dist_attn.wire.sockets import Sent
-from tests.support.fake_rank import DIE, END, VOCAB, FakeExecutor, drawn_after, fake_hidden, fake_scores
+from dist_attn.wire.messages import Cancel, Failed, Generated, Rows, RowSpec, SamplingSpec, Tokens
+from dist_attn.wire.rank_messages import CloseOp, SaveOp
+from tests.support.fake_rank import DIE, drawn_after, fake_hidden, fake_scores
 from tests.support.opening import open_completion, open_encoding
-from tests.support.states import MemoryStates
-
-RANKS = 2
-SETTINGS = ControlSettings(
-    api_address="ipc:///none",
-    model="m",
-    ranks=RANKS,
-    save_tokens=512,
-    save_draws=3,
-    crashes_to_open=1000,
-    stall_limit_s=1e6,  # time passes in leaps here, and nobody sends heartbeats
-    heartbeat_deadline_s=1e6,
-)
-API = b"api"
-
-
-class _Died(Exception):
-    pass
-
-
-class _Mortal(FakeExecutor):
-    """A fake rank that dies of a token as a process would."""
-
-    def _misbehave(self, tokens):
-        if DIE in tokens:
-            raise _Died
-
-
-class Engine:
-    """A controller, an agent and ranks in one thread: what happens next is up to the test."""
-
-    def __init__(self, settings=SETTINGS):
-        self.settings, self.states, self.now, self.epoch = settings, MemoryStates(), 1.0, 0
-        self.inboxes, self.outboxes, self.ranks, self.received, self.epochs = {}, {}, {}, [], []
-        self.sent = []  # steps
-        self.rounds = Counter()  # by step: rounds of decoding that were heard of before its end
-        self.controller = Controller(settings, self, self.states)
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
-
-    # ---- Port
-
-    def to_api(self, peer, message):
-        self.received.append(message)
-        return Sent.DONE
-
-    def to_engine(self, identity, message):
-        if isinstance(message, StartGroup):
-            self._start(message.epoch)
-        elif isinstance(message, KillGroup):
-            self.ranks = {}
-            self.epochs.append(message.epoch)
-        elif isinstance(message, Step | StatePart):
-            if message.epoch != self.epoch or not self.ranks:
-                return Sent.GONE
-            self.inboxes[int(identity.decode()[-1])].append(message)
-            self.sent += [message] if isinstance(message, Step) else []
-        return Sent.DONE
-
-    def _start(self, epoch):
-        self.epoch = epoch
-        self.inboxes = {rank: [] for rank in range(self.settings.ranks)}
-        self.outboxes = {rank: deque() for rank in range(self.settings.ranks)}
-        self.ranks = {
-            rank: _Mortal(
-                RankSettings(controller="ipc:///x", epoch=epoch, ranks=self.settings.ranks, rank=rank, model="m"),
-                Pulse(),
-            )
-            for rank in range(self.settings.ranks)
-        }
-        largest = largest_snapshot(FakeExecutor.state_bytes, VOCAB)
-        self.coming = {rank: ReceivedStates(largest) for rank in self.ranks}
-        self.hello = True
-
-    # ---- what happens
-
-    def engine(self, identity, message):
-        self.controller.on_engine(identity, message, self.now)
-
-    def api(self, message):
-        self.controller.on_api(API, message, self.now)
-
-    def turn(self):
-        """A moment passes: fresh ranks say hello, killed groups are reported, new steps go out."""
-        self.now += 1.0
-        self.engine(b"agent", AgentHello(PROTOCOL_VERSION, "h", 5, "h", "127.0.0.1"))
-        for epoch in self.epochs:
-            self.engine(b"agent", GroupExited(epoch, -9, ""))
-        self.epochs.clear()
-        self.controller.tick(self.now)
-        if self.ranks and self.hello:
-            self.hello = False
-            for rank in self.ranks:
-                self.engine(rank_identity(self.epoch, rank), self.hello_of(rank))
-            self.controller.tick(self.now)
-
-    def hello_of(self, rank):
-        """What the rank says first."""
-        return RankHello(
-            PROTOCOL_VERSION,
-            self.epoch,
-            rank,
-            len(self.ranks),
-            70 + rank,
-            "h",
-            "m",
-            4,
-            1000,
-            END,
-            None,
-            24,
-            self.ranks[rank].manifest,
-            pauses=4,
-        )
-
-    def work(self, rank, heard=1000):
-        """The rank takes what it was sent first, and so many of its messages are heard; false when there is nothing."""
-        if rank not in self.ranks:
-            return False
-        if self.outboxes[rank]:
-            return self._hear(rank, heard)
-        if not self.inboxes[rank]:
-            return False
-        message = self.inboxes[rank].pop(0)
-        if isinstance(message, StatePart):
-            self.coming[rank].add(message)
-            return True
-        outbox = self.outboxes[rank]
-        try:
-            done = perform(message, rank, self.ranks[rank], Pulse(), self.coming[rank], outbox.append)
-        except _Died:
-            self.kill(rank)
-            return True
-        # Decoding takes so little of a step's time that further rounds of it are planned.
-        decodes = any(isinstance(op, DecodeOp) for op in message.ops)
-        outbox.append(msgspec.structs.replace(done, seconds=1.0, decode_seconds=0.1 * decodes))
-        return self._hear(rank, heard)
-
-    def _hear(self, rank, most):
-        outbox = self.outboxes[rank]
-        for _ in range(min(most, len(outbox))):
-            if isinstance(outbox[0], Draws):
-                self.rounds[outbox[0].k] += 1
-            self.engine(rank_identity(self.epoch, rank), outbox.popleft())
-        return True
-
-    def kill(self, rank):
-        """The rank is lost, and with it its group."""
-        if self.ranks:
-            self.engine(rank_identity(self.epoch, rank), RankFailed(self.epoch, rank, 0, "gone"))
-            self.now += 1.0
-            self.controller.tick(self.now)
-
-    def to_the_end(self, requests, until=4000):
-        """Work on until every request has ended."""
-        for _ in range(until):
-            if all(self.ended(name) for name in requests):
-                return
-            self.turn()
-            for rank in range(self.settings.ranks):
-                while self.work(rank):
-                    pass
-        raise AssertionError(f"not ended: {[name for name in requests if not self.ended(name)]}")
-
-    def ended(self, name):
-        """Whether the request has its last message."""
-        return any(
-            isinstance(m, Done | Failed) or (isinstance(m, Generated) and m.finish_reason is not None)
-            for m in self.of(name)
-        )
-
-    def of(self, name):
-        """All that was sent for a request."""
-        return [m for m in self.received if getattr(m, "request_id", None) == name]
-
-    def rows(self, name, width=4):
-        """Starts of rows and their vectors."""
-        rows = [m for m in self.of(name) if isinstance(m, Rows)]
-        starts = [start for m in rows for start in m.starts]
-        vectors = [np.frombuffer(m.vectors, "<f4").reshape(-1, width) for m in rows]
-        return starts, np.concatenate([np.empty((0, width), "<f4"), *vectors])
-
-    def tokens(self, name):
-        """The tokens that were drawn."""
-        return [token for m in self.of(name) if isinstance(m, Generated) for token in m.tokens]
+from tests.support.simulated_engine import RANKS, SETTINGS, Engine, disturb
 
 
 def check(engine, texts, prompts):
@@ -239,20 +36,6 @@ def open_all(engine, texts, prompts):
         engine.api(Tokens(name, 0, np.asarray(prompt, dtype="<i4").tobytes(), True))
 
 
-def disturb(engine, chance):
-    """Let the engine work for a while, and kill up to three ranks between any two of its messages."""
-    kills = 3
-    for _ in range(chance.randrange(120)):
-        action = chance.randrange(20)
-        if action == 0 and kills:
-            kills -= 1
-            engine.kill(chance.randrange(RANKS))
-        elif action < 5:
-            engine.turn()
-        else:
-            engine.work(chance.randrange(RANKS), heard=chance.randrange(1, 6))
-
-
 @pytest.mark.parametrize("max_active", [128, 2], ids=["room", "crowded"])
 @given(
     st.lists(st.tuples(st.integers(1, 7000), st.sampled_from([64, 300, 512])), max_size=3),
@@ -270,7 +53,7 @@ def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
     texts = {f"t{n}": (np.arange(length) * 7 % 900, window) for n, (length, window) in enumerate(lengths)}
     prompts = {f"p{n}": ((np.arange(length) * 11 + n) % 900, count) for n, (length, count) in enumerate(asked)}
     open_all(engine, texts, prompts)
-    disturb(engine, random.Random(seed))
+    disturb(engine, random.Random(seed), 120)
     engine.to_the_end([*texts, *prompts])
     assert not [m for m in engine.received if isinstance(m, Failed)]
     check(engine, texts, prompts)
@@ -293,7 +76,7 @@ def test_scores_of_prompts_outlive_lost_ranks(max_active, asked, seed):
     for (name, prompt), (_, count, likeliest) in zip(prompts.items(), asked, strict=True):
         engine.api(open_completion(name, SamplingSpec(count, temperature=0.0, prompt_logprobs=likeliest)))
         engine.api(Tokens(name, 0, prompt.astype("<i4").tobytes(), True))
-    disturb(engine, random.Random(seed))
+    disturb(engine, random.Random(seed), 120)
     engine.to_the_end(prompts)
     assert not [m for m in engine.received if isinstance(m, Failed)]
     for (name, prompt), (_, count, likeliest) in zip(prompts.items(), asked, strict=True):
@@ -336,9 +119,7 @@ def test_no_more_than_an_interval_is_read_again():
         engine.api(Tokens("a", sent, np.asarray(texts["a"][0][sent:stop], dtype="<i4").tobytes(), stop == 60_000))
         sent = stop
         engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
+        engine.work_off()
     read = engine.controller.status(engine.now)
     assert sent > 40_000
     engine.kill(1)
@@ -368,9 +149,7 @@ def test_decoding_goes_on_from_a_state_between_its_draws():
     open_all(engine, {}, prompts)
     while len(engine.tokens("p")) < 20:
         engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
+        engine.work_off()
     engine.kill(0)
     assert engine.controller.status(engine.now).replayed_tokens <= SETTINGS.save_draws + SETTINGS.steps_in_flight
     engine.to_the_end(prompts)
@@ -386,9 +165,7 @@ def test_penalties_count_what_was_drawn_before_a_loss(before):
     for losses in range(1, 3):
         while len(engine.tokens("p")) < before + 5 * (losses - 1):
             engine.turn()
-            for rank in range(RANKS):
-                while engine.work(rank):
-                    pass
+            engine.work_off()
         engine.kill(losses % RANKS)
     engine.to_the_end(["p"])
     undisturbed = drawn_after(39, 30, penalises=True)
@@ -399,15 +176,11 @@ def test_penalties_count_what_was_drawn_before_a_loss(before):
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_cancelled_request_is_not_done_again(when):
     """Cancelling around a loss leaves nothing behind, on the ranks or among the states."""
-    from dist_attn.wire.messages import Cancel
-
     engine = Engine()
     open_all(engine, {"a": (np.arange(6000) % 900, 512)}, {})
     engine.turn()
     engine.turn()
-    for rank in range(RANKS):
-        while engine.work(rank):
-            pass
+    engine.work_off()
     if when == "before":
         engine.api(Cancel("a"))
     engine.kill(0)

@@ -1,7 +1,7 @@
 """Stored sessions at the controller: states in, tokens, draws, states out; ranks are lost meanwhile, bits stay."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -9,110 +9,38 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_attn.wire.messages import (
-    BeginState,
-    Checkpoint,
-    Credit,
-    Done,
-    Failed,
-    FinishDrawing,
-    Generated,
-    Restored,
-    Rows,
-    RowSpec,
-    SamplingSpec,
-    StateCredit,
-    StatePiece,
-    Tokens,
-)
+from dist_attn.wire.messages import FinishDrawing, Generated, Rows, RowSpec, Tokens
 from dist_attn.wire.rank_messages import PrefillOp
-from tests.control.test_replay import RANKS, SETTINGS, Engine, check, drawn_after, open_all
-from tests.support.fake_rank import END, fake_hidden, fake_manifest, fake_snapshot
+from tests.control.test_replay import check, open_all
+from tests.support.fake_rank import END, drawn_after, fake_hidden, fake_snapshot
 from tests.support.opening import open_session
-
-GRID = RANKS * SETTINGS.chunk_tokens
-MANIFEST = fake_manifest(GRID, RANKS)
+from tests.support.simulated_engine import (
+    GRID,
+    MANIFEST,
+    SETTINGS,
+    Asker,
+    Engine,
+    disturb,
+    nothing_is_left,
+    run_to_the_end,
+)
 
 
 @dataclass
-class Client:
-    """The API's side of one session: answers what it is sent, `piece` bytes of a state at a time."""
+class Client(Asker):
+    """The API's side of one session."""
 
-    engine: Engine
-    name: str
-    tokens: np.ndarray
-    begin: int = 0
-    draws: int = 0
     every: int = 0
     rows: RowSpec | None = None
-    last: int = 11  # the last token in the state to begin with
-    piece: int = 777
-    finish: int | None = None  # how many drawn tokens it wants after all
-    position: int = 0
-    heard: int = 0
-    drawn: list[int] = field(default_factory=list)
-    restored: list[Restored] = field(default_factory=list)
-    states: dict[int, bytes] = field(default_factory=dict)
-    announced: list[Checkpoint] = field(default_factory=list)
-    done: Done | None = None
-    failed: Failed | None = None
-    stored: bytes | None = None
 
-    def open(self):
-        """Ask for it."""
-        if self.stored is None:
-            self.stored = fake_snapshot(self.begin, self.last, MANIFEST) if self.begin else b""
-        self.position = self.begin
-        begin = BeginState(self.begin, len(self.stored)) if self.begin else None
-        sampling = SamplingSpec(self.draws, temperature=0.0) if self.draws else None
-        self.engine.api(open_session(self.name, begin, self.rows, sampling, self.every))
-        if not len(self.tokens):
-            self.engine.api(Tokens(self.name, self.begin, b"", True))
-        return self
+    def opening(self, begin, sampling):
+        """The message that opens it."""
+        return open_session(self.name, begin, self.rows, sampling, self.every)
 
-    def listen(self):
-        """Answer what has come since."""
-        messages = self.engine.received
-        while self.heard < len(messages):
-            message = messages[self.heard]
-            self.heard += 1
-            if getattr(message, "request_id", None) == self.name:
-                self._answer(message)
-
-    def _answer(self, message):
-        assert self.done is None and self.failed is None, "nothing follows the end"
-        match message:
-            case StateCredit(upto=upto):
-                for at in range(0, upto, self.piece):
-                    self.engine.api(StatePiece(self.name, self.begin, at, self.stored[at : at + self.piece]))
-            case Restored():
-                self.restored.append(message)
-            case Credit(upto=upto):
-                stop = min(upto, self.begin + len(self.tokens))
-                if stop > self.position:
-                    data = self.tokens[self.position - self.begin : stop - self.begin].astype("<i4").tobytes()
-                    start, self.position = self.position, stop
-                    self.engine.api(Tokens(self.name, start, data, stop == self.begin + len(self.tokens)))
-            case Generated(tokens=tokens):
-                self.drawn += tokens
-                if self.finish is not None and len(self.drawn) == self.finish + 2:
-                    self.engine.api(FinishDrawing(self.name, self.finish))
-            case Checkpoint(position=position, num_bytes=size):
-                assert position not in self.states, "handed out twice"
-                self.announced.append(message)
-                self.states[position] = b""
-                self.engine.api(StateCredit(self.name, position, min(size, self.piece)))
-            case StatePiece(position=position, start=start, data=data):
-                assert position == self.announced[-1].position and start == len(self.states[position])
-                self.states[position] += data
-                whole = self.announced[-1].num_bytes
-                if len(self.states[position]) < whole:
-                    upto = min(whole, len(self.states[position]) + self.piece)
-                    self.engine.api(StateCredit(self.name, position, upto))
-            case Done():
-                self.done = message
-            case Failed():
-                self.failed = message
+    @property
+    def ended(self):
+        """Whether nothing more will come."""
+        return self.done is not None or self.failed is not None
 
     def check(self):
         """All came once, as an undisturbed run gives it."""
@@ -150,32 +78,6 @@ class Client:
         assert np.array_equal(vectors, np.array(parts, dtype=np.float32))
 
 
-def run_to_the_end(engine, clients, turns=3000):
-    """Work on until every session has ended, and nothing is left of it."""
-    for _ in range(turns):
-        for client in clients:
-            client.listen()
-        if all(client.done or client.failed for client in clients):
-            return
-        engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
-    raise AssertionError(f"not ended: {[c for c in clients if not c.done]}")
-
-
-def nothing_is_left(engine):
-    """No bytes in the keeper, no session on a rank."""
-    for _ in range(3):
-        engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
-    states = engine.states
-    assert not (states.kept or states.unfinished or states.finished or states.offers or states.beginnings)
-    assert engine.controller.idle and not any(executor.position for executor in engine.ranks.values())
-
-
 SESSION = st.tuples(
     st.sampled_from([0, 1, 700, 1024, 3000]),  # where it begins
     st.sampled_from([0, 1, 300, 1024, 2500, 5000]),  # tokens
@@ -199,21 +101,10 @@ def test_ranks_may_be_lost_at_any_moment(sessions, beside, seed):
         tokens = (np.arange(length) * 13 + n) % 900
         rows = RowSpec("window", 300) if rows else None
         finish = finish if draws == 20 else None
-        clients.append(Client(engine, f"s{n}", tokens, begin, draws, every, rows, finish=finish).open())
+        clients.append(Client(engine, f"s{n}", tokens, begin, draws, every=every, rows=rows, finish=finish).open())
     texts, prompts = ({"t": (np.arange(3000) % 900, 300)}, {"p": (np.arange(600), 9)}) if beside else ({}, {})
     open_all(engine, texts, prompts)
-    kills = 3
-    for _ in range(chance.randrange(150)):
-        action = chance.randrange(20)
-        if action == 0 and kills:
-            kills -= 1
-            engine.kill(chance.randrange(RANKS))
-        elif action < 5:
-            engine.turn()
-        elif action < 9:
-            chance.choice(clients).listen()
-        else:
-            engine.work(chance.randrange(RANKS), chance.randrange(3) or 1000)
+    disturb(engine, chance, 150, clients)
     run_to_the_end(engine, clients)
     engine.to_the_end([*texts, *prompts])
     for client in clients:
@@ -241,9 +132,7 @@ def test_a_reader_may_have_enough_while_a_loss_is_made_good():
     while len(client.drawn) < 5:
         client.listen()
         engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
+        engine.work_off()
     client.listen()
     engine.kill(0)
     engine.api(FinishDrawing("s", 2))
@@ -338,9 +227,7 @@ def test_a_state_that_nobody_fetches_ends_the_session():
     for _ in range(40):
         client.listen()
         engine.turn()
-        for rank in range(RANKS):
-            while engine.work(rank):
-                pass
+        engine.work_off()
     assert len(engine.states.offers) <= 12
     engine.now += SETTINGS.reader_deadline_s
     engine.turn()
@@ -372,9 +259,7 @@ def test_an_append_in_messages_of_any_size_is_cut_into_the_same_blocks():
             engine.turn()
             ops = [op for message in engine.inboxes.get(0, []) for op in getattr(message, "ops", [])]
             cuts += [op.start for op in ops if isinstance(op, PrefillOp)]
-            for rank in range(RANKS):
-                while engine.work(rank):
-                    pass
+            engine.work_off()
     assert cuts == [0, 1024, 2048]
 
 

@@ -1,7 +1,5 @@
 """Completions of a real model that begin with a stored state: every bit is that of reading everything."""
 
-import random
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from tests.control.test_kept_prompts import Reader
 from tests.rank.test_sessions_through_losses import OneRank
 from tests.rank.test_stored_sessions import CHUNK, WITHOUT_END
 from tests.support.models import small_config, small_model
+from tests.support.simulated_engine import run_through_losses, run_to_the_end
 
 PROMPT = np.random.default_rng(8).integers(0, 250, 4 * CHUNK + 70).astype("<i4")
 GREEDY = SamplingSpec(9, temperature=0.0, logprobs=2, logit_bias=WITHOUT_END)
@@ -18,22 +17,9 @@ DRAWN = SamplingSpec(9, temperature=0.9, seed=4, logprobs=2, frequency_penalty=0
 
 
 def run(reader, seed=None):
-    """Work on until the completion has ended, and lose the rank thrice at moments that the seed chooses."""
-    engine, chance, kills = reader.engine, random.Random(seed), 0 if seed is None else 3
-    for _ in range(3000):
-        reader.listen()
-        if reader.ended:
-            break
-        engine.turn()
-        if not kills:
-            while engine.work(0):
-                pass
-        elif chance.random() < 0.2:
-            kills -= 1
-            engine.kill(0)
-        else:
-            engine.work(0)
-    assert reader.failed is None and reader.ended, reader.failed
+    """The completion when it has ended, undisturbed or through losses of its rank."""
+    run_to_the_end(reader.engine, [reader]) if seed is None else run_through_losses(reader, seed)
+    assert reader.failed is None, reader.failed
     return reader
 
 
@@ -65,7 +51,9 @@ def test_the_same_tokens_with_the_same_probabilities(engine, states, begin, spec
 
 def test_states_are_the_same_whether_or_not_the_prompt_began_with_one(engine, states):
     """What goes on from a state hands out, bit for bit, the states that the whole prompt gives."""
-    reader = Reader(engine, "again", PROMPT, 2 * CHUNK, (3 * CHUNK, 4 * CHUNK), spec=GREEDY, stored=states[2 * CHUNK])
+    reader = Reader(
+        engine, "again", PROMPT, 2 * CHUNK, states_at=(3 * CHUNK, 4 * CHUNK), spec=GREEDY, stored=states[2 * CHUNK]
+    )
     later = run(reader.open()).states
     assert later == {position: states[position] for position in (3 * CHUNK, 4 * CHUNK)}
 
@@ -76,6 +64,6 @@ def test_losses_change_no_bit(engine, states, seed):
     whole = run(Reader(engine, f"undisturbed {seed}", PROMPT, spec=DRAWN).open())
     fresh = OneRank()
     at = (3 * CHUNK, 4 * CHUNK)
-    reader = run(Reader(fresh, "a", PROMPT, CHUNK, at, spec=DRAWN, stored=states[CHUNK]).open(), seed)
+    reader = run(Reader(fresh, "a", PROMPT, CHUNK, states_at=at, spec=DRAWN, stored=states[CHUNK]).open(), seed)
     assert (reader.drawn, reader.told) == (whole.drawn, whole.told)
     assert all(states[position] == data for position, data in reader.states.items())

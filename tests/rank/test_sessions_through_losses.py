@@ -1,31 +1,15 @@
 """Stored sessions on a real model behind a real controller: losses and fresh engines change no bit of any state."""
 
-import random
-
 import numpy as np
 import pytest
 
-from dist_attn.control.settings import ControlSettings
-from dist_attn.rank.worker import ReceivedStates, perform
-from dist_attn.rank_link.heartbeat import Pulse
-from dist_attn.wire.messages import PROTOCOL_VERSION
-from dist_attn.wire.rank_messages import RankHello, StatePart
-from dist_attn.wire.snapshot import largest_snapshot
-from tests.control.test_replay import Engine
 from tests.control.test_sessions import Client
 from tests.rank.test_stored_sessions import CHUNK, executor
+from tests.support import simulated_engine
 from tests.support.models import small_config, small_model
+from tests.support.simulated_engine import Engine, run_through_losses, run_to_the_end
 
-SETTINGS = ControlSettings(
-    api_address="ipc:///none",
-    model="m",
-    chunk_tokens=CHUNK,
-    save_tokens=512,
-    save_draws=3,
-    crashes_to_open=1000,
-    stall_limit_s=1e6,  # time passes in leaps here, and nobody sends heartbeats
-    heartbeat_deadline_s=1e6,
-)
+SETTINGS = simulated_engine.SETTINGS.replace(ranks=1, chunk_tokens=CHUNK)
 TOKENS = np.random.default_rng(4).integers(0, 250, 2100).astype("<i4")
 DRAWS = 11
 
@@ -33,51 +17,20 @@ DRAWS = 11
 class OneRank(Engine):
     """A controller and one rank with a real model, in one thread; each epoch has a model of its own."""
 
+    pauses = 0
+
     def __init__(self):
         super().__init__(SETTINGS)
 
-    def _start(self, epoch):
-        super()._start(epoch)
-        made = executor(model=small_model(small_config("rfa_gate")))
-        self.ranks = {0: made}
-        self.coming = {0: ReceivedStates(largest_snapshot(made.state_bytes, made.vocab_size))}
-
-    def hello_of(self, rank):
-        """What the rank says first."""
-        made = self.ranks[rank]
-        sizes = (made.hidden_size, made.vocab_size, made.end_token, None, made.state_bytes, made.manifest)
-        return RankHello(PROTOCOL_VERSION, self.epoch, rank, 1, 70, "h", "m", *sizes)
-
-    def work(self, rank, heard=1000):
-        """The rank takes what it was sent first; false when there is nothing."""
-        if rank not in self.ranks or not self.inboxes[rank]:
-            return False
-        message = self.inboxes[rank].pop(0)
-        if isinstance(message, StatePart):
-            self.coming[rank].add(message)
-            return True
-        done = perform(message, rank, self.ranks[rank], Pulse(), self.coming[rank], self.outboxes[rank].append)
-        self.outboxes[rank].append(done)
-        return self._hear(rank, heard)
+    def make_rank(self, epoch, rank):
+        """The same model each time."""
+        return executor(model=small_model(small_config("rfa_gate")))
 
 
 def run(client, seed=None):
-    """Work on until the session has ended, and lose the rank thrice at moments that the seed chooses."""
-    engine, chance, kills = client.engine, random.Random(seed), 0 if seed is None else 3
-    for _ in range(3000):
-        client.listen()
-        if client.done is not None or client.failed is not None:
-            break
-        engine.turn()
-        if not kills:
-            while engine.work(0):
-                pass
-        elif chance.random() < 0.2:
-            kills -= 1
-            engine.kill(0)
-        else:
-            engine.work(0)
-    assert client.failed is None and client.done is not None, client.failed
+    """What it is handed and draws, of a run that is not disturbed or that loses its rank."""
+    run_to_the_end(client.engine, [client]) if seed is None else run_through_losses(client, seed)
+    assert client.failed is None, client.failed
     return client.states, client.drawn
 
 
