@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from dist_attn.commands.train_here import train_here
+from dist_attn.commands.train import train_here
 from dist_attn.errors import DistAttnError, InputError
 from dist_attn.generation.text import generate_text
 from dist_attn.text import train_bpe

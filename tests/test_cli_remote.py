@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from dist_attn.commands import cli, top
+from dist_attn.commands import cli, remote
 from dist_attn.settings import read_settings
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn_client import Client
@@ -161,7 +161,7 @@ def test_top_goes_on_while_the_service_is_away(
         if len(looks) == 2:
             raise KeyboardInterrupt
 
-    top.top(f"http://127.0.0.1:{free_port()}", once=False, as_json=False, sleep=wait)
+    remote.top(f"http://127.0.0.1:{free_port()}", once=False, as_json=False, sleep=wait)
     blocks = capsys.readouterr().out.strip().split("\n\n")
     assert len(blocks) == len(looks) == 2
     assert all(block.startswith("ready\tno\nreason\t") for block in blocks)
@@ -181,7 +181,7 @@ def test_top_is_a_live_table_on_a_terminal(
         raise KeyboardInterrupt
 
     with terminal_as("stdout", monkeypatch) as terminal:
-        top.top(service.url, once=False, as_json=False, sleep=end)
+        remote.top(service.url, once=False, as_json=False, sleep=end)
     drawn = terminal.text()
     for words in ("dist-attn at http", "ready", "heartbeat", "idle", "tokens/s", "stored sessions", "╭"):
         assert words in drawn

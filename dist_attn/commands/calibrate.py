@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dist_attn.commands.finding import Finding, missing, ok
+from dist_attn.commands.machine import Finding, missing, ok
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own, run_trial
 from dist_attn.costs import Calibration, ScanTime, calibration_file, read_calibration, timed_exchanges

@@ -19,24 +19,19 @@ import typer
 
 from dist_attn import __version__
 from dist_attn.commands import inspect
-from dist_attn.commands.help_search import help_search
 from dist_attn.commands.options import (
     AsJson,
-    Config,
-    DataDir,
-    DrawingSettings,
-    Host,
+    EncodeOptions,
+    GenerateOptions,
     Model,
-    Port,
-    StateExchange,
-    Url,
+    ServeOptions,
     Weights,
     leave_to_service,
     sampling_spec,
+    taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
-from dist_attn.wire.choices import GroupBackend, LogLevel, WeightPrecision
 
 __all__ = ["app", "main"]
 
@@ -160,106 +155,71 @@ def _complain(message: str, code: int, *, instead_of_rank_0: bool = False) -> in
 
 
 @app.command()
-def encode(
-    file: Annotated[Path, typer.Argument(help="The text to encode.")],
-    out: Annotated[Path, typer.Option(help="Where the vectors go: a NumPy file (.npy) with one in each row, float32.")],
-    granularity: Annotated[
-        Literal["token", "window", "document"],
-        typer.Option(
-            help="What gets a vector: every token (a piece of a word), every passage of --window, or the text."
-        ),
-    ] = "window",
-    window: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a passage (default: 512, or all the model reads at once).", min=1, max=1 << 53),
-    ] = None,
-    pooling: Annotated[
-        Literal["mean", "last"] | None,
-        typer.Option(help="A passage's vector is the mean of its tokens' or the last one (default: mean)."),
-    ] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="The same bytes by any number of processes; slower.")
-    ] = False,
-    exchange: StateExchange = "auto",
-    model: Model = None,
-    url: Url = None,
-) -> None:
+@taking(EncodeOptions)
+def encode(options: EncodeOptions) -> None:
     """Turn a text into vectors, one for each passage; here, over the processes of torchrun or mpiexec, or by a service.
 
     Example: dist-attn encode book.txt --out book.npy
 
     Example: dist-attn encode book.txt --out book.npy --url http://127.0.0.1:8000
     """
-    from dist_attn.wire.row_choice import RowsAsked
-
-    rows = RowsAsked(granularity, window, pooling, model)
-    _require_plain_text(file)
+    _require_plain_text(options.file)
     try:
         with ended_in_order():
-            if url is None:
+            if options.url is None:
                 from dist_attn.commands.encode_file import encode_here
 
-                report = encode_here(file, out, rows, deterministic=deterministic, exchange=exchange)
+                report = encode_here(options)
             else:
-                leave_to_service(deterministic=deterministic, exchange=exchange != "auto")
+                leave_to_service(deterministic=options.deterministic, exchange=options.exchange != "auto")
                 from dist_attn.commands.remote import encode_remotely
 
-                report = encode_remotely(url, file, out, rows) if is_first_rank(os.environ) else None
+                report = encode_remotely(options.url, options) if is_first_rank(os.environ) else None
     except KeyboardInterrupt:
-        raise typer.Exit(_complain(f"stopped by Ctrl-C; {out} was not written", 130)) from None
+        raise typer.Exit(_complain(f"stopped by Ctrl-C; {options.out} was not written", 130)) from None
     if report is not None:
         print(json.dumps(report))
 
 
 @app.command()
-def generate(
-    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to draw at most.")] = 200,
-    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
-    beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0,
-    length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6,
-    set_: DrawingSettings = None,
-    model: Model = None,
-    weights: Weights = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False,
-    url: Url = None,
-) -> None:
+@taking(GenerateOptions)
+def generate(options: GenerateOptions) -> None:
     """Continue a text, token by token, from the recurrent state; here, or by a running service.
 
     Example: dist-attn generate --prompt "It was the best of times" --max-tokens 100
     """
     if not is_first_rank(os.environ):
         return  # one state, one stream of tokens: there is nothing to share
-    if (prompt is None) == (prompt_file is None):
+    if (options.prompt is None) == (options.prompt_file is None):
         raise InputError("give either --prompt TEXT or --prompt-file FILE")
-    data = _read(prompt_file) if prompt_file is not None else (prompt or "").encode(errors="surrogateescape")
-    if set_ and beams:
+    prompt = options.prompt or ""
+    data = prompt.encode(errors="surrogateescape") if options.prompt_file is None else _read(options.prompt_file)
+    if options.set_ and options.beams:
         raise InputError("--set and --beams were given; a search draws nothing, so leave one out")
-    spec = sampling_spec(set_, max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    spec = sampling_spec(options)
 
     def show(text: str) -> None:
-        if not as_json:
+        if not options.as_json:
             print(text, end="", flush=True)
 
-    if url is not None:
-        leave_to_service(beams=beams > 0, weights=weights != "float32")
+    if options.url is not None:
+        leave_to_service(beams=options.beams > 0, weights=options.weights != "float32")
         from dist_attn.commands.remote import generate_remotely
 
-        result = generate_remotely(url, data, spec, model=model, on_text=show)
-    elif beams:
+        result = generate_remotely(options.url, data, spec, model=options.model, on_text=show)
+    elif options.beams:
         from dist_attn.generation.text import search_text
 
-        result = search_text(model, data, width=beams, max_tokens=max_tokens, penalty=length_penalty, weights=weights)
+        result = search_text(
+            options.model, data, width=options.beams, max_tokens=options.max_tokens, penalty=options.length_penalty,
+            weights=options.weights,
+        )  # fmt: skip
         show(result["text"])
     else:
         from dist_attn.generation.text import generate_text
 
-        result = generate_text(model, data, spec, on_text=show, weights=weights)
-    print(json.dumps(result) if as_json else "")
+        result = generate_text(options.model, data, spec, on_text=show, weights=options.weights)
+    print(json.dumps(result) if options.as_json else "")
 
 
 @app.command()
@@ -295,7 +255,7 @@ def train(
 
     Example: dist-attn train examples/train-books.toml --set run.folder=runs/first
     """
-    from dist_attn.commands.train_here import train_here
+    from dist_attn.commands.train import train_here
     from dist_attn.training.config import read_config
 
     settings = read_config(config, set_ or ())
@@ -348,31 +308,25 @@ def convert(
 
 
 @app.command()
-def serve(
-    config: Config = None,
-    model: Model = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
-    ] = None,
-    backend: Annotated[
-        GroupBackend | None,
-        typer.Option(help="How ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs (default: gloo)."),
-    ] = None,
-    weights: Annotated[WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = None,
-    host: Host = None,
-    port: Port = None,
-    data_dir: DataDir = None,
-    log_level: Annotated[LogLevel | None, typer.Option(help="What is logged (default: info).")] = None,
-) -> None:
+@taking(ServeOptions)
+def serve(options: ServeOptions) -> None:
     """Start the HTTP service with its engine on this machine; `dist-attn config show` lists all that can be set.
 
     Example: dist-attn serve --ranks 4 --port 8000
     """
     from dist_attn.commands.serve import serve as run_service
 
-    engine = {"engine.ranks": ranks, "engine.backend": backend, "engine.weights": weights}
-    own = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "log_level": log_level}
-    raise typer.Exit(run_service(config, {**engine, **own}))
+    flags = {
+        "model": options.model,
+        "data_dir": options.data_dir,
+        "log_level": options.log_level,
+        "http.host": options.host,
+        "http.port": options.port,
+        "engine.ranks": options.ranks,
+        "engine.backend": options.backend,
+        "engine.weights": options.weights,
+    }
+    raise typer.Exit(run_service(options.config, flags))
 
 
 @app.command()
@@ -407,7 +361,7 @@ def state_repair(
         raise InputError(
             f"the hash of a key is {key_hash[:80]!r}; needed are 64 digits: printf %s YOUR-KEY | sha256sum"
         )
-    from dist_attn.commands.repair_states import repair_states
+    from dist_attn.commands.states import repair_states
 
     repair_states(folder, caller=key_hash, as_json=as_json)
 
@@ -416,7 +370,7 @@ configuration.command("show")(inspect.config_show)
 states.command("show")(inspect.state_show)
 for command in (inspect.plan, inspect.top, inspect.mixers, inspect.doctor, inspect.models):
     app.command()(command)
-app.command("help")(help_search)
+app.command("help")(inspect.help_search)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(inspect.bench)
 
 

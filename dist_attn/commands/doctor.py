@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dist_attn.commands import machine
 from dist_attn.commands.calibrate import calibrate
-from dist_attn.commands.finding import Finding, broken, unknown
+from dist_attn.commands.machine import Finding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.commands.tables import stdout_console
 from dist_attn.commands.trial_ranks import trial_command

@@ -17,10 +17,16 @@ import torch
 
 from dist_attn.checkpoints import load_reader_and_tokeniser
 from dist_attn.comm import Communicator, open_communicator
-from dist_attn.commands.block_readers import BlockReader, SequenceReader, StreamReader, WholeReader
-from dist_attn.commands.encode_blocks import Seconds, encode_blocks
-from dist_attn.commands.progress import byte_progress
-from dist_attn.commands.row_file import RowFile, row_file
+from dist_attn.commands.encode_blocks import (
+    BlockReader,
+    Seconds,
+    SequenceReader,
+    StreamReader,
+    WholeReader,
+    encode_blocks,
+)
+from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
+from dist_attn.commands.options import EncodeOptions
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.ops.denormals import denormals_flushed
@@ -31,7 +37,7 @@ from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
-from dist_attn.wire.row_choice import RowsAsked, SequenceReading, choose_rows
+from dist_attn.wire.row_choice import SequenceReading, choose_rows
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -65,27 +71,38 @@ class EncodeReport:
     handing_seconds: float
 
 
-def encode_here(
-    source: Path, target: Path, asked: RowsAsked, *, deterministic: bool, exchange: Algorithm
-) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class Encoding:
+    """One file to encode: `source` is the text, `target` the .npy file of its rows.
+
+    `exchange` is how states travel between ranks; it changes nothing but the time and the last bits. `deterministic`
+    gives the same bytes for any number of ranks with equally many threads; it is slower.
+    """
+
+    source: Path
+    target: Path
+    spec: RowSpec
+    deterministic: bool = False
+    exchange: Algorithm = "auto"
+
+
+def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     """Write the rows of a file; the report in plain values on rank 0, None elsewhere.
 
     Raises: InputError, ModelFolderError, CommError; as `encode_file`.
     """
-    folder = resolve_model_folder(asked.model)
+    folder = resolve_model_folder(options.model)
     loaded, tokeniser = load_reader_and_tokeniser(folder)
     reading = None
     if isinstance(loaded, TextEncoder):
         reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
-    spec = choose_rows(asked.granularity, asked.window, asked.pooling, reading)
+    spec = choose_rows(options.granularity, options.window, options.pooling, reading)
+    encoding = Encoding(options.file, options.out, spec, options.deterministic, options.exchange)
     with open_communicator() as comm:
         # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
-        size = source.stat().st_size if os.path.isfile(source) else 0
+        size = options.file.stat().st_size if os.path.isfile(options.file) else 0
         with byte_progress("encoding", size, enabled=comm.rank == 0) as on_progress:
-            report = encode_file(
-                comm, loaded, tokeniser, source, target, spec,
-                deterministic=deterministic, exchange=exchange, on_progress=on_progress,
-            )  # fmt: skip
+            report = encode_file(comm, loaded, tokeniser, encoding, on_progress)
     return None if report is None else {**asdict(report), "model": folder.name}
 
 
@@ -94,40 +111,34 @@ def encode_file(
     comm: Communicator,
     model: LanguageModel | TextEncoder | MillionModel,
     tokeniser: Tokeniser,
-    source: Path,
-    target: Path,
-    spec: RowSpec,
-    *,
-    deterministic: bool = False,
-    exchange: Algorithm = "auto",
+    encoding: Encoding,
     on_progress: Callable[[int], None] = lambda _: None,
 ) -> EncodeReport | None:
-    """Write the rows of `source` to `target` (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
+    """Write the rows of a file (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
     encoder reads sequences that stand alone, a row's window each or as much as it can, and a million-scale model all of
-    the text, up to its `max_tokens` at once. `on_progress` gets the bytes
-    read so far. The target appears only when it is complete. `exchange` is how states travel between ranks; it changes
-    nothing but the time and the last bits. `deterministic` gives the same bytes for any number of ranks with equally
-    many threads; it is slower.
+    the text, up to its `max_tokens` at once. `on_progress` gets the bytes read so far. The target appears only when it
+    is complete.
 
     Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged), or a
         model that cannot be `deterministic`.
     """
     started = time.perf_counter()
+    spec, deterministic = encoding.spec, encoding.deterministic
     reader: BlockReader
     if isinstance(model, TextEncoder):
         reader = SequenceReader(comm, model, spec, deterministic=deterministic)
     elif isinstance(model, MillionModel):
         reader = WholeReader(comm, model, spec, deterministic=deterministic)
     else:
-        reader = StreamReader(comm, model, spec, exchange=exchange, deterministic=deterministic)
+        reader = StreamReader(comm, model, spec, exchange=encoding.exchange, deterministic=deterministic)
     tokens, carry_bytes, spent = 0, 0, Seconds()
     with contextlib.ExitStack() as stack:
         stack.enter_context(denormals_flushed())
         if deterministic:
             stack.enter_context(RowBlocks())
-        blocks, writer = _open_together(comm, stack, tokeniser, source, target, reader, spec, on_progress)
+        blocks, writer = _open_together(comm, stack, tokeniser, encoding, reader, on_progress)
         for block in encode_blocks(comm, reader, blocks):
             if writer is not None:
                 for pieces in block.pieces:
@@ -159,18 +170,18 @@ def _open_together(
     comm: Communicator,
     stack: contextlib.ExitStack,
     tokeniser: Tokeniser,
-    source: Path,
-    target: Path,
+    encoding: Encoding,
     reader: BlockReader,
-    spec: RowSpec,
     on_progress: Callable[[int], None],
 ) -> tuple[Iterator[np.ndarray] | None, "_RowWriter | None"]:
     """The token blocks and the writer on rank 0, nothing elsewhere; what rank 0 cannot open, every rank raises."""
     problem, blocks, writer = "", None, None
     if comm.rank == 0:
         try:
-            text = stack.enter_context(_open_text(source))
-            writer = _RowWriter(stack.enter_context(row_file(target, source)), reader.dim, spec)
+            text = stack.enter_context(_open_text(encoding.source))
+            writer = _RowWriter(
+                stack.enter_context(row_file(encoding.target, encoding.source)), reader.dim, encoding.spec
+            )
             blocks = _token_blocks(text, tokeniser, _block_tokens(comm, reader), on_progress)
         except InputError as error:
             problem = str(error)

@@ -1,10 +1,12 @@
-"""Read-only commands: settings, states, plans, a running service, mixers, models, this machine, benchmarks.
+"""Read-only commands: settings, states, plans, a running service, mixers, models, this machine, benchmarks, the help.
 
 Like all commands they import what they need when they run.
 """
 
 import json
 import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,16 +19,13 @@ from dist_attn.commands.options import (
     DataDir,
     Host,
     Model,
+    PlanOptions,
     Port,
     Ranks,
-    StateExchange,
-    Url,
-    Weights,
     leave_to_service,
+    taking,
 )
-from dist_attn.wire.choices import CpuBackend
-
-__all__ = ["ShowByDefault", "bench", "config_show", "doctor", "mixers", "models", "plan", "state_show", "top"]
+from dist_attn.errors import InputError
 
 
 def config_show(config: Config = None, as_json: AsJson = False) -> None:
@@ -67,39 +66,27 @@ def state_show(
 
     Example: dist-attn state session.state
     """
-    from dist_attn.commands.show_state import show_state
+    from dist_attn.commands.states import show_state
 
     show_state(file, as_json=as_json)
 
 
-def plan(
-    tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")],
-    ranks: Ranks = 1,
-    model: Model = None,
-    gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False,
-    backend: Annotated[CpuBackend, typer.Option(help="What carries the bytes between ranks.")] = "gloo",
-    exchange: StateExchange = "auto",
-    weights: Weights = "float32",
-    as_json: AsJson = False,
-    url: Url = None,
-) -> None:
+@taking(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """What a document will cost: memory, bytes between ranks, time, output; here, or of a running service now.
 
     Example: dist-attn plan --tokens 2M --ranks 4 --measure
     """
-    if url is not None:
-        here = {"gflops": gflops is not None, "measure": measure, "backend": backend != "gloo"}
-        leave_to_service(ranks=ranks > 1, exchange=exchange != "auto", weights=weights != "float32", **here)
+    if options.url is not None:
+        here = {"gflops": options.gflops is not None, "measure": options.measure, "backend": options.backend != "gloo"}
+        chosen = {"exchange": options.exchange != "auto", "weights": options.weights != "float32"}
+        leave_to_service(ranks=options.ranks > 1, **chosen, **here)
         from dist_attn.commands.remote import plan_remotely
 
-        return plan_remotely(url, tokens, model=model, as_json=as_json)
+        return plan_remotely(options.url, options.tokens, model=options.model, as_json=options.as_json)
     from dist_attn.commands.plan import plan as print_plan
 
-    print_plan(
-        tokens, ranks=ranks, model=model, gflops=gflops, as_json=as_json,
-        measure=measure, backend=backend, exchange=exchange, weights=weights,
-    )  # fmt: skip
+    print_plan(options)
 
 
 def top(
@@ -113,7 +100,7 @@ def top(
 
     Example: dist-attn top --once | grep tokens_per_second
     """
-    from dist_attn.commands.top import top as show
+    from dist_attn.commands.remote import top as show
 
     show(url, once=once, as_json=as_json)
 
@@ -211,3 +198,67 @@ def bench(
     from dist_attn.commands.bench import bench as run_benchmark
 
     raise typer.Exit(run_benchmark(name, json_file, options=context.args, deadline_s=60 * minutes))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One thing that can be said or set, what it is, and what is typed for an example."""
+
+    name: str
+    words: str
+    examples: tuple[str, ...] = ()
+    is_command: bool = False
+
+    def has(self, words: Sequence[str]) -> bool:
+        """Whether all of the words stand in it, in any case and also as parts of longer ones."""
+        text = " ".join((self.name, self.words, *self.examples)).casefold()
+        return all(word.casefold() in text for word in words)
+
+
+def entries(command: Any, name: str) -> Iterator[Entry]:
+    """Every command below this one and every option of it, as `--help` has them; `command` is one of click's."""
+    for word, inner in getattr(command, "commands", {}).items():
+        paragraphs = [" ".join(part.split()) for part in (inner.help or "").split("\n\n")]
+        examples = tuple(part.removeprefix("Example: ") for part in paragraphs if part.startswith("Example: "))
+        yield Entry(f"{name} {word}", paragraphs[0], examples, is_command=True)
+        for parameter in inner.params:
+            if (words := getattr(parameter, "help", None)) and parameter.name != "help":
+                flag = parameter.opts[0] if parameter.param_type_name == "option" else parameter.name.upper()
+                yield Entry(f"{name} {word} {flag}", words)
+        yield from entries(inner, f"{name} {word}")
+
+
+def search(command: Any, words: Sequence[str]) -> list[Entry]:
+    """What holds all of the words: commands, then their options, then settings."""
+    from dist_attn.settings import settings_words
+
+    known = sorted(entries(command, "dist-attn"), key=lambda entry: not entry.is_command)
+    known += [Entry(f"setting {key}", about) for key, about in settings_words().items()]
+    return [entry for entry in known if entry.has(words)]
+
+
+def help_search(
+    context: typer.Context,
+    words: Annotated[list[str], typer.Argument(help="What is looked for; all of the words must be there.")],
+) -> None:
+    """Search the help: commands, options and settings that speak of these words.
+
+    Example: dist-attn help checkpoint
+
+    Example: dist-attn help rows window
+    """
+    from rich.text import Text
+
+    from dist_attn.commands.tables import stdout_console
+
+    hits = search(context.find_root().command, words)
+    if not hits:
+        raise InputError(f"nothing speaks of {' and '.join(words)}; `dist-attn --help` lists the commands")
+    console = stdout_console()
+    for hit in hits:
+        if not console.is_terminal:
+            print(hit.name, hit.words, *hit.examples, sep="\t")
+            continue
+        console.print(Text.assemble((hit.name, "bold"), "  ", hit.words))
+        for example in hit.examples:
+            console.print(Text(f"    {example}", style="dim"))

@@ -1,7 +1,11 @@
-"""Options that several commands have, and what is refused beside one of them."""
+"""Options that several commands have, those of commands with many of them, and what is refused beside one of them."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import msgspec
 import typer
@@ -9,22 +13,6 @@ import typer
 from dist_attn.errors import InputError
 from dist_attn.wire import choices
 from dist_attn.wire.specs import SamplingSpec
-
-__all__ = [
-    "AsJson",
-    "Config",
-    "DataDir",
-    "Host",
-    "Model",
-    "Port",
-    "Ranks",
-    "StateExchange",
-    "Url",
-    "Weights",
-    "DrawingSettings",
-    "leave_to_service",
-    "sampling_spec",
-]
 
 Config = Annotated[Path | None, typer.Option(help="A TOML file with settings.")]
 Model = Annotated[str | None, typer.Option(help="A model folder, or a name that `dist-attn models` lists.")]
@@ -54,13 +42,127 @@ DrawingSettings = Annotated[
 ]
 
 
-def sampling_spec(assignments: list[str] | None, **flags: Any) -> SamplingSpec:
+@dataclass(frozen=True, kw_only=True)
+class EncodeOptions:
+    """What `encode` is told."""
+
+    file: Annotated[Path, typer.Argument(help="The text to encode.")]
+    out: Annotated[Path, typer.Option(help="Where the vectors go: a NumPy file (.npy) with one in each row, float32.")]
+    granularity: Annotated[
+        Literal["token", "window", "document"],
+        typer.Option(
+            help="What gets a vector: every token (a piece of a word), every passage of --window, or the text."
+        ),
+    ] = "window"
+    window: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a passage (default: 512, or all the model reads at once).", min=1, max=1 << 53),
+    ] = None
+    pooling: Annotated[
+        Literal["mean", "last"] | None,
+        typer.Option(help="A passage's vector is the mean of its tokens' or the last one (default: mean)."),
+    ] = None
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="The same bytes by any number of processes; slower.")
+    ] = False
+    exchange: StateExchange = "auto"
+    model: Model = None
+    url: Url = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What `generate` is told."""
+
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None
+    prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue.")] = None
+    max_tokens: Annotated[int, typer.Option(help="Tokens to draw at most.")] = 200
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token every time.")] = 0.8
+    top_k: Annotated[int, typer.Option(help="Draw from the k likeliest tokens; 0: from all.")] = 0
+    top_p: Annotated[float, typer.Option(help="Draw from the likeliest tokens that hold this probability.")] = 1.0
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None
+    beams: Annotated[int, typer.Option(help="Search for the likeliest text with so many beams; 0 draws.", min=0)] = 0
+    length_penalty: Annotated[float, typer.Option(help="Of a search: larger values favour longer texts.")] = 0.6
+    set_: DrawingSettings = None
+    model: Model = None
+    weights: Weights = "float32"
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False
+    url: Url = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What `plan` is told."""
+
+    tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")]
+    ranks: Ranks = 1
+    model: Model = None
+    gflops: Annotated[float | None, typer.Option(help="Matmul rate of one rank, as `doctor` measures it.")] = None
+    measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False
+    backend: Annotated[choices.CpuBackend, typer.Option(help="What carries the bytes between ranks.")] = "gloo"
+    exchange: StateExchange = "auto"
+    weights: Weights = "float32"
+    as_json: AsJson = False
+    url: Url = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What `serve` is told."""
+
+    config: Config = None
+    model: Model = None
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes that share each document (default: 1).", min=1, max=1024)
+    ] = None
+    backend: Annotated[
+        choices.GroupBackend | None,
+        typer.Option(help="How ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs (default: gloo)."),
+    ] = None
+    weights: Annotated[choices.WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = (
+        None
+    )
+    host: Host = None
+    port: Port = None
+    data_dir: DataDir = None
+    log_level: Annotated[choices.LogLevel | None, typer.Option(help="What is logged (default: info).")] = None
+
+
+Options = TypeVar("Options")
+
+
+def taking(kind: type[Options]) -> Callable[[Callable[[Options], None]], Callable[..., None]]:
+    """A command of typer whose options are the fields of a dataclass, and whose function takes them as one value."""
+    hints = get_type_hints(kind, include_extras=True)
+    parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)  # type: ignore[arg-type]
+    ]
+
+    def decorate(command: Callable[[Options], None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**values: Any) -> None:
+            command(kind(**values))
+
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = hints
+        return called
+
+    return decorate
+
+
+def sampling_spec(options: GenerateOptions) -> SamplingSpec:
     """How tokens are drawn, as flags and KEY=VALUE say; a value is JSON.
 
     Raises: InputError for another key, and for a value that is not of its kind.
     """
     rare: dict[str, Any] = {}
-    for assignment in assignments or ():
+    for assignment in options.set_ or ():
         key, _, text = assignment.partition("=")
         if key not in _RARE:
             raise InputError(f"--set {assignment[:80]}: {key!r} is no option of drawing; there are {', '.join(_RARE)}")
@@ -69,7 +171,7 @@ def sampling_spec(assignments: list[str] | None, **flags: Any) -> SamplingSpec:
             rare[key] = getattr(msgspec.convert(alone, SamplingSpec, str_keys=True), key)
         except msgspec.MsgspecError as error:
             raise InputError(f"--set {assignment[:80]} cannot be used: {error}") from None
-    return SamplingSpec(**flags, **rare)
+    return SamplingSpec(**{name: getattr(options, name) for name in _WITH_FLAGS}, **rare)
 
 
 def leave_to_service(**flags: bool) -> None:

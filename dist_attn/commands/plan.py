@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.rehearsal import measured_rates
 from dist_attn.commands.tables import Table, byte_size, duration, print_tables
 from dist_attn.costs import (
@@ -24,25 +25,13 @@ from dist_attn.costs.million import read_million_costs
 from dist_attn.errors import InputError
 from dist_attn.rank_link.rows import GRAIN
 from dist_attn.shipped import resolve_model_folder
-from dist_attn.wire.choices import WeightPrecision
 
 __all__ = ["BLOCK_TOKENS", "plan"]
 
 BLOCK_TOKENS = 4 * GRAIN  # per rank, as `encode` and the controller cut
 
 
-def plan(
-    tokens: str,
-    *,
-    ranks: int,
-    model: str | None,
-    gflops: float | None,
-    as_json: bool,
-    measure: bool = False,
-    backend: str = "gloo",
-    exchange: str = "auto",
-    weights: WeightPrecision = "float32",
-) -> None:
+def plan(options: PlanOptions) -> None:
     """Print what reading `tokens` (like 2M) costs on `ranks` ranks of one machine.
 
     `gflops` is one rank's matmul rate; with `measure`, that many ranks encode for a few seconds to find all rates.
@@ -51,36 +40,37 @@ def plan(
     Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError or
         MissingExtraError when measuring fails.
     """
-    count = parse_count(tokens)
-    folder = resolve_model_folder(model)
+    count, ranks, gflops = parse_count(options.tokens), options.ranks, options.gflops
+    folder = resolve_model_folder(options.model)
     rates = Rates()
     if gflops is not None:
         if not 0 < gflops < float("inf"):
             raise InputError(f"--gflops {gflops:g} was given; needed is a rate above 0, as `dist-attn doctor` measures")
         rates = replace(rates, matmul_flops_per_s=gflops * 1e9)
     if model_kind(folder) == "million":
-        if measure or exchange != "auto" or weights != "float32":
+        if options.measure or options.exchange != "auto" or options.weights != "float32":
             raise InputError(
                 "--measure, --exchange or --weights was given; a million-scale model has no states to exchange, holds "
                 "its weights in float32, and its costs are those expected by formula: leave them out"
             )
-        return _plan_million(folder, count, ranks=ranks, rates=rates, as_json=as_json)
-    costs = read_model_costs(folder, weights)
-    if measure:
-        if weights != "float32":
+        return _plan_million(folder, count, ranks=ranks, rates=rates, as_json=options.as_json)
+    costs = read_model_costs(folder, options.weights)
+    if options.measure:
+        if options.weights != "float32":
             raise InputError(
-                f"--measure and --weights {weights} were given; ranks are timed with float32 weights: leave one out"
+                f"--measure and --weights {options.weights} were given; ranks are timed with float32 weights: "
+                "leave one out"
             )
         if gflops is not None:
             raise InputError("--measure and --gflops were given; needed is one of them, or none")
-        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=backend, exchange=exchange)
-    chosen = _chosen(costs, ranks, backend) if exchange == "auto" else exchange
-    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=chosen)
+        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=options.backend, exchange=options.exchange)
+    exchange = _chosen(costs, ranks, options.backend) if options.exchange == "auto" else options.exchange
+    result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=exchange)
     name = folder.resolve().name
-    if as_json:
+    if options.as_json:
         print(json.dumps(_as_object(name, result)))
     else:
-        _print(name, result, "Measured" if measure else "Assumed")
+        _print(name, result, "Measured" if options.measure else "Assumed")
 
 
 def _chosen(costs: LanguageModelCosts, ranks: int, backend: str) -> str | None:

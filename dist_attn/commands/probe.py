@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from dist_attn.commands.finding import Finding, broken, missing, ok
+from dist_attn.commands.machine import Finding, broken, missing, ok
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own
 from dist_attn.launchers import is_first_rank

@@ -145,8 +145,7 @@ def _run(settings: RehearsalSettings) -> None:
     import torch
 
     from dist_attn.checkpoints import load_model_and_tokeniser
-    from dist_attn.commands.block_readers import StreamReader
-    from dist_attn.commands.encode_blocks import Seconds, encode_blocks
+    from dist_attn.commands.encode_blocks import Seconds, StreamReader, encode_blocks
     from dist_attn.wire.messages import RowSpec
 
     model, tokeniser = load_model_and_tokeniser(settings.model)

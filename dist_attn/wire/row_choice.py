@@ -6,21 +6,11 @@ from typing import Literal
 from dist_attn.errors import InputError
 from dist_attn.wire.messages import RowSpec
 
-__all__ = ["MODEL_POOLING", "RowChoiceError", "RowsAsked", "SequenceReading", "choose_rows"]
+__all__ = ["MODEL_POOLING", "RowChoiceError", "SequenceReading", "choose_rows"]
 
 MODEL_POOLING = "model"
 DEFAULT_WINDOW = 512
 FIRST_TOKEN = "first"
-
-
-@dataclass(frozen=True)
-class RowsAsked:
-    """What a user asks of an encoding; None stands for what was left out. `model` is a folder or a name."""
-
-    granularity: Literal["token", "window", "document"] = "window"
-    window: int | None = None
-    pooling: Literal["mean", "last"] | None = None
-    model: str | None = None
 
 
 class RowChoiceError(InputError):

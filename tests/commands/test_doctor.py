@@ -11,7 +11,7 @@ import pytest
 from dist_attn.commands import doctor as doctor_module
 from dist_attn.commands import machine
 from dist_attn.commands.doctor import doctor, examine, probe, probe_mpi
-from dist_attn.commands.finding import Finding
+from dist_attn.commands.machine import Finding
 from dist_attn.commands.probe import ProbeSettings, findings_in
 from dist_attn.errors import ConfigError
 from dist_attn.settings import Settings, read_settings

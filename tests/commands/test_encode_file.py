@@ -11,7 +11,7 @@ import torch
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands import encode_file as module
-from dist_attn.commands.encode_file import BLOCK_TOKENS_PER_RANK, EncodeReport, encode_file
+from dist_attn.commands.encode_file import BLOCK_TOKENS_PER_RANK, EncodeReport, Encoding, encode_file
 from dist_attn.errors import InputError, StorageError
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import RowSpec
@@ -55,9 +55,12 @@ def _naive_rows(hidden_LD: torch.Tensor, spec: RowSpec) -> torch.Tensor:
     return torch.stack([run[-1] if spec.pooling == "last" else run.mean(0) for run in runs]).float()
 
 
-def _encode(ranks: int, source: Path, target: Path, spec: RowSpec, **options: object) -> EncodeReport | None:
+def _encode(
+    ranks: int, source: Path, target: Path, spec: RowSpec, *, deterministic: bool = False, **progress: object
+) -> EncodeReport | None:
     def body(comm: Communicator) -> EncodeReport | None:
-        return encode_file(comm, small_model(), ByteTokeniser(), source, target, spec, **options)
+        encoding = Encoding(source, target, spec, deterministic)
+        return encode_file(comm, small_model(), ByteTokeniser(), encoding, **progress)
 
     first, *others = run_simulated(body, ranks)
     assert others == [None] * (ranks - 1)
@@ -88,7 +91,7 @@ def test_a_softmax_model_over_ranks_gives_the_rows_of_one_pass(source, tmp_path,
         want = _naive_rows(model.encode(tokens[None])[0], SPECS["odd window"])
 
     def body(comm: Communicator) -> EncodeReport | None:
-        return encode_file(comm, model, ByteTokeniser(), source, tmp_path / "rows.npy", SPECS["odd window"])
+        return encode_file(comm, model, ByteTokeniser(), Encoding(source, tmp_path / "rows.npy", SPECS["odd window"]))
 
     run_simulated(body, ranks)
     assert_close(torch.from_numpy(np.load(tmp_path / "rows.npy")), want)
@@ -132,7 +135,8 @@ def test_a_model_that_cannot_be_deterministic(source, tmp_path):
 
     def body(comm: Communicator) -> None:
         model = small_model(small_config("softmax"))
-        encode_file(comm, model, ByteTokeniser(), source, tmp_path / "rows.npy", RowSpec(), deterministic=True)
+        encoding = Encoding(source, tmp_path / "rows.npy", RowSpec(), deterministic=True)
+        encode_file(comm, model, ByteTokeniser(), encoding)
 
     with pytest.raises(InputError, match="cannot promise the same bits"):
         run_simulated(body, 2)
@@ -157,7 +161,7 @@ def test_pieces_of_reading_change_nothing(source, tmp_path, monkeypatch):
         model = small_model(small_config(vocab_size=small_bpe().vocab_size))
         (report,) = run_simulated(
             lambda comm, model=model: encode_file(
-                comm, model, small_bpe(), source, tmp_path / "rows.npy", RowSpec("token")
+                comm, model, small_bpe(), Encoding(source, tmp_path / "rows.npy", RowSpec("token"))
             ),
             1,
         )
@@ -198,7 +202,8 @@ def test_what_cannot_be_opened_is_refused_on_every_rank(source, tmp_path, source
 
     def body(comm: Communicator) -> bool:
         with pytest.raises(InputError, match=words):
-            encode_file(comm, small_model(), ByteTokeniser(), tmp_path / source_name, tmp_path / target_name, RowSpec())
+            encoding = Encoding(tmp_path / source_name, tmp_path / target_name, RowSpec())
+            encode_file(comm, small_model(), ByteTokeniser(), encoding)
         return True
 
     assert run_simulated(body, ranks) == [True] * ranks

@@ -8,7 +8,7 @@ import torch
 
 from dist_attn.checkpoints import load_reader_and_tokeniser, save_model
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.commands.encode_file import encode_file
+from dist_attn.commands.encode_file import Encoding, encode_file
 from dist_attn.errors import InputError
 from dist_attn.models import MillionConfig, MillionModel, build_model
 from dist_attn.text import ByteTokeniser
@@ -36,7 +36,7 @@ def _encode(ranks: int, folder: Path, max_tokens: int, spec: RowSpec) -> torch.T
     models = [_model(max_tokens) for _ in range(ranks)]
 
     def body(comm: Communicator) -> None:
-        encode_file(comm, models[comm.rank], ByteTokeniser(), source, target, spec)
+        encode_file(comm, models[comm.rank], ByteTokeniser(), Encoding(source, target, spec))
 
     run_simulated(body, ranks)
     return torch.from_numpy(np.load(target))
@@ -68,9 +68,8 @@ def test_the_same_bits_on_any_ranks_are_not_promised(tmp_path: Path) -> None:
 
     def body(comm: Communicator) -> None:
         rows = tmp_path / "rows.npy"
-        encode_file(
-            comm, _model(512), ByteTokeniser(), tmp_path / "text.txt", rows, RowSpec("token"), deterministic=True
-        )
+        encoding = Encoding(tmp_path / "text.txt", rows, RowSpec("token"), deterministic=True)
+        encode_file(comm, _model(512), ByteTokeniser(), encoding)
 
     with pytest.raises(InputError, match="cannot be deterministic over ranks"):
         run_simulated(body, 1)

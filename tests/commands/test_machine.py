@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.commands import machine
-from dist_attn.commands.finding import Finding, broken, missing, ok
+from dist_attn.commands.machine import Finding, broken, missing, ok
 
 PROJECT = tomllib.loads((Path(machine.__file__).parents[2] / "pyproject.toml").read_text())["project"]
 

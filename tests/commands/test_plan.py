@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.commands import encode_file
+from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.plan import BLOCK_TOKENS, plan
 from dist_attn.commands.tables import byte_size, duration
 from dist_attn.control.settings import ControlSettings
@@ -25,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_json_holds_the_estimate(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The JSON form is one line with every figure of the estimate, in bytes and seconds."""
-    plan("1_000_000", ranks=4, model=folder, gflops=50, as_json=True)
+    plan(PlanOptions(tokens="1_000_000", ranks=4, model=folder, gflops=50, as_json=True))
     out = capsys.readouterr().out
     found = json.loads(out)
     want = estimate(read_model_costs(Path(folder)), 10**6, ranks=4)
@@ -45,7 +46,7 @@ def test_weights_of_fewer_bits_are_planned_with(folder: str, capsys: pytest.Capt
     """Held as int8 they take less, whatever is read takes what it did, and loading them is the peak that it was."""
     plans = {}
     for weights in ("float32", "int8"):
-        plan("1M", ranks=1, model=folder, gflops=None, as_json=True, weights=weights)  # type: ignore[arg-type]
+        plan(PlanOptions(tokens="1M", ranks=1, model=folder, as_json=True, weights=weights))  # type: ignore[arg-type]
         plans[weights] = json.loads(capsys.readouterr().out)
         assert plans[weights]["weights"] == weights
     before, after = (plans[weights]["memory_bytes_per_rank"] for weights in ("float32", "int8"))
@@ -53,7 +54,7 @@ def test_weights_of_fewer_bits_are_planned_with(folder: str, capsys: pytest.Capt
     assert after["loading"] == before["loading"] == 2 * before["weights"]
     assert before["activations"] < after["activations"] < 1.2 * before["activations"]
     assert plans["int8"]["decode_tokens_per_second"] > plans["float32"]["decode_tokens_per_second"]
-    plan("1M", ranks=1, model=folder, gflops=None, as_json=False, weights="int8")
+    plan(PlanOptions(tokens="1M", ranks=1, model=folder, as_json=False, weights="int8"))
     out = capsys.readouterr().out
     assert "weights, int8" in out and "while weights are read" in out
 
@@ -68,7 +69,7 @@ def test_the_exchange_is_the_one_that_ranks_would_choose(
     Calibration(tuple(times)).write(calibration_file({"XDG_CACHE_HOME": str(tmp_path)}))
 
     def planned(ranks: int, **options: str) -> str:
-        plan("2M", ranks=ranks, model=folder, gflops=None, as_json=True, **options)
+        plan(PlanOptions(tokens="2M", ranks=ranks, model=folder, as_json=True, **options))
         return str(json.loads(capsys.readouterr().out)["exchange"])
 
     assert [planned(ranks) for ranks in (1, 2, 3, 9)] == ["", "pair", "log_step", "log_step"]
@@ -78,7 +79,7 @@ def test_the_exchange_is_the_one_that_ranks_would_choose(
 
 def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Into a pipe the table is plain text without colour, boxes or wrapped lines, and says which rates it assumes."""
-    plan("2M", ranks=2, model=folder, gflops=None, as_json=False)
+    plan(PlanOptions(tokens="2M", ranks=2, model=folder, as_json=False))
     out = capsys.readouterr().out
     assert out.isascii()
     assert "\x1b" not in out
@@ -104,16 +105,16 @@ def test_table_is_plain_where_nobody_looks(folder: str, capsys: pytest.CaptureFi
 )
 def test_refuses(folder: str, changes: dict[str, object], error: type[Exception], says: str) -> None:
     """What cannot be planned is refused with what was given."""
-    arguments: dict[str, object] = {"tokens": "2M", "ranks": 1, "model": folder, "gflops": None, "as_json": True}
+    arguments: dict[str, object] = {"tokens": "2M", "ranks": 1, "model": folder, "as_json": True}
     with pytest.raises(error, match=says):
-        plan(**{**arguments, **changes})  # type: ignore[arg-type]
+        plan(PlanOptions(**{**arguments, **changes}))  # type: ignore[arg-type]
 
 
 def test_refuses_a_model_without_formulas(tmp_path: Path) -> None:
     """A folder whose config.json is of an unknown kind is refused."""
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"config\.json: vocab_size: it is missing"):
-        plan("2M", ranks=1, model=str(tmp_path), gflops=None, as_json=True)
+        plan(PlanOptions(tokens="2M", ranks=1, model=str(tmp_path), as_json=True))
 
 
 def test_blocks_are_those_of_the_engine() -> None:
@@ -125,8 +126,8 @@ def test_blocks_are_those_of_the_engine() -> None:
 def test_planning_never_loads_torch(folder: str) -> None:
     """A plan is made in an interpreter that never loads torch."""
     code = (
-        "import sys; from dist_attn.commands.plan import plan; "
-        f"plan('2M', ranks=2, model={folder!r}, gflops=None, as_json=True); sys.exit('torch' in sys.modules)"
+        "import sys; from dist_attn.commands.options import PlanOptions; from dist_attn.commands.plan import plan; "
+        f"plan(PlanOptions(tokens='2M', ranks=2, model={folder!r}, as_json=True)); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, check=False).returncode == 0
 

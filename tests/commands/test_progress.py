@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from dist_attn.commands.progress import byte_progress, bytes_progress, training_progress
+from dist_attn.commands.encode_output import byte_progress, bytes_progress
+from dist_attn.commands.train import training_progress
 from tests.support.terminal import terminal_as
 
 REPORT = {"step": 20, "steps": 40, "loss": 3.25, "learning_rate": 0.01, "tokens": 9000, "tokens_per_second": 1234.5}

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dist_attn.comm import Communicator, run_simulated
+from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.plan import plan
 from dist_attn.costs.million import MillionCosts, read_million_costs
 from dist_attn.errors import ConfigError, InputError
@@ -77,13 +78,13 @@ def test_bytes_are_near_the_counted_ones(ranks: int, tmp_path: Path) -> None:
 def test_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`plan` prints these figures; a document longer than `max_tokens` is several sequences."""
     costs, _ = _pair(tmp_path, max_tokens=1000, selector={"rate": 0.1})
-    plan("2500", ranks=2, model=str(tmp_path), gflops=10, as_json=True)
+    plan(PlanOptions(tokens="2500", ranks=2, model=str(tmp_path), gflops=10, as_json=True))
     told = json.loads(capsys.readouterr().out)
     assert (told["kind"], told["sequences"], told["parameters"]) == ("million", 3, costs.parameters)
     assert told["expected"]["kept_tokens"] == 250 and told["expected"]["compute_seconds"] > 0
     wanted = {what: 2 * count + costs.bytes_sent(500, 2)[what] for what, count in costs.bytes_sent(1000, 2).items()}
     assert told["expected"]["bytes_sent_of_rank"] == wanted
-    plan("2500", ranks=2, model=str(tmp_path), gflops=None, as_json=False)
+    plan(PlanOptions(tokens="2500", ranks=2, model=str(tmp_path), as_json=False))
     assert "Expected: the Selector keeps 10.000% of the tokens" in capsys.readouterr().out
 
 
@@ -92,9 +93,9 @@ def test_what_is_not_planned_is_refused(tmp_path: Path) -> None:
     _pair(tmp_path)
     for options in ({"measure": True}, {"exchange": "log_step"}):
         with pytest.raises(InputError, match="a million-scale model has no states"):
-            plan("2M", ranks=2, model=str(tmp_path), gflops=None, as_json=True, **options)
+            plan(PlanOptions(tokens="2M", ranks=2, model=str(tmp_path), as_json=True, **options))
     with pytest.raises(InputError, match="ranks is 0"):
-        plan("2M", ranks=0, model=str(tmp_path), gflops=None, as_json=True)
+        plan(PlanOptions(tokens="2M", ranks=0, model=str(tmp_path), as_json=True))
     (tmp_path / "config.json").write_text('{"kind": "million"}')
     with pytest.raises(ConfigError, match="vocab_size"):
         read_million_costs(tmp_path)

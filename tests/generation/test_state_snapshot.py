@@ -14,7 +14,7 @@ import torch
 
 from dist_attn.checkpoints import load_model, save_model
 from dist_attn.comm import run_simulated
-from dist_attn.commands.show_state import show_state
+from dist_attn.commands.states import show_state
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.generation import computation_of, identity_of, pack_state, restore_state
 from dist_attn.layout import SequenceLayout

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.commands.encode_file import encode_file
+from dist_attn.commands.encode_file import Encoding, encode_file
 from dist_attn.control.admission import misfit
 from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
 from dist_attn.errors import EngineError, InputError
@@ -103,7 +103,7 @@ def test_a_file_over_ranks(spec: RowSpec, ranks: int, tmp_path: Path) -> None:
     def body(comm: Communicator) -> object:
         with lock:
             own = small_encoder()
-        return encode_file(comm, own, ByteTokeniser(), source, target, spec)
+        return encode_file(comm, own, ByteTokeniser(), Encoding(source, target, spec))
 
     report = next(result for result in run_simulated(body, ranks) if result is not None)
     rows = np.load(target)
@@ -151,7 +151,7 @@ def test_work_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be deterministic"):
         run_simulated(
             lambda comm: encode_file(
-                comm, small_encoder(), ByteTokeniser(), Path("a"), Path("b"), SPECS[0], deterministic=True
+                comm, small_encoder(), ByteTokeniser(), Encoding(Path("a"), Path("b"), SPECS[0], deterministic=True)
             ),
             1,
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from dist_attn.commands.repair_states import repair_states
+from dist_attn.commands.states import repair_states
 from dist_attn.errors import StorageError
 from dist_attn.store import disk
 from dist_attn.store.disk import CATALOGUE

@@ -10,7 +10,7 @@ import torch
 
 from dist_attn.checkpoints import load_any_model, load_model, save_model
 from dist_attn.comm import Communicator, run_simulated
-from dist_attn.commands.encode_file import encode_file
+from dist_attn.commands.encode_file import Encoding, encode_file
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.generation import generate
 from dist_attn.model_config.encoders import TextEncoderConfig
@@ -65,7 +65,7 @@ def _encode(model: LanguageModel | TextEncoder, place: Path, spec: RowSpec, rank
     source.write_bytes(text)
 
     def body(comm: Communicator) -> None:
-        encode_file(comm, model, ByteTokeniser(), source, target, spec)
+        encode_file(comm, model, ByteTokeniser(), Encoding(source, target, spec))
 
     run_simulated(body, ranks)
     return torch.from_numpy(np.load(target, allow_pickle=False))

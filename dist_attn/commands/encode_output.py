@@ -1,18 +1,28 @@
-"""Rows as a .npy file that grows beside its final name and appears there when it is complete; never loads torch."""
+"""What `encode` writes and shows, here and by a service: rows as a .npy file, bars of bytes. It never loads torch."""
 
 import contextlib
 import errno
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
 import numpy.typing as npt
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from dist_attn.errors import InputError, StorageError
-
-__all__ = ["RowFile", "row_file"]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -78,3 +88,30 @@ def row_file(target: Path, source: Path) -> Iterator[RowFile]:
         ) from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def byte_progress(title: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
+    """A function that takes the bytes done so far; it draws only if `enabled` and stderr is a terminal."""
+    with bytes_progress((title,), total, enabled=enabled) as (report,):
+        yield report
+
+
+@contextlib.contextmanager
+def bytes_progress(
+    titles: Sequence[str], total: int, *, enabled: bool = True
+) -> Iterator[Sequence[Callable[[int], None]]]:
+    """The same for several things that are done with the same bytes, a bar each."""
+    if not enabled or not sys.stderr.isatty():
+        yield [lambda _: None] * len(titles)
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        tasks = [progress.add_task(title, total=total) for title in titles]
+        yield [partial(_completed, progress, task) for task in tasks]
+
+
+def _completed(progress: Progress, task: TaskID, done: int) -> None:
+    progress.update(task, completed=done)

@@ -1,50 +1,50 @@
-"""Progress on a terminal: a bar on stderr; where nobody is looking, plain lines or nothing."""
+"""`dist-attn train`: over the ranks that a launcher started, with progress on a terminal and orders to stop."""
 
 import contextlib
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, Protocol, final
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
-    DownloadColumn,
     Progress,
     TaskID,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
 
-__all__ = ["TrainingProgress", "byte_progress", "bytes_progress", "training_progress"]
+from dist_attn.comm import open_communicator
+from dist_attn.training import train
+from dist_attn.training.config import TrainingConfig
+from dist_attn.training.stopping import stop_on_signals
 
 
-@contextlib.contextmanager
-def byte_progress(title: str, total: int, *, enabled: bool = True) -> Iterator[Callable[[int], None]]:
-    """A function that takes the bytes done so far; it draws only if `enabled` and stderr is a terminal."""
-    with bytes_progress((title,), total, enabled=enabled) as (report,):
-        yield report
+def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:
+    """Train; what is to be said where a signal ended it before the last step, and the exit code: "" and 0 otherwise.
 
-
-@contextlib.contextmanager
-def bytes_progress(
-    titles: Sequence[str], total: int, *, enabled: bool = True
-) -> Iterator[Sequence[Callable[[int], None]]]:
-    """The same for several things that are done with the same bytes, a bar each."""
-    if not enabled or not sys.stderr.isatty():
-        yield [lambda _: None] * len(titles)
-        return
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        tasks = [progress.add_task(title, total=total) for title in titles]
-        yield [partial(_completed, progress, task) for task in tasks]
-
-
-def _completed(progress: Progress, task: TaskID, done: int) -> None:
-    progress.update(task, completed=done)
+    Raises: as `train`.
+    """
+    with (
+        open_communicator(timeout_s=settings.run.wait_seconds) as comm,
+        training_progress(settings.run.steps, enabled=comm.rank == 0) as shown,
+        stop_on_signals() as stop,
+    ):
+        last = train(
+            settings,
+            resume=resume,
+            report=shown.report,
+            progress=shown.reading,
+            tell=shown.tell,
+            stop=stop,
+            comm=comm,
+        )
+    if not last.get("stopped"):
+        return "", 0
+    name = "a signal on another rank" if stop.signal is None else stop.signal.name
+    said = f"stopped by {name} after step {last['step']} of {settings.run.steps}, which is saved: go on with --resume"
+    return said, 128 + (stop.signal or signal.SIGTERM)
 
 
 class TrainingProgress(Protocol):
