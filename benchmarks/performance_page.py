@@ -1,4 +1,4 @@
-"""`python -m benchmarks.performance_page`: the table of targets in docs/performance.md, from filed results alone."""
+"""`python -m benchmarks.performance_page`: the table of targets in its page, from filed results alone."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from benchmarks.verify import ROOT
 
 __all__ = ["PAGE", "filled_in", "target_table", "write"]
 
-PAGE = Path("docs/performance.md")
+PAGE = Path("docs/measurements/performance.md")
 BEGIN, END = "<!-- targets: begin -->\n", "<!-- targets: end -->\n"
 # What no command of this tree measures yet.
 WITHOUT_COMMAND = {"h200": "needs a GPU: `dist-attn bench gpu-check`"}
@@ -31,7 +31,7 @@ def _row(target: Target, filed: Sequence[Mapping[str, Any]]) -> str:
     where = ""
     if source is not None and reached is not None:
         setting = source["setting"]
-        where = f"[{setting['date'][:10]}](../benchmarks/results/{source['file']}), threads: {setting['threads']}"
+        where = f"[{setting['date'][:10]}](../../benchmarks/results/{source['file']}), threads: {setting['threads']}"
     command = WITHOUT_COMMAND.get(target.benchmark, f"`dist-attn bench {target.benchmark}`")
     cells = (target.words, target.needed, said if reached is not None else "not measured yet", met, where, command)
     return f"| {' | '.join(cells)} |"

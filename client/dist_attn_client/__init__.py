@@ -1,4 +1,4 @@
-"""A typed client of the HTTP service, synchronous and asynchronous; never loads torch. See docs/client.md.
+"""A typed client of the HTTP service, synchronous and asynchronous; never loads torch. See docs/how-to/client.md.
 
 with Client("http://127.0.0.1:8000") as client:
     for row in client.encode(Path("book.txt"), window=512):

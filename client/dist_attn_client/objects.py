@@ -1,6 +1,6 @@
 """What the service answers, as frozen values; members that this client does not know are passed over.
 
-Units: times in seconds since 1970, positions in tokens. docs/service.md says what each of them means.
+Units: times in seconds since 1970, positions in tokens. docs/reference/service.md says what each of them means.
 """
 
 from typing import Any, Literal

@@ -18,7 +18,7 @@ Priority = Literal["high", "normal", "low"]
 
 
 class Drawing(TypedDict, total=False):
-    """How tokens are drawn; docs/service.md says what each option does, and which values it takes."""
+    """How tokens are drawn; docs/reference/service.md says what each option does, and which values it takes."""
 
     max_tokens: int
     temperature: float

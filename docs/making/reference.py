@@ -29,7 +29,7 @@ def commands_page() -> str:
         NOTE,
         "`dist-attn COMMAND`, which is `python -m dist_attn COMMAND`, also below torchrun and mpiexec where ranks make",
         "sense. Exit codes: 0 done, 1 the work failed, 2 the input was not usable, 130 Ctrl-C.",
-        "[The command line](../command-line.md) says more.\n",
+        "[The command line](command-line.md) says more.\n",
     ]
     parts += _commands(app, "dist-attn")
     return "\n".join(parts)
@@ -122,7 +122,7 @@ def http_page() -> str:
         "# Every route\n",
         NOTE,
         "What the service says of itself at `/openapi.json` and, for people, at `/docs`.",
-        "[The service](../service.md) explains it. Every refusal is a problem document (RFC 9457) that also holds",
+        "[The service](service.md) explains it. Every refusal is a problem document (RFC 9457) that also holds",
         "OpenAI's error object.\n",
     ]
     groups: dict[str, list[str]] = {}

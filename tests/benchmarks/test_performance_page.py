@@ -1,4 +1,4 @@
-"""docs/performance.md says what was filed, and nothing else."""
+"""docs/measurements/performance.md says what was filed, and nothing else."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def test_rows_without_results_say_so() -> None:
     table = target_table(filed)
     assert (
         "| forward against SDPA, 512 tokens | at least 1.00x | 0.50x | no "
-        "| [2026-11-22](../benchmarks/results/f-2026-11-22.json), threads: 2 | `dist-attn bench forward` |"
+        "| [2026-11-22](../../benchmarks/results/f-2026-11-22.json), threads: 2 | `dist-attn bench forward` |"
     ) in table
     assert table.count("not measured yet") == len(TARGETS) - 1
 

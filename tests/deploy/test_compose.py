@@ -1,4 +1,4 @@
-"""docker-compose.yml: valid, and as closed as docs/deploy.md and docs/how-to/secure.md say."""
+"""docker-compose.yml: valid, and as closed as docs/how-to/compose.md and docs/how-to/secure.md say."""
 
 import re
 import subprocess

@@ -66,7 +66,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     "CONTRIBUTING.md": (Not(INSTALLS), Not(GATE)),
     "docs/adding-a-mixer.md": (*[Elsewhere("tests/mixers/test_adding_a_mixer.py")] * 3,),
     "docs/architecture.md": (Elsewhere("tests/test_habits.py"), DRAWING),
-    "docs/client.md": (
+    "docs/how-to/client.md": (
         Run("python", says=(" tokens",)),
         Run(
             "python",
@@ -74,7 +74,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
             instead={"https://example.org": "http://127.0.0.1:8000"},
         ),
     ),
-    "docs/command-line.md": (
+    "docs/reference/command-line.md": (
         Run("shell"),
         Run(
             "shell",
@@ -83,7 +83,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         ),
         Run("shell", leave={"dist-attn --install-completion": "it writes into the shell's start files"}),
     ),
-    "docs/converting.md": (
+    "docs/how-to/converting.md": (
         Run(
             "shell",
             before="pythia",
@@ -95,7 +95,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Elsewhere("tests/test_hf.py"),
     ),
     "docs/decisions/README.md": (Not("a form to be copied"),),
-    "docs/deploy.md": (
+    "docs/how-to/compose.md": (
         Not("it needs Docker; tests/deploy/test_compose.py checks the file"),
         Not("it needs Docker; tests/deploy/test_dockerfiles.py checks the files"),
     ),
@@ -141,8 +141,8 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         ),
     ),
     "docs/how-to/two-nodes.md": (Not(SEVERAL_HOSTS), Not(SEVERAL_HOSTS)),
-    "docs/million.md": (DRAWING,),
-    "docs/models.md": (
+    "docs/explanation/million.md": (DRAWING,),
+    "docs/reference/model-kinds.md": (
         Run("mixer"),
         Run("mixer"),
         Run(
@@ -153,8 +153,10 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("python", before=CLASSIFIER),
         Run("python", before=TRANSLATOR),
     ),
-    "docs/performance.md": (Not("commands with what they do beside them; tests of benchmarks run them with --smoke"),),
-    "docs/service.md": (
+    "docs/measurements/performance.md": (
+        Not("commands with what they do beside them; tests of benchmarks run them with --smoke"),
+    ),
+    "docs/reference/service.md": (
         Run("shell", leave={"make serve": STAYS}),
         Run("python"),
         Run("shell", says=("encoding.summary",)),
@@ -167,7 +169,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("settings", instead={'"…"': f'"{"0" * 64}"'}),
         Run("settings"),
     ),
-    "docs/shipped-models.md": (Run("shell", slow=True),),
+    "docs/measurements/shipped-models.md": (Run("shell", slow=True),),
     "docs/state.md": (
         Run(
             "python",
@@ -182,8 +184,10 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         ),
         Not("it needs a store that was lost; tests/service/test_lost_catalogue.py repairs one"),
     ),
-    "docs/training-data.md": (Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),),
-    "docs/training.md": (
+    "docs/reference/training-data.md": (
+        Not("it needs three trained models; tests/training/test_tasks.py reads such folders"),
+    ),
+    "docs/how-to/training.md": (
         Not("it takes hours; tests/training/test_killed_mesh.py trains over such a mesh of torchrun"),
     ),
     "docs/tutorial.md": (

@@ -1,4 +1,4 @@
-"""The tables of docs/service.md: every option of every schema is there, works, and is refused as it says."""
+"""The tables of docs/reference/service.md: every option of every schema is there, works, and is refused as it says."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ from tests.support.fake_engine import HIDDEN
 from tests.support.metrics import samples
 from tests.support.service_server import RunningService, model_folder, running_service
 
-DOC = (Path(__file__).resolve().parents[2] / "docs/service.md").read_text()
+DOC = (Path(__file__).resolve().parents[2] / "docs/reference/service.md").read_text()
 
 # option -> what works, and what is a 400 (for `model` a 404); other options of the same request stand in a tuple
 Cases = dict[str, tuple[list[Any], list[Any]]]
