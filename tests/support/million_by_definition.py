@@ -33,8 +33,8 @@ def million_by_definition(
 ) -> ByDefinition:
     """Embedding, Selector, layers of experts, Fourier mixing, up-sampling and head of one sequence.
 
-    Reference: A Unified View of Long-Sequence Models, Sec. 10, Fig. 4, Eq. 26 and 27; docs/explanation/million.md for what
-    they leave open.
+    Reference: A Unified View of Long-Sequence Models, Sec. 10, Fig. 4, Eq. 26 and 27; docs/explanation/million.md for
+    what they leave open.
     """
     x = _in_context(config, p, [p["embedding.weight"][token] for token in tokens])
     logits = _logits(config, p, x)
