@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import PrefillOp
 from tests.control.test_replay import open_all
+from tests.support.examples import examples
 from tests.support.fake_rank import drawn_after, fake_manifest, fake_snapshot
 from tests.support.opening import open_completion
 from tests.support.simulated_engine import (
@@ -142,7 +143,7 @@ PROMPT = st.tuples(
 
 
 @given(st.lists(PROMPT, min_size=1, max_size=3), st.booleans(), st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=25)
+@examples(25)
 def test_ranks_may_be_lost_at_any_moment(prompts, beside, seed):
     """Kills between any two messages change no token and no state, and none comes twice."""
     chance = random.Random(seed)

@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dist_attn.wire.messages import Cancel, Failed, Generated, Rows, RowSpec, SamplingSpec, Tokens
@@ -44,7 +44,6 @@ def open_all(engine, texts, prompts):
 )
 @example([(4097, 64)], [], 3600)
 @example([], [(2050, 1), (1, 3), (1026, 1), (1, 1)], 1)  # put aside at a state that was here already
-@settings(deadline=None)
 def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
     """Kills between any two messages, in prefill, in decoding, between rounds of decoding of one step, while states
     are put aside and during a replay, change no row and no token.
@@ -66,7 +65,6 @@ def test_a_rank_may_be_lost_at_any_moment(max_active, lengths, asked, seed):
     st.integers(0, 1 << 32),
 )
 @example([(1, 0, 1), (513, 0, 0), (4097, 4, 2)], 7)
-@settings(deadline=None)
 def test_scores_of_prompts_outlive_lost_ranks(max_active, asked, seed):
     """The scores of every prompt token but the first come once, in order and before the drawn tokens, also over the
     edges of blocks and slices, whichever ranks are killed; where no tokens are asked for, the request ends with them.

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.wire.messages import FinishDrawing, Generated, Rows, RowSpec, Tokens
 from dist_attn.wire.rank_messages import PrefillOp
 from tests.control.test_replay import check, open_all
+from tests.support.examples import examples
 from tests.support.fake_rank import END, drawn_after, fake_hidden, fake_snapshot
 from tests.support.opening import open_session
 from tests.support.simulated_engine import (
@@ -89,7 +90,7 @@ SESSION = st.tuples(
 
 
 @given(st.lists(SESSION, min_size=1, max_size=3), st.booleans(), st.integers(0, 1 << 32))
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_ranks_may_be_lost_at_any_moment(sessions, beside, seed):
     """Kills between any two messages change no state, no row and no token that is handed out, and none comes twice."""
     chance = random.Random(seed)

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import EngineError, ShapeError
 from dist_attn.generation import generator_for, sample
 from dist_attn.generation.sampling import adjust_logits
 from dist_attn.wire.messages import SamplingSpec
+from tests.support.examples import examples
 
 
 def spec(**values: Any) -> SamplingSpec:
@@ -225,7 +226,7 @@ def naive_adjusted(logits: list[float], wanted: SamplingSpec, drawn: list[int]) 
     st.floats(-2, 2),
     st.dictionaries(st.integers(0, 3), st.floats(-100, 100)),
 )
-@settings(max_examples=40)
+@examples(40)
 def test_penalties_and_biases(
     logits: list[float], drawn: list[int], presence: float, frequency: float, bias: dict[int, float]
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import InputError, ShapeError
@@ -13,6 +13,7 @@ from dist_attn.ops.documents import document_groups, document_ranges, document_r
 from dist_attn.ops.linear_attention import linear_attention_naive
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 
 pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
 
@@ -54,7 +55,7 @@ def test_linear_attention_equals_the_oracle(documents, causal):
     _check_linear(documents, causal, True, True, True)
 
 
-@settings(max_examples=10, deadline=None)
+@examples(10)
 @given(tables, st.booleans(), st.booleans(), st.booleans(), st.booleans())
 def test_linear_attention_for_any_documents(documents, causal, gate, scale, state):
     """So it is for any table of documents and any of the options."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import InputError, ShapeError
@@ -18,6 +18,7 @@ from dist_attn.ops.narrow_weights import (
     widen_rows,
 )
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 
 NAN = float("nan")
 INPUTS = (1, 5, 16, 24, 48, 64)  # the packed kernel takes multiples of 16 and must be kept from all others
@@ -32,7 +33,7 @@ def weights(outputs: int, inputs: int) -> torch.Tensor:
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(0, 10**6), st.floats(-30, 30), st.sampled_from([1, 2, 8]))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_every_weight_is_at_most_half_a_scale_off(outputs, inputs, seed, exponent, power):
     """q scale is within scale / 2 of w, and a scale within 1 + 2^-7 of the row's largest number / 127, and bfloat16."""
     w_OI = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)) ** power * 10.0**exponent

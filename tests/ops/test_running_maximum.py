@@ -1,7 +1,7 @@
 """The running maximum of gated sequences: the oracle, documents, closed gates, streams, and the same over ranks."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -10,10 +10,11 @@ from dist_attn.ops import LocalSequenceOps
 from dist_attn.ops.running_maximum import NO_TOKENS, running_maximum_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.sharded_call import random_tensor
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5),
     gated=st.booleans(),

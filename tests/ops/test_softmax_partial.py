@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import ShapeError
@@ -17,6 +17,7 @@ from dist_attn.ops.softmax_attention import (
     tiled,
 )
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 
 TOTAL = 40
 
@@ -46,7 +47,7 @@ def _run(attend, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return (out.detach(), *torch.autograd.grad((out * weights).sum() + sum(0 * x.sum() for x in leaves), leaves))
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     queries=st.integers(0, TOTAL),
     keys=st.integers(0, TOTAL),

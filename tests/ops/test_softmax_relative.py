@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from dist_attn.errors import ShapeError
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, RelativePositions, softmax_attention
 from dist_attn.ops.softmax_attention import Placement, softmax_attention_naive, tiled
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.golden import golden
 from tests.support.sharded_call import random_tensor
 
@@ -67,7 +68,7 @@ def test_keys_and_values_by_hand():
     assert_close(got, want)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     queries=st.integers(0, 30),
     keys=st.integers(0, 30),

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -15,6 +15,7 @@ from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.ranks import Kind, run_ranks
 
 LAYOUTS = {
@@ -91,7 +92,7 @@ def test_linear_attention(layout, causal, gate, scale, state):
 
 
 @pytest.mark.usefixtures("computed_by")
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layouts(), st.booleans(), st.booleans(), st.booleans(), st.booleans(), st.sampled_from([32, 64]))
 def test_linear_attention_for_any_layout(layout, causal, gate, scale, state, bits):
     """So they do however ranks and documents lie, with any of the options, in float64 and float32."""
@@ -159,7 +160,7 @@ def test_every_other_operation(name, layout):
     _check_call(CALLS[name], layout)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(st.sampled_from(sorted(CALLS)), layouts())
 def test_every_other_operation_for_any_layout(name, layout):
     """So it does however ranks and documents lie."""

@@ -2,19 +2,20 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.sharded import ShardedSequenceOps
+from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor
 
 CUTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(lengths=CUTS, taps=st.integers(1, 14), centred=st.booleans())
 def test_a_halo_spans_as_many_ranks_as_it_needs(lengths, taps, centred):
     """However short the slices are against the taps, outputs and gradients are one rank's."""
@@ -26,7 +27,7 @@ def test_a_halo_spans_as_many_ranks_as_it_needs(lengths, taps, centred):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(lengths=CUTS, taps=st.integers(2, 14))
 def test_a_tail_comes_in_and_goes_out(lengths, taps):
     """With a tail before the first token, outputs, the tail after the last one and all gradients are one rank's."""
@@ -38,7 +39,7 @@ def test_a_tail_comes_in_and_goes_out(lengths, taps):
     )
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(lengths=CUTS)
 def test_sums_over_any_cut(lengths):
     """The sum over the sequence is the same on every rank, empty ones too, and every token gets its gradient."""

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
+from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor
 
 pytestmark = pytest.mark.usefixtures("computed_by")  # some of these are in float32
@@ -53,7 +54,7 @@ def test_prefix(lengths, prefix, gate, state):
     _check(lengths, lengths, causal=True, gate=gate, state=state, prefix=prefix)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), prefix=st.integers(0, 120), gate=st.booleans())
 def test_prefix_for_any_cut(lengths, prefix, gate):
     """However a sequence is cut over 1 to 6 ranks, and wherever its prefix ends, nothing changes."""
@@ -79,7 +80,7 @@ def two_cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(queries), tuple(keys)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(cuts=two_cuts(), prefix=st.integers(0, 60), gate=st.booleans())
 def test_causal_over_any_two_cuts(cuts, prefix, gate):
     """Query i sees the keys up to i wherever both lie, more or fewer queries than keys, with a prefix or without."""

@@ -4,7 +4,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -13,6 +13,7 @@ from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.redistribution import block_views, redistribute
 from dist_attn.sharded.redistribution_plan import Change, RedistributionPlan, plan_redistribution
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 
 
@@ -93,7 +94,7 @@ class _Body:
         return True
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(changes=_changes(), relabel=st.booleans())
 def test_any_tables_to_any_tables(changes, relabel):
     """Whatever the tables: elements arrive transposed and scaled, gradients come back, and bytes are the plan's."""
@@ -107,7 +108,7 @@ def test_over_processes():
     _check(plan_redistribution((Change(source, target, 2, True, 0.5),)), "gloo")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(changes=_changes(most_ranks=5, most_tensors=2))
 def test_no_relabelling_sends_less(changes):
     """Of all ways to give the parts to the ranks, tried one by one, none has less traffic than the plan."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn import costs
@@ -13,6 +13,7 @@ from dist_attn.ops import RelativeState
 from dist_attn.ops.relative_attention import WindowState, relative_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor
 
 LAYOUTS = [
@@ -49,7 +50,7 @@ def test_a_memory_of_its_own(queries, keys, reach, causal):
     _check_memory(queries, keys, reach, causal)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     cuts=st.integers(1, 5).flatmap(
         lambda size: st.tuples(*(st.lists(st.integers(0, 20), min_size=size, max_size=size) for _ in range(2)))

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -14,6 +14,7 @@ from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 
 LENGTHS = [(7,), (5, 9), (13, 0, 4), (1, 6, 0, 17, 3), (0, 11, 2, 2, 1), (70, 130)]
@@ -66,7 +67,7 @@ def test_linear_attention_over_processes(lengths):
     _check_attention("gloo", lengths, True, True, True, True)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     lengths=st.lists(st.integers(0, 80), min_size=1, max_size=6).filter(lambda x: sum(x) > 0),
     causal=st.booleans(),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -19,6 +19,7 @@ from dist_attn.sharded.placements import placement_of
 from dist_attn.sharded.redistribution_plan import RedistributionPlan, plan_redistribution
 from dist_attn.sharded.ring_attention import ring_attention
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 
 EXCHANGES = {"reshuffle": sharded_softmax_attention, "ring": ring_attention}
@@ -86,7 +87,7 @@ def _layouts(draw, ranks: int, documents: bool) -> SequenceLayout:
     return SequenceLayout.from_lengths(lengths, starts)
 
 
-@settings(max_examples=80, deadline=None)
+@examples(80)
 @given(
     exchange=st.sampled_from(sorted(EXCHANGES)),
     ranks=st.integers(1, 6),

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -13,6 +13,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache, LocalSequenceOps, RelativePositions
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 from tests.support.ranks import run_ranks
 from tests.support.sharded_call import check_sharded, random_tensor
 
@@ -35,7 +36,7 @@ def _call(**options):
     return call
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     softmax=st.sampled_from(["reshuffle", "ring"]),
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(sum),

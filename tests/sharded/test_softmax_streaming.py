@@ -4,7 +4,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.comm import Communicator, run_simulated
@@ -14,6 +14,7 @@ from dist_attn.ops.softmax_attention import Placement, softmax_attention_naive
 from dist_attn.sharded.head_reshuffle import sharded_softmax_attention
 from dist_attn.sharded.softmax_streaming import attend_over_spread_cache, attend_over_whole_cache, last_document
 from tests.support.closeness import assert_close
+from tests.support.examples import examples
 
 HEADS, GROUPS, SIZE, VALUES = 4, 2, 5, 3
 
@@ -66,7 +67,7 @@ def _on_a_rank(comm: Communicator, blocks: list[SequenceLayout], kept: str) -> t
     return outs, cache
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(blocks=_streams(), kept=st.sampled_from(["spread", "whole"]))
 def test_a_stream_of_documents_over_ranks(blocks, kept):
     """Documents inside blocks and across them, over any ranks: the oracle, and a cache of the last document."""
@@ -81,7 +82,7 @@ def test_a_stream_of_documents_over_ranks(blocks, kept):
     assert held == [total - last] * len(ranks) if kept == "whole" else sum(held) == total - last
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(blocks=_streams())
 def test_a_stream_of_documents_on_one_rank(blocks):
     """The local form takes the same stream block by block, and its cache owns its memory."""

@@ -7,13 +7,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import WORD_TAIL_BYTES, WordPieceTokeniser
 from dist_attn.text.word_piece import MAX_WORD
+from tests.support.examples import examples
 from tests.support.sentence_encoders import word_piece_contents
 from tests.support.tokenisers import PROSE
 
@@ -42,7 +43,7 @@ def _has_no_endless_word(text: str) -> bool:
 
 
 @pytest.mark.parametrize("lowercase", [True, False])
-@settings(max_examples=60)
+@examples(60)
 @example(text="0\x1f" + "0" * 50)
 @example(text="\x1f\x1f" + "0" * (MAX_WORD - 3))
 @given(text=TEXTS.filter(_has_no_endless_word))
@@ -58,7 +59,7 @@ def test_long_text_without_blanks(unit: str) -> None:
     assert tokeniser().encode(text.encode()).tolist() == library().encode(text).ids
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=BYTES, cuts=st.lists(st.integers(0, 2000), max_size=8))
 def test_split_anywhere(data: bytes, cuts: list[int]) -> None:
     """However a stream is split, tokens and the places where they end are those of the whole; little is carried."""

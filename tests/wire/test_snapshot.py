@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import StateMismatchError, WireError
@@ -22,6 +22,7 @@ from dist_attn.wire.snapshot import (
     read_snapshot,
 )
 from tests.fuzz.snapshot_files import CAP_BYTES, read_or_refuse, run, seeds
+from tests.support.examples import examples
 from tests.support.snapshots import manifest, mutate, seal, small_arrays, small_snapshot
 
 
@@ -48,7 +49,7 @@ def test_every_type_of_array_comes_back_bit_for_bit():
     assert (snapshot.header.position, snapshot.header.manifest) == (3, manifest())
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=30), st.sampled_from(["exact", "bf16", "int8"]))
 def test_it_does_not_matter_how_the_bytes_are_cut(cuts, storage):
     """A file that comes in pieces of any sizes is read as one that comes whole."""
@@ -243,7 +244,7 @@ def test_spoilt_files_are_refused_and_never_crash():
     assert len(outcomes) > 15, outcomes  # many different refusals, so the inputs reach far
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.binary(max_size=300), st.integers(0, 5), st.integers(0, 1 << 32))
 def test_any_bytes_are_read_or_refused(junk, which, seed):
     """Any bytes, alone, behind a sound beginning or as a header with a digest that fits, are refused or sound."""
