@@ -39,6 +39,7 @@ def check_problem(answer: httpx.Response, status: int, code: str, param: str | N
         assert word in error["message"], error["message"]
 
 
+# What tests/service/test_options.py refuses as well stands here only where the words say more.
 BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"model": "nope"}, 404, "model_not_found", "model", "'nope'"),
     ({"max_tokens": 0}, 400, "invalid_value", "max_tokens", "echo=true"),
@@ -51,33 +52,21 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str, str | None, str]] = [
     ({"stream_options": {"wat": 1}, "stream": True}, 400, "unknown_parameter", "stream_options.wat", "wat"),
     ({"stream_options": {"include_usage": True}}, 400, "invalid_value", "stream_options", "stream=true"),
     ({"temprature": 3}, 400, "unknown_parameter", "temprature", "did you mean temperature?"),
-    ({"temperature": -0.1}, 400, "invalid_value", "temperature", "-0.1"),
-    ({"top_p": 0}, 400, "invalid_value", "top_p", "0"),
-    ({"top_k": -2}, 400, "invalid_value", "top_k", "-2"),
     ({"min_tokens": 5, "max_tokens": 4}, 400, "invalid_value", "min_tokens", "max_tokens=4"),
     ({"length_penalty": 2}, 400, "unsupported_parameter", "length_penalty", "length_penalty=2 is not offered: only 1"),
     ({"repetition_penalty": 1.1}, 400, "unsupported_parameter", "repetition_penalty", "presence_penalty"),
     ({"response_format": {"type": "json_object"}}, 400, "unsupported_parameter", "response_format", "text"),
-    ({"store": True}, 400, "unsupported_parameter", "store", "only false"),
     ({"seed": 2**70}, 400, "invalid_value", "seed", ""),
-    ({"seed": "x"}, 400, "invalid_value", "seed", "'x'"),
-    ({"stream": "yes"}, 400, "invalid_value", "stream", "'yes'"),
     ({"n": 33}, 400, "invalid_value", "n", "32"),
-    ({"n": 0}, 400, "invalid_value", "n", "0"),
     ({"n": 17, "prompt": ["a", "b"]}, 400, "invalid_value", "n", "34 choices"),
     ({"best_of": 1, "n": 2}, 400, "invalid_value", "best_of", "less than n=2"),
     ({"best_of": 17, "prompt": ["a", "b"]}, 400, "invalid_value", "best_of", "34 choices"),
-    ({"echo": 1}, 400, "invalid_value", "echo", "1"),
     ({"logprobs": 21}, 400, "invalid_value", "logprobs", "20"),
-    ({"logprobs": -1}, 400, "invalid_value", "logprobs", "-1"),
     ({"logprobs": True}, 400, "invalid_value", "logprobs", "True"),
     (
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         400, "unsupported_parameter", "stream_options.include_obfuscation", "false",
     ),
-    ({"suffix": "x"}, 400, "unsupported_parameter", "suffix", "suffix"),
-    ({"presence_penalty": 2.5}, 400, "invalid_value", "presence_penalty", "2.5"),
-    ({"frequency_penalty": -3}, 400, "invalid_value", "frequency_penalty", "-3"),
     ({"logit_bias": {"300": 1}}, 400, "invalid_value", "logit_bias", "'300'"),
     ({"stop": ""}, 400, "invalid_value", "stop", "1 to"),
     ({"stop": ["a", ""]}, 400, "invalid_value", "stop", "1 to"),
@@ -126,12 +115,15 @@ BAD_BODIES: list[tuple[bytes, int, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/encodings", "/v1/embeddings", "/tokenize", "/detokenize"])
-@pytest.mark.parametrize(("body", "status", "code", "word"), BAD_BODIES)
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code", "word"),
+    [("/v1/completions", *bad) for bad in BAD_BODIES]
+    + [(path, *BAD_BODIES[0]) for path in ("/v1/encodings", "/v1/embeddings", "/tokenize", "/detokenize")],
+)
 def test_bodies_that_are_not_the_json_wanted(
     service: RunningService, path: str, body: bytes, status: int, code: str, word: str
 ) -> None:
-    """Broken JSON, other JSON, broken UTF-8 and endless nesting are refused on every JSON route."""
+    """Broken JSON, other JSON, broken UTF-8 and endless nesting are refused; every JSON route reads bodies so."""
     answer = httpx.post(service.url + path, content=body, headers=JSON)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]

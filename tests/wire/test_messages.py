@@ -123,10 +123,9 @@ def decodes_or_refuses(data: bytes) -> bool:
     return isinstance(message, KINDS) and encode(decode(encode(message))) == encode(message)
 
 
-@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_the_trip(message):
+def test_messages_survive_the_trip():
     """Every kind of message decodes to what was encoded."""
-    assert decode(encode(message)) == message
+    assert [decode(encode(message)) for message in EXAMPLES] == EXAMPLES
 
 
 def test_every_kind_has_an_example():
