@@ -22,8 +22,8 @@ from tests.support.waiting import eventually
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService]:
-    """One service that is soon tired of heads that do not end."""
-    with running_service(tmp_path_factory.mktemp("service"), request_head_seconds=0.5) as running:
+    """One service for the tests that leave it as they found it."""
+    with running_service(tmp_path_factory.mktemp("service")) as running:
         yield running
 
 
@@ -64,9 +64,9 @@ def test_nonsense_behind_a_pipeline_ends_the_answer_that_runs(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("rest", ["a blank line", "a body that was not wanted"])
-def test_a_connection_is_not_held_by_a_few_bytes(service: RunningService, rest: str) -> None:
+def test_a_connection_is_not_held_by_a_few_bytes(tmp_path: Path, rest: str) -> None:
     """After an answer neither an empty line nor the slow rest of a refused body keeps the connection open."""
-    with service.connect() as connection:
+    with running_service(tmp_path, request_head_seconds=1) as service, service.connect() as connection:
         blank = rest == "a blank line"
         connection.sendall(head("/livez", method="GET") if blank else head("/nothing", "Content-Length: 100"))
         answer = Answer(connection)

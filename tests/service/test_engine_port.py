@@ -17,7 +17,7 @@ from tests.support.begun import begin_completion, begin_encoding
 from tests.support.fake_engine import FakeEngine, FakeEnginePort, fake_controller, row_vector
 
 SECONDS = 60
-LIMITS = StreamLimits(silence_seconds=0.3, message_tokens=300)
+LIMITS = StreamLimits(silence_seconds=SECONDS, message_tokens=300)
 
 
 @asynccontextmanager
@@ -50,7 +50,7 @@ def run(kind: str, engine: FakeEngine, folder: Path, use: Callable[[EnginePort],
     """Run one scenario against a port."""
 
     async def scenario() -> None:
-        chosen = StreamLimits(**{"silence_seconds": 0.3, "message_tokens": 300, **limits})  # type: ignore[arg-type]
+        chosen = StreamLimits(**{"silence_seconds": SECONDS, "message_tokens": 300, **limits})  # type: ignore[arg-type]
         async with asyncio.timeout(SECONDS), opened(kind, engine, folder, chosen) as port:
             await use(port)  # type: ignore[misc]
 
@@ -76,7 +76,7 @@ def test_an_encoding_goes_out_by_credit_and_comes_back_in_order(kind: str, tmp_p
 
     async def use(port: EnginePort) -> None:
         with begin_encoding(port, RowSpec(window=100)) as stream:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
             async with asyncio.TaskGroup() as group:
                 group.create_task(stream.send(tokens, final=True))
                 rows, done = await rows_of(stream)
@@ -112,7 +112,7 @@ def test_leaving_early_cancels(kind: str, tmp_path: Path) -> None:
 
     async def use(port: EnginePort) -> None:
         with begin_encoding(port) as stream:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
             await stream.send(np.zeros(10, dtype=np.int32), final=False)
         await until(lambda: engine.cancelled == [stream.request_id])
         assert engine.open_count == 0
@@ -133,7 +133,7 @@ def test_a_failure_is_raised_wherever_the_request_waits(kind: str, tmp_path: Pat
                 await stream.next()
         engine.refuse = "overloaded"
         with begin_encoding(port) as stream, pytest.raises(ServiceError) as refused:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
         assert refused.value.status == 429
 
     run(kind, engine, tmp_path, use)
@@ -165,7 +165,7 @@ def test_silence_has_a_deadline(kind: str, tmp_path: Path) -> None:
         assert silent.value.code == Code.ENGINE_UNREACHABLE
         engine.mute = False
         with begin_encoding(port) as stream:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
             engine.paused = True
             with pytest.raises(ServiceError) as stuck:
                 await stream.send(np.zeros(1_000, dtype=np.int32), final=True)
@@ -177,7 +177,7 @@ def test_silence_has_a_deadline(kind: str, tmp_path: Path) -> None:
                 await stream.next()
         assert quiet.value.code == Code.ENGINE_TIMEOUT
 
-    run(kind, engine, tmp_path, use)
+    run(kind, engine, tmp_path, use, silence_seconds=0.3)
 
 
 def test_a_repeated_credit_is_no_progress(kind: str, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_repeated_credit_is_no_progress(kind: str, tmp_path: Path) -> None:
 
     async def use(port: EnginePort) -> None:
         with begin_encoding(port) as stream:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
             engine.paused = True
             sending = asyncio.ensure_future(stream.send(np.zeros(100, dtype=np.int32), final=True))
             while not sending.done():
@@ -195,7 +195,7 @@ def test_a_repeated_credit_is_no_progress(kind: str, tmp_path: Path) -> None:
             with pytest.raises(ServiceError, match="no progress"):
                 await sending
 
-    run(kind, engine, tmp_path, use)
+    run(kind, engine, tmp_path, use, silence_seconds=0.3)
 
 
 def test_a_slow_sender_is_not_silence(kind: str, tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_a_slow_sender_is_not_silence(kind: str, tmp_path: Path) -> None:
 
     async def use(port: EnginePort) -> None:
         with begin_encoding(port, RowSpec(window=4)) as stream:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
             waiting = asyncio.ensure_future(stream.next())
             done, _ = await asyncio.wait({waiting}, timeout=0.6)
             assert not done
             await stream.send(np.zeros(4, dtype=np.int32), final=False)
             assert isinstance(await waiting, Rows)
 
-    run(kind, FakeEngine(), tmp_path, use)
+    run(kind, FakeEngine(), tmp_path, use, silence_seconds=0.3)
 
 
 def test_rows_that_pile_up_stop_the_feeding(kind: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_rows_that_pile_up_stop_the_feeding(kind: str, tmp_path: Path) -> None:
             await sending
             assert sum(len(r.starts) for r in rows) == 5_000
 
-    run(kind, engine, tmp_path, use, inbox_soft_bytes=6_400, silence_seconds=5)
+    run(kind, engine, tmp_path, use, inbox_soft_bytes=6_400)
 
     async def overflow(port: EnginePort) -> None:
         with (
@@ -238,7 +238,7 @@ def test_rows_that_pile_up_stop_the_feeding(kind: str, tmp_path: Path) -> None:
             while True:
                 await stream.next()
 
-    run(kind, engine, tmp_path, overflow, inbox_hard_bytes=1_000, silence_seconds=5)
+    run(kind, engine, tmp_path, overflow, inbox_hard_bytes=1_000)
 
 
 def test_rows_out_of_order_are_refused(kind: str, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_rows_out_of_order_are_refused(kind: str, tmp_path: Path) -> None:
 
     async def use(port: EnginePort) -> None:
         with begin_encoding(port, RowSpec(window=10)) as stream:
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
             stray = Rows(request_id=stream.request_id, first_row=3, starts=[0], stops=[10], vectors=bytes(32))
             stream.deliver(stray)
             with pytest.raises(ServiceError, match="row 0 was due"):

@@ -25,7 +25,7 @@ SECONDS = 60
 
 def make_port(address: str) -> ZmqEnginePort:
     """A port that looks often, and does not wait for long for another controller."""
-    return ZmqEnginePort(address, StreamLimits(resend_seconds=0.1), make_log(), status_seconds=0.05, stale_seconds=0.3)
+    return ZmqEnginePort(address, StreamLimits(resend_seconds=0.1), make_log(), status_seconds=0.05, stale_seconds=1.5)
 
 
 async def until_ready(port: ZmqEnginePort, wanted: bool) -> None:
@@ -60,7 +60,7 @@ def test_a_controller_that_dies_fails_its_requests_and_may_come_back(tmp_path: P
         with fake_controller(FakeEngine(), address):
             await until_ready(port, True)
             stream = begin_encoding(port)
-            await stream.admitted(5)
+            await stream.admitted(SECONDS)
         with pytest.raises(ServiceError, match="connection") as broken:
             async with asyncio.timeout(SECONDS):
                 await stream.next()
