@@ -3,8 +3,8 @@
 import torch
 
 from benchmarks.measured import Measured, Panel, Table
+from benchmarks.memory import TrackedMemory
 from benchmarks.setting import look_around
-from benchmarks.tracked_memory import TrackedMemory
 from dist_attn.feature_maps import Gaussian
 from dist_attn.ops import linear_attention
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.tracked_memory import TrackedMemory
+from benchmarks.memory import TrackedMemory
 from dist_attn.errors import ShapeError
 from dist_attn.ops import softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.tracked_memory import TrackedMemory
+from benchmarks.memory import TrackedMemory
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.feature_maps import Gaussian
 from dist_attn.layout import SequenceLayout

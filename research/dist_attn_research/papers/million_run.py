@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.tracked_memory import TrackedMemory
+from benchmarks.memory import TrackedMemory
 from dist_attn.comm import Communicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
 from dist_attn.errors import ConfigError

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from benchmarks import targets
+from benchmarks.memory import TrackedMemory
 from benchmarks.setting import Setting, look_around
 from benchmarks.targets import judge
-from benchmarks.tracked_memory import TrackedMemory
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.comm.torch_dist import TorchDistCommunicator
