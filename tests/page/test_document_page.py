@@ -214,7 +214,7 @@ def test_what_cannot_be_encoded_is_said_in_words(browser: "Browser", service: Ru
         choose(page, b"good " * 60_000 + b"\xff\xfe bad", "latin.txt")
         page.click("#start")
         page.wait_for_selector("#document-notice.error:has-text('iconv -f latin1')")
-        assert page.inner_text("#run-phase") == "Failed" and page.locator("#atlas").is_hidden()
+        assert page.inner_text("#run-phase") == "Failed" and page.locator("#vectors-view").is_hidden()
         assert page.locator("#document-notice button").count() == 0
         page.click("#another")
         choose(page)

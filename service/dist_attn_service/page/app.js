@@ -1,12 +1,12 @@
 /** The page: its parts, put together. */
 
 import { Api, ApiError, wordsOf } from "./api/http.js";
-import { AtlasDesk } from "./atlas_desk.js";
-import { DocumentDesk } from "./document_desk.js";
+import { VectorsPanel } from "./vectors_panel.js";
+import { DocumentPanel } from "./document_panel.js";
 import { Recipes } from "./recipes.js";
-import { ContinueDesk } from "./sessions/continue_desk.js";
+import { ContinuePanel } from "./sessions/continue_panel.js";
 import { StatusWatch } from "./status.js";
-import { Atlas } from "./vectors/atlas.js";
+import { WorkerClient } from "./vectors/worker_client.js";
 import { byId, show } from "./view/dom.js";
 import { startDrop } from "./view/drop.js";
 import { KeyView } from "./view/key_view.js";
@@ -21,7 +21,7 @@ const openTab = startTabs();
 const key = savedKey();
 const api = new Api(key);
 const memory = await Memory.of(key);
-const atlas = new Atlas();
+const worker = new WorkerClient();
 const recipes = new Recipes(location.origin, Boolean(key));
 /** @type {any} */
 let model = null;
@@ -29,9 +29,9 @@ const keys = new KeyView((chosen) => {
   saveKey(chosen);
   location.reload();
 });
-const desk = new DocumentDesk(api, memory, atlas, recipes);
-const writing = new ContinueDesk(api, memory, recipes, () => model);
-new AtlasDesk(api, desk, atlas, recipes, (text) => {
+const documentPanel = new DocumentPanel(api, memory, worker, recipes);
+const writing = new ContinuePanel(api, memory, recipes, () => model);
+new VectorsPanel(api, documentPanel, worker, recipes, (text) => {
   openTab("continue");
   writing.guarded(async () => {
     await writing.open(null);
@@ -56,7 +56,7 @@ const watch = new StatusWatch(
       asked = true;
       return;
     }
-    ranks.show(desk.busy && !error ? status : null);
+    ranks.show(documentPanel.busy && !error ? status : null);
     const ready = !error && (status?.ready ?? true);
     const many = status?.ranks?.length;
     state.className = `state ${ready ? "ready" : "away"}`;
@@ -69,20 +69,20 @@ const watch = new StatusWatch(
   },
 );
 
-desk.addEventListener("changed", () => {
-  watch.hurry(desk.busy);
-  if (!desk.busy) ranks.show(null);
+documentPanel.addEventListener("changed", () => {
+  watch.hurry(documentPanel.busy);
+  if (!documentPanel.busy) ranks.show(null);
 });
 byId("to-session").addEventListener("click", () => {
-  const { text, at, name } = desk;
+  const { text, at, name } = documentPanel;
   if (!text) return;
   openTab("continue");
   writing.read(name, at.tokens, () => text.blob(0, at.size));
 });
 startDrop((file) => {
   openTab("document");
-  if (desk.busy) notice.say("note", "Stop the document that is under way first.");
-  else desk.open(file);
+  if (documentPanel.busy) notice.say("note", "Stop the document that is under way first.");
+  else documentPanel.open(file);
 });
 // With a key a link cannot open the reference: a browser sends none along.
 show(byId("docs-link").parentElement, !key);
@@ -90,9 +90,9 @@ show(byId("docs-link").parentElement, !key);
 watch.look();
 try {
   model = (await api.json("/v1/models")).data[0];
-  desk.longest = model.max_model_len ?? Infinity;
+  documentPanel.longest = model.max_model_len ?? Infinity;
   show(byId("tab-continue"), model.capabilities.includes("completions"));
-  await desk.resume();
+  await documentPanel.resume();
   if (model.capabilities.includes("completions")) await writing.resume();
 } catch (error) {
   if (!(error instanceof ApiError) || error.status !== 401) notice.say("error", error instanceof Error ? error.message : String(error));

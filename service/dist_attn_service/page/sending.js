@@ -48,7 +48,7 @@ export class Sending {
   /**
    * Send what is missing of a file, which may be nothing; from its beginning only if the service has lost the rest.
    * @param {File} file
-   * @param {{signal: AbortSignal, sent: (bytes: number) => void, told: (error: ApiError | null, seconds: number) => void}} options
+   * @param {{signal: AbortSignal, sent: (bytes: number) => void, onRetry: (error: ApiError | null, seconds: number) => void}} options
    * @returns {Promise<string>} the id of the stored file
    */
   async send(file, options) {
@@ -64,7 +64,7 @@ export class Sending {
       } catch (error) {
         if (!isGone(error)) throw error;
         this.dropped();
-        options.told(new ApiError("The service no longer has what was sent; it is sent anew."), 0);
+        options.onRetry(new ApiError("The service no longer has what was sent; it is sent anew."), 0);
       }
     }
     const begun = { id: await beginUpload(this.api, file), filename: file.name, bytes: file.size, come: 0 };

@@ -116,8 +116,8 @@ export function pause(seconds, signal) {
  * Do something until it succeeds or fails for good. Tries are counted anew whenever `come` has grown since the last.
  * @template T
  * @param {() => Promise<T>} work
- * @param {{signal?: AbortSignal, come?: () => number, told?: (error: ApiError | null, seconds: number) => void}} [options]
- *   `told` hears of each failure that is waited out, and null when it is over
+ * @param {{signal?: AbortSignal, come?: () => number, onRetry?: (error: ApiError | null, seconds: number) => void}} [options]
+ *   `onRetry` hears of each failure that is waited out, and null when it is over
  * @returns {Promise<T>}
  */
 export async function again(work, options = {}) {
@@ -126,7 +126,7 @@ export async function again(work, options = {}) {
   for (;;) {
     try {
       const value = await work();
-      options.told?.(null, 0);
+      options.onRetry?.(null, 0);
       return value;
     } catch (error) {
       if (!(error instanceof ApiError) || !error.retry) throw error;
@@ -135,7 +135,7 @@ export async function again(work, options = {}) {
       before = now;
       if (tries > TRIES) throw error;
       const seconds = Math.min(Math.max(error.wait, 0.25 * 2 ** (tries - 1)), LONGEST_WAIT);
-      options.told?.(error, seconds);
+      options.onRetry?.(error, seconds);
       await pause(seconds, options.signal);
     }
   }

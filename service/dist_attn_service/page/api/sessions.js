@@ -8,11 +8,11 @@ const BUSY_TRIES = 40;
 
 /** All sessions of this key. @param {import("./http.js").Api} api @returns {Promise<any[]>} */
 export async function listSessions(api) {
-  const found = [];
+  const sessions = [];
   for (let after = ""; ; ) {
     const page = await api.json(`/v1/sessions?limit=100${after ? `&after=${encodeURIComponent(after)}` : ""}`);
-    found.push(...page.data);
-    if (!page.has_more || found.length >= 1000) return found;
+    sessions.push(...page.data);
+    if (!page.has_more || sessions.length >= 1000) return sessions;
     after = page.last_id;
   }
 }
@@ -27,7 +27,7 @@ export const forkSession = (api, id, position, name) =>
 /**
  * Append a text in pieces that end before a blank, each of them once however often it is sent.
  * @param {import("./http.js").Api} api @param {any} session @param {Blob} text
- * @param {{signal?: AbortSignal, seen?: (position: number) => void, told?: (error: ApiError | null) => void}} [options]
+ * @param {{signal?: AbortSignal, seen?: (position: number) => void, onRetry?: (error: ApiError | null) => void}} [options]
  * @returns {Promise<number>} where the session stands then
  */
 export async function appendText(api, session, text, options = {}) {
@@ -38,7 +38,7 @@ export async function appendText(api, session, text, options = {}) {
     const name = `page-${position}-${at}-${count}-${text.size}`;
     position = await again(() => appendPiece(api, session.id, bytes.subarray(0, count), position, name, options), {
       signal: options.signal,
-      told: options.told,
+      onRetry: options.onRetry,
     });
     at += count;
     options.seen?.(position);

@@ -63,11 +63,11 @@ async function answered(work, signal) {
 
 /**
  * Send what is missing. @param {import("./http.js").Api} api @param {string} id @param {File} file
- * @param {{signal?: AbortSignal, sent?: (bytes: number) => void, told?: (error: ApiError | null, seconds: number) => void}} [options]
+ * @param {{signal?: AbortSignal, sent?: (bytes: number) => void, onRetry?: (error: ApiError | null, seconds: number) => void}} [options]
  * @returns {Promise<string>} the id of the file that has become of it
  */
 export async function sendUpload(api, id, file, options = {}) {
-  const { signal, sent = () => undefined, told } = options;
+  const { signal, sent = () => undefined, onRetry } = options;
   let at = -1;
   let size = SMALLEST;
   return again(
@@ -94,6 +94,6 @@ export async function sendUpload(api, id, file, options = {}) {
         size = Math.round(Math.min(Math.max((size * PIECE_SECONDS) / Math.max(seconds, 0.01), SMALLEST), LARGEST));
       }
     },
-    { signal, told, come: () => at },
+    { signal, onRetry, come: () => at },
   );
 }

@@ -92,9 +92,9 @@ export function principalPlane(rows, points, before) {
         const weight = dot(direction, component);
         for (let i = 0; i < next.length; i += 1) next[i] += weight * direction[i];
       }
-      for (const found of components) {
-        const along = dot(next, found);
-        for (let i = 0; i < next.length; i += 1) next[i] -= along * found[i];
+      for (const component of components) {
+        const along = dot(next, component);
+        for (let i = 0; i < next.length; i += 1) next[i] -= along * component[i];
       }
       component = unit(next);
     }
@@ -122,11 +122,11 @@ function seeded(width, k) {
  */
 export function nearest(rows, vector, most, except = -1) {
   const mean = meanOf(rows);
-  const wanted = directionOf(vector, mean);
+  const direction = directionOf(vector, mean);
   /** @type {{row: number, cosine: number}[]} */
-  const found = [];
+  const hits = [];
   for (let row = 0; row < rows.count; row += 1) {
-    if (row !== except) found.push({ row, cosine: dot(directionOf(rows.vector(row), mean), wanted) });
+    if (row !== except) hits.push({ row, cosine: dot(directionOf(rows.vector(row), mean), direction) });
   }
-  return found.sort((a, b) => b.cosine - a.cosine).slice(0, most);
+  return hits.sort((a, b) => b.cosine - a.cosine).slice(0, most);
 }

@@ -87,10 +87,10 @@ export class Words {
  */
 export function fused(scores, cosines, weight, most) {
   const best = scores.reduce((a, b) => Math.max(a, b), 0);
-  const found = cosines.map(({ row, cosine }) => {
+  const ranked = cosines.map(({ row, cosine }) => {
     const score = best ? (scores[row] ?? 0) / best : cosine;
     return { row, score, rank: best ? score + weight * cosine : cosine };
   });
-  found.sort((a, b) => b.rank - a.rank);
-  return found.slice(0, most).map(({ row, score }) => ({ row, score }));
+  ranked.sort((a, b) => b.rank - a.rank);
+  return ranked.slice(0, most).map(({ row, score }) => ({ row, score }));
 }

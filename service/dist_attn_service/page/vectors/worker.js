@@ -24,7 +24,7 @@ let following = new AbortController();
 
 /**
  * Take the rows of a job, from the first that is not here yet, until all are.
- * @param {{key: string, job: string, stored: string, file: Blob | null}} wanted @returns {Promise<any>} the summary
+ * @param {{key: string, job: string, stored: string, file: Blob | null}} source @returns {Promise<any>} the summary
  */
 async function follow({ key, job, stored, file }) {
   following.abort();
@@ -37,11 +37,11 @@ async function follow({ key, job, stored, file }) {
   text = new DocumentText(api, stored, file);
   indexing = null;
   components = [];
-  let told = 0;
+  let toldAt = 0;
   const tell = () => {
     const last = kept.count ? kept.range(kept.count - 1) : { stop: 0, end: 0 };
     postMessage({ event: "rows", job, rows: kept.count, tokens: last.stop, bytes: last.end });
-    told = performance.now();
+    toldAt = performance.now();
     index().catch(() => undefined); // whoever asks for words tries again, and hears why not
   };
   const summary = await again(
@@ -53,14 +53,14 @@ async function follow({ key, job, stored, file }) {
           throw new ApiError(sentence(line.error.message), { code: line.error.code, retry: PASSING.has(line.error.code) });
         }
         kept.push(line);
-        if (performance.now() - told > TELL_MS) tell();
+        if (performance.now() - toldAt > TELL_MS) tell();
       }
       throw new ApiError("The connection broke off.", { retry: true });
     },
     {
       signal,
       come: () => kept.count,
-      told: (error, seconds) => postMessage({ event: "waiting", job, words: error && error.message, seconds }),
+      onRetry: (error, seconds) => postMessage({ event: "waiting", job, words: error && error.message, seconds }),
     },
   );
   tell();
@@ -86,13 +86,13 @@ async function indexed(rows, words, text) {
   }
 }
 
-/** @param {{asked: string, vector: number[], weight: number, most: number}} wanted */
+/** @param {{asked: string, vector: number[], weight: number, most: number}} query */
 async function find({ asked, vector, weight, most }) {
   await index();
-  return { found: fused(words.scores(asked), nearest(rows, vector, rows.count), weight, most), words: words.telling(asked) };
+  return { hits: fused(words.scores(asked), nearest(rows, vector, rows.count), weight, most), words: words.telling(asked) };
 }
 
-/** What the page may ask for. @type {Record<string, (wanted: any) => any>} */
+/** What the page may ask for. @type {Record<string, (question: any) => any>} */
 const answers = {
   follow,
   stop: () => following.abort(),
@@ -111,7 +111,7 @@ const answers = {
   },
   find,
   like: ({ row, most }) => nearest(rows, rows.vector(row), most, row).map(({ row, cosine }) => ({ row, score: cosine })),
-  ranges: ({ wanted }) => wanted.map((/** @type {number} */ row) => rows.range(row)),
+  ranges: ({ rows: places }) => places.map((/** @type {number} */ row) => rows.range(row)),
   held: () => ({ rows: rows.count, bytes: rows.bytes }),
 };
 

@@ -32,9 +32,9 @@ export const s = (tag, attributes = {}, ...children) =>
 
 /** The element of an id, which index.html has. @param {string} id @returns {any} */
 export const byId = (id) => {
-  const found = document.getElementById(id);
-  if (!found) throw new Error(`index.html has no #${id}`);
-  return found;
+  const element = document.getElementById(id);
+  if (!element) throw new Error(`index.html has no #${id}`);
+  return element;
 };
 
 /** @param {Element} element @param {boolean} shown */

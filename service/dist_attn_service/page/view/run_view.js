@@ -44,7 +44,7 @@ export class RunView {
     byId("run-figures").replaceChildren(
       ...this.figures(phase, at).map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))),
     );
-    show(byId("atlas"), phase !== "failed" || at.rows > 0);
+    show(byId("vectors-view"), phase !== "failed" || at.rows > 0);
     show(byId("cancel"), running);
     for (const id of ["to-session", "save-rows"]) show(byId(id), phase === "done");
     show(byId("another"), !running);

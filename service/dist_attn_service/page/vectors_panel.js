@@ -17,20 +17,20 @@ const WEIGHTS = { writes: 0.02, encodes: 1 };
 const REDRAW_MS = 900;
 
 /** Draws what the worker knows, again whenever there is more of it. */
-export class AtlasDesk {
+export class VectorsPanel {
   /**
-   * @param {import("./api/http.js").Api} api @param {import("./document_desk.js").DocumentDesk} desk
-   * @param {import("./vectors/atlas.js").Atlas} atlas @param {import("./recipes.js").Recipes} recipes
+   * @param {import("./api/http.js").Api} api @param {import("./document_panel.js").DocumentPanel} documentPanel
+   * @param {import("./vectors/worker_client.js").WorkerClient} worker @param {import("./recipes.js").Recipes} recipes
    * @param {(text: string) => void} goOn @param {() => boolean} writes whether the model is one of language
    */
-  constructor(api, desk, atlas, recipes, goOn, writes) {
+  constructor(api, documentPanel, worker, recipes, goOn, writes) {
     this.api = api;
-    this.desk = desk;
-    this.atlas = atlas;
+    this.documentPanel = documentPanel;
+    this.worker = worker;
     this.drawing = false;
     this.stale = false;
-    /** @type {number[]} what was found last */
-    this.found = [];
+    /** @type {number[]} the rows of the last search */
+    this.marked = [];
     const tip = new Tip(async (row) => ({ title: this.titleOf(row), text: await this.textOf(row) }));
     const open = (/** @type {number} */ row) => this.passage.open(row, true);
     const tells = {
@@ -44,27 +44,27 @@ export class AtlasDesk {
     this.search = new SearchView({
       open,
       find: async (words) => {
-        if (!this.desk.at.rows) return { hits: [], words: [] };
+        if (!this.documentPanel.at.rows) return { hits: [], words: [] };
         const answer = await api.json("/v1/embeddings", { method: "POST", json: { input: words } });
-        recipes.add("search", { input: words, job: this.desk.job });
+        recipes.add("search", { input: words, job: this.documentPanel.job });
         const weight = writes() ? WEIGHTS.writes : WEIGHTS.encodes;
-        const wanted = { asked: words, vector: answer.data[0].embedding, weight, most: HITS };
-        const { found, words: telling } = await atlas.ask("find", wanted);
-        return { hits: this.hits(found), words: telling };
+        const query = { asked: words, vector: answer.data[0].embedding, weight, most: HITS };
+        const { hits, words: telling } = await worker.ask("find", query);
+        return { hits: this.hits(hits), words: telling };
       },
     });
     this.passage = new PassageView({
-      range: async (row) => (await atlas.ask("ranges", { wanted: [row] }))[0],
+      range: async (row) => (await worker.ask("ranges", { rows: [row] }))[0],
       text: (range) => this.read(range),
-      rows: () => desk.at.rows,
-      size: () => desk.at.size,
+      rows: () => documentPanel.at.rows,
+      size: () => documentPanel.at.size,
       like: (row) =>
-        void this.search.run(async () => ({ hits: this.hits(await atlas.ask("like", { row, most: HITS })), words: [] }), "There is no other passage."),
+        void this.search.run(async () => ({ hits: this.hits(await worker.ask("like", { row, most: HITS })), words: [] }), "There is no other passage."),
       goOn: async (range) => goOn(await this.read(range)),
-      opened: (row) => this.mark(row === null ? this.found : [row, ...this.found]),
+      opened: (row) => this.mark(row === null ? this.marked : [row, ...this.marked]),
     });
-    desk.addEventListener("rows", () => this.refresh());
-    desk.addEventListener("changed", () => (desk.phase === "empty" || desk.phase === "planned" || desk.phase === "sending" ? this.clear() : this.refresh()));
+    documentPanel.addEventListener("rows", () => this.refresh());
+    documentPanel.addEventListener("changed", () => (documentPanel.phase === "empty" || documentPanel.phase === "planned" || documentPanel.phase === "sending" ? this.clear() : this.refresh()));
   }
 
   /** @param {number} row */
@@ -74,20 +74,20 @@ export class AtlasDesk {
 
   /** @param {number} row */
   async textOf(row) {
-    return this.read((await this.atlas.ask("ranges", { wanted: [row] }))[0]);
+    return this.read((await this.worker.ask("ranges", { rows: [row] }))[0]);
   }
 
   /** @param {import("./view/passage_view.js").Range} range */
   read(range) {
-    if (!this.desk.text) throw new Error("The text is not here.");
-    return this.desk.text.read(range.begin, range.end);
+    if (!this.documentPanel.text) throw new Error("The text is not here.");
+    return this.documentPanel.text.read(range.begin, range.end);
   }
 
-  /** @param {{row: number, score: number}[]} found */
-  hits(found) {
-    this.found = found.map(({ row }) => row);
-    this.mark(this.found);
-    return found.map((hit) => ({ ...hit, text: this.textOf(hit.row) }));
+  /** @param {{row: number, score: number}[]} hits */
+  hits(hits) {
+    this.marked = hits.map(({ row }) => row);
+    this.mark(this.marked);
+    return hits.map((hit) => ({ ...hit, text: this.textOf(hit.row) }));
   }
 
   /** @param {number[]} rows */
@@ -104,13 +104,13 @@ export class AtlasDesk {
     try {
       while (this.stale) {
         this.stale = false;
-        if (this.desk.at.rows) {
-          const { rows, tokens, expected } = this.desk.at;
-          const total = this.desk.phase === "reading" && tokens ? Math.round((rows * Math.max(expected, tokens)) / tokens) : rows;
-          this.map.show(await this.atlas.ask("map", { cells: CELLS, expected: total }));
-          this.plane.show(await this.atlas.ask("plane", { points: POINTS }));
+        if (this.documentPanel.at.rows) {
+          const { rows, tokens, expected } = this.documentPanel.at;
+          const total = this.documentPanel.phase === "reading" && tokens ? Math.round((rows * Math.max(expected, tokens)) / tokens) : rows;
+          this.map.show(await this.worker.ask("map", { cells: CELLS, expected: total }));
+          this.plane.show(await this.worker.ask("plane", { points: POINTS }));
         }
-        if (this.desk.phase === "reading") await new Promise((resolve) => setTimeout(resolve, REDRAW_MS));
+        if (this.documentPanel.phase === "reading") await new Promise((resolve) => setTimeout(resolve, REDRAW_MS));
       }
     } finally {
       this.drawing = false; // also when the worker could not, so that the next rows are drawn
@@ -120,7 +120,7 @@ export class AtlasDesk {
   clear() {
     this.map.show(null);
     this.plane.show(null);
-    this.found = [];
+    this.marked = [];
     this.mark([]);
     this.search.clear();
     this.passage.close();

@@ -12,7 +12,7 @@ function script() {
 }
 
 /** The vectors of one document, kept beside the page so that it never stands still. */
-export class Atlas extends EventTarget {
+export class WorkerClient extends EventTarget {
   constructor() {
     super();
     this.worker = new Worker(script(), { type: "module" });

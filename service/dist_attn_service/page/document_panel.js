@@ -13,16 +13,16 @@ const FRESH = { size: 0, sent: 0, read: 0, tokens: 0, expected: 0, rows: 0, spee
 const UNFINISHED = new Set(["queued", "running"]);
 
 /** Owns the one document that the page is about. Tells `rows` when there is more to draw, `changed` when the phase is another. */
-export class DocumentDesk extends EventTarget {
+export class DocumentPanel extends EventTarget {
   /**
    * @param {import("./api/http.js").Api} api @param {import("./view/memory.js").Memory} memory
-   * @param {import("./vectors/atlas.js").Atlas} atlas @param {import("./recipes.js").Recipes} recipes
+   * @param {import("./vectors/worker_client.js").WorkerClient} worker @param {import("./recipes.js").Recipes} recipes
    */
-  constructor(api, memory, atlas, recipes) {
+  constructor(api, memory, worker, recipes) {
     super();
     this.api = api;
     this.memory = memory;
-    this.atlas = atlas;
+    this.worker = worker;
     this.recipes = recipes;
     this.sending = new Sending(api, memory);
     this.plan = new PlanView({ start: () => this.start(), cancel: () => this.reset(), window: (window) => this.estimate(window) });
@@ -39,8 +39,8 @@ export class DocumentDesk extends EventTarget {
     this.phase = "empty";
     this.at = { ...FRESH };
     this.stop = new AbortController();
-    atlas.addEventListener("rows", (event) => this.cameRows(/** @type {CustomEvent} */ (event).detail));
-    atlas.addEventListener("waiting", (event) => {
+    worker.addEventListener("rows", (event) => this.cameRows(/** @type {CustomEvent} */ (event).detail));
+    worker.addEventListener("waiting", (event) => {
       const { words } = /** @type {CustomEvent} */ (event).detail;
       this.waits(words ? new ApiError(words) : null, 0);
     });
@@ -101,7 +101,7 @@ export class DocumentDesk extends EventTarget {
   async reset() {
     const { job, file } = this.memory.read();
     this.stop.abort();
-    this.atlas.ask("clear");
+    this.worker.ask("clear");
     this.memory.write({ job: undefined, file: undefined });
     this.file = this.text = null;
     this.at = { ...FRESH };
@@ -129,7 +129,7 @@ export class DocumentDesk extends EventTarget {
       const stored = await this.sending.send(file, {
         signal,
         sent: (bytes) => this.moved({ sent: bytes, waiting: false }),
-        told: (error, seconds) => this.waits(error, seconds),
+        onRetry: (error, seconds) => this.waits(error, seconds),
       });
       this.text = new DocumentText(this.api, stored, file);
       const job = await beginEncoding(this.api, stored, this.window);
@@ -143,8 +143,8 @@ export class DocumentDesk extends EventTarget {
   async resume() {
     const { upload, job, file } = this.memory.read();
     try {
-      if (job && file) return await this.found(job, file);
-      if (upload) await this.foundUpload(upload);
+      if (job && file) return await this.resumeJob(job, file);
+      if (upload) await this.resumeUpload(upload);
     } catch (error) {
       if (error instanceof ApiError && error.status === 404) this.memory.write({ upload: undefined, job: undefined, file: undefined });
       else if (!wasStopped(error)) this.notice.say("error", wordsOf(error), [{ label: "Try again", act: () => location.reload() }]);
@@ -152,7 +152,7 @@ export class DocumentDesk extends EventTarget {
   }
 
   /** @param {string} job @param {string} file */
-  async found(job, file) {
+  async resumeJob(job, file) {
     const [standing, stored] = await Promise.all([this.api.json(`/v1/jobs/${job}`), this.api.json(`/v1/files/${file}`)]);
     this.text = new DocumentText(this.api, file, null);
     this.begin(stored.filename, { ...FRESH, size: stored.bytes, sent: stored.bytes, expected: standing.progress.expected_tokens ?? 0 });
@@ -161,7 +161,7 @@ export class DocumentDesk extends EventTarget {
   }
 
   /** @param {string} id */
-  async foundUpload(id) {
+  async resumeUpload(id) {
     if (!(await this.sending.find(id))) return;
     const { filename, bytes, come } = /** @type {NonNullable<Sending["begun"]>} */ (this.sending.begun);
     this.notice.say("note", `${percent(come / Math.max(1, bytes))} of ${filename} was sent before the page was closed. Choose the same file, and the rest is sent.`, [
@@ -173,7 +173,7 @@ export class DocumentDesk extends EventTarget {
   async follow(job) {
     this.become("queued");
     const { signal } = this.stop;
-    const rows = this.atlas.ask("follow", { key: this.api.key, job, stored: this.text?.id, file: this.text?.file });
+    const rows = this.worker.ask("follow", { key: this.api.key, job, stored: this.text?.id, file: this.text?.file });
     const ended = followJob(this.api, job, (seen) => this.seen(seen), signal);
     rows.catch(() => undefined);
     const standing = await ended;
@@ -213,7 +213,7 @@ export class DocumentDesk extends EventTarget {
   async cancel() {
     const job = this.job;
     this.stop.abort();
-    this.atlas.ask("stop");
+    this.worker.ask("stop");
     this.notice.clear();
     if (job) await this.api.send(`/v1/jobs/${job}/cancel`, { method: "POST" }).catch(() => undefined);
     this.become("stopped");

@@ -2,7 +2,7 @@
 
 import { wasStopped, wordsOf } from "../api/http.js";
 import { appendText, createSession, forkSession, generate, listSessions } from "../api/sessions.js";
-import { saveBlob } from "../document_desk.js";
+import { saveBlob } from "../document_panel.js";
 import { announce, byId, show } from "../view/dom.js";
 import { count, percent } from "../view/figures.js";
 import { Notice } from "../view/notice.js";
@@ -15,7 +15,7 @@ const TELL_MS = 120;
 const SHOWN_BYTES = 900; // of the end of a document that was read
 
 /** Owns the open session. */
-export class ContinueDesk {
+export class ContinuePanel {
   /**
    * @param {import("../api/http.js").Api} api @param {import("../view/memory.js").Memory} memory
    * @param {import("../recipes.js").Recipes} recipes @param {() => any} model the model's card
@@ -60,9 +60,9 @@ export class ContinueDesk {
     await this.guarded(async () => {
       const id = this.memory.read().session;
       const sessions = await listSessions(this.api);
-      const found = sessions.find((session) => session.id === id);
-      if (found) await this.open(found);
-      this.list.show(sessions, found?.id ?? "");
+      const session = sessions.find((session) => session.id === id);
+      if (session) await this.open(session);
+      this.list.show(sessions, session?.id ?? "");
     });
   }
 
@@ -124,15 +124,15 @@ export class ContinueDesk {
   /** @param {any} session @param {{max_tokens: number, temperature: number}} options @param {AbortSignal} signal */
   async draw(session, options, signal) {
     const begin = session.position;
-    let [events, first, told] = [0, 0, 0];
+    let [events, first, shownAt] = [0, 0, 0];
     for await (const piece of generate(this.api, session.id, options, signal)) {
       const now = performance.now();
       if (piece.text) this.paper.add(session.id, "drawn", piece.text);
       if (!piece.session) {
         events += 1;
         first ||= now;
-        if (events > 1 && now - told > TELL_MS) {
-          told = now;
+        if (events > 1 && now - shownAt > TELL_MS) {
+          shownAt = now;
           this.paper.tell(`${((1000 * (events - 1)) / (now - first)).toFixed(0)} tokens/s`);
           this.stands(begin + events);
         }
@@ -165,7 +165,7 @@ export class ContinueDesk {
           this.stands(position);
           reads(position);
         },
-        told: (error) => (error ? this.notice.say("wait", `${error.message} Going on by itself as soon as it can.`) : this.notice.clear()),
+        onRetry: (error) => (error ? this.notice.say("wait", `${error.message} Going on by itself as soon as it can.`) : this.notice.clear()),
       });
       const end = (await blob.slice(-SHOWN_BYTES).text()).replace(/^\uFFFD*\S*\s/, "");
       this.paper.add(session.id, "read", blob.size > SHOWN_BYTES ? `… ${end}` : end);
