@@ -61,10 +61,10 @@ def find_mpiexec(*, one_host: bool = False) -> str | None:
     usual launcher of MPICH, listens on all addresses and asks nobody who connects.
     """
     places = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    found = shutil.which("mpiexec", path=os.pathsep.join(places))
-    if found is not None and one_host:
-        return shutil.which("mpiexec.gforker", path=str(Path(found).parent)) or found
-    return found
+    mpiexec = shutil.which("mpiexec", path=os.pathsep.join(places))
+    if mpiexec is not None and one_host:
+        return shutil.which("mpiexec.gforker", path=str(Path(mpiexec).parent)) or mpiexec
+    return mpiexec
 
 
 def lacks_for_mpi() -> list[str]:

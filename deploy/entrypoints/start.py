@@ -25,17 +25,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("--model", help="a model folder or the name of a shipped model")
     parser.add_argument("--config", type=Path, help="TOML file with settings")
-    given, flags = parser.parse_known_args(arguments)
+    own, flags = parser.parse_known_args(arguments)
     try:
-        settings = read_settings(given.config, environment=os.environ, flags={"model": given.model}).settings
+        settings = read_settings(own.config, environment=os.environ, flags={"model": own.model}).settings
         folder = resolve_model_folder(settings.model)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    if given.config is not None:
-        flags.append(f"--config={given.config}")
+    if own.config is not None:
+        flags.append(f"--config={own.config}")
     # exec, not a child: signals of the container reach the process itself.
-    os.execv(sys.executable, [sys.executable, "-m", *PROGRAMS[given.program], f"--model={folder}", *flags])
+    os.execv(sys.executable, [sys.executable, "-m", *PROGRAMS[own.program], f"--model={folder}", *flags])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from dist_attn_service.http.protocol import bounded_protocol
 __all__ = ["ApiServer", "main", "serve", "server_config"]
 
 USAGE_ERROR = 2
-LOOK_SECONDS = 0.1
+POLL_SECONDS = 0.1
 STARTED = time.monotonic()
 
 
@@ -60,7 +60,7 @@ class ApiServer(uvicorn.Server):
         """Two lines on stdout: what is loaded and where this process listens; then, once the engine has it, ready."""
         _say(f"loading {services.model.id}, listening on {self._url}  (stop with Ctrl-C)")
         while not services.watch.health().ready:  # noqa: ASYNC110 - another process makes it so
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
         where = services.settings.data_dir.absolute()
         _say(f"ready after {time.monotonic() - STARTED:.1f} s: {self._url}  model {services.model.id}  data in {where}")
 
@@ -71,7 +71,7 @@ class ApiServer(uvicorn.Server):
         if self._announcing is not None:
             self._announcing.cancel()
         self._open_requests.close()
-        while not self.force_exit and clock() < deadline and not await self._open_requests.drained(LOOK_SECONDS):
+        while not self.force_exit and clock() < deadline and not await self._open_requests.drained(POLL_SECONDS):
             pass
         self.config.timeout_graceful_shutdown = max(0, math.ceil(deadline - clock()))
         await super().shutdown(sockets=sockets)
@@ -166,9 +166,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, help="TOML file with settings; `dist-attn config show` lists them")
     for flag, (key, words) in FLAGS.items():
         parser.add_argument(f"--{flag}", dest=key, help=words)
-    given = vars(parser.parse_args(arguments))
+    flags = vars(parser.parse_args(arguments))
     try:
-        tree = read_settings(given.pop("config"), environment=os.environ, flags=given).settings
+        tree = read_settings(flags.pop("config"), environment=os.environ, flags=flags).settings
         return serve(Settings.of(tree))
     except InputError as error:
         print(error, file=sys.stderr)

@@ -11,7 +11,7 @@ import pytest
 from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import OpenStreams, ZmqEnginePort
-from dist_attn_service.engine.resending import Delivered
+from dist_attn_service.engine.resending import EngineEvent, Inbox
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
 
 from dist_attn.wire.manifest import RestoreReport
@@ -49,29 +49,34 @@ def rows_from(first: int, values: list[int]) -> Rows:
     return Rows("a", first, [*range(first, first + len(values))], [*range(first + 1, first + 1 + len(values))], numbers)
 
 
+def _handed_on(inbox: Inbox, event: EngineEvent) -> EngineEvent | None:
+    inbox.put(event)
+    return inbox.take() if len(inbox) else None
+
+
 def test_rows_that_come_again_are_cut_off() -> None:
     """However the rows are cut into messages the second time, each is handed on once; a gap is an error."""
-    delivered = Delivered()
-    assert delivered.new_rows(rows_from(0, [0, 1, 2])) == rows_from(0, [0, 1, 2])
-    delivered.begin_again()
-    assert delivered.new_rows(rows_from(0, [0, 1])) is None
-    assert delivered.new_rows(rows_from(2, [2, 3, 4])) == rows_from(3, [3, 4])
-    assert delivered.new_rows(rows_from(5, [5])) == rows_from(5, [5])
+    inbox = Inbox(1 << 20)
+    assert _handed_on(inbox, rows_from(0, [0, 1, 2])) == rows_from(0, [0, 1, 2])
+    inbox.begin_again()
+    assert _handed_on(inbox, rows_from(0, [0, 1])) is None
+    assert _handed_on(inbox, rows_from(2, [2, 3, 4])) == rows_from(3, [3, 4])
+    assert _handed_on(inbox, rows_from(5, [5])) == rows_from(5, [5])
     with pytest.raises(EngineFailure, match="row 6 was due"):
-        delivered.new_rows(rows_from(7, [7]))
+        _handed_on(inbox, rows_from(7, [7]))
 
 
 def test_tokens_that_are_drawn_again_are_compared() -> None:
     """Those that were delivered are left out, the end always comes, and another token is an error."""
-    delivered = Delivered()
-    assert delivered.new_tokens(Generated("a", [5, 6])) == Generated("a", [5, 6])
-    delivered.begin_again()
-    assert delivered.new_tokens(Generated("a", [5])) is None
-    assert delivered.new_tokens(Generated("a", [6, 7])) == Generated("a", [7])
-    assert delivered.new_tokens(Generated("a", [], "stop")) == Generated("a", [], "stop")
-    delivered.begin_again()
+    inbox = Inbox(1 << 20)
+    assert _handed_on(inbox, Generated("a", [5, 6])) == Generated("a", [5, 6])
+    inbox.begin_again()
+    assert _handed_on(inbox, Generated("a", [5])) is None
+    assert _handed_on(inbox, Generated("a", [6, 7])) == Generated("a", [7])
+    assert _handed_on(inbox, Generated("a", [], "stop")) == Generated("a", [], "stop")
+    inbox.begin_again()
     with pytest.raises(EngineFailure, match="other tokens"):
-        delivered.new_tokens(Generated("a", [5, 9]))
+        _handed_on(inbox, Generated("a", [5, 9]))
 
 
 def test_an_encoding_goes_on_with_the_next_controller(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
 from dist_attn_service.engine.port import EnginePort
-from dist_attn_service.engine.stream import EngineEvent, EngineStream
+from dist_attn_service.engine.resending import EngineEvent
+from dist_attn_service.engine.stream import EngineStream
 
 from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, Restored, SamplingSpec, StatePiece
 from tests.service.test_engine_port import run, until

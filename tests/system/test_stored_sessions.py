@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import ZmqEnginePort
-from dist_attn_service.engine.stream import EngineEvent, StreamLimits
+from dist_attn_service.engine.resending import EngineEvent
+from dist_attn_service.engine.stream import StreamLimits
 
 from dist_attn.control.launch import start_engine
 from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, Restored, SamplingSpec

@@ -90,8 +90,8 @@ def refuse(errors: list[ErrorDetails], kind: type[BaseModel]) -> BadRequest:
         case "missing":
             return BadRequest(f"{name} is missing; it is required", code=Code.MISSING_PARAMETER, param=name)
         case _:
-            given = reprlib.repr(first["input"])
-            shown = given if len(given) <= 80 else f"{given[:77]}..."
+            value = reprlib.repr(first["input"])
+            shown = value if len(value) <= 80 else f"{value[:77]}..."
             if (words := words_on(kind, first["loc"])) is not None:
                 message = f"{name}={shown} is not offered: {words}"
                 return BadRequest(message, code=Code.UNSUPPORTED_PARAMETER, param=name)

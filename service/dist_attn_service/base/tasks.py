@@ -1,12 +1,13 @@
-"""Several things at once: tasks that end together, and work beside the event loop."""
+"""Several things at once: tasks that end together or wait for each other, and work beside the event loop."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
-__all__ = ["beside", "task_group", "unbroken"]
+__all__ = ["Changes", "beside", "task_group", "unbroken"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -42,3 +43,24 @@ async def unbroken(work: Awaitable[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait({future})
         raise
+
+
+class Changes:
+    """What tasks wait for: that another one says that something has changed, which they then look at."""
+
+    def __init__(self) -> None:
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Wake all that wait."""
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait(self, deadline: float | None = None) -> bool:
+        """Wait for the next change; false when `deadline` (of the monotonic clock) came first."""
+        try:
+            async with asyncio.timeout(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                await self._next.wait()
+        except TimeoutError:
+            return False
+        return True

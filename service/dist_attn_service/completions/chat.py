@@ -86,8 +86,8 @@ class ChatTemplate:
 
         Raises: TemplateRefusal where the template does not take these messages.
         """
-        given = "".join(text for message in messages for text in message.values())
-        mark = next((mark for mark in MARKS if mark not in given), None)
+        texts = "".join(text for message in messages for text in message.values())
+        mark = next((mark for mark in MARKS if mark not in texts), None)
         if mark is None:
             raise TemplateRefusal(f"the messages hold all of the noncharacters U+FDD0 to U+FDEF: {len(MARKS)}")
         guarded = [{name: self._guard(text, mark) for name, text in message.items()} for message in messages]
@@ -101,14 +101,14 @@ class ChatTemplate:
         """The text with marks in what would be a special token."""
         if not self.special:
             return text
-        return _any_of(self.special).sub(lambda found: "".join(mark + letter for letter in found[0]), text)
+        return _any_of(self.special).sub(lambda match: "".join(mark + letter for letter in match[0]), text)
 
     def _cut(self, prompt: str, mark: str) -> list[str | int]:
         parts: list[str | int] = []
         at = 0
-        for found in re.finditer(f"(?<!{mark})(?:{_any_of(self.added).pattern})", prompt) if self.added else ():
-            parts += [prompt[at : found.start()].replace(mark, ""), self.added[found[0]]]
-            at = found.end()
+        for match in re.finditer(f"(?<!{mark})(?:{_any_of(self.added).pattern})", prompt) if self.added else ():
+            parts += [prompt[at : match.start()].replace(mark, ""), self.added[match[0]]]
+            at = match.end()
         parts.append(prompt[at:].replace(mark, ""))
         return [part for part in parts if part != ""]
 

@@ -51,11 +51,11 @@ def kept_positions(tokens: int, grid: int, least: int) -> tuple[int, ...]:
     to what is new, with as many states as the logarithm of the length. The last token is in none of them, for it is
     fed with the first draw.
     """
-    found, step = {(tokens - 1) // grid * grid}, grid
+    positions, step = {(tokens - 1) // grid * grid}, grid
     while step < tokens:
-        found.add((tokens - 1) // step * step - step)
+        positions.add((tokens - 1) // step * step - step)
         step *= 2
-    return tuple(sorted(position for position in found if position >= least))
+    return tuple(sorted(position for position in positions if position >= least))
 
 
 @final
@@ -81,25 +81,25 @@ class PrefixCache:
         if caller is None or manifest is None or not self._settings.reuse or time.monotonic() < self._rest_until:
             return NO_PREFIX
         grid = manifest.computed.chunk_tokens
-        wanted = kept_positions(len(tokens), grid, self._settings.min_tokens)
-        if not wanted:
+        positions = kept_positions(len(tokens), grid, self._settings.min_tokens)
+        if not positions:
             return NO_PREFIX
         try:
             async with asyncio.timeout(self._settings.wait_s):
                 keys = await self._keys(caller, manifest, tokens, grid)
-                found = await self._context.store.prefixes.longest(caller, keys)
-                info = None if found is None else await self._context.store.snapshots.stat(caller, found.snapshot)
+                stored = await self._context.store.prefixes.longest(caller, keys)
+                info = None if stored is None else await self._context.store.snapshots.stat(caller, stored.snapshot)
         except (DistAttnError, TimeoutError) as error:
             self._failed("a prefix could not be looked up", error)
             if not isinstance(error, UnknownStateError):  # one that went in this moment says nothing about the store
                 self._rest_until = time.monotonic() + REST_SECONDS
             return NO_PREFIX
-        if found is None or info is None:
+        if stored is None or info is None:
             self._context.metrics.prefix_lookup("miss")
-            return PromptPrefix(caller, dict(keys), states_at=wanted)
+            return PromptPrefix(caller, dict(keys), states_at=positions)
         self._context.metrics.prefix_lookup("hit")
-        later = tuple(position for position in wanted if position > found.position)
-        return PromptPrefix(caller, dict(keys), BeginState(found.position, info.size), found.snapshot, later)
+        later = tuple(position for position in positions if position > stored.position)
+        return PromptPrefix(caller, dict(keys), BeginState(stored.position, info.size), stored.snapshot, later)
 
     async def _keys(self, caller: str, manifest: Manifest, tokens: TokenArray, grid: int) -> list[tuple[int, str]]:
         """The keys of the prompt's beginnings, computed beside the event loop: a prompt may be long."""

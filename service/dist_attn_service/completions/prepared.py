@@ -49,7 +49,7 @@ class PreparedCompletion:
     choices: tuple[PlannedChoice, ...]
     stops: tuple[str, ...]
     logprobs: int | None = None
-    wanted: int = 1
+    answered: int = 1
     terms: RequestTerms = field(default_factory=RequestTerms)
     caller: str | None = None  # whose stored prefixes may be used; None: nobody's
     id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")

@@ -126,10 +126,10 @@ class ChoiceRun:
 
     def _take(self, event: Generated) -> Delta:
         """The text of newly drawn tokens; behind them there may stand how likely the end token was."""
-        told, end = event.logprobs or [], None
-        if event.finish_reason == "stop" and len(told) == len(event.tokens) + 1:
-            *told, end = told
-            event = msgspec.structs.replace(event, logprobs=told)
+        logprobs, end = event.logprobs or [], None
+        if event.finish_reason == "stop" and len(logprobs) == len(event.tokens) + 1:
+            *logprobs, end = logprobs
+            event = msgspec.structs.replace(event, logprobs=logprobs)
         text = self._text.take(event, asked=self._planned.sampling.logprobs is not None)
         reason = finish_reason(event)
         if reason is not None and self._prompt is not None and not self._prompt.whole:
@@ -229,12 +229,12 @@ class CompletionService:
         """
         if any(planned.sampling.prompt_logprobs is not None for planned in prepared.choices):
             return [NO_PREFIX] * len(prepared.choices)
-        found = await asyncio.gather(
+        prefixes = await asyncio.gather(
             *(self._prefixes.look_up(prepared.caller, prompt.tokens) for prompt in prepared.prompts)
         )
         of_choices, seen = [], set()
         for planned in prepared.choices:
-            prefix = found[planned.place]
+            prefix = prefixes[planned.place]
             of_choices.append(replace(prefix, states_at=()) if planned.place in seen else prefix)
             seen.add(planned.place)
         return of_choices

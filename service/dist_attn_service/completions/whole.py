@@ -7,7 +7,7 @@ from statistics import fmean
 from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
 from dist_attn_service.completions.run import CompletionService, Delta
 from dist_attn_service.schemas.completions import Choice, Completion, CompletionUsage
-from dist_attn_service.text.choice_text import FinishReason, ScoredToken, told_logprobs
+from dist_attn_service.text.choice_text import FinishReason, ScoredToken, choice_logprobs
 
 __all__ = ["Gathered", "gather", "whole_completion"]
 
@@ -84,18 +84,18 @@ class Gathered:
 
     def whole(self, index: int) -> Choice:
         """As a choice of a completion."""
-        logprobs = told_logprobs(self.scored, self._logprobs)
+        logprobs = choice_logprobs(self.scored, self._logprobs)
         return Choice(index=index, text=self.text, logprobs=logprobs, finish_reason=self.finish_reason)
 
 
 def _best(prepared: PreparedCompletion, choices: list[Gathered]) -> list[Gathered]:
     """Of each prompt's choices the wanted number; where more were drawn, the likeliest first."""
     drawn = len(choices) // len(prepared.prompts)
-    if drawn == prepared.wanted:
+    if drawn == prepared.answered:
         return choices
     groups = [choices[at : at + drawn] for at in range(0, len(choices), drawn)]
     return [
         choice
         for group in groups
-        for choice in sorted(group, key=lambda choice: choice.score, reverse=True)[: prepared.wanted]
+        for choice in sorted(group, key=lambda choice: choice.score, reverse=True)[: prepared.answered]
     ]

@@ -21,7 +21,7 @@ from dist_attn_service.schemas.completions import EncodingSummary, Usage
 from dist_attn_service.text.spool import Spool, SpoolFactory
 from dist_attn_service.text.tokenising import Piece
 
-__all__ = ["DocumentService", "RowsWanted", "Source"]
+__all__ = ["DocumentService", "RowRequest", "Source"]
 
 TOKEN_BYTES = 4
 
@@ -52,7 +52,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class RowsWanted:
+class RowRequest:
     """Which rows are sent, and how: from which row on, and in one of the formats by its name."""
 
     spec: RowSpec
@@ -65,7 +65,7 @@ class RowsWanted:
 class _Document:
     """The moving parts of one encoding."""
 
-    wanted: RowsWanted
+    request: RowRequest
     source: Source
     body: RequestBody
     inbox: Spool
@@ -83,7 +83,7 @@ class DocumentService:
         self._spools = spools
 
     async def answer(
-        self, wanted: RowsWanted, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
+        self, request: RowRequest, source: Source, body: RequestBody, writer: ResponseWriter, record: RequestRecord
     ) -> None:
         """Stream the rows of one document; the head goes out after the first bytes of the body came in.
 
@@ -94,16 +94,16 @@ class DocumentService:
         with ExitStack() as spools:
             inbox = spools.enter_context(self._spools.open("input", settings.body_bytes))
             outbox = spools.enter_context(self._spools.open("rows", settings.row_spool_bytes))
-            document = _Document(wanted, source, body, inbox, outbox, record)
+            document = _Document(request, source, body, inbox, outbox, record)
             async with task_group() as group:
                 intake = group.create_task(self._take_body(document))
                 await inbox.ready()
                 if not inbox.waiting:
                     raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
                 pieces, count = await self._pieces(document, spools)
-                form = await self._context.beside(lambda: make_format(wanted.form, self._ahead(wanted, count)))
+                form = await self._context.beside(lambda: make_format(request.form, self._ahead(request, count)))
                 await self._context.watch.until_ready()
-                work = OpenWork(record.request_id, rows=wanted.spec, terms=wanted.terms.for_engine())
+                work = OpenWork(record.request_id, rows=request.spec, terms=request.terms.for_engine())
                 with self._context.workload.document(size=source.size) as load:
                     async with self._context.open(work) as stream:
                         await writer.start(form.media_type, form.length)
@@ -119,7 +119,7 @@ class DocumentService:
         """
         size = self._context.settings.piece_bytes
         pieces: AsyncIterator[Piece] = self._context.tokeniser.pieces(_blocks(document.inbox, size))
-        if not FORMATS[document.wanted.form].needs_count:
+        if not FORMATS[document.request.form].needs_count:
             return pieces, None
         limit = self._context.settings.npy_tokens
         spool = spools.enter_context(self._spools.open("tokens", TOKEN_BYTES * limit))
@@ -135,19 +135,19 @@ class DocumentService:
                 )
             await spool.put(piece.tokens.astype("<i4").tobytes())
         spool.end()
-        return _spooled(spool, size), count_rows(document.wanted.spec, count)
+        return _spooled(spool, size), count_rows(document.request.spec, count)
 
-    def _ahead(self, wanted: RowsWanted, count: int | None) -> RowsAhead:
-        spec = wanted.spec
+    def _ahead(self, request: RowRequest, count: int | None) -> RowsAhead:
+        spec = request.spec
         about = {
             "model": self._context.model.id,
             "granularity": spec.granularity,
             "window": str(spec.window),
             "pooling": spec.pooling,
-            "from_row": str(wanted.first_row),
+            "from_row": str(request.first_row),
         }
         return RowsAhead(
-            self._context.model.hidden_size, None if count is None else max(0, count - wanted.first_row), about
+            self._context.model.hidden_size, None if count is None else max(0, count - request.first_row), about
         )
 
     async def _encode(
@@ -167,7 +167,7 @@ class DocumentService:
         async def put(block: RowBlock) -> None:
             await unbroken(format_and_put(block))  # also where the engine fails meanwhile: bytes of a format go on
 
-        spec, dim, first = document.wanted.spec, self._context.model.hidden_size, document.wanted.first_row
+        spec, dim, first = document.request.spec, self._context.model.hidden_size, document.request.first_row
         run = EncodingRun(spec, dim, put, first_row=first, load=load)
         try:
             await outbox.put(form.head())
@@ -222,7 +222,7 @@ class DocumentService:
     async def _deliver(self, document: _Document, form: RowFormat, writer: ResponseWriter) -> None:
         """Rows to the client, as fast as it takes them; whole lines where an error would be one more."""
         rest, reached = b"", document.record.reached
-        reached["next_row"] = document.wanted.first_row
+        reached["next_row"] = document.request.first_row
         while block := await document.outbox.read(self._context.settings.piece_bytes):
             if form.breaks_off:
                 await writer.write(block)

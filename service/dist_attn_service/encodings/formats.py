@@ -212,12 +212,12 @@ def choose_format(named: str | None, accept: str) -> str:
     """The name of the format; an `Accept` that names none of ours changes nothing."""
     if named is not None:
         return named
-    wanted: list[tuple[float, int, str]] = []
+    accepted: list[tuple[float, int, str]] = []
     for place, item in enumerate(accept.split(",")):
         kind, *parameters = (part.strip().lower() for part in item.split(";"))
         if kind in _NAMES and (weight := _weight(parameters)) > 0:
-            wanted.append((-weight, place, _NAMES[kind]))
-    return min(wanted)[2] if wanted else "ndjson"
+            accepted.append((-weight, place, _NAMES[kind]))
+    return min(accepted)[2] if accepted else "ndjson"
 
 
 def _weight(parameters: list[str]) -> float:

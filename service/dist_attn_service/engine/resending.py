@@ -1,16 +1,16 @@
-"""What an engine was given for a request and what came of it, so that another one can do the work again."""
+"""What was sent to the engine for a request and what came of it, so that another controller can do the work again."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable
 from typing import final
 
 import msgspec
 
-from dist_attn.wire.messages import Generated, Rows
-from dist_attn_service.base.errors import Code, EngineFailure
+from dist_attn.wire.messages import Checkpoint, Done, Generated, Progress, Restored, Rows
+from dist_attn_service.base.errors import Code, EngineFailure, ServiceError
 
-__all__ = ["Delivered", "GivenMemory", "SentTokens"]
-
+EngineEvent = Restored | Rows | Generated | Progress | Checkpoint | Done
 TOKEN_BYTES = 4
 
 
@@ -164,23 +164,70 @@ class SentTokens:
         return self._given
 
 
-class Delivered:
-    """What has been handed on of a request's results: what comes of it a second time is not handed on again.
+class Inbox:
+    """What came of a request and has not been taken yet: what comes of it a second time is not handed on again.
 
     Rows are the same bits when they are made again, and tokens are drawn from the same random numbers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._events: deque[EngineEvent] = deque()
+        self.bytes = 0
+        """Of the rows in it."""
         self._rows = 0  # handed on
         self._rows_come = 0  # of the engine that works on it now
         self._drawn = array("i")
         self._drawn_come = 0
 
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def take(self) -> EngineEvent:
+        """The oldest event."""
+        event = self._events.popleft()
+        if isinstance(event, Rows):
+            self.bytes -= len(event.vectors)
+        return event
+
+    def clear(self) -> None:
+        """Drop what was not taken."""
+        self._events.clear()
+        self.bytes = 0
+
     def begin_again(self) -> None:
         """Another engine does the work from its beginning."""
         self._rows_come = self._drawn_come = 0
 
-    def new_rows(self, rows: Rows) -> Rows | None:
+    def put(self, event: EngineEvent) -> None:
+        """The next event.
+
+        Raises: EngineFailure for rows and tokens that do not follow the ones before; ServiceError for more rows than
+            there is memory for.
+        """
+        if isinstance(event, Progress) and self._events and isinstance(self._events[-1], Progress):
+            self._events.pop()  # of several that nobody has taken yet only the last one says anything
+        new: EngineEvent | None = event
+        if isinstance(event, Generated):
+            new = self._new_tokens(event)
+        elif isinstance(event, Rows):
+            new = self._new_rows(event)
+        if isinstance(new, Rows):
+            self._hold(len(new.vectors))
+        if new is not None:
+            self._events.append(new)
+
+    def _hold(self, count: int) -> None:
+        if self.bytes + count > self._limit:
+            raise ServiceError(
+                f"more than {self._limit} bytes of rows wait in memory; ask for fewer rows at once (a larger window) "
+                "or a smaller document",
+                code=Code.OVERLOADED,
+                status=500,
+            )
+        self.bytes += count
+
+    def _new_rows(self, rows: Rows) -> Rows | None:
         """Those of them that were not there before.
 
         Raises: EngineFailure for rows that do not follow the ones before.
@@ -204,7 +251,7 @@ class Delivered:
             vectors=rows.vectors[again * width :],
         )
 
-    def new_tokens(self, generated: Generated) -> Generated | None:
+    def _new_tokens(self, generated: Generated) -> Generated | None:
         """What of it was not drawn before; the end of drawing is always new.
 
         Raises: EngineFailure where other tokens were drawn than the first time.
@@ -219,7 +266,7 @@ class Delivered:
             return generated
         if again == len(tokens) and generated.finish_reason is None:
             return None
-        told = generated.logprobs
+        logprobs = generated.logprobs
         return msgspec.structs.replace(
-            generated, tokens=tokens[again:], logprobs=None if told is None else told[again:] or None
+            generated, tokens=tokens[again:], logprobs=None if logprobs is None else logprobs[again:] or None
         )

@@ -18,8 +18,9 @@ from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, task_group
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.engine.port import EnginePort
+from dist_attn_service.engine.resending import EngineEvent
 from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.engine.stream import EngineEvent, EngineStream
+from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
 from dist_attn_service.text.tokenising import TokeniserPort

@@ -1,12 +1,11 @@
 """One request as the API sees it: tokens out as far as credit allows, results in through a bounded inbox."""
 
-import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, cast, final
+from typing import Self, final
 
 import msgspec
 import numpy as np
@@ -31,12 +30,10 @@ from dist_attn.wire.messages import (
     Tokens,
 )
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable, ServiceError, engine_error
+from dist_attn_service.base.tasks import Changes
 from dist_attn_service.base.tracing import EngineTrace, engine_trace
-from dist_attn_service.engine.resending import Delivered, GivenMemory, SentTokens
+from dist_attn_service.engine.resending import EngineEvent, GivenMemory, Inbox, SentTokens
 
-__all__ = ["EngineEvent", "EngineStream", "StreamLimits"]
-
-EngineEvent = Restored | Rows | Generated | Progress | Checkpoint | Done
 PIECE_BYTES = 1 << 20
 STATE_WINDOW_BYTES = 4 << 20
 """How much of a state may be under way to this process: what its memory holds of one at most."""
@@ -88,12 +85,10 @@ class EngineStream:
         self._forget = forget
         self._limits = limits
         self._opened_at = self._heard = time.monotonic()
-        self._inbox: deque[AnyMessage] = deque()
-        self._inbox_bytes = 0
+        self._inbox = Inbox(limits.inbox_hard_bytes)
         self._tokens = SentTokens(
             work.begin.position if work.begin else 0, None if work.keep.end else memory, limits.message_tokens
         )
-        self._delivered = Delivered()
         self._accepted = False
         self._restored = False
         self._drawn = False  # the last token of a completion has come
@@ -106,7 +101,7 @@ class EngineStream:
         self._states: deque[Checkpoint] = deque()  # to be fetched by somebody else
         self._fetched = False  # somebody fetches them
         self._closed = False
-        self._changed = asyncio.Event()
+        self._changed = Changes()
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +137,7 @@ class EngineStream:
         if not self._ended:
             self._ended = True
             self._post(Cancel(request_id=self.request_id))
-        self._notify()
+        self._changed.notify()
 
     # ---- from the port -------------------------------------------------------------------------
 
@@ -160,7 +155,7 @@ class EngineStream:
         except ServiceError as error:
             self.fail(error)
         self._heard = time.monotonic()
-        self._notify()
+        self._changed.notify()
 
     def _take(self, message: AnyMessage) -> None:
         """Raises: ServiceError for what ends the request."""
@@ -172,15 +167,13 @@ class EngineStream:
             case Failed(code=code, message=text, retry_after_s=wait):
                 self._ended = True
                 self._error = engine_error(code, text, wait)
-            case Progress():
-                # Of several that nobody has taken yet only the last one says anything.
-                if self._inbox and isinstance(self._inbox[-1], Progress):
-                    self._inbox.pop()
-                self._inbox.append(message)
-            case Rows():
-                self._take_rows(message)
-            case Generated():
-                self._take_tokens(message)
+            case Progress() | Rows():
+                self._inbox.put(message)
+            case Generated(finish_reason=reason):
+                self._inbox.put(message)
+                self._drawn = reason is not None and not self._work.keep.end
+                # While it is held its controller is gone, and so are the states.
+                self._ended = self._drawn and (not self._with_states or self._tokens.held)
             case StateCredit(upto=upto):
                 self._state_credit = max(self._state_credit, upto)
             case StatePiece(position=position, start=start, data=data):
@@ -191,41 +184,19 @@ class EngineStream:
             case Restored():
                 self._restored = True
                 if self._work.keep.end:
-                    self._inbox.append(message)
+                    self._inbox.put(message)
             case Checkpoint():
-                (self._inbox if self._work.keep.end else self._states).append(message)
+                self._inbox.put(message) if self._work.keep.end else self._states.append(message)
             case Done():
                 self._ended = True
                 if not self._drawn:  # else its tokens were the last that its reader waits for
-                    self._inbox.append(message)
+                    self._inbox.put(message)
 
     def fail(self, error: ServiceError) -> None:
         """End the stream with an error that did not come from the controller."""
         if self._error is None and not self._ended:
             self._error = error
-            self._notify()
-
-    def _take_tokens(self, message: Generated) -> None:
-        new = self._delivered.new_tokens(message)
-        if new is not None:
-            self._inbox.append(new)
-            self._drawn = new.finish_reason is not None and not self._work.keep.end
-            # While it is held its controller is gone, and so are the states.
-            self._ended = self._drawn and (not self._with_states or self._tokens.held)
-
-    def _take_rows(self, message: Rows) -> None:
-        rows = self._delivered.new_rows(message)
-        if rows is None:
-            return
-        if self._inbox_bytes + len(rows.vectors) > self._limits.inbox_hard_bytes:
-            raise ServiceError(
-                f"more than {self._limits.inbox_hard_bytes} bytes of rows wait in memory; "
-                "ask for fewer rows at once (a larger window) or a smaller document",
-                code=Code.OVERLOADED,
-                status=500,
-            )
-        self._inbox_bytes += len(rows.vectors)
-        self._inbox.append(rows)
+            self._changed.notify()
 
     # ---- when the controller dies --------------------------------------------------------------
 
@@ -264,13 +235,13 @@ class EngineStream:
         except ServiceError as error:
             self.fail(error)
             return
-        self._delivered.begin_again()
+        self._inbox.begin_again()
         self._heard = time.monotonic()
         self._post(work)
         self.trace.told("another controller")
         if not self.sent:
             self._tokens.send_again(self._send_tokens)
-        self._notify()
+        self._changed.notify()
 
     def stands_for(self, tokens: TokenArray) -> None:
         """These tokens are in the state that it began with: where that is not, they have to be read."""
@@ -287,7 +258,7 @@ class EngineStream:
         while not self._accepted and self._error is None:
             if self._tokens.held:
                 deadline = time.monotonic() + within_seconds
-            if not await self._wait_until(deadline) and not (self._accepted or self._tokens.held):
+            if not await self._changed.wait(deadline) and not (self._accepted or self._tokens.held):
                 raise EngineUnavailable(
                     f"the engine's controller did not answer a new request within {within_seconds:g} s",
                     code=Code.ENGINE_UNREACHABLE,
@@ -303,7 +274,7 @@ class EngineStream:
         done = 0
         while done < len(little_endian):
             # until there is credit and the rows that have arrived are being written
-            await self._until(lambda: self._tokens.room > 0 and self._inbox_bytes < self._limits.inbox_soft_bytes)
+            await self._until(lambda: self._tokens.room > 0 and self._inbox.bytes < self._limits.inbox_soft_bytes)
             count = min(len(little_endian) - done, self._tokens.room, self._limits.message_tokens)
             last = final and done + count == len(little_endian)
             self._send_now(little_endian[done : done + count].tobytes(), final=last)
@@ -316,7 +287,7 @@ class EngineStream:
         self._tokens.push(payload, self._send_tokens, final=final)
         if final:
             self._heard = time.monotonic()
-            self._notify()
+            self._changed.notify()
 
     def _send_tokens(self, start: int, payload: bytes, final: bool) -> None:
         self._post(Tokens(self.request_id, start, payload, final))
@@ -338,11 +309,9 @@ class EngineStream:
         if not self._inbox:
             self._check()
             return None
-        event = self._inbox.popleft()
-        if isinstance(event, Rows):
-            self._inbox_bytes -= len(event.vectors)
-            self._notify()
-        return cast(EngineEvent, event)
+        event = self._inbox.take()
+        self._changed.notify()  # there may be room for more tokens
+        return event
 
     # ---- stored states -------------------------------------------------------------------------
 
@@ -400,7 +369,7 @@ class EngineStream:
         """
         while not self._states and self._error is None and not (self._ended or self._closed):
             # While the prompt is read there may be nothing to say for long; that is for who reads the text to judge.
-            if not await self._wait_until(time.monotonic() + self._limits.silence_seconds) and self._drawn:
+            if not await self._changed.wait(time.monotonic() + self._limits.silence_seconds) and self._drawn:
                 return None
         self._check()
         return None if self._closed or not self._states else self._states.popleft()
@@ -430,7 +399,7 @@ class EngineStream:
                 raise EngineFailure("the request ended before all of it was done")
             quiet = max(since, self._heard)
             deadline = quiet + self._limits.silence_seconds if owed() else None
-            if not await self._wait_until(deadline) and quiet >= self._heard:
+            if not await self._changed.wait(deadline) and quiet >= self._heard:
                 seconds = self._limits.silence_seconds
                 self.fail(
                     EngineFailure(
@@ -439,17 +408,3 @@ class EngineStream:
                         code=Code.ENGINE_TIMEOUT,
                     )
                 )
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _wait_until(self, deadline: float | None) -> bool:
-        """Wait for any change; false when `deadline` (monotonic) came first."""
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        try:
-            async with asyncio.timeout(timeout):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True

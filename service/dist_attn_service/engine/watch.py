@@ -12,7 +12,7 @@ from dist_attn_service.engine.served_model import ServedModel
 
 __all__ = ["EngineWatch"]
 
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 class EngineWatch:
@@ -27,14 +27,14 @@ class EngineWatch:
 
     def health(self) -> EngineHealth:
         """The engine's health; an engine that runs another model than the folder's is not ready."""
-        health = self._looked_at()
+        health = self._health_of_this_model()
         if health.ready:
             self._missed_since = None
         elif self._missed_since is None:
             self._missed_since = time.monotonic()
         return health
 
-    def _looked_at(self) -> EngineHealth:
+    def _health_of_this_model(self) -> EngineHealth:
         health = self._engine.health()
         if not health.ready or health.status is None:
             return EngineHealth(False, health.reason or "the engine is not ready", health.status, health.age)
@@ -87,7 +87,7 @@ class EngineWatch:
                 if other_model or time.monotonic() >= deadline:
                     waited = "" if other_model else f" after {seconds:g} s"
                     raise self._unavailable(f"the engine is not ready{waited}: {health.reason}")
-                await asyncio.sleep(LOOK_SECONDS)  # what is waited for happens in other processes
+                await asyncio.sleep(POLL_SECONDS)  # what is waited for happens in other processes
         finally:
             self.waiting -= 1
 

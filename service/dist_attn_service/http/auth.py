@@ -73,12 +73,12 @@ class KeyRing:
         headers = Headers(scope=scope)
         if self.open:
             return self._wrong_host(headers.get("host", "")) or _wrong_origin(scope["method"], headers)
-        given = _BEARER.fullmatch(headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").strip())
-        if given is None:
+        bearer = _BEARER.fullmatch(headers.get("authorization", f"Bearer {headers.get('x-api-key', '')}").strip())
+        if bearer is None:
             return _unauthorised(
                 "this service asks for a key; send it as `Authorization: Bearer YOUR-KEY` or as `X-API-Key: YOUR-KEY`"
             )
-        digest = hashlib.sha256(given[1].encode()).digest()
+        digest = hashlib.sha256(bearer[1].encode()).digest()
         # Both are always looked through to their ends, so that the time tells nothing of what is in them.
         is_user, is_admin = _holds(self.users, digest), _holds(self.admins, digest)
         if not is_user and not is_admin:
@@ -95,8 +95,8 @@ class KeyRing:
 
     def _wrong_host(self, host: str) -> ServiceError | None:
         """A name of which nobody knows where it points next is refused; an address points to itself."""
-        found = _HOST.fullmatch(host.strip())
-        name = found[1].strip("[]").rstrip(".").lower() if found else host
+        match = _HOST.fullmatch(host.strip())
+        name = match[1].strip("[]").rstrip(".").lower() if match else host
         if not host or name in self.hosts or _is_address(name):
             return None
         return ServiceError(
@@ -134,11 +134,11 @@ def _unauthorised(message: str) -> ServiceError:
     return ServiceError(message, code=Code.INVALID_API_KEY, headers=_CHALLENGE)
 
 
-def _holds(digests: Iterable[bytes], wanted: bytes) -> bool:
-    found = False
+def _holds(digests: Iterable[bytes], presented: bytes) -> bool:
+    known = False
     for digest in digests:
-        found |= hmac.compare_digest(digest, wanted)
-    return found
+        known |= hmac.compare_digest(digest, presented)
+    return known
 
 
 def _digests(hashes: tuple[str, ...], file: Path | None) -> frozenset[bytes]:

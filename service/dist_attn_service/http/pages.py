@@ -41,15 +41,15 @@ class PageFile:
 
 
 def _read(folder: Traversable, prefix: str) -> dict[str, PageFile]:
-    found: dict[str, PageFile] = {}
+    by_address: dict[str, PageFile] = {}
     for entry in folder.iterdir():
         if entry.is_dir():
-            found |= _read(entry, f"{prefix}{entry.name}/")
+            by_address |= _read(entry, f"{prefix}{entry.name}/")
         elif kind := MEDIA_TYPES.get(entry.name.rpartition(".")[2]):
             data = entry.read_bytes()
             address = START if prefix + entry.name == f"{PREFIX}index.html" else prefix + entry.name
-            found[address] = PageFile(data, kind, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
-    return found
+            by_address[address] = PageFile(data, kind, f'"{hashlib.sha256(data).hexdigest()[:32]}"')
+    return by_address
 
 
 PAGE_FILES = _read(files("dist_attn_service") / "page", PREFIX)

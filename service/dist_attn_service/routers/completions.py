@@ -23,7 +23,7 @@ from dist_attn_service.schemas.completions import (
     PromptProgress,
     UsageChunk,
 )
-from dist_attn_service.text.choice_text import told_logprobs
+from dist_attn_service.text.choice_text import choice_logprobs
 
 __all__ = ["router"]
 
@@ -62,7 +62,7 @@ async def create_completion(request: Request) -> Response:
 @final
 class _CompletionForm(AnswerForm):
     def text(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
-        told = told_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+        told = choice_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
         return self._chunk(Choice(index=delta.index, text=delta.text, logprobs=told), usage)
 
     def end(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:

@@ -24,7 +24,7 @@ __all__ = [
     "document_source",
     "named_file",
     "named_source",
-    "no_words",
+    "no_error_trailer",
     "query_parameters",
 ]
 
@@ -168,5 +168,5 @@ async def named_file(services: Services, caller: str, file_id: str) -> FileRecor
     return file
 
 
-def no_words(_: ServiceError) -> None:
+def no_error_trailer(_: ServiceError) -> None:
     """The last words of a format that has none for an error."""

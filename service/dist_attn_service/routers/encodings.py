@@ -7,7 +7,7 @@ from starlette.responses import Response
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.parsing import parse_json, parse_query, terms_of
 from dist_attn_service.dependencies import Services, caller_of, media_type, read_json_body, record_of, services_of
-from dist_attn_service.encodings.documents import RowsWanted, Source
+from dist_attn_service.encodings.documents import RowRequest, Source
 from dist_attn_service.encodings.formats import FORMATS, choose_format
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
 from dist_attn_service.routers.document_bodies import (
@@ -15,7 +15,7 @@ from dist_attn_service.routers.document_bodies import (
     JSON,
     document_source,
     named_source,
-    no_words,
+    no_error_trailer,
     query_parameters,
 )
 from dist_attn_service.routers.jobs import job_response
@@ -63,7 +63,7 @@ async def create_encoding(request: Request) -> Response:
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, request.headers.get("accept", ""))
     spec = services.rows(options)
-    wanted = RowsWanted(spec, form, options.from_row, terms_of(request))
+    wanted = RowRequest(spec, form, options.from_row, terms_of(request))
     _check_length(form, source)
 
     if await becomes_job(services, request.headers, source):
@@ -79,7 +79,7 @@ async def create_encoding(request: Request) -> Response:
         exchange,
         body,
         record,
-        last_words=no_words if FORMATS[form].breaks_off else ServiceError.line,
+        last_words=no_error_trailer if FORMATS[form].breaks_off else ServiceError.line,
         stall_seconds=services.settings.client_stall_seconds,
     )
 

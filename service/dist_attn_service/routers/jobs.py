@@ -23,7 +23,7 @@ from dist_attn_service.routers.document_bodies import (
     JSON,
     document_source,
     named_source,
-    no_words,
+    no_error_trailer,
     query_parameters,
 )
 from dist_attn_service.schemas.completions import CompletionRequest, EncodingOptions
@@ -224,7 +224,7 @@ async def get_result(request: Request, job_id: str) -> Response:
             await while_connected(body, services.jobs.results.rows(job_id, job, wanted, writer))
 
     return _streamed(
-        services, request, body, exchange, words=no_words if FORMATS[form].breaks_off else ServiceError.line
+        services, request, body, exchange, words=no_error_trailer if FORMATS[form].breaks_off else ServiceError.line
     )
 
 

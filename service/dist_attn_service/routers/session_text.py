@@ -26,7 +26,7 @@ from dist_attn_service.schemas.sessions import (
 from dist_attn_service.sessions.answers import Outlet, idempotency_key
 from dist_attn_service.sessions.append import AppendSource
 from dist_attn_service.sessions.generate import GenerateWork, TextPiece
-from dist_attn_service.text.choice_text import told_logprobs
+from dist_attn_service.text.choice_text import choice_logprobs
 
 __all__ = ["router"]
 
@@ -166,7 +166,7 @@ async def _stream(
     events = EventWriter(outlet, ping_seconds=services.settings.ping_seconds)
 
     def chunk(piece: TextPiece) -> GenerateChunk:
-        told = told_logprobs(piece.scored, work.sampling.logprobs) if piece.scored else None
+        told = choice_logprobs(piece.scored, work.sampling.logprobs) if piece.scored else None
         choice = Choice(text=piece.text, logprobs=told, finish_reason=piece.reason)
         return GenerateChunk(id=work.id, created=work.created, model=services.model.id, choices=[choice])
 

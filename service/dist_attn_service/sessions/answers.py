@@ -45,11 +45,11 @@ def expected_digest(headers: Headers) -> str:
 
     Raises: BadRequest for one that is no SHA-256.
     """
-    found = _DIGEST.search(headers.get("content-digest", ""))
-    if found is None:
+    match = _DIGEST.search(headers.get("content-digest", ""))
+    if match is None:
         return ""
     try:
-        digest = base64.b64decode(found[1], validate=True)
+        digest = base64.b64decode(match[1], validate=True)
     except binascii.Error:
         digest = b""
     if len(digest) != 32:
@@ -67,22 +67,22 @@ def require_match(headers: Headers, tag: str) -> None:
 
     Raises: ServiceError (428) when nothing is named, (412) when something else is.
     """
-    wanted = headers.get("if-match")
+    if_match = headers.get("if-match")
     if not tag:
-        if wanted is not None:
+        if if_match is not None:
             raise _failed("the session has no state yet, so If-Match names none; leave it out", "")
         return
     none = headers.get("if-none-match")
     if none is not None and (none.strip() == "*" or names_tag(none, tag)):
         raise _failed("the session has a state already", tag)
-    if wanted is None:
+    if if_match is None:
         raise ServiceError(
             f"the session has a state; to put another in its place send If-Match: {tag}",
             code=Code.PRECONDITION_REQUIRED,
             headers={"etag": tag},
         )
-    if not names_tag(wanted, tag):
-        raise _failed(f"If-Match is {wanted[:200]}, and the session's state has {tag}", tag)
+    if not names_tag(if_match, tag):
+        raise _failed(f"If-Match is {if_match[:200]}, and the session's state has {tag}", tag)
 
 
 def idempotency_key(headers: Headers) -> str:

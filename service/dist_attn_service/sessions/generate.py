@@ -23,7 +23,7 @@ from dist_attn_service.schemas.completions import Choice, CompletionUsage
 from dist_attn_service.schemas.sessions import GenerateSummary, Generation
 from dist_attn_service.sessions.answers import NO_RETRY
 from dist_attn_service.sessions.writer import SessionWriter, writing
-from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredToken, finish_reason, told_logprobs
+from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredToken, choice_logprobs, finish_reason
 
 __all__ = ["GenerateService", "GenerateWork", "TextPiece"]
 
@@ -53,7 +53,7 @@ class TextPiece:
     reason: FinishReason | None = None
 
 
-Told = Callable[[TextPiece], None]
+OnText = Callable[[TextPiece], None]
 
 
 @dataclass
@@ -63,7 +63,7 @@ class _Run:
     work: GenerateWork
     writer: SessionWriter
     text: ChoiceText
-    told: Told
+    on_text: OnText
     stream: EngineStream
     parts: list[TextPiece] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -73,7 +73,7 @@ class _Run:
     def tell(self, piece: TextPiece) -> None:
         """Say it to the client, and keep it for who sends the same key."""
         self.parts.append(piece)
-        self.told(piece)
+        self.on_text(piece)
 
     def finish(self) -> None:
         """Draw no further than what is in the text."""
@@ -106,7 +106,7 @@ class GenerateService:
         self._context = context
 
     async def answer(
-        self, session_id: str, work: GenerateWork, record: RequestRecord, gone: asyncio.Event, told: Told
+        self, session_id: str, work: GenerateWork, record: RequestRecord, gone: asyncio.Event, on_text: OnText
     ) -> Generation:
         """Go on with the text of a session; `told` gets an empty piece when it begins, then the text in pieces.
 
@@ -120,7 +120,7 @@ class GenerateService:
             self._context.store, record.caller, session_id, key, work.expected_position, digest=work.digest
         ) as writer:
             if writer.done:
-                return self._said_again(work, writer, told)
+                return self._said_again(work, writer, on_text)
             begin = await writer.begin()
             if begin is None:
                 raise BadRequest(
@@ -131,7 +131,7 @@ class GenerateService:
             terms = work.terms.for_engine()
             opened = OpenWork(record.request_id, begin, draw=work.sampling, keep=Keep(end=True), terms=terms)
             async with self._context.open(opened) as stream:
-                run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), told, stream)
+                run = _Run(work, writer, ChoiceText(self._context.tokeniser, work.stops), on_text, stream)
                 return await self._work(run, record, gone)
 
     async def _work(self, run: _Run, record: RequestRecord, gone: asyncio.Event) -> Generation:
@@ -167,7 +167,7 @@ class GenerateService:
             id=work.id,
             created=work.created,
             model=self._context.model.id,
-            choices=[Choice(text=text, logprobs=told_logprobs(scored, work.sampling.logprobs), finish_reason=reason)],
+            choices=[Choice(text=text, logprobs=choice_logprobs(scored, work.sampling.logprobs), finish_reason=reason)],
             usage=CompletionUsage(prompt_tokens=0, completion_tokens=run.text.drawn, total_tokens=run.text.drawn),
             session=GenerateSummary(
                 id=writer.session.id,
@@ -180,7 +180,7 @@ class GenerateService:
         await writer.advance(position, run.snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
         return answer
 
-    def _said_again(self, work: GenerateWork, writer: SessionWriter, told: Told) -> Generation:
+    def _said_again(self, work: GenerateWork, writer: SessionWriter, on_text: OnText) -> Generation:
         """The answer of a generation that was done before."""
         known = writer.append
         if not known.result:
@@ -194,12 +194,12 @@ class GenerateService:
         answer = Generation.model_validate_json(known.result)
         session = answer.session.model_copy(update={"replayed": True})
         (choice,) = answer.choices
-        told(TextPiece())
-        told(TextPiece(choice.text, reason=choice.finish_reason))
+        on_text(TextPiece())
+        on_text(TextPiece(choice.text, reason=choice.finish_reason))
         return answer.model_copy(update={"session": session})
 
 
 async def _begun(run: _Run) -> AsyncGenerator[TokenArray]:
     """No tokens; the answer begins when the state to go on from has been sent."""
-    run.told(TextPiece())
+    run.on_text(TextPiece())
     yield np.empty(0, dtype=np.int32)

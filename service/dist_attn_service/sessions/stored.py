@@ -33,11 +33,11 @@ class SessionCatalogue:
         self._store = store
         self._model = model
 
-    async def create(self, caller: str, wanted: CreateSession) -> SessionObject:
+    async def create(self, caller: str, request: CreateSession) -> SessionObject:
         """A new session without a text."""
         with store_refusals():
             session = await self._store.sessions.create(
-                caller, ttl_s=wanted.ttl_seconds, label=wanted.name or "", metadata=wanted.metadata
+                caller, ttl_s=request.ttl_seconds, label=request.name or "", metadata=request.metadata
             )
         return self.shown(session)
 
@@ -49,21 +49,21 @@ class SessionCatalogue:
     async def page(self, caller: str, options: ListOptions) -> SessionList:
         """A page of the caller's sessions."""
         with store_refusals():
-            found = await self._store.sessions.listed(caller, after=options.after, limit=options.limit + 1)
-        shown = [self.shown(session) for session in found[: options.limit]]
+            sessions = await self._store.sessions.listed(caller, after=options.after, limit=options.limit + 1)
+        shown = [self.shown(session) for session in sessions[: options.limit]]
         first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-        return SessionList(data=shown, first_id=first, last_id=last, has_more=len(found) > options.limit)
+        return SessionList(data=shown, first_id=first, last_id=last, has_more=len(sessions) > options.limit)
 
     async def delete(self, caller: str, session_id: str) -> None:
         """End a session."""
         with store_refusals():
             await self._store.sessions.delete(caller, session_id)
 
-    async def fork(self, caller: str, session_id: str, wanted: ForkSession) -> SessionObject:
+    async def fork(self, caller: str, session_id: str, request: ForkSession) -> SessionObject:
         """A session that goes on from a checkpoint of this one, whose state is sound. Cost: a read of that state."""
         with store_refusals():
             parent = await self._store.sessions.get(caller, session_id)
-            at = parent.position if wanted.position is None else wanted.position
+            at = parent.position if request.position is None else request.position
             for point in parent.checkpoints:
                 if point.position == at:
                     await self._store.snapshots.check(caller, point.snapshot)
@@ -71,16 +71,16 @@ class SessionCatalogue:
                 caller,
                 session_id,
                 position=at,
-                ttl_s=wanted.ttl_seconds,
-                label=wanted.name or "",
-                metadata=wanted.metadata,
+                ttl_s=request.ttl_seconds,
+                label=request.name or "",
+                metadata=request.metadata,
             )
         return self.shown(session)
 
     async def checkpoints(self, caller: str, session_id: str) -> CheckpointList:
         """The checkpoints of a session."""
         with store_refusals():
-            found = await self._store.sessions.checkpoints(caller, session_id)
+            checkpoints = await self._store.sessions.checkpoints(caller, session_id)
         points = [
             CheckpointObject(
                 position=point.position,
@@ -88,7 +88,7 @@ class SessionCatalogue:
                 bytes=info.size,
                 etag=entity_tag(info.digest),
             )
-            for point, info in found
+            for point, info in checkpoints
         ]
         return CheckpointList(data=points)
 
@@ -139,14 +139,14 @@ class SessionStates:
         Raises: NotFound for a session, a checkpoint or a state that is not there.
         """
         with store_refusals():
-            found = await self._store.sessions.checkpoints(caller, session_id)
-        if not found:
+            checkpoints = await self._store.sessions.checkpoints(caller, session_id)
+        if not checkpoints:
             raise NotFound(f"session {session_id} {NO_STATE}")
-        at = found[-1][0].position if position is None else position
-        for point, info in found:
+        at = checkpoints[-1][0].position if position is None else position
+        for point, info in checkpoints:
             if point.position == at:
                 return StoredState(at, info)
-        there = ", ".join(str(point.position) for point, _ in found)
+        there = ", ".join(str(point.position) for point, _ in checkpoints)
         raise NotFound(f"session {session_id} has no checkpoint at {at}; it has {there}", param="position")
 
     async def pieces(self, caller: str, state: StoredState) -> AsyncIterator[bytes]:

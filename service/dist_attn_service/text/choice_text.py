@@ -32,10 +32,10 @@ class StopScanner:
         if self.stopped:
             return ""
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if found:
+        complete = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if complete:
             self.stopped = True
-            _, start = min(found)
+            _, start = min(complete)
             certain, self._held = self._held[:start], ""
             return certain
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
@@ -74,7 +74,7 @@ class ScoredToken:
     offset: int
 
 
-def told_logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChoiceLogprobs | None:
+def choice_logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChoiceLogprobs | None:
     """Log-probabilities in OpenAI's form, where they were asked for."""
     if asked is None:
         return None
@@ -129,9 +129,9 @@ class PromptText:
             raise EngineFailure(f"the engine computed a log-probability from token {first} on that is no number")
         likely = await self._tokeniser.texts(values_NW[:, 1 : 1 + count].astype(np.int32).ravel())
         self._told += total
-        told = shortest_float32(np.maximum(values_NW, np.float32(LOWEST))).tolist()
+        scores = shortest_float32(np.maximum(values_NW, np.float32(LOWEST))).tolist()
         scored = []
-        for row, values in enumerate(told):
+        for row, values in enumerate(scores):
             place = first + row
             top = _top(likely[row * count : (row + 1) * count], values[1 + count :], self._texts[place], values[0])
             scored.append(ScoredToken(self._texts[place], values[0], top, self._offsets[place]))
@@ -167,11 +167,13 @@ class ChoiceText:
         Raises: EngineFailure for other log-probabilities than the tokens', and for tokens that the tokeniser does not
             have.
         """
-        told: Sequence[TokenLogprobs | None] = event.logprobs or [None] * len(event.tokens)
-        if len(told) != len(event.tokens) or (asked and event.tokens and not event.logprobs):
-            raise EngineFailure(f"the engine sent {len(told)} log-probabilities with {len(event.tokens)} tokens")
+        all_logprobs: Sequence[TokenLogprobs | None] = event.logprobs or [None] * len(event.tokens)
+        if len(all_logprobs) != len(event.tokens) or (asked and event.tokens and not event.logprobs):
+            raise EngineFailure(
+                f"the engine sent {len(all_logprobs)} log-probabilities with {len(event.tokens)} tokens"
+            )
         text = ""
-        for token, logprobs in zip(event.tokens, told, strict=True):
+        for token, logprobs in zip(event.tokens, all_logprobs, strict=True):
             self.drawn += 1
             try:
                 text += self.push(token, logprobs)
@@ -181,23 +183,23 @@ class ChoiceText:
                 break
         return text
 
-    def push(self, token: int, told: TokenLogprobs | None = None) -> str:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> str:
         """The text that is certain once `token` is drawn.
 
         Raises: TokenError for a token that the tokeniser does not have.
         """
         text = self._decoder.push(token)
-        if told is not None:
-            self._scored.append(self._score(token, told))
+        if logprobs is not None:
+            self._scored.append(self._score(token, logprobs))
         self._decoded += len(text)
         if self._unstoppable:
             self._unstoppable -= 1
             return self._let_through(text)
         return self._let_through(self._scanner.push(text))
 
-    def end(self, token: int, told: TokenLogprobs) -> None:
+    def end(self, token: int, logprobs: TokenLogprobs) -> None:
         """The end token was drawn: how likely it was stands behind the other tokens."""
-        self._scored.append(self._score(token, told))
+        self._scored.append(self._score(token, logprobs))
 
     def finish(self) -> str:
         """What was held back, now that no token follows."""
@@ -218,10 +220,10 @@ class ChoiceText:
         self._certain += len(text)
         return text
 
-    def _score(self, token: int, told: TokenLogprobs) -> ScoredToken:
-        text, own = self._tokeniser.token_text(token), max(told.drawn, LOWEST)
-        likely = [self._tokeniser.token_text(other) for other in told.top_tokens]
-        top = _top(likely, [max(value, LOWEST) for value in told.top_logprobs], text, own)
+    def _score(self, token: int, logprobs: TokenLogprobs) -> ScoredToken:
+        text, own = self._tokeniser.token_text(token), max(logprobs.drawn, LOWEST)
+        likely = [self._tokeniser.token_text(other) for other in logprobs.top_tokens]
+        top = _top(likely, [max(value, LOWEST) for value in logprobs.top_logprobs], text, own)
         return ScoredToken(text, own, top, self._decoded)
 
 

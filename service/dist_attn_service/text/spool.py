@@ -1,6 +1,5 @@
 """A first-in-first-out of bytes between two tasks: a little in memory, the rest on disk, never over its bound."""
 
-import asyncio
 import errno
 import os
 import tempfile
@@ -11,7 +10,7 @@ from types import TracebackType
 from typing import IO
 
 from dist_attn_service.base.errors import Code, ServiceError
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.base.tasks import Changes, beside
 
 __all__ = ["DiskBudget", "Spool", "SpoolFactory"]
 
@@ -97,7 +96,7 @@ class Spool:
         self._ended = False
         self._dropping = False
         self._error: BaseException | None = None
-        self._changed = asyncio.Event()
+        self._changed = Changes()
         self.spilled = 0
 
     def __enter__(self) -> "Spool":
@@ -128,7 +127,7 @@ class Spool:
             self._tail += data
             if len(self._tail) >= BLOCK_BYTES:
                 await self._flush()
-        self._notify()
+        self._changed.notify()
 
     async def below(self, count: int) -> None:
         """Wait until fewer than `count` bytes wait, or nobody wants them any more: for a source that can wait."""
@@ -139,13 +138,13 @@ class Spool:
         """Nothing follows; `last` (an error or summary line) is taken even when the spool is full."""
         self._tail += last
         self._ended = True
-        self._notify()
+        self._changed.notify()
 
     def fail(self, error: BaseException) -> None:
         """The reader gets `error` at once, before what is still waiting; later puts are dropped."""
         self._error = self._error or error
         self._dropping = True
-        self._notify()
+        self._changed.notify()
 
     async def ready(self) -> None:
         """Wait until there is something to read, or the end.
@@ -171,7 +170,7 @@ class Spool:
             if self._head:
                 data = bytes(memoryview(self._head)[:count])
                 del self._head[: len(data)]
-                self._notify()
+                self._changed.notify()
                 return data
             if self._ended and not self.waiting:
                 return b""
@@ -205,7 +204,7 @@ class Spool:
             raise
         finally:
             self._flushing = 0
-            self._notify()
+            self._changed.notify()
 
     async def _load(self) -> None:
         """Read the next block of the oldest file into memory."""
@@ -222,10 +221,6 @@ class Spool:
         segment = self._segments.popleft()
         self._budget.release(segment.reserved)
         self._disk.submit(segment.close)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 class SpoolFactory:
