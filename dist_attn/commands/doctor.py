@@ -17,8 +17,7 @@ from dist_attn.commands.calibrate import calibrate
 from dist_attn.commands.machine import Finding, broken, unknown
 from dist_attn.commands.probe import ADVICE, OPTIONAL, ProbeSettings, findings_in
 from dist_attn.commands.tables import stdout_console
-from dist_attn.commands.trial_ranks import trial_command
-from dist_attn.control.ranks import child_environment
+from dist_attn.commands.trial_ranks import last_line, started, trial_command
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
@@ -30,7 +29,6 @@ __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 
 PROBE = "dist_attn.commands.probe"
 PROBE_DEADLINE_S = 60.0  # torch alone takes 20 s to load beside other work
-END_DEADLINE_S = 1.0
 QUIETER = "the machine is slow or busy: run it again when it is quieter"
 NEEDED_BY_BACKEND = {"nccl": ("cuda", "nccl"), "mpi": ("mpi",)}  # optional for who takes another back end
 USUAL_MESSAGE_BYTES = 1 << 17
@@ -131,30 +129,13 @@ def probe_mpi(message_bytes: int, deadline_s: float) -> Finding:
 def _run(commands: list[list[str]], private: Path, deadline_s: float) -> tuple[str, bool]:
     """Run these until the last of them has ended or the time is over: how it ended in words, whether it was late."""
     words = private / "stderr"
-    processes: list[subprocess.Popen[bytes]] = []
-    try:
-        with words.open("wb") as stderr:
-            for command in commands:
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=stderr,
-                        env=child_environment(),
-                    )
-                )
-        code = processes[-1].wait(deadline_s)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {deadline_s:g} s", True
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_DEADLINE_S)
-    said = words.read_text(errors="replace").strip().splitlines()
-    return f"the process that tried it ended with code {code}" + (f": {said[-1]}" if said else ""), False
+    with started(commands, words) as processes:
+        try:
+            code = processes[-1].wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            return f"no answer within {deadline_s:g} s", True
+    said = last_line(words)
+    return f"the process that tried it ended with code {code}" + (f": {said}" if said else ""), False
 
 
 def _needs(folder: Path | None, ranks: int, weights: WeightPrecision) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import msgspec
 
 from dist_attn.commands.machine import Finding, broken, missing, ok
 from dist_attn.commands.tables import byte_size, duration
-from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own
+from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, read_own
 from dist_attn.launchers import is_first_rank
 
 __all__ = ["ADVICE", "OPTIONAL", "ProbeSettings", "findings_in"]
@@ -190,17 +190,9 @@ ADVICE = {
 
 
 def _gather_times(settings: ProbeSettings) -> list[float]:
-    """Seconds of each all-gather, after a few that are not counted; both ranks call this."""
-    import torch
-
-    message = torch.zeros(settings.message_bytes, dtype=torch.uint8)
+    """Seconds of each all-gather; both ranks call this."""
     with join_trial(settings) as comm:
-        times = []
-        for _ in range(WARM_UP_ROUNDS + ROUNDS):
-            began = time.perf_counter()
-            comm.all_gather(message)
-            times.append(time.perf_counter() - began)
-        return times[WARM_UP_ROUNDS:]
+        return gather_times(comm, settings.message_bytes, rounds=ROUNDS, warm_up=WARM_UP_ROUNDS)
 
 
 def _times(work: Callable[[], object], at_most_s: float) -> list[float]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dist_attn.commands.trial_ranks import TrialSettings, join_trial, read_own, run_trial
+from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, read_own, run_trial
 from dist_attn.control.settings import threads_for
 from dist_attn.costs import LanguageModelCosts, Link, Rates
 from dist_attn.errors import EngineError, MissingExtraError, extra_hint
@@ -157,7 +157,11 @@ def _run(settings: RehearsalSettings) -> None:
         for block in encode_blocks(comm, reader, blocks):
             counted += 1
             spent += block.seconds if counted > 0 else Seconds()
-        own = [text_rate, *_speeds(comm), *(_gather_s(comm, n) for n in (SMALL_MESSAGE_BYTES, settings.message_bytes))]
+
+        def gather(size: int) -> float:
+            return statistics.median(gather_times(comm, size, rounds=GATHERS, warm_up=WARM_UP_GATHERS))
+
+        own = [text_rate, *_speeds(comm), *map(gather, (SMALL_MESSAGE_BYTES, settings.message_bytes))]
         of_all = comm.all_gather(torch.tensor(own, dtype=torch.float64)).median(dim=0).values.tolist()
         first = comm.rank == 0
     if first:
@@ -208,17 +212,6 @@ def _speeds(comm: "Communicator") -> list[float]:
         return times / (time.perf_counter() - began)
 
     return [2 * MATMUL_SIZE**3 * per_second(lambda: a @ b), 2 * len(source) * per_second(lambda: target.copy_(source))]
-
-
-def _gather_s(comm: "Communicator", size: int) -> float:
-    import torch
-
-    message, seconds = torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(WARM_UP_GATHERS + GATHERS):
-        began = time.perf_counter()
-        comm.all_gather(message)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds[WARM_UP_GATHERS:])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from rich.console import Console
 from rich.progress import (
@@ -47,20 +47,17 @@ def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:
     return said, 128 + (stop.signal or signal.SIGTERM)
 
 
-class TrainingProgress(Protocol):
-    """Shows a person how a run goes."""
+class TrainingProgress:
+    """Shows a person how a run goes; this one shows nothing."""
 
     def report(self, metrics: dict[str, Any]) -> None:
         """Take one report of the run: a loss, or a validation."""
-        ...
 
     def reading(self, what: str, done: int, total: int) -> None:
         """Take what is made ready before the first step, the bytes of it that are done, and all of them."""
-        ...
 
     def tell(self, line: str) -> None:
         """Say something that is no number."""
-        ...
 
 
 @contextlib.contextmanager
@@ -70,7 +67,7 @@ def training_progress(steps: int, *, enabled: bool = True) -> Iterator[TrainingP
     Nothing at all unless it is `enabled`.
     """
     if not enabled:
-        yield _Silent()
+        yield TrainingProgress()
     elif not sys.stderr.isatty():
         yield _Lines()
     else:
@@ -86,31 +83,16 @@ def training_progress(steps: int, *, enabled: bool = True) -> Iterator[TrainingP
 
 
 @final
-class _Silent:
-    def report(self, metrics: dict[str, Any]) -> None:
-        pass
-
-    def reading(self, what: str, done: int, total: int) -> None:
-        pass
-
-    def tell(self, line: str) -> None:
-        pass
-
-
-@final
-class _Lines:
+class _Lines(TrainingProgress):
     def report(self, metrics: dict[str, Any]) -> None:
         print(_line(metrics), flush=True)
-
-    def reading(self, what: str, done: int, total: int) -> None:
-        pass
 
     def tell(self, line: str) -> None:
         print(line, flush=True)
 
 
 @final
-class _Bar:
+class _Bar(TrainingProgress):
     """Step k of n, loss, speed, the last validation, the time left; each validation also stays as a line above."""
 
     def __init__(self, progress: Progress, steps: int) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -57,33 +58,60 @@ def run_trial(
 
     Raises: EngineError when the processes cannot be started, fail or are late; `doing` says what they do.
     """
-    with tempfile.TemporaryDirectory(prefix="dist-attn-trial-") as private, contextlib.ExitStack() as stack:
-        settings = msgspec.structs.replace(settings, folder=private)
-        words = Path(private) / "stderr"
-        stderr = stack.enter_context(words.open("wb"))
-        processes: list[subprocess.Popen[bytes]] = []
-        for command in _commands(module, settings):
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr,
-                env=child_environment() | environment,
-            )
-            stack.callback(process.wait, END_S)
-            # mpiexec ends its ranks when it is asked to, and cannot when it is killed.
-            stack.callback(process.terminate if settings.backend == "mpi" else process.kill)
-            processes.append(process)
-        until, codes = time.monotonic() + deadline_s, [process.poll() for process in processes]
-        while codes[0] is None and not any(codes):
-            if time.monotonic() > until:
-                raise EngineError(f"{settings.ranks} ranks did not finish {doing} within {deadline_s:g} s")
-            time.sleep(POLL_S)
-            codes = [process.poll() for process in processes]
+    with tempfile.TemporaryDirectory(prefix="dist-attn-trial-") as private:
+        settings, words = msgspec.structs.replace(settings, folder=private), Path(private) / "stderr"
+        # mpiexec ends its ranks when it is asked to, and cannot when it is killed.
+        politely = settings.backend == "mpi"
+        with started(_commands(module, settings), words, environment, politely=politely) as processes:
+            until, codes = time.monotonic() + deadline_s, [process.poll() for process in processes]
+            while codes[0] is None and not any(codes):
+                if time.monotonic() > until:
+                    raise EngineError(f"{settings.ranks} ranks did not finish {doing} within {deadline_s:g} s")
+                time.sleep(POLL_S)
+                codes = [process.poll() for process in processes]
         if any(codes) or not settings.result.exists():
-            said = words.read_text(errors="replace").strip().splitlines() or [f"exit codes {codes}"]
-            raise EngineError(f"{doing} with {settings.ranks} rank(s) failed: {said[-1]}")
+            said = last_line(words) or f"exit codes {codes}"
+            raise EngineError(f"{doing} with {settings.ranks} rank(s) failed: {said}")
         return settings.result.read_bytes()
+
+
+@contextlib.contextmanager
+def started(
+    commands: Sequence[Sequence[str]], words: Path, environment: dict[str, str] | None = None, *, politely: bool = False
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that are ended with the block, `politely` by SIGTERM; what they say on stderr goes into a file."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        with words.open("wb") as stderr:
+            for command in commands:
+                own, silent = child_environment() | (environment or {}), subprocess.DEVNULL
+                processes.append(subprocess.Popen(command, stdin=silent, stdout=silent, stderr=stderr, env=own))
+        yield processes
+    finally:
+        for process in processes:
+            process.terminate() if politely else process.kill()
+        for process in processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def last_line(words: Path) -> str:
+    """The last thing that processes said, "" where they said nothing."""
+    return "".join(words.read_text(errors="replace").strip().splitlines()[-1:])
+
+
+def gather_times(comm: "Communicator", size: int, *, rounds: int, warm_up: int) -> list[float]:
+    """Seconds of each of `rounds` all-gathers of so many bytes, after some to warm up; all ranks call this."""
+    import torch
+
+    message, seconds = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(warm_up + rounds):
+        began = time.perf_counter()
+        comm.all_gather(message)
+        seconds.append(time.perf_counter() - began)
+    return seconds[warm_up:]
 
 
 def _commands(module: str, settings: TrialSettings) -> list[list[str]]:

@@ -1,7 +1,6 @@
 """Every value an operator may set: the tree of them all, how it is read, and parts of it as flags."""
 
-from dist_attn.settings.flags import FlagSettings
-from dist_attn.settings.reading import Resolved, read_settings
+from dist_attn.settings.reading import FlagSettings, Resolved, read_settings
 from dist_attn.settings.tree import (
     EngineSettings,
     FileSettings,

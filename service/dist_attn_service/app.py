@@ -1,7 +1,7 @@
 """The application: made by a function, its parts owned by the lifespan."""
 
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, TypedDict
 
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
 from dist_attn.errors import DistAttnError
+from dist_attn.store import StateStore
 from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.curve import ClientKeys
@@ -88,9 +89,31 @@ ROUTERS = (
     documentation,
     page,
 )  # fmt: skip
+
+
+class ErrorObject(BaseModel):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Problem(BaseModel):
+    """A problem document of RFC 9457, which also holds OpenAI's error object."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    instance: str | None = None
+    error: ErrorObject
+
+
 BODIES: tuple[type[BaseModel], ...] = (
     CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, ServerSentEvent, *SESSION_BODIES,
+    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, ServerSentEvent, *SESSION_BODIES, Problem,
 )  # fmt: skip
 
 
@@ -130,7 +153,8 @@ def create_app(
             except (DistAttnError, ServiceError) as error:
                 application.state.cannot_start = str(error)
                 raise
-            services = _services(settings, port, metrics, open_requests, threads, disk, stores, log)
+            context = _context(settings, port, stores.states.store, metrics, threads, log)
+            services = _services(context, stores, disk, open_requests)
             metrics.watch(services.gauges, version=__version__, model=services.model.id)
             await port.start()
             services.jobs.runner.start()
@@ -217,33 +241,33 @@ def _whereabouts(engine: EnginePort) -> dict[str, Any]:
     return {} if status is None else {"epoch": status.epoch, "step": status.step}
 
 
-def _services(
-    settings: Settings,
-    engine: EnginePort,
-    metrics: Metrics,
-    open_requests: OpenRequests,
-    threads: ThreadPoolExecutor,
-    disk: ThreadPoolExecutor,
-    stores: Stores,
-    log: Log,
-) -> Services:
-    """Read the model folder and put the parts together."""
+def _context(
+    settings: Settings, engine: EnginePort, store: StateStore, metrics: Metrics, threads: Executor, log: Log
+) -> ServiceContext:
+    """Read the model folder, and what every kind of work shares.
+
+    Raises: ModelFolderError when the folder cannot be used.
+    """
     model = ServedModel.read(settings.model, settings.served_model_name)
     tokeniser = ThreadTokeniser(load_tokeniser(settings.model), threads)
+    watch = EngineWatch(engine, model, settings)
+    return ServiceContext(settings, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
+
+
+def _services(context: ServiceContext, stores: Stores, disk: Executor, open_requests: OpenRequests) -> Services:
+    """Put the parts together."""
+    settings = context.settings
     folder = settings.data_dir / "spool"
     make_private(folder)
     budget = DiskBudget(settings.disk_bytes)
     spools = SpoolFactory(folder, memory=settings.spool_memory_bytes, budget=budget, disk=disk)
-    watch = EngineWatch(engine, model, settings)
-    store = stores.states.store
-    context = ServiceContext(settings, model, engine, watch, tokeniser, store, Workload(), metrics, threads, log)
     prefixes = PrefixCache(context)
     completions = CompletionService(context, prefixes)
     return Services(
         **vars(context),
         completions=completions,
         prefixes=prefixes,
-        chat=ChatService(settings, tokeniser, ChatTemplate.read(settings.model), threads),
+        chat=ChatService(context, ChatTemplate.read(settings.model)),
         documents=DocumentService(context, spools),
         embeddings=EmbeddingService(context),
         estimates=EstimateService(context),
@@ -285,30 +309,5 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.update(bodies["$defs"])
-        schemas["Problem"] = _PROBLEM_SCHEMA
         app.openapi_schema = document
     return app.openapi_schema
-
-
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["message", "type", "param", "code"],
-    "properties": {
-        "message": {"type": "string"},
-        "type": {"type": "string"},
-        "param": {"type": ["string", "null"]},
-        "code": {"type": "string"},
-    },
-}
-_PROBLEM_SCHEMA = {
-    "type": "object",
-    "required": ["type", "title", "status", "detail", "error"],
-    "properties": {
-        "type": {"type": "string"},
-        "title": {"type": "string"},
-        "status": {"type": "integer"},
-        "detail": {"type": "string"},
-        "instance": {"type": ["string", "null"]},
-        "error": _ERROR_SCHEMA,
-    },
-}

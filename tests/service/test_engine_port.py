@@ -220,9 +220,9 @@ def test_rows_that_pile_up_stop_the_feeding(kind: str, tmp_path: Path) -> None:
     async def use(port: EnginePort) -> None:
         with begin_encoding(port, RowSpec(granularity="token")) as stream:
             sending = asyncio.ensure_future(stream.send(np.zeros(5_000, dtype=np.int32), final=True))
-            await until(lambda: stream._inbox_bytes >= 6_400)
+            await until(lambda: stream._inbox.bytes >= 6_400)
             await asyncio.sleep(0.05)
-            assert stream._inbox_bytes < 6_400 + 2 * 100 * 32
+            assert stream._inbox.bytes < 6_400 + 2 * 100 * 32
             rows, _ = await rows_of(stream)
             await sending
             assert sum(len(r.starts) for r in rows) == 5_000

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -17,11 +16,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from dist_attn.errors import ModelFolderError
 from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import utf8
-from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.schemas.chat import ChatMessage, ChatRequest
 from dist_attn_service.schemas.completions import CompletionRequest
-from dist_attn_service.text.tokenising import TokeniserPort, tokens_of
+from dist_attn_service.text.tokenising import tokens_of
 
 TEMPLATE_NAME = "chat_template.jinja"
 CONFIG_NAME = "tokenizer_config.json"
@@ -163,13 +161,10 @@ DEFAULT_MAX_TOKENS = 1024
 class ChatService:
     """Turns chats into completions; without a template it refuses them."""
 
-    def __init__(
-        self, settings: Settings, tokeniser: TokeniserPort, template: ChatTemplate | None, threads: Executor
-    ) -> None:
-        self._settings = settings
-        self._tokeniser = tokeniser
+    def __init__(self, context: ServiceContext, template: ChatTemplate | None) -> None:
+        self._context = context
+        self._settings = context.settings
         self._template = template
-        self._threads = threads
 
     @property
     def offered(self) -> bool:
@@ -219,7 +214,7 @@ class ChatService:
             )
         plain = [_plain(message) for message in messages]
         try:
-            parts = await beside(self._threads, template.render, plain)
+            parts = await self._context.beside(template.render, plain)
         except TemplateRefusal as error:
             raise BadRequest(
                 f"the model's chat template does not take these messages: {str(error)[:500]}", param="messages"
@@ -230,7 +225,7 @@ class ChatService:
                 tokens.append(part)
             else:
                 text = utf8(part, "the prompt", "messages")
-                tokens += (await tokens_of(self._tokeniser, text, self._settings.piece_bytes)).tolist()
+                tokens += (await tokens_of(self._context.tokeniser, text, self._settings.piece_bytes)).tolist()
         if not tokens:
             raise BadRequest(
                 "the model's chat template makes an empty prompt of these messages; send some text",

@@ -107,7 +107,7 @@ class PrefixCache:
         hasher = self._context.store.prefixes.hasher(caller, model, grid)
         whole = (len(tokens) - 1) // grid * grid
         data = tokens[:whole].astype("<i4").tobytes()
-        keys = await self._context.beside(lambda: hasher.update(data))
+        keys = await self._context.beside(hasher.update, data)
         return [(position, key) for position, key in keys if position >= self._settings.min_tokens]
 
     async def restore(self, prefix: PromptPrefix, stream: EngineStream) -> bool:

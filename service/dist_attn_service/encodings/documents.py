@@ -101,7 +101,7 @@ class DocumentService:
                 if not inbox.waiting:
                     raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
                 pieces, count = await self._pieces(document, spools)
-                form = await self._context.beside(lambda: make_format(request.form, self._ahead(request, count)))
+                form = await self._context.beside(make_format, request.form, self._ahead(request, count))
                 await self._context.watch.until_ready()
                 work = OpenWork(record.request_id, rows=request.spec, terms=request.terms.for_engine())
                 with self._context.workload.document(size=source.size) as load:
@@ -162,7 +162,7 @@ class DocumentService:
         outbox, record = document.outbox, document.record
 
         async def format_and_put(block: RowBlock) -> None:
-            await outbox.put(await self._context.beside(lambda: form.rows(block)))
+            await outbox.put(await self._context.beside(form.rows, block))
 
         async def put(block: RowBlock) -> None:
             await unbroken(format_and_put(block))  # also where the engine fails meanwhile: bytes of a format go on
@@ -188,33 +188,26 @@ class DocumentService:
             self._context.metrics.tokens("encoding", run.tokens)
 
     async def _take_body(self, document: _Document) -> None:
-        """Read the body to its end whether or not anybody takes the rows, then watch for the disconnect."""
-        body, inbox, source = document.body, document.inbox, document.source
+        """Read the document to its end whether or not anybody takes the rows, then watch for the disconnect; while a
+        stored file is read the body has come, so that both is done at once.
+        """
+        async with task_group() as group:
+            reading = group.create_task(self._fill(document))
+            if not document.source.stored:
+                await reading
+            await document.body.until_gone()
+
+    async def _fill(self, document: _Document) -> None:
+        inbox, stored, size = document.inbox, document.source.stored, 0
         try:
-            if source.stored:
-                async with task_group() as group:
-                    group.create_task(self._take_file(document))
-                    return await body.until_gone()
-            size = 0
-            async with aclosing(source.chunks()) as chunks:
+            async with aclosing(document.source.chunks()) as chunks:
                 async for chunk in chunks:
                     size += len(chunk)
-                    if size > self._context.settings.body_bytes:
+                    if not stored and size > self._context.settings.body_bytes:
                         raise TooLarge(f"a document may have {self._context.settings.body_bytes} bytes")
                     await inbox.put(chunk)
-            inbox.end()
-        except ServiceError as error:
-            inbox.fail(error)
-        await body.until_gone()
-
-    async def _take_file(self, document: _Document) -> None:
-        """Read a file no faster than it is tokenised, so that it does not go to disk a second time."""
-        inbox = document.inbox
-        try:
-            async with aclosing(document.source.chunks()) as pieces:
-                async for piece in pieces:
-                    await inbox.put(piece)
-                    await inbox.below(self._context.settings.spool_memory_bytes)
+                    if stored:  # no faster than it is tokenised, so that it does not go to disk a second time
+                        await inbox.below(self._context.settings.spool_memory_bytes)
             inbox.end()
         except ServiceError as error:
             inbox.fail(error)

@@ -142,7 +142,7 @@ class EstimateService:
     async def _plan(self, tokens: int, ranks: int, window: int) -> Plan | None:
         if not self._costs_read:
             try:
-                self._costs = await self._context.beside(lambda: read_model_costs(self._context.settings.model))
+                self._costs = await self._context.beside(read_model_costs, self._context.settings.model)
             except ConfigError:
                 self._costs = None  # a kind of model that has no formulas
             self._costs_read = True
@@ -152,7 +152,7 @@ class EstimateService:
         status = self._context.watch.health().status
         if status is not None and status.manifest is not None:
             costs = replace(costs, weights=status.manifest.model.weight_precision)
-        return await self._context.beside(lambda: estimate(costs, tokens, ranks=ranks, window=window))
+        return await self._context.beside(estimate, costs, tokens, ranks=ranks, window=window)
 
 
 def _memory(plan: Plan) -> MemoryEstimate:

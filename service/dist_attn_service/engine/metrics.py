@@ -9,6 +9,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from dist_attn.store import Usage
+from dist_attn.wire.messages import Status
 from dist_attn.wire.rank_messages import GuardCounts
 from dist_attn_service.base.errors import Code
 from dist_attn_service.engine.port import EngineHealth
@@ -122,43 +123,55 @@ class _GaugeCollector(Collector):
         info = GaugeMetricFamily("dist_attn_info", "What runs here; always 1", labels=list(self._info))
         info.add_metric(list(self._info.values()), 1)
         yield info
-        yield _gauge("dist_attn_open_requests", "Requests that hold engine work or spools", now.open_requests)
-        yield _gauge("dist_attn_waiting_requests", "Requests that wait for the engine", now.waiting_requests)
-        yield _gauge("dist_attn_spool_bytes", "Bytes of disk that spools hold", now.spool_bytes)
-        yield _gauge("dist_attn_stored_sessions", "Sessions that the store keeps", now.stored.sessions)
-        yield _gauge("dist_attn_stored_states", "States that the store keeps", now.stored.snapshots)
-        yield _gauge("dist_attn_stored_prefixes", "Beginnings of prompts whose states it keeps", now.stored.prefixes)
-        yield _gauge("dist_attn_stored_bytes", "Their bytes", now.stored.bytes)
-        yield _gauge("dist_attn_file_bytes", "Bytes of files, and those that open uploads announced", now.file_bytes)
-        yield _gauge("dist_attn_files", "Files and uploads of all callers", now.files)
-        yield _gauge("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready)
-        status = now.health.status
-        if status is None:
-            return
-        yield _gauge("dist_attn_engine_epoch", "How often a group of ranks was started", status.epoch)
-        yield _gauge("dist_attn_engine_step", "Steps sent to the ranks in this epoch", status.step)
-        yield _gauge("dist_attn_engine_queued", "Requests that no rank has begun", status.queued)
-        yield _gauge("dist_attn_engine_active", "Requests that ranks hold a state for", status.active)
-        yield _gauge(
-            "dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", status.tokens_per_second
-        )
-        words = "Times that the ranks were lost and started again"
-        yield CounterMetricFamily("dist_attn_lost_groups", words, value=status.lost_groups)
-        words = "Tokens that were read or drawn a second time after a loss"
-        yield CounterMetricFamily("dist_attn_replayed_tokens", words, value=status.replayed_tokens)
-        ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
-        idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
-        memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])
-        words = "Time of a rank's steps, waiting for others in them included"
-        busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=["rank"])
-        for rank in status.ranks:
-            busy.add_metric([str(rank.rank)], rank.busy)
-            ages.add_metric([str(rank.rank)], rank.heartbeat_age + now.health.age)
-            idle.add_metric([str(rank.rank)], rank.progress_age + now.health.age)
-            memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
-        yield from (ages, idle, memory, busy)
-        if status.guards is not None:
-            yield from _guard_counters(status.guards)
+        for name, words, value in (
+            ("dist_attn_open_requests", "Requests that hold engine work or spools", now.open_requests),
+            ("dist_attn_waiting_requests", "Requests that wait for the engine", now.waiting_requests),
+            ("dist_attn_spool_bytes", "Bytes of disk that spools hold", now.spool_bytes),
+            ("dist_attn_stored_sessions", "Sessions that the store keeps", now.stored.sessions),
+            ("dist_attn_stored_states", "States that the store keeps", now.stored.snapshots),
+            ("dist_attn_stored_prefixes", "Beginnings of prompts whose states it keeps", now.stored.prefixes),
+            ("dist_attn_stored_bytes", "Their bytes", now.stored.bytes),
+            ("dist_attn_file_bytes", "Bytes of files, and those that open uploads announced", now.file_bytes),
+            ("dist_attn_files", "Files and uploads of all callers", now.files),
+            ("dist_attn_engine_ready", "1 while the engine takes work", now.health.ready),
+        ):
+            yield GaugeMetricFamily(name, words, value=value)
+        if now.health.status is not None:
+            yield from _engine_metrics(now.health.status, now.health.age)
+
+
+def _engine_metrics(status: Status, age: float) -> Iterable[Metric]:
+    """What the engine said `age` seconds ago."""
+    for name, words, value in (
+        ("dist_attn_engine_epoch", "How often a group of ranks was started", status.epoch),
+        ("dist_attn_engine_step", "Steps sent to the ranks in this epoch", status.step),
+        ("dist_attn_engine_queued", "Requests that no rank has begun", status.queued),
+        ("dist_attn_engine_active", "Requests that ranks hold a state for", status.active),
+        ("dist_attn_engine_tokens_per_second", "Tokens prefilled and drawn, lately", status.tokens_per_second),
+    ):
+        yield GaugeMetricFamily(name, words, value=value)
+    for name, words, value in (
+        ("dist_attn_lost_groups", "Times that the ranks were lost and started again", status.lost_groups),
+        (
+            "dist_attn_replayed_tokens",
+            "Tokens that were read or drawn a second time after a loss",
+            status.replayed_tokens,
+        ),
+    ):
+        yield CounterMetricFamily(name, words, value=value)
+    ages = GaugeMetricFamily("dist_attn_rank_heartbeat_age_seconds", "Since a rank was heard", labels=["rank"])
+    idle = GaugeMetricFamily("dist_attn_rank_progress_age_seconds", "Since a rank moved on", labels=["rank"])
+    memory = GaugeMetricFamily("dist_attn_rank_peak_rss_bytes", "Most memory a rank has held", labels=["rank"])
+    words = "Time of a rank's steps, waiting for others in them included"
+    busy = CounterMetricFamily("dist_attn_rank_busy_seconds", words, labels=["rank"])
+    for rank in status.ranks:
+        ages.add_metric([str(rank.rank)], rank.heartbeat_age + age)
+        idle.add_metric([str(rank.rank)], rank.progress_age + age)
+        memory.add_metric([str(rank.rank)], rank.peak_rss_bytes)
+        busy.add_metric([str(rank.rank)], rank.busy)
+    yield from (ages, idle, memory, busy)
+    if status.guards is not None:
+        yield from _guard_counters(status.guards)
 
 
 def _guard_counters(counts: GuardCounts) -> Iterable[Metric]:
@@ -172,7 +185,3 @@ def _guard_counters(counts: GuardCounts) -> Iterable[Metric]:
         for head, count in enumerate(heads):
             guarded.add_metric([str(layer), str(head)], count)
     yield guarded
-
-
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value=value)

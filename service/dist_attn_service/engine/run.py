@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaita
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import ParamSpec, TypeVar, final
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
 from dist_attn_service.text.tokenising import TokeniserPort
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -43,9 +44,9 @@ class ServiceContext:
     threads: Executor
     log: Log
 
-    async def beside(self, work: Callable[[], T]) -> T:
+    async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The result of `work`, which runs beside the event loop."""
-        return await beside(self.threads, work)
+        return await beside(self.threads, work, *args, **kwargs)
 
     @asynccontextmanager
     async def open(self, work: OpenWork) -> AsyncIterator[EngineStream]:
