@@ -19,20 +19,9 @@ from dist_attn.errors import WireError
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import (
     MAX_MESSAGE_BYTES,
-    Accepted,
     AnyMessage,
-    Checkpoint,
-    Credit,
-    Done,
-    Failed,
-    Generated,
     GetStatus,
     OpenWork,
-    Progress,
-    Restored,
-    Rows,
-    StateCredit,
-    StatePiece,
     Status,
     decode,
     encode,
@@ -40,11 +29,6 @@ from dist_attn.wire.messages import (
 from dist_attn_service.base.errors import Code, EngineFailure, EngineUnavailable
 from dist_attn_service.engine.resending import GivenMemory
 from dist_attn_service.engine.stream import EngineStream, StreamLimits
-
-_OF_REQUESTS = (
-    *(Accepted, Credit, Rows, Generated, Progress, Failed),
-    *(Restored, StateCredit, StatePiece, Checkpoint, Done),
-)
 
 
 class OpenStreams:
@@ -79,10 +63,9 @@ class OpenStreams:
 
     def route(self, message: AnyMessage) -> None:
         """Deliver to the stream it belongs to; messages for requests that are over are dropped."""
-        if isinstance(message, _OF_REQUESTS):
-            stream = self._streams.get(message.request_id)
-            if stream is not None:
-                stream.deliver(message)
+        stream = self._streams.get(getattr(message, "request_id", ""))
+        if stream is not None:
+            stream.deliver(message)
 
     def fail_all(self, message: str, code: Code) -> None:
         """End every open stream with an error."""
@@ -182,7 +165,7 @@ class ZmqEnginePort:
         self._streams = OpenStreams(limits)
         self._limits = limits
         self._giving_up: asyncio.TimerHandle | None = None
-        self._another = False  # a controller has come whose model is not known yet
+        self._model_unknown = False  # a controller has come whose model is not known yet
         self._served: tuple[object, ...] | None = None
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -267,7 +250,7 @@ class ZmqEnginePort:
                 self._status, self._status_at = message, time.monotonic()
                 self._streams.moved(message.epoch, message.step)
                 if message.hidden_size:  # its ranks have the model
-                    self._told(message)
+                    self._model_known(message)
             else:
                 self._streams.route(message)
 
@@ -284,26 +267,26 @@ class ZmqEnginePort:
                 self._post(GetStatus())
             await asyncio.sleep(self._status_seconds)
 
-    def _lost(self) -> None:
+    def _controller_lost(self) -> None:
         """The controller is gone: what another one can do again waits for it a while."""
         words = "the connection to the engine's controller broke; send the request again"
         self._streams.hold_all(words, Code.ENGINE_UNREACHABLE)
         seconds = self._limits.resend_seconds
         self._give_up(seconds, f"{words}: no other one came within {seconds:g} s")
 
-    def _found(self) -> None:
+    def _controller_came(self) -> None:
         """A controller is there; what waits for one goes on as soon as its ranks have told what they run."""
-        self._another = True
+        self._model_unknown = True
         seconds = self._limits.silence_seconds
         self._give_up(seconds, f"the engine was started again, and no rank was there within {seconds:g} s")
 
-    def _told(self, status: Status) -> None:
+    def _model_known(self, status: Status) -> None:
         """What the engine runs: only by the very same model, in the same way, is work done again that had begun."""
         serves = (status.model, status.vocab_size, status.hidden_size, status.manifest)
         before, self._served = self._served, serves
-        if not self._another:
+        if not self._model_unknown:
             return
-        self._another = False
+        self._model_unknown = False
         self._stop_giving_up()
         if before not in (None, serves):
             words = (
@@ -334,10 +317,10 @@ class ZmqEnginePort:
                     self._refused = ""
                     self._status = None
                     self._post(GetStatus())
-                    self._found()
+                    self._controller_came()
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     self._connected = False
-                    self._lost()
+                    self._controller_lost()
                 elif event["event"] & _HANDSHAKE_FAILED and not self._refused:
                     self._refused = ": the keys of one are not those that the other expects (engine.keys_dir)"
                     self._log.error("handshake with the controller failed", address=self._address)
