@@ -105,7 +105,13 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("python", instead={"4096, (1, 4096)": "4096, (1, 512)", "even(4096": "even(512"}),
     ),
     "docs/how-to/kubernetes.md": (Not("it needs a cluster; tests/deploy/test_kubernetes.py checks the manifests"),),
-    "docs/how-to/mpi.md": (Not(f"{INSTALLS}; {MPIEXEC}"), Not(SEVERAL_HOSTS)),
+    "docs/how-to/many-processes.md": (
+        Not(SEVERAL_HOSTS),
+        Not(f"{INSTALLS}; {MPIEXEC}"),
+        Not(SEVERAL_HOSTS),
+        Run("syntax"),
+        Run("syntax"),
+    ),
     "docs/how-to/operate.md": (
         Not("it stops a service of the system"),
         Not("a configuration of logrotate"),
@@ -129,7 +135,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         ),
         Run("shell", leave={"DIST_ATTN_ENGINE__KEYS_DIR": STAYS}, instead={"/etc/dist-attn/keys": "engine-keys"}),
     ),
-    "docs/how-to/slurm.md": (Run("syntax"), Run("syntax")),
     "docs/how-to/speed.md": (
         Run(
             "shell",
@@ -140,7 +145,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
             instead={"top --once": f"top --once {URL}"},
         ),
     ),
-    "docs/how-to/two-nodes.md": (Not(SEVERAL_HOSTS), Not(SEVERAL_HOSTS)),
+    "docs/how-to/two-nodes.md": (Not(SEVERAL_HOSTS),),
     "docs/explanation/million.md": (DRAWING,),
     "docs/reference/model-kinds.md": (
         Run("mixer"),

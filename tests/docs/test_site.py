@@ -29,7 +29,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_the_site_builds_strictly(site: Path) -> None:
     """Every page is in the navigation, every link and anchor leads somewhere, and every docstring can be read."""
-    for page in ("index", "tutorial", "how-to/slurm", "explanation/carry", "reference/ops", "decisions/index"):
+    for page in ("index", "tutorial", "how-to/many-processes", "explanation/carry", "reference/ops", "decisions/index"):
         assert (site / f"{page}.html").is_file(), page
     assert "linear_attention" in (site / "reference/ops.html").read_text()
     assert (site / "search/search_index.json").stat().st_size > 100_000
