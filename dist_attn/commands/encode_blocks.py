@@ -13,12 +13,12 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.rank.row_pieces import reduce_to_pieces
-from dist_attn.rank.sequences import read_sequences
+from dist_attn.rank.sequence_executor import read_sequences
 from dist_attn.rank_link.rows import GRAIN, sequence_length
 from dist_attn.sharded import Algorithm, ShardedSequenceOps
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
-from dist_attn.wire.row_choice import MODEL_POOLING
+from dist_attn.wire.specs import MODEL_POOLING
 
 
 class BlockReader(Protocol):

@@ -37,7 +37,7 @@ from dist_attn.shipped import resolve_model_folder
 from dist_attn.text import Tokeniser
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
-from dist_attn.wire.row_choice import SequenceReading, choose_rows
+from dist_attn.wire.specs import SequenceReading, choose_rows
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

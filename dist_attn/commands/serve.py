@@ -15,7 +15,7 @@ from dist_attn.control.launch import EngineHandle, start_engine
 from dist_attn.control.preflight import check_before_start
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
-from dist_attn.rank_link.logs import say
+from dist_attn.log_lines import say
 from dist_attn.settings import Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 

@@ -7,7 +7,7 @@ from dist_attn.control.agent import run_agent
 from dist_attn.control.server import run_controller
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
-from dist_attn.rank_link.logs import configure_logs
+from dist_attn.log_lines import configure_logs
 
 RUNNERS = {"controller": run_controller, "agent": run_agent}
 

@@ -10,12 +10,10 @@ from types import FrameType
 import structlog
 import zmq
 
-from dist_attn.control.host_address import address_towards
 from dist_attn.control.processes import kill_processes
-from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses
+from dist_attn.control.ranks import KILL_TIMEOUT_S, RankProcesses, address_towards
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError, WireError
-from dist_attn.rank_link.identities import agent_identity
 from dist_attn.rank_link.tether import adopt_orphans, die_with_parent, parent_is_gone
 from dist_attn.wire.agent_messages import (
     AgentHello,
@@ -30,7 +28,7 @@ from dist_attn.wire.agent_messages import (
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.messages import PROTOCOL_VERSION
 from dist_attn.wire.rank_messages import Ping
-from dist_attn.wire.sockets import Dealer
+from dist_attn.wire.sockets import Dealer, agent_identity
 
 __all__ = ["run_agent"]
 
@@ -170,7 +168,7 @@ class _Agent:
         self._clear(but=start.epoch)
         try:
             self._group = RankProcesses(self._settings, start)
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._group = None
             self._dealer.send(GroupExited(start.epoch, 127, f"the ranks could not be started: {error}"), SEND_S)
             return

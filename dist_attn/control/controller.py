@@ -9,16 +9,13 @@ from dist_attn.control.answers import Answers
 from dist_attn.control.group import Phase, RankGroup
 from dist_attn.control.intake import Intake
 from dist_attn.control.open_requests import OpenRequests
-from dist_attn.control.pace import Pace
-from dist_attn.control.request_view import Cutting, view_of
+from dist_attn.control.requests import Cutting, view_of
 from dist_attn.control.scheduler import Limits, Turn, View, plan
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
 from dist_attn.control.states import States
-from dist_attn.control.steps import StepBook
+from dist_attn.control.steps import Pace, StepBook
 from dist_attn.errors import WireError
-from dist_attn.rank_link.guard_tally import GuardTally
-from dist_attn.rank_link.identities import beat_identity, rank_identity
 from dist_attn.wire.agent_messages import (
     AgentHello,
     GroupExited,
@@ -27,8 +24,18 @@ from dist_attn.wire.agent_messages import (
     StopAgent,
 )
 from dist_attn.wire.messages import AnyMessage, GetStatus, Status
-from dist_attn.wire.rank_messages import Draws, Heartbeat, Ping, RankFailed, RankHello, Shutdown, StatePart, StepDone
-from dist_attn.wire.sockets import Sent
+from dist_attn.wire.rank_messages import (
+    Draws,
+    GuardCounts,
+    Heartbeat,
+    Ping,
+    RankFailed,
+    RankHello,
+    Shutdown,
+    StatePart,
+    StepDone,
+)
+from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
 from dist_attn_api.codes import Code
 
 STOPPING = "the engine is stopping; send the request again later"
@@ -72,7 +79,7 @@ class Controller:
         self._intake = Intake(self._requests, self._states, self._answers, settings, self._pace)
         self._group = RankGroup(settings, self, engine)
         self._steps = StepBook(settings.ranks, pace=self._pace)
-        self._guards = GuardTally()
+        self._guards = GuardCounts()
         self._draining = False
         self._lost_groups = 0
         self._replayed_tokens = 0
@@ -151,7 +158,7 @@ class Controller:
         for number, position in reached:
             self._answers.progress(number, position)
         if done.guards is not None:
-            self._guards.add(done.guards)
+            self._guards = self._guards.plus(done.guards)
         self._take_draws(done)
         for saved in done.saved:
             self._states.take_saved(saved)
@@ -259,7 +266,7 @@ class Controller:
             active=active,
             tokens_per_second=round(self._steps.tokens_per_second(now), 1),
             ranks=group.status(now),
-            guards=self._guards.counts(),
+            guards=self._guards if self._guards.denominators else None,
             lost_groups=self._lost_groups,
             replayed_tokens=self._replayed_tokens,
             manifest=model.manifest if model else None,

@@ -13,8 +13,7 @@ from typing import Protocol
 
 import structlog
 
-from dist_attn.control.placement import Placement
-from dist_attn.control.roster import Roster, unreachable
+from dist_attn.control.placement import Placement, Roster, unreachable
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.vitals import RankVitals, name_culprit, name_ending
 from dist_attn.wire.agent_messages import (

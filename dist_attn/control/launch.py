@@ -9,7 +9,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, final
 
-from dist_attn.control.private_folder import PrivateFolder
+from dist_attn.control.processes import PrivateFolder
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import EngineError

@@ -1,5 +1,6 @@
-"""Every open request, and what is sent to its API process."""
+"""Every open request, and what is sent to its API process, or waits here until that takes it."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 from typing import final
@@ -7,7 +8,6 @@ from typing import final
 import numpy as np
 import structlog
 
-from dist_attn.control.outboxes import Outboxes
 from dist_attn.control.requests import Request
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateKeeper
@@ -18,8 +18,59 @@ from dist_attn.wire.sockets import Sent
 
 ROWS_MESSAGE_BYTES = 256 << 10
 SUSPECT = 2  # losses after which it is worked on without others that are suspect too
+# Far above what the steps under way can bring (64 MiB of rows come in 256 messages): only a peer that asks and asks
+# without ever reading gets here.
+MOST_WAITING = 8192
 
 log = structlog.get_logger("dist_attn.control")
+
+
+class Outboxes:
+    """One outbox per peer whose queue is full. `send` hands a message to ZeroMQ and never waits.
+
+    An outbox holds what is already under way for its peer, because nothing new is started for a blocked one, and
+    MOST_WAITING messages at most.
+    """
+
+    def __init__(self, send: Callable[[bytes, AnyMessage], Sent], deadline_s: float) -> None:
+        self._send = send
+        self._deadline_s = deadline_s
+        self._waiting: dict[bytes, deque[AnyMessage]] = {}
+        self._stuck_since: dict[bytes, float] = {}
+
+    def post(self, peer: bytes, message: AnyMessage, now: float) -> Sent:
+        """Send the message, after those that wait: DONE, FULL when it waits too, GONE when the peer is not there.
+
+        A peer whose outbox is full counts as gone too.
+        """
+        waiting = self._waiting.get(peer)
+        if waiting is not None and len(waiting) >= MOST_WAITING:
+            return Sent.GONE
+        sent = self._send(peer, message) if waiting is None else Sent.FULL
+        if sent is Sent.FULL:
+            self._waiting.setdefault(peer, deque()).append(message)
+            self._stuck_since.setdefault(peer, now)
+        return sent
+
+    def blocked(self, peer: bytes) -> bool:
+        """Whether messages wait for this peer."""
+        return peer in self._waiting
+
+    def flush(self, now: float) -> list[bytes]:
+        """Try again; the peers that are gone, or took nothing for `deadline_s`, and whose messages are dropped."""
+        gone = []
+        for peer, waiting in list(self._waiting.items()):
+            sent = Sent.DONE
+            while waiting and sent is Sent.DONE:
+                sent = self._send(peer, waiting[0])
+                if sent is Sent.DONE:
+                    waiting.popleft()
+                    self._stuck_since[peer] = now
+            if sent is Sent.GONE or now - self._stuck_since[peer] > self._deadline_s:
+                gone.append(peer)
+            if not waiting or peer in gone:
+                del self._waiting[peer], self._stuck_since[peer]
+        return gone
 
 
 @final

@@ -1,15 +1,101 @@
-"""Where the ranks of an epoch are: which hosts share them, what each is told, and what of them is cleared away."""
+"""Which agents there are, which hosts share an epoch's ranks, what each is told, and what of them is cleared away."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import structlog
 
-from dist_attn.control.roster import KnownAgent, Roster
 from dist_attn.control.settings import ControlSettings
-from dist_attn.wire.agent_messages import GroupStarted, HostShare, KillGroup, StartGroup, WatchRanks
+from dist_attn.settings import RankTerms
+from dist_attn.wire.agent_messages import AgentHello, GroupStarted, HostShare, KillGroup, StartGroup, WatchRanks
+from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.rank_messages import Ping
 
-__all__ = ["Placement", "shares_of"]
+OF_EACH_HOST = ("keys_dir", "start_deadline_s")  # settings of ranks that the agent of each host knows
+SILENT_S = 5.0  # hellos come every second
 
 log = structlog.get_logger("dist_attn.control")
+
+
+@dataclass
+class KnownAgent:
+    """One agent. Times are monotonic seconds."""
+
+    identity: bytes
+    hello: AgentHello
+    heard_at: float
+    gone: bool = False  # a message had nobody to go to, and it has said nothing since
+
+    def __str__(self) -> str:
+        return f"the agent of {self.hello.name} (pid {self.hello.pid})"
+
+
+class Roster:
+    """Agents by name. `send` hands a message to ZeroMQ; it is false when there is nobody any more."""
+
+    def __init__(self, send: Callable[[bytes, AnyMessage], bool]) -> None:
+        self._send = send
+        self._agents: dict[str, KnownAgent] = {}
+
+    def hello(self, identity: bytes, hello: AgentHello, now: float) -> KnownAgent | None:
+        """An agent says that it is here; the one that it takes the place of, if it does.
+
+        Of two with one name the first has the host's processes, and stays until it dies or falls silent.
+        """
+        before = self._agents.get(hello.name)
+        if before is not None and before.identity == identity:
+            before.hello, before.heard_at, before.gone = hello, now, False
+            return None
+        if before is not None and self._is_here(before, now) and self.tell(hello.name, Ping()):
+            return None
+        self._agents[hello.name] = KnownAgent(identity, hello, now)
+        log.info("agent connected", agent=hello.name, host=hello.host, pid=hello.pid, address=hello.address)
+        return before
+
+    def tell(self, name: str, message: AnyMessage) -> bool:
+        """Send to the agent of a host; false when it is not there."""
+        agent = self._agents.get(name)
+        if agent is None or not self._send(agent.identity, message):
+            if agent is not None:
+                agent.gone = True
+            return False
+        return True
+
+    def name_of(self, identity: bytes) -> str:
+        """The host of an agent; empty for one that is not known, or no longer."""
+        return next((name for name, agent in self._agents.items() if agent.identity == identity), "")
+
+    def get(self, name: str) -> KnownAgent | None:
+        """The agent of a host."""
+        return self._agents.get(name)
+
+    def here(self, now: float) -> list[KnownAgent]:
+        """Those that have been heard lately, those that came first in front."""
+        return [agent for agent in self._agents.values() if self._is_here(agent, now)]
+
+    def choose(self, count: int, before: Iterable[str], now: float) -> list[KnownAgent]:
+        """So many agents for the next group, those of the last one first; none while there are too few."""
+        last = list(before)
+        here = sorted(self.here(now), key=lambda agent: agent.hello.name not in last)
+        return here[:count] if len(here) >= count else []
+
+    def forgive_silence(self, now: float) -> None:
+        """What was not heard while the controller itself was held up says nothing about the agents."""
+        for agent in self._agents.values():
+            agent.heard_at = max(agent.heard_at, now)
+
+    def heard_at(self, identity: bytes) -> float:
+        """When an agent was last heard; 0 for one that never was."""
+        return next((agent.heard_at for agent in self._agents.values() if agent.identity == identity), 0.0)
+
+    def _is_here(self, agent: KnownAgent, now: float) -> bool:
+        return not agent.gone and now - agent.heard_at <= SILENT_S
+
+
+def unreachable(agents: Iterable[KnownAgent]) -> list[str]:
+    """Those that other hosts cannot reach: with an address of their own machine alone, while others have a real one."""
+    loopback = {agent.hello.name: agent.hello.address.startswith("127.") or not agent.hello.address for agent in agents}
+    return [name for name, local in loopback.items() if local] if not all(loopback.values()) else []
 
 
 def shares_of(ranks: int, hosts: int) -> list[int]:
@@ -50,22 +136,9 @@ class Placement:
                 self._start(node, message.rendezvous)
 
     def _start(self, node: int, rendezvous: str) -> None:
-        settings = self._settings
-        start = StartGroup(
-            epoch=self._epoch,
-            engine=self._engine,
-            hosts=self._hosts,
-            node=node,
-            backend=settings.backend,
-            launcher=settings.starts_by,
-            rendezvous=rendezvous,
-            heartbeat_s=settings.heartbeat_s,
-            silence_deadline_s=settings.silence_deadline_s,
-            exchange_deadline_s=settings.exchange_deadline_s,
-            check_finite=settings.check_finite,
-            weights=settings.weights,
-            chunk_tokens=settings.chunk_tokens,
-        )
+        terms = {name: getattr(self._settings, name) for name in RankTerms.model_fields if name not in OF_EACH_HOST}
+        launcher = self._settings.starts_by
+        start = StartGroup(self._epoch, self._engine, self._hosts, node, launcher, terms, rendezvous)
         self._roster.tell(self.names[node], start)
 
     def watch(self, pids: dict[int, int]) -> None:

@@ -1,9 +1,11 @@
-"""The processes of one rank group: how they are started, what they print, how they are watched and killed."""
+"""The processes of one rank group: how they are started and find each other, what they print, how they end."""
 
 import contextlib
+import fcntl
 import os
 import select
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -11,18 +13,13 @@ from collections import deque
 from pathlib import Path
 
 import dist_attn
-from dist_attn.control.host_address import LOOPBACK_INTERFACE, interface_of, listen_on
-from dist_attn.control.private_folder import PrivateFolder
-from dist_attn.control.processes import GROUP_MARK, GroupMark, kill_processes
+from dist_attn.control.processes import GROUP_MARK, GroupMark, PrivateFolder, kill_processes
 from dist_attn.control.settings import ControlSettings, threads_for
+from dist_attn.errors import ConfigError
 from dist_attn.launchers import find_mpiexec
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.settings import RankTerms
-from dist_attn.wire.agent_messages import (
-    StartGroup,
-)
-
-__all__ = ["PassOn", "RankProcesses", "child_environment"]
+from dist_attn.wire.agent_messages import StartGroup
 
 TAIL_BYTES = 8192
 KEPT_BYTES = 1 << 18  # of output that nobody takes yet
@@ -32,6 +29,9 @@ KILL_TIMEOUT_S = 5.0
 # What tells gloo, NCCL, and MPICH's UCX and libfabric the interface on which they listen. The last two are MPI's to
 # choose where it starts ranks on several hosts, whose interfaces may have other names.
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES", "FI_TCP_IFACE")
+SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def child_environment() -> dict[str, str]:
@@ -43,9 +43,9 @@ def child_environment() -> dict[str, str]:
 
 def launch_command(settings: ControlSettings, start: StartGroup, mark: GroupMark, rendezvous: str = "") -> list[str]:
     """The command of one rank, or of mpiexec for all; `settings` are this host's, `rendezvous` is a URL."""
-    terms = {name: getattr(start, name, getattr(settings, name)) for name in RankTerms.model_fields}
+    own = {name: getattr(settings, name) for name in RankTerms.model_fields}
     rank = RankSettings(
-        **terms,
+        **{**own, **start.terms},
         controller=settings.rank_address,
         engine=start.engine,
         epoch=start.epoch,
@@ -112,7 +112,7 @@ class RankProcesses:
         os.set_blocking(self.output, False)
         try:
             self._start(start, launch_command(settings, start, self._mark, url), write_end, listener)
-        except OSError:
+        except (OSError, ConfigError):
             self.kill()
             raise
         finally:
@@ -277,3 +277,45 @@ class PassOn:
         poller = select.poll()
         poller.register(self._descriptor, select.POLLOUT)
         return bool(poller.poll(0))
+
+
+def address_towards(address: str) -> str:
+    """This host's own address on the way to a ZeroMQ address; empty while the way is not known."""
+    scheme, _, place = address.partition("://")
+    if scheme != "tcp":
+        return LOOPBACK
+    host, _, port = place.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))  # nothing is sent: the kernel only looks up the way
+            return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def interface_of(address: str) -> str:
+    """The network interface with an IPv4 address of this host; empty where that cannot be found out."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # an interface without an address
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""
+
+
+def listen_on(address: str) -> socket.socket:
+    """A socket that listens on this address of this host alone, at a port that was free.
+
+    Raises: OSError where the address is not known, none of this host's, or a name that only this host resolves so.
+    """
+    found = socket.gethostbyname(address) if address else ""
+    named_loopback = found.startswith("127.") and found != address  # as in Debian's /etc/hosts
+    if found in ("", "0.0.0.0") or named_loopback:
+        raise OSError(
+            f"the address of this host is {address!r}{f', which is {found} here' if named_loopback else ''}: "
+            "set engine.host_address to one that other hosts reach"
+        )
+    return socket.create_server((found, 0))

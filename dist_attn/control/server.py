@@ -14,17 +14,16 @@ import structlog
 import zmq
 
 from dist_attn.control.controller import Controller
-from dist_attn.control.private_folder import PrivateFolder, remove_left_over
+from dist_attn.control.processes import PrivateFolder, remove_left_over
 from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.state_files import StateFiles
 from dist_attn.errors import ConfigError, WireError
-from dist_attn.rank_link.identities import agent_identity
-from dist_attn.rank_link.logs import say
+from dist_attn.log_lines import say
 from dist_attn.rank_link.tether import parent_is_gone
 from dist_attn.wire.curve import ServerKeys, admit_listed
 from dist_attn.wire.messages import AnyMessage
-from dist_attn.wire.sockets import Router, Sent
+from dist_attn.wire.sockets import Router, Sent, agent_identity
 
 __all__ = ["run_controller"]
 

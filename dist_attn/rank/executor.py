@@ -23,9 +23,8 @@ from dist_attn.ops.finite import checked
 from dist_attn.ops.linear_attention import why_no_library
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
-from dist_attn.rank.sequence_executor import SequenceExecutor
+from dist_attn.rank.sequence_executor import SequenceExecutor, take_counts
 from dist_attn.rank.state_bytes import read_state, snapshot_bytes, state_of_snapshot, state_size, write_state
-from dist_attn.rank_link.guard_tally import GuardTally
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.sharded import CacheKept, ShardedSequenceOps
@@ -285,11 +284,8 @@ class ModelExecutor:
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
-        tally = GuardTally()
-        for watch in (self._watch, self._decode_watch):
-            tally.add(GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded]))
-            watch.clear()
-        return tally.counts()
+        counts = take_counts(self._watch).plus(take_counts(self._decode_watch))
+        return counts if counts.denominators else None
 
     def shut_down(self) -> None:
         """Leave the group."""

@@ -9,14 +9,14 @@ import torch
 
 from dist_attn.errors import EngineError
 from dist_attn.models import TextEncoder
-from dist_attn.ops import FiniteCheck, Watch, watching
-from dist_attn.rank.sequences import read_sequences
+from dist_attn.ops import FiniteCheck, LocalSequenceOps, Watch, current_watch, watching
+from dist_attn.ops.finite import checked
 from dist_attn.rank_link.rows import sequence_length
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import DecodeOp, GuardCounts, OpenOp, PrefillOp, RowPieces, SavedState
 
-__all__ = ["SequenceExecutor"]
+BATCH_TOKENS = 1 << 14
 
 
 @dataclass
@@ -95,12 +95,8 @@ class SequenceExecutor:
 
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
-        watch = self._watch
-        if not watch.denominators:
-            return None
-        counts = GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded])
-        watch.clear()
-        return counts
+        counts = take_counts(self._watch)
+        return counts if counts.denominators else None
 
     def shut_down(self) -> None:
         """Nothing to leave: these ranks exchange nothing."""
@@ -109,3 +105,45 @@ class SequenceExecutor:
         if request not in self._requests:
             raise EngineError(f"request {request} is not open on rank {self._rank}; an OpenOp must come first")
         return self._requests[request]
+
+
+def read_sequences(model: TextEncoder, tokens_L: torch.Tensor, start: int, request: int, spec: RowSpec) -> RowPieces:
+    """The rows in tokens [start, start + L): one per sequence, or one per token of the text.
+
+    `start` is a multiple of the sequence's length; only the end of the text makes a shorter one.
+    """
+    length = len(tokens_L)
+    size = sequence_length(spec, model.config.text_tokens)
+    whole = length - length % size
+    batches = [*tokens_L[:whole].reshape(-1, size).split(max(1, BATCH_TOKENS // size)), tokens_L[whole:][None]]
+    read, at = [], start
+    for batch_BT in batches:
+        if batch_BT.numel():
+            read.append(_rows(model, batch_BT, at, spec))
+            at += batch_BT.numel()
+    vectors_ND = torch.cat(read)
+    step = 1 if spec.granularity == "token" else size
+    starts = range(start, start + length, step)
+    stops = [*starts[1:], start + length]
+    data = vectors_ND.to(device="cpu", dtype=torch.float32).contiguous().numpy().astype("<f4", copy=False).tobytes()
+    return RowPieces(request, list(starts), stops, data)
+
+
+def _rows(model: TextEncoder, text_BT: torch.Tensor, start: int, spec: RowSpec) -> torch.Tensor:
+    watch, ops = current_watch(), LocalSequenceOps()
+    finite = None if watch is None else watch.finite
+    if finite is not None:
+        ahead = len(model.config.prefix)
+        finite.first_tokens = tuple(range(start - ahead, start - ahead + text_BT.numel(), text_BT.shape[1]))
+    h_BLD = model.hidden(model.frame(text_BT), ops if finite is None else checked(ops))
+    if spec.granularity != "token":
+        return model.pool(h_BLD)
+    before = len(model.config.prefix)
+    return h_BLD[:, before : before + text_BT.shape[1]].flatten(0, 1)
+
+
+def take_counts(watch: Watch) -> GuardCounts:
+    """The denominators that were watched since this was asked last."""
+    counts = GuardCounts(watch.denominators, [list(layer) for layer in watch.guarded])
+    watch.clear()
+    return counts

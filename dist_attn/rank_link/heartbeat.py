@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import zmq
 
 from dist_attn.errors import WireError
-from dist_attn.rank_link.identities import beat_identity
-from dist_attn.rank_link.logs import say
+from dist_attn.log_lines import say
+from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.rank_messages import Heartbeat
-from dist_attn.wire.sockets import Dealer
+from dist_attn.wire.sockets import Dealer, beat_identity
 
 __all__ = ["HeartbeatThread", "Pulse"]
 
@@ -52,33 +52,19 @@ def leave(reason: str) -> None:
 
 
 class HeartbeatThread:
-    """Beats until `stop`; calls `on_silence` when the controller has not answered for `silence_deadline_s`.
-
-    Units: seconds.
-    """
+    """Beats until `stop`; calls `on_silence` when the controller has not answered for `settings.silence_deadline_s`."""
 
     def __init__(
         self,
-        address: str,
-        epoch: int,
-        rank: int,
+        settings: RankSettings,
         pulse: Pulse,
-        *,
-        every_s: float,
-        silence_deadline_s: float,
-        on_silence: Callable[[str], None] = leave,
-        engine: str = "",
         keys: ClientKeys | None = None,
+        on_silence: Callable[[str], None] = leave,
     ) -> None:
-        self._address = address
-        self._epoch = epoch
-        self._rank = rank
+        self._settings = settings
         self._pulse = pulse
-        self._every_s = every_s
-        self._silence_deadline_s = silence_deadline_s
-        self._on_silence = on_silence
-        self._engine = engine
         self._keys = keys
+        self._on_silence = on_silence
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -89,20 +75,21 @@ class HeartbeatThread:
     def stop(self) -> None:
         """Beat no more; returns when the thread has ended."""
         self._stopped.set()
-        self._thread.join(timeout=self._every_s + 2)
+        self._thread.join(timeout=self._settings.heartbeat_s + 2)
 
     def _run(self) -> None:
         context = zmq.Context[zmq.Socket[bytes]](1)
-        identity = beat_identity(self._epoch, self._rank, self._engine).decode()
-        with Dealer(context, self._address, identity, self._keys) as dealer:
+        settings = self._settings
+        identity = beat_identity(settings.epoch, settings.rank, settings.engine).decode()
+        with Dealer(context, settings.controller, identity, self._keys) as dealer:
             # Unanswered beats are counted instead of time: when this whole process was held up, nobody was silent.
             unanswered = 0
             while not self._stopped.is_set():
-                if unanswered * self._every_s >= self._silence_deadline_s:
-                    self._on_silence(f"the controller has been silent for {self._silence_deadline_s:g} s")
+                if unanswered * settings.heartbeat_s >= settings.silence_deadline_s:
+                    self._on_silence(f"the controller has been silent for {settings.silence_deadline_s:g} s")
                     return
                 unanswered = self._beat(dealer, unanswered)
-                self._stopped.wait(self._every_s)
+                self._stopped.wait(settings.heartbeat_s)
         context.term()
 
     def _beat(self, dealer: Dealer, unanswered: int) -> int:
@@ -110,17 +97,8 @@ class HeartbeatThread:
         try:
             while dealer.receive() is not None:
                 unanswered = 0
-            dealer.send(
-                Heartbeat(
-                    self._epoch,
-                    self._rank,
-                    pulse.step_done,
-                    pulse.phase,
-                    time.time(),
-                    pulse.progress,
-                    peak_rss_bytes(),
-                )
-            )
+            told = (pulse.step_done, pulse.phase, time.time(), pulse.progress, peak_rss_bytes())
+            dealer.send(Heartbeat(self._settings.epoch, self._settings.rank, *told))
         except WireError:
             # The queue is full because nobody reads: one more beat without an answer.
             pass

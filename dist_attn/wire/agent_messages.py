@@ -2,8 +2,7 @@
 
 import msgspec
 
-from dist_attn.wire.choices import WeightPrecision
-from dist_attn.wire.message import Count, Message, Name
+from dist_attn.wire.specs import Count, Message, Name
 
 __all__ = [
     "AgentHello",
@@ -30,22 +29,17 @@ class StartGroup(Message, frozen=True):
 
     `hosts` are in order of rank, this one is `hosts[node]`. `engine` is the controller's own name: what two controllers
     have started is never taken for one group. Where ranks of several hosts have to find each other, node 0 is asked
-    without a `rendezvous`, answers with one, and the other nodes are given it.
+    without a `rendezvous`, answers with one, and the other nodes are given it. `terms` are the settings that every rank
+    has from the controller, whatever those of its own host say.
     """
 
     epoch: Count
     engine: str
     hosts: list[HostShare]
     node: Count
-    backend: str
     launcher: str
+    terms: dict[str, bool | int | float | str]
     rendezvous: str = ""
-    heartbeat_s: float = 0.5
-    silence_deadline_s: float = 10.0
-    exchange_deadline_s: float = 30.0
-    check_finite: bool = False
-    weights: WeightPrecision = "float32"
-    chunk_tokens: Count = 512  # per rank: how the controller cuts texts
 
     @property
     def ranks(self) -> int:

@@ -33,7 +33,6 @@ from dist_attn.wire.agent_messages import (
     WatchRanks,
 )
 from dist_attn.wire.manifest import Manifest, RestoreReport
-from dist_attn.wire.message import Count, Message, Name
 from dist_attn.wire.rank_messages import (
     Draws,
     GuardCounts,
@@ -46,11 +45,11 @@ from dist_attn.wire.rank_messages import (
     Step,
     StepDone,
 )
+from dist_attn.wire.specs import Count, Message, Name, Terms
+from dist_attn.wire.specs import Progress as Progress
 from dist_attn.wire.specs import RowSpec as RowSpec
 from dist_attn.wire.specs import SamplingSpec as SamplingSpec
 from dist_attn.wire.specs import TokenLogprobs as TokenLogprobs
-from dist_attn.wire.terms import Progress as Progress
-from dist_attn.wire.terms import Terms
 
 PROTOCOL_REVISION = 11  # raised where a message comes to mean something else with the same fields
 MAX_MESSAGE_BYTES = 64 << 20

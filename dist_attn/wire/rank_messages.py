@@ -4,14 +4,14 @@ controller -> rank : StatePart / Step / Shutdown / Ping
 rank -> controller : RankHello / StatePart / Draws / StepDone / Heartbeat / RankFailed
 """
 
+from itertools import zip_longest
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.message import Count, Message
-from dist_attn.wire.specs import RowSpec, SamplingSpec, TokenLogprobs
+from dist_attn.wire.specs import Count, Message, RowSpec, SamplingSpec, TokenLogprobs
 from dist_attn_api.codes import Code
 
 __all__ = [
@@ -168,6 +168,15 @@ class GuardCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     denominators: Count = 0
     guarded: list[list[Count]] = []
+
+    def plus(self, other: "GuardCounts") -> "GuardCounts":
+        """Both together, layer by layer and head by head."""
+        nothing: list[int] = []
+        guarded = [
+            [a + b for a, b in zip_longest(ours, theirs, fillvalue=0)]
+            for ours, theirs in zip_longest(self.guarded, other.guarded, fillvalue=nothing)
+        ]
+        return GuardCounts(self.denominators + other.denominators, guarded)
 
 
 class RankHello(Message, frozen=True):

@@ -1,6 +1,7 @@
 """ZeroMQ sockets for the typed messages: a bounded `Router` that notices dead peers, a `Dealer` with deadlines.
 
 A socket belongs to the thread that made it. Every queue is bounded, every wait has a deadline, and closing never hangs.
+The names of ranks hold the controller's own name and the epoch, which keeps apart ranks of older ones.
 """
 
 from enum import Enum
@@ -12,8 +13,6 @@ import zmq
 from dist_attn.errors import ConfigError, WireError
 from dist_attn.wire.curve import ClientKeys, ServerKeys
 from dist_attn.wire.messages import MAX_MESSAGE_BYTES, AnyMessage, decode, encode
-
-__all__ = ["QUEUE_MESSAGES", "Dealer", "Router", "Sent", "check_address"]
 
 QUEUE_MESSAGES = 256  # per peer and direction; a full queue is reported, never waited for
 IPC_PATH_BYTES = 107  # sockaddr_un.sun_path, without its closing zero
@@ -182,3 +181,18 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.RCVHWM, QUEUE_MESSAGES)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+
+
+def agent_identity(name: str, pid: int) -> bytes:
+    """An agent: its host's name, and its process, so that one that is started again is another one."""
+    return f"agent-{name}-{pid}".encode()
+
+
+def rank_identity(epoch: int, rank: int, engine: str = "") -> bytes:
+    """A rank's main thread, which takes steps."""
+    return f"rank-{engine}-{epoch}-{rank}".encode()
+
+
+def beat_identity(epoch: int, rank: int, engine: str = "") -> bytes:
+    """A rank's heartbeat thread."""
+    return f"beat-{engine}-{epoch}-{rank}".encode()

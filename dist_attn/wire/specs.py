@@ -1,17 +1,27 @@
-"""What is asked of an engine: the rows of an encoding, how tokens are drawn, and what is told about a draw."""
+"""What messages are made of, and what is asked of an engine: rows, how tokens are drawn, how urgent it is."""
 
 import math
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from dist_attn.errors import InputError
-from dist_attn.wire.message import Count
-
-__all__ = ["RowSpec", "SamplingSpec", "TokenLogprobs", "check_sampling"]
 
 _LARGEST = 1 << 53  # as in the messages: whole numbers that every JSON reader keeps exact
+PRIORITIES = ("high", "normal", "low")
+"""The classes, the most urgent first; a message carries the place in this list."""
+MODEL_POOLING = "model"
+DEFAULT_WINDOW = 512
+FIRST_TOKEN = "first"
+# What a decoded message may hold; a value outside is refused as a WireError before anybody counts with it.
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Name = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Base of every message: a frozen, tagged value; unknown fields are refused."""
 
 
 class RowSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -107,3 +117,66 @@ class TokenLogprobs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drawn: float
     top_tokens: list[Count] = []
     top_logprobs: list[float] = []
+
+
+class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Units: seconds from when the message was sent; tokens of the input, None where that is not known yet.
+
+    With `progress` the controller tells how far the input has been read.
+    """
+
+    priority: Annotated[int, Meta(ge=0, lt=len(PRIORITIES))] = 1
+    deadline_s: Annotated[float, Meta(gt=0)] | None = None
+    tokens: Count | None = None
+    progress: bool = False
+
+
+class Progress(Message, frozen=True):
+    """The input has been read up to (not including) position `processed`; only where `Terms.progress` asks for it."""
+
+    request_id: Name
+    processed: Count
+
+
+class RowChoiceError(InputError):
+    """Rows that this model does not give; `option` is the one that asks for them."""
+
+    def __init__(self, message: str, option: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+@dataclass(frozen=True)
+class SequenceReading:
+    """How a text encoder reads: sequences of `text_tokens` at most, each made a vector by a pooling of its own."""
+
+    text_tokens: int
+    pooling: Literal["mean", "first"]
+
+
+def choose_rows(granularity: str, window: int | None, pooling: str | None, reading: SequenceReading | None) -> RowSpec:
+    """The rows of an encoding; None stands for what was left out. `reading` is None of models that read any length.
+
+    Raises: RowChoiceError for rows that this model does not give.
+    """
+    if reading is None:
+        return RowSpec(granularity, window or DEFAULT_WINDOW, pooling or "mean")
+    longest = reading.text_tokens
+    if granularity == "document":
+        raise RowChoiceError(
+            f"granularity=document is not offered by this model, which reads {longest} tokens at once: take window "
+            "for a vector per window; a text that is no longer has its vector in /v1/embeddings",
+            "granularity",
+        )
+    if window is not None and granularity == "window" and window > longest:
+        raise RowChoiceError(f"window={window} is over the {longest} tokens that this model reads at once", "window")
+    if pooling not in (None, reading.pooling):
+        raise RowChoiceError(
+            f"pooling={pooling} is not offered: this model pools by {_in_words(reading.pooling)}; leave it out",
+            "pooling",
+        )
+    return RowSpec(granularity, min(window or DEFAULT_WINDOW, longest), MODEL_POOLING)
+
+
+def _in_words(pooling: str) -> str:
+    return "its first token" if pooling == FIRST_TOKEN else "the mean"

@@ -7,7 +7,7 @@ from typing import Self
 from starlette.requests import Request
 
 from dist_attn.wire.messages import RowSpec
-from dist_attn.wire.row_choice import RowChoiceError, choose_rows
+from dist_attn.wire.specs import RowChoiceError, choose_rows
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.completions.chat import ChatService

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.comm import Rendezvous, open_communicator
-from dist_attn.control.host_address import LOOPBACK_INTERFACE
+from dist_attn.control.ranks import LOOPBACK_INTERFACE
 from dist_attn.errors import CommError, ConfigError, MissingExtraError
 
 VARIABLES = (

@@ -1,10 +1,10 @@
 """Room for one more request: by number, by tokens that are still to be read or drawn, by class."""
 
-from dist_attn.control.admission import refusal
-from dist_attn.control.pace import Pace
+from dist_attn.control.intake import refusal
 from dist_attn.control.requests import Request
+from dist_attn.control.steps import Pace
 from dist_attn.wire.messages import RowSpec, SamplingSpec
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 from tests.support.opening import open_completion, open_encoding
 
 

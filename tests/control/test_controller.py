@@ -7,7 +7,6 @@ import pytest
 
 from dist_attn.control.controller import Controller
 from dist_attn.control.settings import ControlSettings
-from dist_attn.rank_link.identities import beat_identity, rank_identity
 from dist_attn.wire.agent_messages import (
     AgentHello,
     KillGroup,
@@ -41,7 +40,7 @@ from dist_attn.wire.rank_messages import (
     Step,
     StepDone,
 )
-from dist_attn.wire.sockets import Sent
+from dist_attn.wire.sockets import Sent, beat_identity, rank_identity
 from tests.support.opening import open_completion, open_encoding
 from tests.support.states import MemoryStates
 

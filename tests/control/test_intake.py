@@ -6,9 +6,9 @@ import pytest
 from dist_attn.control.answers import Answers
 from dist_attn.control.intake import Intake
 from dist_attn.control.open_requests import OpenRequests
-from dist_attn.control.pace import Pace
 from dist_attn.control.settings import ControlSettings
 from dist_attn.control.states import States
+from dist_attn.control.steps import Pace
 from dist_attn.wire.messages import (
     Accepted,
     BeginState,
@@ -28,7 +28,7 @@ from dist_attn.wire.messages import (
 )
 from dist_attn.wire.rank_messages import Drawn, RankHello, RowPieces, SavedState
 from dist_attn.wire.sockets import Sent
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 from tests.support.opening import open_completion, open_encoding
 from tests.support.states import MemoryStates
 

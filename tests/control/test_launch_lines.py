@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from dist_attn.control.host_address import LOOPBACK_INTERFACE, address_towards, interface_of, listen_on
 from dist_attn.control.processes import GROUP_MARK, GroupMark, group_processes, kill_processes
-from dist_attn.control.ranks import launch_command
+from dist_attn.control.ranks import LOOPBACK_INTERFACE, address_towards, interface_of, launch_command, listen_on
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import ConfigError
 from dist_attn.launchers import find_mpiexec
@@ -23,7 +22,7 @@ MARK = GroupMark("e", 7, "b")
 
 def line(launcher, node=0, backend="gloo", hosts=HOSTS, rendezvous=""):
     """The command without its tether."""
-    start = StartGroup(7, "e", hosts, node, backend, launcher)
+    start = StartGroup(7, "e", hosts, node, launcher, {"backend": backend, "ranks": sum(host.ranks for host in hosts)})
     command = launch_command(SETTINGS, start, MARK, rendezvous)
     return command[command.index(str(os.getpid())) + 1 :]
 

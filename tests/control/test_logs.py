@@ -7,7 +7,7 @@ import textwrap
 WRITER = """
 import sys
 import structlog
-from dist_attn.rank_link.logs import configure_logs, say
+from dist_attn.log_lines import configure_logs, say
 
 class Pieces:
     def __init__(self): self.written = []

@@ -1,6 +1,6 @@
 """Outboxes: order is kept, a peer that never reads is given up, and memory is bounded."""
 
-from dist_attn.control.outboxes import MOST_WAITING, Outboxes
+from dist_attn.control.open_requests import MOST_WAITING, Outboxes
 from dist_attn.wire.messages import Accepted
 from dist_attn.wire.sockets import Sent
 

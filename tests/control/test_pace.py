@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_attn.control.pace import Pace
+from dist_attn.control.steps import Pace
 
 
 def test_the_first_step_is_believed_and_later_ones_move_it():

@@ -2,8 +2,7 @@
 
 import pytest
 
-from dist_attn.control.scheduler import admitted
-from dist_attn.control.views import Limits, RequestView, View
+from dist_attn.control.scheduler import Limits, RequestView, View, admitted
 
 
 def reading(request, **fields):

@@ -129,7 +129,9 @@ def test_the_search_for_nan_reaches_the_ranks(check):
     flags = ["--api-address=ipc:///tmp/a", "--model=m"]
     settings = ControlSettings.from_flags(flags, "x", environment)
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").check_finite is check
-    start = StartGroup(1, "", [HostShare("", 1)], 0, "local", "direct", check_finite=settings.check_finite)
+    start = StartGroup(
+        1, "", [HostShare("", 1)], 0, "direct", {"backend": "local", "check_finite": settings.check_finite}
+    )
     command = launch_command(settings, start, GroupMark("", 1, "a"))
     own = command[command.index("dist_attn.rank") + 1 :]
     assert RankSettings.from_flags(own).check_finite is check
@@ -141,6 +143,6 @@ def test_the_precision_of_weights_reaches_the_ranks(weights):
     flags = ["--api-address=ipc:///tmp/a", "--model=m"]
     settings = ControlSettings.from_flags(flags, "x", {"DIST_ATTN_ENGINE__WEIGHTS": weights})
     assert ControlSettings.from_flags([*settings.to_flags(), "--parent=1"], "x").weights == weights
-    start = StartGroup(1, "", [HostShare("", 1)], 0, "local", "direct", weights=settings.weights)
+    start = StartGroup(1, "", [HostShare("", 1)], 0, "direct", {"backend": "local", "weights": settings.weights})
     command = launch_command(settings, start, GroupMark("", 1, "a"))
     assert RankSettings.from_flags(command[command.index("dist_attn.rank") + 1 :]).weights == weights

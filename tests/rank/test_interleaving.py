@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from dist_attn.rank.interleaving import Decoding
-from dist_attn.rank.worker import ReceivedStates, perform
+from dist_attn.rank.worker import Decoding, ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, DecodeOp, Drawn, Draws, OpenOp, PrefillOp, RequestFault, Step

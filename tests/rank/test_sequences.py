@@ -10,7 +10,7 @@ import torch
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.commands.encode_file import Encoding, encode_file
-from dist_attn.control.admission import misfit
+from dist_attn.control.intake import misfit
 from dist_attn.control.scheduler import Limits, RequestView, View, plan, split
 from dist_attn.errors import EngineError, InputError
 from dist_attn.models import TextEncoder, TextEncoderConfig, build_model
@@ -19,7 +19,7 @@ from dist_attn.rank_link.rows import RowAssembler, sequence_length
 from dist_attn.text import ByteTokeniser
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeOp, OpenOp, PrefillOp, RankHello
-from dist_attn.wire.row_choice import RowChoiceError, SequenceReading, choose_rows
+from dist_attn.wire.specs import RowChoiceError, SequenceReading, choose_rows
 from tests.support.closeness import assert_close
 
 TEXT_TOKENS, DIM = 14, 16

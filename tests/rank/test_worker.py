@@ -10,7 +10,6 @@ import zmq
 
 from dist_attn.control.ranks import child_environment
 from dist_attn.errors import ConfigError
-from dist_attn.rank_link.identities import beat_identity, rank_identity
 from dist_attn.rank_link.rank_settings import RankSettings, rank_from_environment
 from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import (
@@ -28,7 +27,7 @@ from dist_attn.wire.rank_messages import (
     Step,
     StepDone,
 )
-from dist_attn.wire.sockets import Router
+from dist_attn.wire.sockets import Router, beat_identity, rank_identity
 from tests.support.fake_rank import RAISE, fake_hidden, fake_next
 
 EPOCH = 3

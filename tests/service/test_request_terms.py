@@ -6,7 +6,7 @@ import httpx
 import pytest
 from dist_attn_service.base.parsing import DeadlineExceeded, RequestTerms
 
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 from tests.service.test_chat import templated
 from tests.support.fake_engine import FakeEngine
 from tests.support.opening import is_completion, is_encoding, is_session

@@ -32,7 +32,7 @@ from dist_attn.wire.messages import (
     StateCredit,
     Tokens,
 )
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 from tests.support.begun import begin_completion, begin_encoding, begin_session
 from tests.support.fake_engine import FakeEngine, fake_controller, row_vector
 from tests.support.fake_sessions import MANIFEST

@@ -6,7 +6,7 @@ from dist_attn_service.engine.port import EnginePort, OpenStreams
 from dist_attn_service.engine.stream import EngineStream
 
 from dist_attn.wire.messages import AnyMessage, BeginState, Keep, OpenWork, RowSpec, SamplingSpec
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 
 Post = Callable[[AnyMessage], None]
 Opener = EnginePort | OpenStreams

@@ -3,7 +3,7 @@
 from typing import TypeGuard
 
 from dist_attn.wire.messages import AnyMessage, BeginState, Keep, OpenWork, RowSpec, SamplingSpec
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 
 
 def open_encoding(name: str, rows: RowSpec, terms: Terms = Terms()) -> AnyMessage:  # noqa: B008 - immutable

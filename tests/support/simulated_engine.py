@@ -11,7 +11,6 @@ from dist_attn.control.controller import Controller
 from dist_attn.control.settings import ControlSettings
 from dist_attn.rank.worker import ReceivedStates, perform
 from dist_attn.rank_link.heartbeat import Pulse
-from dist_attn.rank_link.identities import rank_identity
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.agent_messages import AgentHello, GroupExited, KillGroup, StartGroup
 from dist_attn.wire.messages import (
@@ -33,7 +32,7 @@ from dist_attn.wire.messages import (
 )
 from dist_attn.wire.rank_messages import DecodeOp, Draws, RankFailed, RankHello, StatePart, Step
 from dist_attn.wire.snapshot import largest_snapshot
-from dist_attn.wire.sockets import Sent
+from dist_attn.wire.sockets import Sent, rank_identity
 from tests.support.fake_rank import DIE, FakeExecutor, fake_manifest, fake_snapshot
 from tests.support.states import MemoryStates
 

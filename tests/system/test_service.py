@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 
-from dist_attn.control.private_folder import PREFIX
+from dist_attn.control.processes import PREFIX
 from dist_attn_client import Client
 from tests.support.served import Served, served
 from tests.support.source_path import SOURCE_PATH

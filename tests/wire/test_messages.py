@@ -25,7 +25,7 @@ from dist_attn.wire.messages import (
     decode,
     encode,
 )
-from dist_attn.wire.terms import Terms
+from dist_attn.wire.specs import Terms
 
 KINDS = typing.get_args(AnyMessage)
 FIELDS = sorted({field for kind in KINDS for field in kind.__struct_fields__})
@@ -90,7 +90,9 @@ EXAMPLES = [
     ),
     ranks.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
     ranks.RankFailed(1, 0, 2, "why"),
-    wire.StartGroup(1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "gloo", "direct", "a:1"),
+    wire.StartGroup(
+        1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "direct", {"backend": "gloo"}, "a:1"
+    ),
     wire.WatchRanks(1, 2, [77, 78]),
     wire.KillGroup(1, "e", [77]),
     wire.StopAgent(),

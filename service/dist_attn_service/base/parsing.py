@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
-from dist_attn.wire.terms import PRIORITIES, Terms
+from dist_attn.wire.specs import PRIORITIES, Terms
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.schemas.drawing import DrawingOptions, StreamOptions

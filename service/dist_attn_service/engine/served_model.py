@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.wire.row_choice import SequenceReading
+from dist_attn.wire.specs import SequenceReading
 
 __all__ = ["ServedModel"]
 

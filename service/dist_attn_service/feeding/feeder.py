@@ -24,8 +24,8 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["Feeder"]
 
 BUSY_SECONDS = 5.0  # for another process to let go of the session
-BUSY_LOOK_SECONDS = 0.1
-LOOK_SECONDS = 0.5
+BUSY_POLL_SECONDS = 0.1
+POLL_SECONDS = 0.5
 CHARACTER_BYTES = 4
 
 
@@ -69,7 +69,7 @@ class Feeder:
             except ServiceError as error:
                 if error.code is not Code.SESSION_BUSY or time.monotonic() > until:
                     raise
-            await asyncio.sleep(BUSY_LOOK_SECONDS)
+            await asyncio.sleep(BUSY_POLL_SECONDS)
 
     async def _feed(self, feed: Feed, writer: SessionWriter) -> None:
         await self._context.watch.until_ready()
@@ -125,7 +125,7 @@ class Feeder:
                 if feed.abandoned:
                     feed.leaving = True
                     raise ClientGone
-                await feed.changed(LOOK_SECONDS)
+                await feed.changed(POLL_SECONDS)
                 continue
             stop = min(feed.size, at + self._context.settings.piece_bytes)
             async with contextlib.aclosing(self._shelf.read_bytes(feed.segments, at, stop)) as pieces:
