@@ -82,7 +82,7 @@ class SentTokens:
     again, if there is a `memory` for them.
     """
 
-    def __init__(self, start: int, memory: GivenMemory | None, message_tokens: int) -> None:
+    def __init__(self, start: int, memory: GivenMemory | None, message_tokens: int, send: Send) -> None:
         self.sent = start
         """The position after the last one."""
         self.final = False
@@ -91,6 +91,7 @@ class SentTokens:
         """Whether they wait for another controller."""
         self._given = None if memory is None else GivenTokens(memory)
         self._message_tokens = message_tokens
+        self._send = send
         self._again: int | None = None  # how many the next controller has got of those that were sent
 
     @property
@@ -113,21 +114,21 @@ class SentTokens:
         if self._given is not None:
             self._given.let_go()
 
-    def push(self, data: bytes, send: Send, *, final: bool) -> None:
+    def push(self, data: bytes, *, final: bool) -> None:
         """The next ones, for which there is room; `final` marks the end."""
         self.remember(data)
         if not (self.held or self._again is not None):  # else they go with what is sent again
-            send(self.sent, data, final)
+            self._send(self.sent, data, final)
         self.sent += len(data) // TOKEN_BYTES
         self.final = self.final or final
 
-    def grant(self, upto: int, send: Send) -> None:
+    def grant(self, upto: int) -> None:
         """There is credit up to this position.
 
         Raises: EngineFailure as `send_again`.
         """
         self.credit = upto
-        self.send_again(send)
+        self.send_again()
 
     def hold(self) -> None:
         """Wait for another controller."""
@@ -142,7 +143,7 @@ class SentTokens:
         self._require_whole()
         self._again = 0 if self.sent or self.final else None
 
-    def send_again(self, send: Send) -> None:
+    def send_again(self) -> None:
         """Send as many of those that were sent before as there is credit for.
 
         Raises: EngineFailure when there was no memory for them.
@@ -153,7 +154,7 @@ class SentTokens:
             if stop <= at < self.sent:
                 return
             last = stop == self.sent
-            send(at, given.between(at, stop), last and self.final)
+            self._send(at, given.between(at, stop), last and self.final)
             self._again = None if last else stop
 
     def _require_whole(self) -> GivenTokens:

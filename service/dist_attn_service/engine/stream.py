@@ -3,9 +3,9 @@
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import msgspec
 import numpy as np
@@ -55,7 +55,7 @@ class StreamLimits:
 
 
 @final
-class EngineStream:
+class EngineStream(AbstractContextManager["EngineStream"]):
     """The API's end of one request. Use it as a context manager: leaving it early cancels the work.
 
     1. `restore` sends the state to begin with, if there is one; 2. `send` the tokens, at the end with `final=True` (if
@@ -86,9 +86,8 @@ class EngineStream:
         self._limits = limits
         self._opened_at = self._heard = time.monotonic()
         self._inbox = Inbox(limits.inbox_hard_bytes)
-        self._tokens = SentTokens(
-            work.begin.position if work.begin else 0, None if work.keep.end else memory, limits.message_tokens
-        )
+        start = work.begin.position if work.begin else 0
+        self._tokens = SentTokens(start, None if work.keep.end else memory, limits.message_tokens, self._send_tokens)
         self._accepted = False
         self._restored = False
         self._drawn = False  # the last token of a completion has come
@@ -103,12 +102,7 @@ class EngineStream:
         self._closed = False
         self._changed = Changes()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
@@ -161,7 +155,7 @@ class EngineStream:
         """Raises: ServiceError for what ends the request."""
         match message:
             case Credit(upto=upto):
-                self._tokens.grant(upto, self._send_tokens)
+                self._tokens.grant(upto)
             case Failed(code=Code.STOPPING) if self.hold():
                 pass  # the controller ends: the next one goes on
             case Failed(code=code, message=text, retry_after_s=wait):
@@ -240,7 +234,7 @@ class EngineStream:
         self._post(work)
         self.trace.told("another controller")
         if not self.sent:
-            self._tokens.send_again(self._send_tokens)
+            self._tokens.send_again()
         self._changed.notify()
 
     def stands_for(self, tokens: TokenArray) -> None:
@@ -284,7 +278,7 @@ class EngineStream:
 
     def _send_now(self, payload: bytes, *, final: bool) -> None:
         self._check()
-        self._tokens.push(payload, self._send_tokens, final=final)
+        self._tokens.push(payload, final=final)
         if final:
             self._heard = time.monotonic()
             self._changed.notify()

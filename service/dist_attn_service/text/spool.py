@@ -5,8 +5,8 @@ import os
 import tempfile
 from collections import deque
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from dist_attn_service.base.errors import Code, ServiceError
@@ -74,7 +74,7 @@ class _Segment:
             self._file.close()
 
 
-class Spool:
+class Spool(AbstractContextManager["Spool"]):
     """Bytes in, the same bytes out. One task puts, one task reads; whatever is left is dropped at close.
 
     Order: `_head` in memory is older than the files, which are older than `_tail`. Disk work runs in a
@@ -99,12 +99,7 @@ class Spool:
         self._changed = Changes()
         self.spilled = 0
 
-    def __enter__(self) -> "Spool":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
