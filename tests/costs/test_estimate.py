@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dist_attn_service.encodings.encoding_run import RowBlock, format_rows
+from dist_attn_service.encodings.encoding_run import RowBlock
+from dist_attn_service.encodings.formats import format_rows
 
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.costs import LanguageModelCosts, Link, Rates, estimate, output_bytes, read_model_costs

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.floats import shortest_float32
-from dist_attn_service.encodings.encoding_run import ByteOffsets, format_rows, row_block
+from dist_attn_service.encodings.encoding_run import ByteOffsets, row_block
+from dist_attn_service.encodings.formats import format_rows
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -23,6 +23,9 @@ from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
 M = TypeVar("M", bound=BaseModel)
 DEFAULT_MAX_TOKENS = 16
 MOST_KEYS = 1024  # of an object in a request
+PRIORITY_HEADER, DEADLINE_HEADER = "x-request-priority", "x-request-deadline"
+NORMAL = PRIORITIES.index("normal")
+MOST_SECONDS = 30 * 86_400.0
 
 
 def parse_json(data: bytes, kind: type[M]) -> M:
@@ -210,11 +213,6 @@ def utf8(text: str, where: str, name: str) -> bytes:
 
 def _names(kind: type[BaseModel]) -> set[str]:
     return set(kind.model_fields).union(*(inner.model_fields for inner in (StreamOptions, NeutralMessage)))
-
-
-PRIORITY_HEADER, DEADLINE_HEADER = "x-request-priority", "x-request-deadline"
-NORMAL = PRIORITIES.index("normal")
-MOST_SECONDS = 30 * 86_400.0
 
 
 class DeadlineExceeded(ServiceError):

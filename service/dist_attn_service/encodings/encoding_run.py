@@ -11,24 +11,12 @@ import numpy.typing as npt
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import Rows, RowSpec
 from dist_attn_service.base.errors import EngineFailure
-from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.engine.run import EngineRun
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
 
 FLOATS_PER_CALL = 1 << 15  # about 4 ms of formatting: other threads get their turn
-
-
-class RowLine(msgspec.Struct):
-    """One line of the answer; ranges are in tokens and bytes of the input, stops exclusive."""
-
-    index: int
-    start: int
-    stop: int
-    byte_start: int
-    byte_stop: int
-    embedding: list[float]
 
 
 @dataclass(frozen=True)
@@ -122,21 +110,6 @@ class ByteOffsets:
         raise EngineFailure(f"the engine sent a row that ends at token {stop}, which no row was asked to do")
 
 
-def format_rows(block: RowBlock) -> bytes:
-    """The rows as lines of NDJSON."""
-    values = shortest_float32(block.vectors_ND).tolist()
-    lines = [
-        RowLine(index, start, stop, begin, end, vector)
-        for index, ((start, stop, begin, end), vector) in enumerate(
-            zip(block.ranges_N4.tolist(), values, strict=True), block.first_row
-        )
-    ]
-    return msgspec.json.Encoder().encode_lines(lines)
-
-
-Sink = Callable[[RowBlock], Awaitable[None]]
-
-
 def count_rows(spec: RowSpec, tokens: int) -> int:
     """How many rows a document of so many tokens has."""
     match spec.granularity:
@@ -160,6 +133,7 @@ class RunPoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mark: TextMark = TextMark()
 
 
+Sink = Callable[[RowBlock], Awaitable[None]]
 Keep = Callable[[RunPoint, AsyncIterator[bytes]], Awaitable[None]]
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from dist_attn.errors import MissingExtraError, extra_hint
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure, ServiceError
-from dist_attn_service.encodings.encoding_run import RowBlock, format_rows
+from dist_attn_service.base.floats import shortest_float32
+from dist_attn_service.encodings.encoding_run import RowBlock
 from dist_attn_service.schemas.completions import EncodingSummary
 
 
@@ -56,6 +57,29 @@ class RowFormat(ABC):
     @abstractmethod
     def failed(self, error: ServiceError) -> bytes:
         """The bytes behind the last row of one that is not, in their place."""
+
+
+class RowLine(msgspec.Struct):
+    """One line of the answer; ranges are in tokens and bytes of the input, stops exclusive."""
+
+    index: int
+    start: int
+    stop: int
+    byte_start: int
+    byte_stop: int
+    embedding: list[float]
+
+
+def format_rows(block: RowBlock) -> bytes:
+    """The rows as lines of NDJSON."""
+    values = shortest_float32(block.vectors_ND).tolist()
+    lines = [
+        RowLine(index, start, stop, begin, end, vector)
+        for index, ((start, stop, begin, end), vector) in enumerate(
+            zip(block.ranges_N4.tolist(), values, strict=True), block.first_row
+        )
+    ]
+    return msgspec.json.Encoder().encode_lines(lines)
 
 
 @final

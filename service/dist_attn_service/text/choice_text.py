@@ -15,6 +15,9 @@ from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.schemas.completions import ChoiceLogprobs
 from dist_attn_service.text.tokenising import TokeniserPort
 
+FinishReason = Literal["stop", "length"]
+LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
+
 
 class StopScanner:
     """Lets text through up to the first stop string; the result does not depend on where the pieces are cut.
@@ -55,10 +58,6 @@ def _overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:length]):
             return length
     return 0
-
-
-FinishReason = Literal["stop", "length"]
-LOWEST = -9999.0  # JSON has no minus infinity; OpenAI sends this in its place
 
 
 @dataclass(frozen=True)
