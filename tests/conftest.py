@@ -4,6 +4,7 @@ import os
 import ssl
 import tempfile
 from functools import cache
+from pathlib import Path
 
 # Before torch is imported anywhere: two test processes share the cores, and rank processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,6 +25,8 @@ from tests.support.mpi import why_no_mpi
 for profile, count in (("some", 20), ("full", 100)):
     settings.register_profile(profile, max_examples=count, deadline=None, derandomize=True, database=None)
 settings.load_profile("some")
+
+SYSTEM = Path(__file__).parent / "system"
 
 # Every client of httpx reads a hundred certificates for itself, which takes longer than most requests of the tests.
 ssl.create_default_context = cache(ssl.create_default_context)
@@ -48,10 +51,13 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU or an MPI launcher that is not here."""
+@pytest.hookimpl(tryfirst=True)  # before it is chosen by marks
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Skip what needs a GPU or an MPI launcher that is not here; what starts launchers, browsers or systems is slow."""
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
         if item.get_closest_marker("mpi") and (lack := why_no_mpi()):
             item.add_marker(pytest.mark.skip(reason=lack))
+        if item.get_closest_marker("mpi") or "browser" in item.fixturenames or SYSTEM in item.path.parents:
+            item.add_marker("slow")

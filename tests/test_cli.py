@@ -62,6 +62,7 @@ def run(place, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.slow
 def test_encode_says_what_to_do_with_a_pdf(run, place: Path) -> None:
     """Before a model is loaded, in one line; from a pipe its bytes are read as they are."""
     (place / "book.pdf").write_bytes(b"%PDF-1.7 " + b"x" * 100)
@@ -90,6 +91,7 @@ def _bounded(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
     """Two processes under torchrun write the rows of one process, and one report, with every field of the contract."""
     torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "-m", "dist_attn"]
@@ -111,6 +113,7 @@ def test_ranks_of_torchrun_give_the_rows_of_one(place, run):
     np.testing.assert_allclose(rows[1], rows[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_missing_file_is_said_once_whatever_the_number_of_processes(place):
     """A process of its own exits with 2 and exactly one line; under torchrun one rank of two says it, and all end."""
     arguments = ["dist_attn", "encode", "nope.txt", "--out", "no.npy", "--model", "tiny"]
@@ -125,6 +128,7 @@ def test_a_missing_file_is_said_once_whatever_the_number_of_processes(place):
     assert not list(place.glob("*no.npy*"))
 
 
+@pytest.mark.slow
 def test_an_encoding_that_is_asked_to_end_leaves_nothing_behind(place):
     """SIGTERM, which torchrun sends to the ranks that are left, ends the work without half-written rows."""
     os.mkfifo(place / "endless")
@@ -143,6 +147,7 @@ def test_an_encoding_that_is_asked_to_end_leaves_nothing_behind(place):
     (place / "endless").unlink()
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error(place):
     """A stream that is cut off by its reader, as by `| head`, ends quietly with code 0."""
     command = ["dist_attn", "generate", "--model", "tiny", "--prompt", "It", "--max-tokens", "100000"]
@@ -206,6 +211,7 @@ def test_an_evaluation_is_one_line_of_json(run):
     assert windows["bits_per_byte"] != report["bits_per_byte"]
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on(place, run):
     """A training that is killed with SIGKILL goes on with --resume, and leaves a model that loads."""
     sets = ("folder=killed", "steps=200", "log_every=1", "checkpoint_every=5")

@@ -19,6 +19,8 @@ from dist_attn.wire.messages import SamplingSpec  # noqa: E402
 from tests.support.models import small_config, small_model, write_small_folder  # noqa: E402
 from tests.support.tokenisers import PROSE, small_bpe  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["rfa_gate", "softmax"]
 
 

@@ -12,6 +12,7 @@ def test_the_rank_that_is_idle_most_counts():
     assert Stretch(10.0, (9.5, 8.0)).idle_share == pytest.approx(0.2)
 
 
+@pytest.mark.slow
 def test_a_service_at_work(tmp_path, monkeypatch):
     """A service of its own that reads two documents has a rank that is at work."""
     monkeypatch.setattr(busy_ranks, "MODEL", str(write_small_folder(tmp_path / "model")))

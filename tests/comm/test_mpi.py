@@ -21,7 +21,7 @@ from tests.support.models import write_small_folder
 from tests.support.mpi import finish, kill_family, run_mpi, start_under_mpiexec
 from tests.support.tokenisers import PROSE
 
-pytestmark = [pytest.mark.mpi, pytest.mark.slow]
+pytestmark = pytest.mark.mpi
 
 DEADLINE_S = 90.0
 

@@ -87,6 +87,7 @@ print("listens on", *listening)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["torchrun", "file", "tcp", "tcp with its socket"])
 def test_ranks_join_over_gloo(place: str, tmp_path: Path) -> None:
     """Processes with torchrun's environment, or told where to meet, find each other, and a group they opened is gone

@@ -21,6 +21,8 @@ from tests.support.closeness import assert_close
 from tests.support.hugging_face import change_config
 from tests.support.sentence_encoders import MAX_TOKENS, TEXTS, sentence_transformer, write_sentence_encoder
 
+pytestmark = pytest.mark.slow
+
 SHAPES: dict[str, dict[str, Any]] = {
     "MiniLM": {},
     "class token, not normalised": {"pooling": "cls", "normalise": False},

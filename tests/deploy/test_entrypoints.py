@@ -24,7 +24,7 @@ from tests.support.waiting import eventually
 ROOT = Path(__file__).resolve().parents[2]
 API, ENGINE = (read_dockerfile(ROOT / f"deploy/Dockerfile.{name}") for name in ("api", "engine"))
 START_SECONDS = 90.0
-FORMS = ["image", pytest.param("compose", marks=pytest.mark.slow)]
+FORMS = ["image", "compose"]
 
 
 def local(command: list[str], python: Path | str, **flags: str) -> list[str]:
@@ -67,6 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_serve_and_stop(form: str, model: Path, tmp_path: Path) -> None:
     """Both pass their health checks, serve, leave files in their data folder alone, and end with 0 on SIGTERM."""

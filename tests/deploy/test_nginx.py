@@ -19,6 +19,8 @@ from tests.support.raw_http import CHUNKED, LAST_CHUNK, TEXT, Answer, chunk, hea
 from tests.support.service_server import RunningService, running_service
 from tests.support.waiting import eventually
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).resolve().parents[2] / "deploy/nginx/nginx.conf"
 ROUTE = "/v1/encodings"
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/bin:/usr/local/sbin:/usr/local/bin:/sbin:/bin")

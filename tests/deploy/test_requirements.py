@@ -42,6 +42,7 @@ def test_the_list_is_what_the_source_needs() -> None:
     assert not listed - needed, f"not needed in {REQUIREMENTS.name}: {sorted(listed - needed)}"
 
 
+@pytest.mark.slow
 def test_the_app_loads_with_nothing_but_the_list(tmp_path: Path) -> None:
     """In an environment that holds the listed packages alone, the app is imported, and torch cannot be."""
     python = make_image_environment(tmp_path / "venv")

@@ -58,7 +58,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
                 ".venv/bin/python examples": "it takes minutes; tests/examples/test_examples.py trains less",
             },
             instead={"--max-tokens 100": "--max-tokens 5"},
-            slow=True,
         ),
         Run("python", instead={"100_000": "1_000"}),
         DRAWING,
@@ -88,10 +87,9 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
             "shell",
             before="pythia",
             leave={"dist-attn train": "its file is the next block, of which more has to be filled in"},
-            slow=True,
         ),
         Run("section", of="run"),
-        Run("shell", before="minilm", slow=True),
+        Run("shell", before="minilm"),
         Elsewhere("tests/test_hf.py"),
     ),
     "docs/decisions/README.md": (Not("a form to be copied"),),
@@ -125,7 +123,6 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
                 "run.steps=200": "run.steps=1 --set data.batch=1 --set data.segment=32",
                 "--max-tokens 50": "--max-tokens 3",
             },
-            slow=True,
         ),
     ),
     "docs/how-to/secure.md": (
@@ -174,7 +171,7 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
         Run("settings", instead={'"…"': f'"{"0" * 64}"'}),
         Run("settings"),
     ),
-    "docs/measurements/shipped-models.md": (Run("shell", slow=True),),
+    "docs/measurements/shipped-models.md": (Run("shell"),),
     "docs/state.md": (
         Run(
             "python",

@@ -50,13 +50,12 @@ class Run:
     instead: Mapping[str, str] = field(default_factory=dict)
     leave: Mapping[str, str] = field(default_factory=dict)
     says: tuple[str, ...] = ()
-    slow: bool = False
 
     @property
     def words(self) -> str:
         """A line for people."""
         left = "; ".join(f"not {command!r}: {reason}" for command, reason in self.leave.items())
-        return f"run ({self.how}{', slow' if self.slow else ''})" + (f"; {left}" if left else "")
+        return f"run ({self.how})" + (f"; {left}" if left else "")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tests.support.service_server import RunningService, model_folder, running_s
 
 ALL = {page.relative_to(ROOT).as_posix(): blocks_of(page) for page in pages()}
 RUN = [
-    pytest.param(block, treatment, id=block.name, marks=[pytest.mark.slow] if treatment.slow else [])
+    pytest.param(block, treatment, id=block.name, marks=[pytest.mark.slow] if treatment.how == "shell" else [])
     for page, blocks in ALL.items()
     for block, treatment in zip(blocks, BLOCKS.get(page, ()), strict=False)
     if isinstance(treatment, Run)

@@ -55,6 +55,7 @@ def _command(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_keeps_the_contract(site: Path) -> None:
     """The page's test of the page's mixer passes."""
     _install(site, KIND, MIXER)
@@ -95,6 +96,7 @@ def _refusal(kind: str) -> str:
     return done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_kinds_that_cannot_be_had_are_refused(site: Path) -> None:
     """A kind that nobody offers, two packages offer, or is built in, and a module that fails, are refused by name."""
     assert f"there is no mixer of kind '{KIND}'; there are bidirectional, convolution" in _refusal(KIND)
@@ -112,6 +114,7 @@ def test_kinds_that_cannot_be_had_are_refused(site: Path) -> None:
     assert "the package broken offers the mixer 'abacus', but broken does not register that kind" in _refusal("abacus")
 
 
+@pytest.mark.slow
 def test_a_configuration_without_costs_is_refused(site: Path) -> None:
     """A class that lacks what a mixer must say, or names no kind, is refused where it is registered."""
     without = re.sub(r"    def state_bytes.*?(?=    def traffic)", "", MIXER, count=1, flags=re.DOTALL)

@@ -19,7 +19,6 @@ from tests.support.waiting import eventually
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
 
 BOOK = Path(__file__).parents[2] / "data/books/moby_dick.txt"
 LONG_MS = 600_000

@@ -128,6 +128,7 @@ def over_processes(comm: Communicator):
     return [on_a_rank(comm, exchange, "both") for exchange in OVER_PROCESSES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
 def test_over_processes(kind: Kind) -> None:
     """Real processes give for every exchange what simulated ranks give, bit for bit but where MPI scans itself."""

@@ -3,7 +3,6 @@
 import asyncio
 
 import httpx
-import pytest
 
 from tests.support.served import served
 from tests.support.streams import Stream
@@ -16,7 +15,6 @@ STREAMS = (
 )
 
 
-@pytest.mark.slow
 def test_streams_have_the_same_bits_when_the_controller_is_killed(tmp_path):
     """Rows and drawn text are those of a run in peace, over the same connections, without an error."""
     with served(tmp_path) as whole:

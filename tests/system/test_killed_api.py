@@ -18,8 +18,6 @@ from tests.support.service_process import running_process
 from tests.support.sessions import SessionClient
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
-
 SECONDS = 120.0
 DATA = np.random.default_rng(3).integers(97, 123, 24_000).astype(np.uint8).tobytes()
 

@@ -12,7 +12,6 @@ from tests.system.openai_clients import VERSIONS, CannotInstall, make_environmen
 KEY = "a-key"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_version_of_the_official_client(version: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Models, completions, streams over pings, embeddings and errors, with a key, over connections that are kept."""

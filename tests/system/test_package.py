@@ -67,7 +67,6 @@ def modules_of(folder: str) -> set[str]:
     return {path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*.py")}
 
 
-@pytest.mark.slow
 def test_wheel_and_sdist_carry_all_that_is_needed(packages: Path) -> None:
     """Models, types and licence are in both, tests and caches in neither."""
     (wheel,), (sdist,) = packages.glob("*.whl"), packages.glob("*.tar.gz")
@@ -90,7 +89,6 @@ def test_wheel_and_sdist_carry_all_that_is_needed(packages: Path) -> None:
     }
 
 
-@pytest.mark.slow
 def test_the_client_is_a_wheel_of_its_own(client_packages: Path) -> None:
     """It holds the two packages that need no torch, with types and licence, and requires three others."""
     (wheel,), (_,) = client_packages.glob("*.whl"), client_packages.glob("*.tar.gz")
@@ -107,7 +105,6 @@ def test_the_client_is_a_wheel_of_its_own(client_packages: Path) -> None:
     assert set(needed) <= set(main), "the main distribution carries the client, so it requires what the client does"
 
 
-@pytest.mark.slow
 def test_the_wheel_works_without_the_repository(packages: Path, tmp_path: Path) -> None:
     """In an environment and a folder of its own `dist-attn encode FILE` gives rows, with its own copy of the model."""
     venv.create(tmp_path / "venv", with_pip=False, symlinks=True)

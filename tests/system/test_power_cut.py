@@ -18,7 +18,6 @@ from tests.support.service_process import running_process
 from tests.support.sessions import SessionClient
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
 EXT4_IOC_SHUTDOWN, NO_LOG_FLUSH = 0x8004587D, 2  # linux/ext4.h
 TEXT = b"The whale went down, and the ship went on towards the south, as she had done all day. " * 140
 SECONDS = 120.0

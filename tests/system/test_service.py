@@ -23,8 +23,6 @@ from tests.support.served import Served, served
 from tests.support.source_path import SOURCE_PATH
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
-
 KEY = "the-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 SECONDS = 60.0

@@ -13,8 +13,6 @@ from tests.support.models import write_small_folder
 from tests.support.session_processes import Api, api_process, engine
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
-
 TEXT = b"".join(b"Line %d of a text that is read while it is sent. " % n for n in range(400))
 GRID = 1024
 

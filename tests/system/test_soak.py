@@ -45,7 +45,6 @@ def soak(whole: Served, parts: dict[str, psutil.Process], seconds: float) -> tup
     return work, samples
 
 
-@pytest.mark.slow
 def test_a_long_time_of_mixed_work(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """No request fails, no process grows or is replaced, and at the end nothing is open and nothing is left on disk."""
     seconds = float(pytestconfig.getoption("soak_seconds"))

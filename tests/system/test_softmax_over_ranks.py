@@ -19,8 +19,6 @@ from tests.support.models import write_small_folder
 from tests.support.served import ROOT, served
 from tests.support.tokenisers import PROSE
 
-pytestmark = pytest.mark.slow
-
 RANKS, WINDOW, SECONDS = 4, 300, 60.0
 TEXT = (9 * PROSE.encode())[:17_003]  # three blocks of four ranks, and the end is on no grid
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.engine.port import ZmqEnginePort
 from dist_attn_service.engine.resending import EngineEvent
@@ -15,8 +14,6 @@ from dist_attn.control.launch import start_engine
 from dist_attn.wire.messages import BeginState, Checkpoint, Done, Generated, Restored, SamplingSpec
 from tests.support.begun import begin_session
 from tests.support.models import write_small_folder
-
-pytestmark = pytest.mark.slow
 
 SECONDS = 240
 TOKENS = np.random.default_rng(2).integers(0, 200, 2600).astype(np.int32)

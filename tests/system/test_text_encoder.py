@@ -14,7 +14,6 @@ from dist_attn.conversion import convert_folder
 from tests.support.sentence_encoders import MAX_TOKENS, TEXTS, sentence_transformer, write_sentence_encoder
 from tests.support.served import Served, served
 
-pytestmark = pytest.mark.slow
 BOOK = " ".join(TEXTS) * 40
 
 

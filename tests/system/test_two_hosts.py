@@ -24,8 +24,6 @@ from tests.support.programs import Program, running_program
 from tests.support.served import ROOT, served
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.slow
-
 PORT, RANK_PORT = 8000, 5556
 START_SECONDS = 180.0
 TEXT = bytes(np.random.default_rng(7).integers(32, 127, 40_000, dtype=np.uint8))

@@ -25,6 +25,8 @@ from tests.support.tasks import small_task
 from tests.support.tokenisers import PROSE
 from tests.support.training import small_run
 
+pytestmark = pytest.mark.slow
+
 PATCHES, WINDOW = 16, 17  # an image has so many patches, with its class token a window's tokens
 HEADS = {"num_heads": 2}
 SMALL: Mapping[str, dict[str, Any]] = {

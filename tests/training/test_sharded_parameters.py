@@ -30,6 +30,8 @@ from tests.support.ranks import run_ranks
 from tests.support.tasks import small_task
 from tests.support.training import small_run, write_toml
 
+pytestmark = pytest.mark.slow
+
 Seen = list[tuple[float, float, float]]
 
 

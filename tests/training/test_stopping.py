@@ -57,6 +57,7 @@ def test_a_run_asked_in_its_last_step_is_done(tmp_path):
     assert (tmp_path / "run" / "model").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_does_what_it_did(number):
     """The first signal is a request; then, and outside, the handlers from before hold."""
@@ -79,6 +80,7 @@ def test_the_second_signal_does_what_it_did(number):
         signal.signal(number, before)
 
 
+@pytest.mark.slow
 def test_the_command_saves_and_says_how_to_go_on(tmp_path):
     """On SIGTERM `dist-attn train` saves the step that it is in, says --resume in one line, and ends with code 143."""
     toml = write_toml(small_run(tmp_path, steps=100_000, log_every=1, evaluate_every=100_000), tmp_path / "run.toml")

@@ -118,6 +118,7 @@ def test_all_ranks_end_when_one_cannot_write(tmp_path, monkeypatch):
     assert "File too large" in said[1]
 
 
+@pytest.mark.slow
 def test_the_command_says_it_in_one_line(tmp_path):
     """`dist-attn train` on a full disk prints one line and ends with code 2."""
     toml = write_toml(small_run(tmp_path, bf16=False), tmp_path / "run.toml")

@@ -35,6 +35,7 @@ LEARNT: dict[str, tuple[dict[str, Any], str, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_run_learns_and_leaves_a_model(tmp_path: Path, kind: str) -> None:
     """The loss falls, the metric gets good, and the folder at the end loads with the model that was asked for."""
@@ -63,6 +64,7 @@ def _killed_at(task: Task, step: int) -> None:
     task.loss = loss  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_killed_run_ends_like_an_undisturbed_one(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed in its fifth step and resumed, a run has the weights and the metrics of one that was not, bit for bit."""
