@@ -90,6 +90,7 @@ def test_gradients_are_derivatives(name: str, lengths: tuple[int, ...]) -> None:
     assert torch.autograd.gradcheck(whole, inputs, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KERNEL_CASES)
 def test_second_derivatives(name: str) -> None:
     """Gradients with `create_graph` are themselves differentiable, across ranks, in every input and state."""
@@ -97,6 +98,7 @@ def test_second_derivatives(name: str) -> None:
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_derivatives_through_every_exchange(name: str) -> None:
     """However the carries travel, first and second derivatives are those of the function."""
@@ -106,6 +108,7 @@ def test_derivatives_through_every_exchange(name: str) -> None:
     assert torch.autograd.gradgradcheck(whole, inputs, fast_mode=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear, gated, from a state", "softmax"])
 def test_derivatives_of_packed_documents(name: str) -> None:
     """With documents over a cut and inside a slice, gradients are derivatives, and so are attention's second ones."""

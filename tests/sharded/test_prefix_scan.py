@@ -263,6 +263,7 @@ def folded(monoid: Monoid, size: int):
     return results, grads, torch.autograd.grad(torch.stack(sums).sum(), [*own, initial])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level")], ids=name_of)
 @pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())
