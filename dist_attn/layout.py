@@ -1,6 +1,5 @@
 """Which rank holds which tokens: contiguous global ranges per rank and where documents start, in integers only."""
 
-import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -109,15 +108,6 @@ class SequenceLayout:
             raise InputError(f"rank {rank} is not in this layout of {self.size} ranks; ranks are 0 to {self.size - 1}")
         return self.cuts[rank], self.cuts[rank + 1]
 
-    def rank_of(self, token: int) -> int:
-        """The rank that holds the global token.
-
-        Raises: InputError if the token lies outside the sequence.
-        """
-        if not 0 <= token < self.total:
-            raise InputError(f"token {token} is not in this layout of {self.total} tokens")
-        return bisect_right(self.cuts, token) - 1
-
     def document_ranges(self) -> tuple[tuple[int, int], ...]:
         """The global tokens [start, stop) of each document, in order; the first may continue an earlier block."""
         starts = self.documents or ()
@@ -187,11 +177,6 @@ class SequenceLayout:
             (self.document_of(start), self.document_of(stop - 1)) if stop > start else None
             for start, stop in pairwise(self.cuts)
         )
-
-    @cached_property
-    def digest(self) -> str:
-        """A stable name of this layout (SHA-256, 64 hex digits): equal on two ranks exactly when the layouts are."""
-        return hashlib.sha256(f"sequence-layout/1 {self.description}".encode("ascii")).hexdigest()
 
     @cached_property
     def description(self) -> str:
