@@ -2,8 +2,7 @@
 
 from dist_attn.comm.base import Communicator
 from dist_attn.comm.call import Pending
-from dist_attn.comm.open import open_communicator
-from dist_attn.comm.rendezvous import Rendezvous
+from dist_attn.comm.open import Rendezvous, open_communicator
 from dist_attn.comm.simulated import run_simulated
 from dist_attn.comm.traffic import Event, Traffic
 

@@ -1,12 +1,13 @@
-"""How two ranks' values differ, in words: the first entry of the first field that is not the same.
+"""What ranks compare: how two values differ, in words, and the name of the host that a rank counts itself to.
+
+Of two values the first entry of the first field that is not the same is named.
 
 A value is words `name=entry,entry,…`, as a layout describes itself; any other text is a field without entries.
 """
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-
-__all__ = ["difference", "differences"]
 
 RANKS_NAMED = 4
 WORD_LENGTH = 80
@@ -43,3 +44,11 @@ def difference(zero: str, other: str, rank: int) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= WORD_LENGTH else f"{text[:WORD_LENGTH]}…"
+
+
+def host_name(environ: Mapping[str, str]) -> str:
+    """Equal for two ranks exactly when one agent (torchrun's, or the engine's) or, without any, one machine runs both.
+
+    Two agents on one machine are two hosts: whoever starts them so wants to try that out.
+    """
+    return f"{socket.gethostname()} {environ.get('GROUP_RANK', '')}"

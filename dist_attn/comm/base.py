@@ -21,11 +21,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from dist_attn.comm.agreement import differences
-from dist_attn.comm.call import Call, Pending, call_of
-from dist_attn.comm.host_name import host_name
-from dist_attn.comm.pass_along import Combine, pass_along
-from dist_attn.comm.payload import bytes_of, sum_in_order
+from dist_attn.comm.agreement import differences, host_name
+from dist_attn.comm.call import Call, Combine, Pending, bytes_of, call_of, pass_along, sum_in_order
 from dist_attn.comm.traffic import Event, Phase, Traffic
 from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
 
@@ -188,17 +185,28 @@ class Communicator(ABC):
         Shapes: x [sum(send_counts), ...] -> [sum(recv_counts), ...] in order of sender; counts may be 0.
         Cost: the rows that go to other ranks, one message for each rank that gets any.
         """
-        return self._launch_exchange(x, send_counts, recv_counts, label, "call").wait()
-
-    @final
-    def all_to_all_start(
-        self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], *, label: str = ""
-    ) -> Pending:
-        """Launch an all-to-all and come back at once; `x` must not change before `wait()` has returned.
-
-        Shapes and Cost: as `all_to_all`.
-        """
-        return self._launch_exchange(x, send_counts, recv_counts, label, "launch")
+        send, recv = list(send_counts), list(recv_counts)
+        if x.dim() == 0 or len(send) != self.size or len(recv) != self.size or min(send + recv) < 0:
+            raise ShapeError(
+                f"all_to_all needs rows and one count of 0 or more per rank ({self.size}), "
+                f"got shape {list(x.shape)}, send_counts {send}, recv_counts {recv}"
+            )
+        if sum(send) != x.shape[0]:
+            raise ShapeError(f"all_to_all was given {x.shape[0]} rows but send_counts {send} add up to {sum(send)}")
+        call, sent = call_of("all_to_all", x, label, rows_may_differ=True), bytes_of(x)
+        row_bytes = x.element_size() * prod(x.shape[1:])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return self._launch(
+            call,
+            "call",
+            (
+                row_bytes * sum(send[rank] for rank in others),
+                row_bytes * sum(recv[rank] for rank in others),
+                sum(send[rank] > 0 for rank in others),
+            ),
+            lambda: self._exchange(call, sent, [n * row_bytes for n in send], [n * row_bytes for n in recv]),
+            lambda received: received.view(x.dtype).reshape(sum(recv), *x.shape[1:]),
+        ).wait()
 
     @final
     def send_receive(
@@ -397,32 +405,6 @@ class Communicator(ABC):
             (moved, moved, self.size - 1),
             lambda: self._exchange(call, sent, even, even),
             lambda received: sum_in_order(received.view(x.dtype).reshape(x.shape)),
-        )
-
-    def _launch_exchange(
-        self, x: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], label: str, phase: Phase
-    ) -> Pending:
-        send, recv = list(send_counts), list(recv_counts)
-        if x.dim() == 0 or len(send) != self.size or len(recv) != self.size or min(send + recv) < 0:
-            raise ShapeError(
-                f"all_to_all needs rows and one count of 0 or more per rank ({self.size}), "
-                f"got shape {list(x.shape)}, send_counts {send}, recv_counts {recv}"
-            )
-        if sum(send) != x.shape[0]:
-            raise ShapeError(f"all_to_all was given {x.shape[0]} rows but send_counts {send} add up to {sum(send)}")
-        call, sent = call_of("all_to_all", x, label, rows_may_differ=True), bytes_of(x)
-        row_bytes = x.element_size() * prod(x.shape[1:])
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        return self._launch(
-            call,
-            phase,
-            (
-                row_bytes * sum(send[rank] for rank in others),
-                row_bytes * sum(recv[rank] for rank in others),
-                sum(send[rank] > 0 for rank in others),
-            ),
-            lambda: self._exchange(call, sent, [n * row_bytes for n in send], [n * row_bytes for n in recv]),
-            lambda received: received.view(x.dtype).reshape(sum(recv), *x.shape[1:]),
         )
 
     def _launch_send_receive(

@@ -1,15 +1,14 @@
-"""One exchange between ranks: what all of them must agree on, and its result while it is under way."""
+"""One exchange between ranks: what all of them must agree on, what of a tensor travels, and its result under way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import final
+from itertools import pairwise
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
 
 from dist_attn.errors import InputError
-
-__all__ = ["Call", "Pending", "call_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +55,53 @@ def call_of(name: str, x: Tensor, label: str, rows_may_differ: bool = False) -> 
         )
     shape = (-1, *x.shape[1:]) if rows_may_differ else tuple(x.shape)
     return Call(name, shape, str(x.dtype).removeprefix("torch."), label)
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """The elements of `x` in order, as a flat uint8 tensor; may share memory with `x`."""
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    # One element cut out of a larger tensor counts as contiguous whatever its stride is, and cannot be viewed as bytes.
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
+
+
+def sum_in_order(parts: Tensor) -> Tensor:
+    """parts[0] + parts[1] + …, from left to right, with float32 sums for half-precision parts."""
+    wide = torch.float32 if parts.dtype in (torch.bfloat16, torch.float16) else parts.dtype
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part.to(wide)
+    return total.to(parts.dtype)
+
+
+Combine = Callable[[Tensor, Tensor], Tensor]  # (earlier, later)
+
+
+class _SendReceive(Protocol):
+    def __call__(self, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int], /) -> Pending: ...
+
+
+class _Place(Protocol):
+    rank: int
+    size: int
+
+
+def pass_along(place: _Place, send_receive: _SendReceive, own: Tensor, combine: Combine, reverse: bool) -> Tensor:
+    """The exclusive scan by its definition, from neighbour to neighbour.
+
+    What the ranks before this one (`reverse`: after it) brought is combined from the first on.
+
+    Shapes: own [n] -> [n].
+    Cost: P - 1 steps; n bytes from each rank but the last to the next one.
+    """
+    order = range(place.size)[:: -1 if reverse else 1]
+    before = torch.zeros_like(own)
+    for sender, receiver in pairwise(order):
+        message = own[:0]
+        if place.rank == sender and own.numel():
+            message = own if sender == order[0] else combine(before, own)
+        send = {receiver: own.numel()} if message.numel() else {}
+        recv = {sender: own.numel()} if place.rank == receiver and own.numel() else {}
+        received = send_receive(message, send, recv).wait()
+        if recv:
+            before = received
+    return before

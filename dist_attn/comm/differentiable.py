@@ -1,4 +1,4 @@
-"""The exchanges with gradients: one autograd Function per collective, whose backward is itself differentiable.
+"""The exchanges with gradients: one autograd Function for all of them, whose backward is itself differentiable.
 
 The loss is the sum of the ranks' losses. A backward pass exchanges too, so every rank must build the same graph and
 run backward, empty ranks included: mask what does not count, never skip the call. Whether `x` requires a gradient is
@@ -7,11 +7,14 @@ therefore part of what the ranks must agree on.
 A launched exchange is two Functions with the local work between them: the backward pass of its wait launches the
 transposed exchange, the backward pass of its launch waits for it. autograd goes through nodes in the reverse of the
 order in which they were made, so what lies between them forward lies between them backward too.
+
+In a graph that is being compiled an exchange is one registered operator, which the compiler does not look into. A graph
+holds numbers and tensors only, so a communicator goes in as its number. Nothing is launched early there.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, final
+from typing import Any, Literal, cast, final
 
 import torch
 from torch import Tensor
@@ -19,21 +22,81 @@ from torch.autograd import Function
 
 from dist_attn.comm.base import Communicator
 from dist_attn.comm.call import Pending
-from dist_attn.comm.compiled import compiled_exchange
 
-__all__ = [
-    "Done",
-    "Launched",
-    "all_gather",
-    "all_gather_start",
-    "all_reduce_sum",
-    "all_to_all",
-    "broadcast",
-    "marked",
-    "reduce_scatter_sum",
-    "send_receive",
-    "send_receive_start",
+# The gradient of a broadcast is the sum of all ranks' gradients at its source, zeros elsewhere: "sum_at_source".
+Kind = Literal[
+    "all_gather", "reduce_scatter_sum", "all_reduce_sum", "all_to_all", "send_receive", "broadcast", "sum_at_source"
 ]
+_BACKWARD: dict[Kind, Kind] = {
+    "all_gather": "reduce_scatter_sum",
+    "reduce_scatter_sum": "all_gather",
+    "all_reduce_sum": "all_reduce_sum",
+    "all_to_all": "all_to_all",
+    "send_receive": "send_receive",
+    "broadcast": "sum_at_source",
+    "sum_at_source": "broadcast",
+}
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One exchange by its name: counts of rows per rank, of `send_receive` rank, count, rank, count, …
+
+    The one count of a broadcast is its source.
+    """
+
+    kind: Kind
+    send: tuple[int, ...] = ()
+    recv: tuple[int, ...] = ()
+
+    @property
+    def transposed(self) -> "_Exchange":
+        """That of the gradients."""
+        return _Exchange(_BACKWARD[self.kind], self.recv, self.send)
+
+    def run(self, comm: Communicator, x: Tensor, label: str) -> Tensor:
+        """The exchange without gradients."""
+        match self.kind:
+            case "all_to_all":
+                return comm.all_to_all(x, self.send, self.recv, label=label)
+            case "send_receive":
+                return comm.send_receive(x, _by_rank(self.send), _by_rank(self.recv), label=label)
+            case "broadcast":
+                return comm.broadcast(x, self.send[0], label=label)
+            case "all_gather":
+                return comm.all_gather(x, label=label)
+            case "reduce_scatter_sum":
+                return comm.reduce_scatter_sum(x, label=label)
+        total = comm.all_reduce_sum(x, label=label)
+        return torch.zeros_like(total) if self.kind == "sum_at_source" and comm.rank != self.recv[0] else total
+
+    def launch(self, comm: Communicator, x: Tensor, label: str) -> Pending:
+        """`run` in two steps, for those exchanges that are launched."""
+        if self.kind == "send_receive":
+            return comm.send_receive_start(x, _by_rank(self.send), _by_rank(self.recv), label=label)
+        return (comm.all_gather_start if self.kind == "all_gather" else comm.reduce_scatter_sum_start)(x, label=label)
+
+    def shape(self, shape: Sequence[int], ranks: int) -> tuple[int, ...]:
+        """Of what comes of a tensor of that shape."""
+        match self.kind:
+            case "all_gather":
+                return (ranks, *shape)
+            case "reduce_scatter_sum":
+                return tuple(shape[1:])
+            case "all_to_all":
+                return (sum(self.recv), *shape[1:])
+            case "send_receive":
+                return (sum(self.recv[1::2]), *shape[1:])
+        return tuple(shape)
+
+
+def _by_rank(counts: Sequence[int]) -> dict[int, int]:
+    return dict(zip(counts[::2], counts[1::2], strict=True))
+
+
+def _rows(send: Mapping[int, int], recv: Mapping[int, int]) -> _Exchange:
+    flat = (tuple(number for pair in counts.items() for number in pair) for counts in (send, recv))
+    return _Exchange("send_receive", *flat)
 
 
 def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
@@ -41,9 +104,7 @@ def all_gather(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
 
     Shapes: x [...] -> [P, ...].
     """
-    if torch.compiler.is_compiling():
-        return compiled_exchange(comm, "all_gather", x, label=label)
-    return cast(Tensor, _AllGather.apply(x, comm, label))  # type: ignore[no-untyped-call]
+    return _exchanged(comm, _Exchange("all_gather"), x, label)
 
 
 def all_reduce_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
@@ -51,9 +112,7 @@ def all_reduce_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
 
     Shapes: x [...] -> [...].
     """
-    if torch.compiler.is_compiling():
-        return compiled_exchange(comm, "all_reduce_sum", x, label=label)
-    return cast(Tensor, _AllReduceSum.apply(x, comm, label))  # type: ignore[no-untyped-call]
+    return _exchanged(comm, _Exchange("all_reduce_sum"), x, label)
 
 
 def reduce_scatter_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Tensor:
@@ -61,9 +120,7 @@ def reduce_scatter_sum(comm: Communicator, x: Tensor, *, label: str = "") -> Ten
 
     Shapes: x [P, ...] -> [...].
     """
-    if torch.compiler.is_compiling():
-        return compiled_exchange(comm, "reduce_scatter_sum", x, label=label)
-    return cast(Tensor, _ReduceScatterSum.apply(x, comm, label))  # type: ignore[no-untyped-call]
+    return _exchanged(comm, _Exchange("reduce_scatter_sum"), x, label)
 
 
 def all_to_all(
@@ -73,10 +130,7 @@ def all_to_all(
 
     Shapes: x [sum(send_counts), ...] -> [sum(recv_counts), ...].
     """
-    if torch.compiler.is_compiling():
-        return compiled_exchange(comm, "all_to_all", x, send_counts, recv_counts, label=label)
-    counts = (tuple(send_counts), tuple(recv_counts))
-    return cast(Tensor, _AllToAll.apply(x, comm, *counts, label))  # type: ignore[no-untyped-call]
+    return _exchanged(comm, _Exchange("all_to_all", tuple(send_counts), tuple(recv_counts)), x, label)
 
 
 def send_receive(
@@ -86,10 +140,7 @@ def send_receive(
 
     Shapes: x [sum of send_counts, ...] -> [sum of recv_counts, ...].
     """
-    if torch.compiler.is_compiling():
-        return compiled_exchange(comm, "send_receive", x, send_counts, recv_counts, label=label)
-    counts = (dict(send_counts), dict(recv_counts))
-    return cast(Tensor, _SendReceive.apply(x, _thread(x), comm, *counts, label))  # type: ignore[no-untyped-call]
+    return _exchanged(comm, _rows(send_counts, recv_counts), x, label)
 
 
 def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") -> Tensor:
@@ -97,25 +148,19 @@ def broadcast(comm: Communicator, x: Tensor, source: int, *, label: str = "") ->
 
     Shapes: x [...] -> [...].
     """
-    if torch.compiler.is_compiling():
-        return compiled_exchange(comm, "broadcast", x, [source], [source], label=label)
-    return cast(Tensor, _Broadcast.apply(x, comm, source, label))  # type: ignore[no-untyped-call]
+    return _exchanged(comm, _Exchange("broadcast", (source,), (source,)), x, label)
 
 
 def all_gather_start(comm: Communicator, x: Tensor, *, label: str = "") -> "Launched | Done":
     """Launch an `all_gather`; its backward pass likewise launches and waits."""
-    if torch.compiler.is_compiling():
-        return Done(all_gather(comm, x, label=label))
-    return _start(x, _Gather(comm, label))
+    return _started(comm, _Exchange("all_gather"), x, label)
 
 
 def send_receive_start(
     comm: Communicator, x: Tensor, send_counts: Mapping[int, int], recv_counts: Mapping[int, int], *, label: str = ""
 ) -> "Launched | Done":
     """Launch a `send_receive`; its backward pass likewise launches and waits."""
-    if torch.compiler.is_compiling():
-        return Done(send_receive(comm, x, send_counts, recv_counts, label=label))
-    return _start(x, _Rows(comm, label, dict(send_counts), dict(recv_counts)))
+    return _started(comm, _rows(send_counts, recv_counts), x, label)
 
 
 def marked(comm: Communicator, x: Tensor, name: str) -> Tensor:
@@ -153,14 +198,17 @@ class Done:
         return self._value
 
 
-class _Context(Protocol):
-    """The part of autograd's context that is used here, with what the forward pass leaves in it."""
+def _exchanged(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> Tensor:
+    if torch.compiler.is_compiling():
+        kind, send, recv = exchange.kind, list(exchange.send), list(exchange.recv)
+        return cast(Tensor, _in_graph(x, comm.number, comm.size, kind, send, recv, label))
+    return cast(Tensor, _Run.apply(x, _thread(x), comm, exchange, label))  # type: ignore[no-untyped-call]
 
-    needs_input_grad: tuple[bool, ...]
-    comm: Communicator
-    label: str
-    counts: tuple[tuple[int, ...], tuple[int, ...]] | tuple[dict[int, int], dict[int, int]]
-    source: int
+
+def _started(comm: Communicator, exchange: _Exchange, x: Tensor, label: str) -> "Launched | Done":
+    if torch.compiler.is_compiling():
+        return Done(_exchanged(comm, exchange, x, label))
+    return _launched(x, _Flight(comm, exchange, label))
 
 
 def _thread(x: Tensor) -> Tensor:
@@ -178,142 +226,39 @@ def _on_thread(grad: Tensor, thread: Tensor) -> Tensor:
     return torch.cat([grad.reshape(-1), thread.to(grad.dtype)]).reshape(grad.shape)
 
 
-def _remember(ctx: _Context, comm: Communicator, label: str) -> str:
-    """Keep what backward needs; the label under which the forward exchange is compared between ranks."""
-    ctx.comm, ctx.label = comm, f"{label} backward".strip()
-    return f"{label} with gradient".strip() if ctx.needs_input_grad[0] else label
+def _backward_of(label: str) -> str:
+    return f"{label} backward".strip()
 
 
-class _AllGather(Function):
+def _compared_as(label: str, wants_gradient: bool) -> str:
+    """The label under which ranks compare an exchange: whether a gradient comes back is part of it."""
+    return f"{label} with gradient".strip() if wants_gradient else label
+
+
+class _Run(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, label: str) -> Tensor:
-        return comm.all_gather(x, label=_remember(ctx, comm, label))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return reduce_scatter_sum(ctx.comm, grad, label=ctx.label), None, None
-
-
-class _AllReduceSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, label: str) -> Tensor:
-        return comm.all_reduce_sum(x, label=_remember(ctx, comm, label))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_reduce_sum(ctx.comm, grad, label=ctx.label), None, None
-
-
-class _ReduceScatterSum(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, label: str) -> Tensor:
-        return comm.reduce_scatter_sum(x, label=_remember(ctx, comm, label))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_gather(ctx.comm, grad, label=ctx.label), None, None
-
-
-class _AllToAll(Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, comm: Communicator, send: tuple[int, ...], recv: tuple[int, ...], label: str
-    ) -> Tensor:
-        ctx.counts = (recv, send)
-        return comm.all_to_all(x, send, recv, label=_remember(ctx, comm, label))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return all_to_all(ctx.comm, grad, *ctx.counts, label=ctx.label), None, None, None, None
-
-
-class _SendReceive(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        thread: Tensor,
-        comm: Communicator,
-        send: dict[int, int],
-        recv: dict[int, int],
-        label: str,
-    ) -> Tensor:
-        ctx.counts = (recv, send)
+    def forward(ctx: Any, x: Tensor, thread: Tensor, comm: Communicator, exchange: _Exchange, label: str) -> Tensor:
+        ctx.comm, ctx.exchange, ctx.label = comm, exchange, label
         ctx.save_for_backward(thread)
-        return comm.send_receive(x, send, recv, label=_remember(ctx, comm, label))
+        return exchange.run(comm, x, _compared_as(label, ctx.needs_input_grad[0]))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         grad = _on_thread(grad, *ctx.saved_tensors)
-        return send_receive(ctx.comm, grad, *ctx.counts, label=ctx.label), None, None, None, None, None
-
-
-class _Broadcast(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator, source: int, label: str) -> Tensor:
-        ctx.source = source
-        return comm.broadcast(x, source, label=_remember(ctx, comm, label))
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        total = all_reduce_sum(ctx.comm, grad, label=ctx.label)
-        here = torch.tensor(ctx.comm.rank == ctx.source, device=grad.device)
-        return torch.where(here, total, torch.zeros_like(total)), None, None, None
-
-
-@dataclass(frozen=True)
-class _Gather:
-    comm: Communicator
-    label: str
-
-    def launch(self, x: Tensor, label: str) -> Pending:
-        return self.comm.all_gather_start(x, label=label)
-
-    def transposed(self) -> "_Exchange":
-        return _Scatter(self.comm, f"{self.label} backward".strip())
-
-
-@dataclass(frozen=True)
-class _Scatter:
-    comm: Communicator
-    label: str
-
-    def launch(self, x: Tensor, label: str) -> Pending:
-        return self.comm.reduce_scatter_sum_start(x, label=label)
-
-    def transposed(self) -> "_Exchange":
-        return _Gather(self.comm, f"{self.label} backward".strip())
-
-
-@dataclass(frozen=True)
-class _Rows:
-    comm: Communicator
-    label: str
-    send: dict[int, int]
-    recv: dict[int, int]
-
-    def launch(self, x: Tensor, label: str) -> Pending:
-        return self.comm.send_receive_start(x, self.send, self.recv, label=label)
-
-    def transposed(self) -> "_Exchange":
-        return _Rows(self.comm, f"{self.label} backward".strip(), self.recv, self.send)
-
-
-_Exchange = _Gather | _Scatter | _Rows
+        return _exchanged(ctx.comm, ctx.exchange.transposed, grad, _backward_of(ctx.label)), None, None, None, None
 
 
 @final
 class _Flight:
     """One exchange from launch to wait, and the transposed one that the backward pass has launched."""
 
-    def __init__(self, exchange: _Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, comm: Communicator, exchange: _Exchange, label: str) -> None:
+        self.comm, self.exchange, self.label = comm, exchange, label
         self.pending: Pending | None = None
         self.back: Launched | None = None
 
 
-def _start(x: Tensor, exchange: _Exchange) -> Launched:
-    flight = _Flight(exchange)
+def _launched(x: Tensor, flight: _Flight) -> Launched:
     return Launched(cast(Tensor, _Start.apply(x, flight)), _thread(x), flight)  # type: ignore[no-untyped-call]
 
 
@@ -321,10 +266,8 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
-        label = flight.exchange.label
-        flight.pending = flight.exchange.launch(
-            x, f"{label} with gradient".strip() if ctx.needs_input_grad[0] else label
-        )
+        label = _compared_as(flight.label, ctx.needs_input_grad[0])
+        flight.pending = flight.exchange.launch(flight.comm, x, label)
         return x.new_empty(0)
 
     @staticmethod
@@ -347,17 +290,42 @@ class _Wait(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.flight.back = _start(_on_thread(grad, *ctx.saved_tensors), ctx.flight.exchange.transposed())
-        return ctx.flight.back.token, None, None
+        flight: _Flight = ctx.flight
+        back = _Flight(flight.comm, flight.exchange.transposed, _backward_of(flight.label))
+        flight.back = _launched(_on_thread(grad, *ctx.saved_tensors), back)
+        return flight.back.token, None, None
 
 
 class _Marked(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, name: str) -> Tensor:
-        ctx.comm, ctx.label = comm, f"{name} backward"
+        ctx.comm, ctx.label = comm, _backward_of(name)
         comm.traffic.mark(name)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         return marked(ctx.comm, grad, ctx.label), None, None
+
+
+@torch.library.custom_op("dist_attn::exchange", mutates_args=())
+def _in_graph(x: Tensor, number: int, ranks: int, kind: str, send: list[int], recv: list[int], label: str) -> Tensor:
+    exchange = _Exchange(cast(Kind, kind), tuple(send), tuple(recv))
+    return exchange.run(Communicator.of_number(number), x.detach(), label)
+
+
+@_in_graph.register_fake
+def _(x: Tensor, number: int, ranks: int, kind: str, send: list[int], recv: list[int], label: str) -> Tensor:
+    return x.new_empty(_Exchange(cast(Kind, kind), tuple(send), tuple(recv)).shape(x.shape, ranks))
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.number, ctx.ranks, ctx.kind, ctx.send, ctx.recv, ctx.label = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> Any:
+    label, kind = _backward_of(ctx.label), _BACKWARD[ctx.kind]
+    return _in_graph(grad, ctx.number, ctx.ranks, kind, ctx.recv, ctx.send, label), *[None] * 6
+
+
+_in_graph.register_autograd(_backward, setup_context=_remember)

@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import Call, Pending
-from dist_attn.comm.mpi_messages import Message, first_line, pieces, rest
-from dist_attn.comm.mpi_scan import Scan, reversed_ranks
+from dist_attn.comm.call import Call, Combine, Pending
+from dist_attn.comm.mpi_messages import Message, Scan, first_line, pieces, rest, reversed_ranks
 from dist_attn.comm.mpi_start import leave_running, start_mpi
-from dist_attn.comm.pass_along import Combine
 from dist_attn.errors import CommError, MismatchError
 
 if TYPE_CHECKING:

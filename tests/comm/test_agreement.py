@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_attn.comm.agreement import difference, differences
+from dist_attn.comm.agreement import difference, differences, host_name
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,10 @@ def test_many_ranks_are_named_briefly():
     assert said.endswith("; …")
     assert len(said) < 1000
     assert differences(["same", "same"]) == ""
+
+
+def test_agents_of_torchrun_are_hosts() -> None:
+    """Two agents on one machine are two hosts, processes without an agent are on one."""
+    names = [host_name({"GROUP_RANK": "0"}), host_name({"GROUP_RANK": "1"}), host_name({})]
+    assert len(set(names)) == 3
+    assert host_name({"GROUP_RANK": "0", "RANK": "3"}) == names[0]
