@@ -29,7 +29,7 @@ from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
 from dist_attn.commands.options import EncodeOptions
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
-from dist_attn.ops.denormals import denormals_flushed
+from dist_attn.ops.processor import denormals_flushed
 from dist_attn.ops.row_blocks import RowBlocks
 from dist_attn.rank_link.rows import GRAIN, RowAssembler, RowBatch
 from dist_attn.sharded import Algorithm

@@ -15,7 +15,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, InputError
 from dist_attn.models.recomputation import recompute_layers
-from dist_attn.ops.denormals import denormals_flushed
+from dist_attn.ops.processor import denormals_flushed
 from dist_attn.training.best_checkpoint import find_best, keep_best
 from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save

@@ -6,10 +6,10 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 
-from dist_attn.ops.large_pages import on_large_pages
 from dist_attn.ops.linear_attention.call import OutputBuffers
 from dist_attn.ops.linear_attention.differentiable import Each, Inputs, Results, Tensors, Terms, present
 from dist_attn.ops.linear_attention.native_call import Call, Chunks, View, kernels, new_call, view
+from dist_attn.ops.processor import on_large_pages
 from dist_attn.ops.watch import current_watch
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dist_attn.ops.large_pages import on_large_pages
 from dist_attn.ops.linear_attention.call import LinearCall, OutputBuffers
+from dist_attn.ops.processor import on_large_pages
 
 
 class SplitSequence:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dist_attn.ops.cache_folder import cache_folder
+from dist_attn.ops.c_library import cache_folder
 from dist_attn.ops.feature_map import FeatureMap
 
 __all__ = [

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dist_attn.ops.denormals import denormals_flushed
+from dist_attn.ops.processor import denormals_flushed
 
 
 def half_of_the_smallest() -> float:
