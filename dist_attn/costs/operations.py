@@ -20,8 +20,8 @@ def reshuffle_back_bytes(lengths: Sequence[int], columns: int, numbers_bytes: in
 
 
 def diagonal_scan_bytes(batch: int, channels: int, modes: int, ranks: int, *, real_bytes: int = 4) -> int:
-    """(P - 1) 2 B D N real numbers: a complex state, whatever the length."""
-    return all_gather_bytes(2 * real_bytes * batch * channels * modes, ranks)
+    """(P - 1) (2 B D N + 2) real numbers by an all-gather: a complex state and its tokens, whatever the length."""
+    return all_gather_bytes(real_bytes * (2 * batch * channels * modes + 2), ranks)
 
 
 def halo_bytes(batch: int, channels: int, taps: int, ranks: int, *, real_bytes: int = 4) -> int:

@@ -57,6 +57,7 @@ def scan_cost(
         count = last or 1
         return ScanCost(count * whole, count)
     if algorithm == "pipelined_ring":
+        pieces = message.most_pieces(pieces)
         up_to = set(range(rank, rank + pieces))
         total = set(range(ranks + rank, ranks + rank + pieces)) if rank < ranks - 2 else set()
         return ScanCost((len(up_to) + len(total)) * message.piece_bytes(pieces), len(up_to | total))
@@ -99,9 +100,10 @@ def scan_seconds(
     if algorithm == "serial_ring":
         return (ranks - 1 + rounds) * seconds(message.bytes)
     if algorithm == "pipelined_ring":
+        pieces = message.most_pieces(pieces)
         return (2 * ranks + pieces - 3) * seconds(message.piece_bytes(pieces))
     if algorithm == "two_level":
-        largest, lanes = max(len(host) for host in hosts), min(len(host) for host in hosts)
+        largest, lanes = max(len(host) for host in hosts), message.most_pieces(min(len(host) for host in hosts))
         part = message.piece_bytes(lanes)
         inside = (largest - 1) * (seconds(message.bytes, link) + seconds(2 * part, link))
         return inside + (len(hosts) - 1) * seconds(part)
@@ -110,7 +112,7 @@ def scan_seconds(
 
 def _two_level(message: ScanMessage, rank: int, hosts: Sequence[Sequence[int]]) -> ScanCost:
     host = next(host for host in hosts if rank in host)
-    lanes = min(len(host) for host in hosts)
+    lanes = message.most_pieces(min(len(host) for host in hosts))
     neighbours, part = len(host) - 1, message.piece_bytes(lanes)
     carries = host.index(rank) < lanes
     others = len(hosts) - 1 if carries else 0

@@ -69,20 +69,31 @@ class TokenFlops:
 
 @dataclass(frozen=True)
 class ScanMessage:
-    """What one rank contributes to a scan over ranks: `groups` rows of `sums` numbers and their log decay."""
+    """What one rank contributes to a scan over ranks: in each of `groups`, `sums` numbers and what tells their decay.
+
+    The sums are `rows` of equal length, which a message that travels in pieces is cut along; each piece has the
+    `weights`, which are one log decay for kernel attention.
+    """
 
     groups: int
     sums: int
     element_bytes: int = FLOAT_BYTES
+    rows: int = 1
+    weights: int = LOG_DECAY
 
     @property
     def bytes(self) -> int:
         """|x|."""
-        return self.groups * (self.sums + LOG_DECAY) * self.element_bytes
+        return self.groups * (self.sums + self.weights) * self.element_bytes
+
+    def most_pieces(self, pieces: int) -> int:
+        """How many pieces a message is cut in where so many are asked for."""
+        return min(pieces, self.sums // self.rows)
 
     def piece_bytes(self, pieces: int) -> int:
-        """One of equal pieces, each with the log decay."""
-        return self.groups * (-(-self.sums // pieces) + LOG_DECAY) * self.element_bytes
+        """One of equal pieces, each with the weights."""
+        columns = -(-(self.sums // self.rows) // pieces)
+        return self.groups * (self.rows * columns + self.weights) * self.element_bytes
 
 
 @dataclass(frozen=True)

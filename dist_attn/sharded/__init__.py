@@ -2,7 +2,8 @@
 
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, exclusive_scan
-from dist_attn.sharded.sequence_ops import CacheKept, ShardedSequenceOps, SoftmaxExchange
+from dist_attn.sharded.sequence_ops import ShardedSequenceOps
+from dist_attn.sharded.sharding import CacheKept, SoftmaxExchange
 
 __all__ = [
     "Algorithm",

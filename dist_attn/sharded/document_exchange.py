@@ -8,9 +8,20 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
-from dist_attn.sharded.prefix_scan.steps import connected
+from dist_attn.layout import SequenceLayout
+from dist_attn.sharded.prefix_scan.exchanges import connected
 
 __all__ = ["Heard", "hear_from", "hear_from_start"]
+
+
+def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tuple[int, ...]]:
+    """Which ranks each rank hears from: of its first document, of its last one unless `causal`, of the `final` one."""
+    last = layout.ranks_of_last_document() if final else ()
+    heard = (
+        {*layout.ranks_before(rank), *(() if causal else layout.ranks_after(rank)), *last} - {rank}
+        for rank in range(layout.size)
+    )
+    return [tuple(sorted(ranks)) for ranks in heard]
 
 
 @final

@@ -2,39 +2,93 @@
 
 q, k and v travel in one all-to-all, the outputs in another. Heads are attended one after the other, so the memory above
 inputs and outputs is that of one head. Which rank takes which share is chosen so that least travels.
+
+The key heads lie on a line that is cut into P equal parts. A cut inside a head divides its queries, so that any number
+of heads over any number of ranks is even work: fewer heads than ranks, and numbers that do not divide. When causal,
+the queries of such a head are folded first, query t with query L - 1 - t, since late queries see more keys than early
+ones.
+
 Reference: A Unified View of Long-Sequence Models, Sec. 10.4 (all-to-all head reshuffle); Kabic et al., COSTA.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 
-from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import Placement, RelativePositions, SoftmaxCall, softmax_attention
-from dist_attn.sharded.block_table import Block, BlockTable
-from dist_attn.sharded.head_parts import HeadPart, head_parts
-from dist_attn.sharded.placements import placement_of
+from dist_attn.sharded.block_table import Block, BlockTable, Range
 from dist_attn.sharded.redistribution import block_views, redistribute
 from dist_attn.sharded.redistribution_plan import Change, RedistributionPlan, plan_redistribution
+from dist_attn.sharded.sharding import Sharding, placement_of
 
-__all__ = ["head_reshuffle_plans", "sharded_softmax_attention"]
+
+@dataclass(frozen=True)
+class HeadPart:
+    """These ranges of queries, over these keys, of all key heads in a range and the query heads that read them."""
+
+    heads: Range
+    queries: tuple[Range, ...]
+    keys: Range
+
+    @property
+    def whole(self) -> bool:
+        """Whether the queries start at the first and have no gap, as kernels for whole sequences need them."""
+        return len(self.queries) == 1 and self.queries[0][0] == 0
+
+
+@lru_cache(maxsize=128)
+def head_parts(heads: int, queries: int, keys: int, ranks: int, *, causal: bool) -> tuple[tuple[HeadPart, ...], ...]:
+    """The parts of each rank: at most one range of whole heads, and a share of a head before and after it."""
+    return tuple(
+        tuple(_parts(heads, queries, keys, ranks, causal, rank * heads, (rank + 1) * heads)) for rank in range(ranks)
+    )
+
+
+def _parts(heads: int, queries: int, keys: int, ranks: int, causal: bool, start: int, stop: int) -> list[HeadPart]:
+    """The parts of [start, stop), in units of 1 / ranks of a head."""
+    first, last = -(-start // ranks), stop // ranks
+    found: list[tuple[Range, tuple[Range, ...]]] = []
+    if first > last:  # inside one head
+        found.append(((last, first), _share(queries, start - last * ranks, stop - last * ranks, ranks, causal)))
+    else:
+        found.append(((first - 1, first), _share(queries, start - (first - 1) * ranks, ranks, ranks, causal)))
+        found.append(((first, last), ((0, queries),) if queries else ()))
+        found.append(((last, last + 1), _share(queries, 0, stop - last * ranks, ranks, causal)))
+    parts = []
+    for of_heads, of_queries in found:
+        if of_queries and of_heads[0] < of_heads[1]:
+            seen = min(keys, of_queries[-1][1]) if causal else keys
+            parts.append(HeadPart(of_heads, of_queries, (0, seen)))
+    return parts
+
+
+def _share(queries: int, start: int, stop: int, of: int, causal: bool) -> tuple[Range, ...]:
+    """The queries in [start, stop) / of of a head, in order; nothing where that is no query."""
+    folded = -(-queries // 2) if causal else queries
+    a, b = ((edge * folded + of // 2) // of for edge in (start, stop))
+    if not causal:
+        ranges = [(a, b)]
+    elif b == folded:
+        ranges = [(a, queries - a)]  # the two halves touch in the middle
+    else:
+        ranges = [(a, b), (queries - b, queries - a)]
+    return tuple((first, last) for first, last in ranges if first < last)
 
 
 def sharded_softmax_attention(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     q_BHLK: torch.Tensor,
     k_BGSK: torch.Tensor,
     v_BGSV: torch.Tensor,
     *,
     causal: bool,
     scale: float | None = None,
-    memory_layout: SequenceLayout | None = None,
     relative: RelativePositions | None = None,
 ) -> torch.Tensor:
-    """`ops.softmax_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
+    """`ops.softmax_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
     Documents of the layouts attend to themselves; that of a memory attends to the document of the same number. Relative
     positions are equal on all ranks; each takes the rows of the heads that it attends with, and has their gradients.
@@ -45,7 +99,7 @@ def sharded_softmax_attention(
     Raises: ShapeError when shapes do not fit together.
     """
     SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, relative=relative).check()
-    memory = layout if memory_layout is None else memory_layout
+    comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
     batch, heads, length, size = q_BHLK.shape
     groups, keys, values = k_BGSK.shape[1], k_BGSK.shape[2], v_BGSV.shape[3]
     repeats = heads // groups
@@ -70,7 +124,7 @@ def sharded_softmax_attention(
     nothing = q_EN.flatten()[:0].clone().view(0, batch * repeats * values)
     rows_EN = [nothing if relative is None else nothing + relative.keys_HRK.flatten()[:0].sum()]
     scale = size**-0.5 if scale is None else scale
-    rows_EN += _attend(parts, placements, *blocks, causal=causal, scale=scale, relative=relative)
+    rows_EN += _attend(parts, placements, blocks, causal=causal, scale=scale, relative=relative)
     # What came is not needed any more: what goes back must not lie beside it.
     del q_EN, k_EN, v_EN, blocks
     attended_EN = torch.cat(rows_EN)
@@ -122,9 +176,7 @@ def _placement(
 def _attend(
     parts: Sequence[HeadPart],
     placements: Sequence[Placement | None],
-    q_blocks: Sequence[torch.Tensor],
-    k_blocks: Sequence[torch.Tensor],
-    v_blocks: Sequence[torch.Tensor],
+    blocks: Sequence[Sequence[torch.Tensor]],
     *,
     causal: bool,
     scale: float,
@@ -132,8 +184,9 @@ def _attend(
 ) -> Iterator[torch.Tensor]:
     """The outputs [L, B R V] of all heads of all parts, one after the other, in the order of the blocks of queries.
 
-    Blocks are [heads, tokens, B, R, size], with R = 1 for keys and values.
+    Blocks are those of queries, keys and values, [heads, tokens, B, R, size] with R = 1 for keys and values.
     """
+    q_blocks, k_blocks, v_blocks = blocks
     fragments = iter(q_blocks)
     repeats = q_blocks[0].shape[3] if q_blocks else 1
     for part, placement, k_ASB1K, v_ASB1V in zip(parts, placements, k_blocks, v_blocks, strict=True):

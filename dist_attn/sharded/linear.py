@@ -1,46 +1,50 @@
-"""Linear attention over layouts: which of its forms a call takes, also where queries and keys are cut differently.
+"""Linear attention over layouts: which of its forms a call takes, other cuts of queries and keys, the bits of one rank.
 
 Query i sees keys up to i, so queries with a key of their own go to where it lies and attend there, and their outputs
 come back; queries behind the last key read the state after all keys, which every rank has.
+
+A fold over the totals of ranks differs from one rank's fold over chunks by roundings; strong gates hide that, weak ones
+do not. For the bits of one rank the state itself goes from rank to rank, every chunk is computed from it, and cuts lie
+between chunks: the arithmetic is the same for any number of ranks, one included.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from dist_attn.comm import Communicator
+from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
-from dist_attn.ops.linear_attention import Attend, LinearCall, prefix_then_causal
-from dist_attn.sharded.call_checks import CallChecks
+from dist_attn.ops.linear_attention import Attend, LinearCall, absorb, check_choice, prefix_then_causal
+from dist_attn.ops.linear_attention.chunkwise import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from dist_attn.sharded.carry_scan import sharded_linear_attention
-from dist_attn.sharded.in_order import attention_in_order
 from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
-from dist_attn.sharded.prefix_scan import Exchange
-from dist_attn.sharded.realignment import realign_tokens
+from dist_attn.sharded.prefix_scan.exchanges import LABEL, connected, rows_of, tied
+from dist_attn.sharded.prefix_scan.scan import pack, unpack
+from dist_attn.sharded.redistribution import realign_tokens
+from dist_attn.sharded.sharding import Sharding
 
 
-def attend_over_layouts(checks: CallChecks, exchange: Exchange, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
-    """`ops.linear_attention` of this rank's slices of the layouts of `checks`, whose documents the call leaves out.
-
-    States travel by `exchange`; a prefix counts global tokens.
-    """
-    comm, layout, memory = checks.comm, checks.layout, checks.memory
+def attend_over_layouts(sharding: Sharding, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+    """`ops.linear_attention` of this rank's slices, whose documents are the layout's; a prefix counts global tokens."""
+    comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
     attend: Attend
-    if checks.packed:
-        checks.refuse_memory("linear_attention")
-        checks.refuse_deterministic("linear attention over packed documents")
+    if sharding.packed:
+        sharding.refuse_memory("linear_attention")
+        sharding.refuse_deterministic("linear attention over packed documents")
         attend = partial(sharded_packed_linear_attention, comm, layout)
-    elif checks.deterministic:
+    elif sharding.deterministic:
         attend = partial(attention_in_order, comm)
     else:
-        attend = partial(sharded_linear_attention, comm, exchange=exchange)
+        attend = partial(sharded_linear_attention, comm, exchange=sharding.exchange)
     if call.causal and memory != layout:
-        checks.refuse_deterministic("causal attention over keys on a layout of their own")
+        sharding.refuse_deterministic("causal attention over keys on a layout of their own")
         attend = _OverTwoLayouts.behind(call.prefix, comm, layout, memory, attend)
     if call.prefix:
-        checks.refuse_deterministic("a prefix that attends to itself in full")
+        sharding.refuse_deterministic("a prefix that attends to itself in full")
         here, there = (max(0, call.prefix - part.range(comm.rank)[0]) for part in (layout, memory))
         return prefix_then_causal(attend, call, here, there)
     return attend(call)
@@ -81,3 +85,58 @@ class _OverTwoLayouts:
         far = call.part(slice(back_BHLV.shape[2], None), slice(0))
         far_BHLV, _ = self.attend(replace(far, causal=False, state=after))
         return torch.cat([back_BHLV, far_BHLV], dim=2), after
+
+
+def attention_in_order(comm: Communicator, call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+    """`sharded_linear_attention` whose outputs and states do not depend on the number of ranks, bit for bit.
+
+    The gradients of q, k, v, gates and key scales do not either; those of what all ranks share (feature map, state in)
+    are sums over the ranks' shares, which round by their number. The call's implementation computes each chunk.
+
+    Cost: |x| = 4 B H (M (V + 1) + 2) bytes to the next rank and, from the last one, to all: P - 1 steps that wait for
+        each other. Without gradients a rank walks its keys, sends, and attends while the others walk; with gradients
+        the ranks attend one after the other.
+    """
+    dtype = call.sums_dtype()
+    check_choice(call, sums=dtype)
+    # No keys yet: the state before all, in the precision of the sums. It depends on every input, so that a rank without
+    # tokens has gradients too.
+    no_keys = call.part(slice(0), slice(0)).of_keys().streaming_if_empty()
+    first = absorb(no_keys, dtype)
+    if call.causal and torch.is_grad_enabled():
+        _, out_BHLV, after = _in_turn(comm, first, partial(attend_by_chunks, call))
+        assert out_BHLV is not None  # `attend_by_chunks` returns one
+        return out_BHLV, after
+    before, _, after = _in_turn(comm, first, lambda state: (None, absorb_by_chunks(call, state)))
+    if call.causal:
+        return attend_by_chunks(call, before)[0], after
+    out_BHLV = read_by_chunks(call, after)
+    return tied(out_BHLV, after.s_BHMV), after  # without queries nothing else leads back to the exchanges
+
+
+def _in_turn(
+    comm: Communicator,
+    first: LinearState,
+    work: Callable[[LinearState], tuple[torch.Tensor | None, LinearState]],
+) -> tuple[LinearState, torch.Tensor | None, LinearState]:
+    """Rank after rank works from the state that the one before it left: that state, the outputs, the global last one.
+
+    Every rank makes all P - 1 steps and the broadcast, and whatever is used of the results, the backward pass goes
+    through all of them.
+    """
+    before, out, own = first, None, first
+    rows = pack(first)[None][:0]
+    for turn in range(comm.size):
+        if comm.rank == turn:
+            before = unpack(rows[0], first) if turn else first
+            out, own = work(before)
+        if turn + 1 < comm.size:
+            sent = rows_of([pack(own)] if comm.rank == turn else [], rows)
+            send = {turn + 1: 1} if comm.rank == turn else {}
+            recv = {turn: 1} if comm.rank == turn + 1 else {}
+            rows = collectives.send_receive(comm, sent, send, recv, label=LABEL)
+    if comm.size == 1:
+        return before, out, own
+    last_BHX = collectives.broadcast(comm, connected(pack(own), rows), comm.size - 1, label=LABEL)
+    after = replace(unpack(last_BHX, first), reset_BH=first.reset_BH)
+    return before, None if out is None else tied(out, last_BHX), after

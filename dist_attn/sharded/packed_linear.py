@@ -14,8 +14,8 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import LinearCall, absorb, attend, check_choice
 from dist_attn.sharded.carry_scan import widened_for_grad_accumulation
-from dist_attn.sharded.document_exchange import Heard, hear_from_start
-from dist_attn.sharded.prefix_scan.state_message import pack, unpack
+from dist_attn.sharded.document_exchange import Heard, hear_from_start, ranks_heard
+from dist_attn.sharded.prefix_scan.scan import pack, unpack
 
 
 def sharded_packed_linear_attention(
@@ -57,16 +57,6 @@ def sharded_packed_linear_attention(
             rest.append(part.read(call.documents[-1], call.keys, elements.whole_last()))
     out = torch.cat([out, *rest], dim=2).to(out_dtype)
     return out, before.combine(tail) if state is None else elements.final(state)
-
-
-def ranks_heard(layout: SequenceLayout, *, causal: bool, final: bool) -> list[tuple[int, ...]]:
-    """Which ranks each rank hears from: of its first document, of its last one unless `causal`, of the `final` one."""
-    last = layout.ranks_of_last_document() if final else ()
-    heard = (
-        {*layout.ranks_before(rank), *(() if causal else layout.ranks_after(rank)), *last} - {rank}
-        for rank in range(layout.size)
-    )
-    return [tuple(sorted(ranks)) for ranks in heard]
 
 
 @dataclass(frozen=True)

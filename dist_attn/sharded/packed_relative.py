@@ -9,20 +9,19 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.relative_attention import RelativeState, WindowState, packed_relative_attention
 from dist_attn.ops.relative_attention.both_sides import numerators_around
 from dist_attn.ops.relative_attention.causal import numerators
 from dist_attn.ops.relative_attention.state import check_relative_shapes, normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from
+from dist_attn.sharded.sharding import Sharding
 
 __all__ = ["sharded_packed_relative_attention"]
 
 
 def sharded_packed_relative_attention(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     phi_q_BHLK: torch.Tensor,
     phi_k_BHLK: torch.Tensor,
     v_BHLV: torch.Tensor,
@@ -37,6 +36,7 @@ def sharded_packed_relative_attention(
         the last document here; when not causal, also to each earlier rank that holds one of the first. Backward the
         same the other way. No document over a cut: nothing.
     """
+    comm, layout = sharding.comm, sharding.layout
     check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
     dtype = torch.promote_types(v_BHLV.dtype, torch.float32)
     q, k, rp_HRK = (t.to(dtype) for t in (phi_q_BHLK, phi_k_BHLK, phi_rp_HRK))

@@ -15,7 +15,6 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.linear_attention import Implementation
 from dist_attn.ops.relative_attention import (
     RelativeState,
     WindowState,
@@ -26,24 +25,20 @@ from dist_attn.ops.relative_attention import (
 from dist_attn.ops.relative_attention.both_sides import numerators_around
 from dist_attn.ops.relative_attention.causal import numerators
 from dist_attn.ops.relative_attention.state import check_relative_shapes, check_relative_state, normalised
-from dist_attn.sharded.realignment import realign_tokens
-
-__all__ = ["sharded_relative_attention", "sharded_relative_attention_streaming"]
+from dist_attn.sharded.redistribution import realign_tokens
+from dist_attn.sharded.sharding import Sharding
 
 
 def sharded_relative_attention(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     phi_q_BHLK: torch.Tensor,
     phi_k_BHSK: torch.Tensor,
     v_BHSV: torch.Tensor,
     phi_rp_HRK: torch.Tensor,
     *,
     causal: bool,
-    memory_layout: SequenceLayout | None = None,
-    implementation: Implementation = "auto",
 ) -> torch.Tensor:
-    """`ops.relative_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
+    """`ops.relative_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
     Over several ranks only the stream below has kernels; by name they are refused here.
 
@@ -54,6 +49,8 @@ def sharded_relative_attention(
         that stand at positions of other ranks' queries.
     Reference: Scaleformer, Eq. 9 to 11.
     """
+    comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
+    implementation = sharding.implementation
     if comm.size == 1:
         return relative_attention(
             phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=implementation
@@ -61,7 +58,6 @@ def sharded_relative_attention(
     if implementation in ("triton", "native"):
         raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
     check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
-    memory = layout if memory_layout is None else memory_layout
     dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
     q, k, v, rp_HRK = (t.to(dtype) for t in (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK))
     aligned = realign_tokens(comm, memory, layout, torch.cat([k, v], dim=3) if causal else v, label="memory")
@@ -75,29 +71,28 @@ def sharded_relative_attention(
         before, _ = _scan_states(comm, layout, RelativeState.of(k_BHLK, v1_BHLW, width), None)
         num = numerators(q, k_BHLK, v1_BHLW, rp_HRK[:, : rp_HRK.shape[1] // 2 + 1], own=True, before=before)
     else:
-        num = _bidirectional(comm, layout, memory, q, k, F.pad(v, (0, 1), value=1.0), v1_BHLW, rp_HRK)
+        num = _bidirectional(sharding, q, k, F.pad(v, (0, 1), value=1.0), v1_BHLW, rp_HRK)
     return normalised(num, v_BHSV.dtype)
 
 
 def sharded_relative_attention_streaming(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     phi_q_BHLK: torch.Tensor,
     phi_k_BHLK: torch.Tensor,
     v_BHLV: torch.Tensor,
     phi_rp_HRK: torch.Tensor,
     state: RelativeState | None = None,
-    implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, RelativeState]:
     """`ops.relative_attention_streaming` on this rank's slice.
 
     `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
-    on every rank. Gradients of replicated inputs are this rank's share. `implementation` is what computes locally.
+    on every rank. Gradients of replicated inputs are this rank's share.
 
     Cost: as causal `sharded_relative_attention` on one layout. One rank alone exchanges nothing.
     Raises: ShapeError when shapes do not fit together; ConfigError, on ranks without tokens too, for an implementation
         that cannot take this call.
     """
+    comm, implementation = sharding.comm, sharding.implementation
     if comm.size == 1:
         return relative_attention_streaming(
             phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=implementation
@@ -109,7 +104,7 @@ def sharded_relative_attention_streaming(
     if state is not None:
         check_relative_state(state, k, v1, reach)
     check_relative_choice(implementation, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state)
-    before, after = _scan_states(comm, layout, RelativeState.of(k, v1, max(reach - 1, 0)), state)
+    before, after = _scan_states(comm, sharding.layout, RelativeState.of(k, v1, max(reach - 1, 0)), state)
     # Kernels take no empty slice, which must not be refused for that; everything else was checked on every rank.
     by = implementation if v_BHLV.shape[2] else "streaming"
     out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before, implementation=by)
@@ -133,9 +128,7 @@ def _scan_states(
 
 
 def _bidirectional(
-    comm: Communicator,
-    layout: SequenceLayout,
-    memory: SequenceLayout,
+    sharding: Sharding,
     q: torch.Tensor,
     k_BHSK: torch.Tensor,
     v1_BHSW: torch.Tensor,
@@ -143,6 +136,7 @@ def _bidirectional(
     rp_HRK: torch.Tensor,
 ) -> torch.Tensor:
     """Numerators where every query sees every key: v1 [.., S, W] of the memory here, [.., L, W] at the queries."""
+    comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
     width = max(rp_HRK.shape[1] // 2 - 1, 0)
     with torch.autocast(q.device.type, enabled=False):
         sums_BHMW = k_BHSK.transpose(-1, -2) @ v1_BHSW

@@ -18,24 +18,22 @@ from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import RelativePositions, SoftmaxCall
 from dist_attn.ops.softmax_attention.tiled import TileTensors, TileTerms, fold_in_place, tile_gradients, tile_outputs
-from dist_attn.sharded.placements import placement_of
+from dist_attn.sharded.sharding import Sharding, placement_of
 
 __all__ = ["ring_attention"]
 
 
 def ring_attention(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     q_BHLK: torch.Tensor,
     k_BGSK: torch.Tensor,
     v_BGSV: torch.Tensor,
     *,
     causal: bool,
     scale: float | None = None,
-    memory_layout: SequenceLayout | None = None,
     relative: RelativePositions | None = None,
 ) -> torch.Tensor:
-    """`ops.softmax_attention` on this rank's slice; keys lie on the memory layout, which may be cut elsewhere.
+    """`ops.softmax_attention` on this rank's slice; keys lie on the layout of the memory, which may be cut elsewhere.
 
     Documents of the layouts attend to themselves; that of a memory attends to the document of the same number. Relative
     positions are equal on all ranks, and each has the gradients of its own queries.
@@ -46,9 +44,8 @@ def ring_attention(
     """
     call = SoftmaxCall(q_BHLK, k_BGSK, v_BGSV, causal, scale, relative=relative)
     call.check()
-    memory = layout if memory_layout is None else memory_layout
     batch, groups, _, size = k_BGSK.shape
-    ring = _Ring(comm, layout, memory, causal, call.score_scale, (batch, groups), size, v_BGSV.shape[3])
+    ring = _Ring(sharding, causal, call.score_scale, (batch, groups), size, v_BGSV.shape[3])
     return cast(torch.Tensor, _RingAttention.apply(ring, *TileTensors.of(call)))  # type: ignore[no-untyped-call]
 
 
@@ -56,19 +53,25 @@ def ring_attention(
 class _Ring:
     """Which slice is here in which round, where its keys stand, and how it goes on to the next rank."""
 
-    comm: Communicator
-    layout: SequenceLayout
-    memory: SequenceLayout
+    sharding: Sharding
     causal: bool
     scale: float
     heads: tuple[int, int]
     size: int
     values: int
 
+    @property
+    def comm(self) -> Communicator:
+        return self.sharding.comm
+
+    @property
+    def memory(self) -> SequenceLayout:
+        return self.sharding.memory
+
     def terms(self, number: int) -> TileTerms:
         """Where this rank's queries stand, and the keys that are here in round `number`."""
-        queries, keys = self.layout.range(self.comm.rank), self.memory.range(self._owner(number))
-        return TileTerms(self.causal, self.scale, placement_of([queries], [keys], self.layout, self.memory))
+        queries, keys = self.sharding.layout.range(self.comm.rank), self.memory.range(self._owner(number))
+        return TileTerms(self.causal, self.scale, placement_of([queries], [keys], self.sharding.layout, self.memory))
 
     def join(self, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor) -> torch.Tensor:
         """Both as one message."""

@@ -1,5 +1,6 @@
 """`SequenceOps` over a sequence that is cut across ranks: the other side of the seam that models see."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,27 +17,28 @@ from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR
 from dist_attn.ops.relative_attention import RelativeState
 from dist_attn.ops.running_maximum import Maxima
 from dist_attn.ops.token_mixing import Activation
-from dist_attn.sharded.call_agreement import layouts_in_words
-from dist_attn.sharded.call_checks import CallChecks
-from dist_attn.sharded.dense_space import sharded_dense_scan
-from dist_attn.sharded.diagonal import sharded_diagonal_scan, sharded_packed_diagonal_scan
-from dist_attn.sharded.fourier import sharded_fourier_mix
-from dist_attn.sharded.halo import sharded_convolve, sharded_convolve_streaming
-from dist_attn.sharded.legs import sharded_legs_memory
+from dist_attn.sharded.columns import (
+    sharded_fourier_mix,
+    sharded_long_convolve,
+    sharded_packed_fourier_mix,
+    sharded_packed_long_convolve,
+)
+from dist_attn.sharded.convolution import sharded_convolve, sharded_convolve_streaming
 from dist_attn.sharded.linear import attend_over_layouts
-from dist_attn.sharded.long_convolution import sharded_long_convolve
-from dist_attn.sharded.packed_halo import sharded_packed_convolve, sharded_packed_convolve_streaming
 from dist_attn.sharded.packed_relative import sharded_packed_relative_attention
-from dist_attn.sharded.packed_whole import sharded_packed_fourier_mix, sharded_packed_long_convolve
 from dist_attn.sharded.prefix_scan import Algorithm, Exchange, settle
 from dist_attn.sharded.relative import sharded_relative_attention, sharded_relative_attention_streaming
-from dist_attn.sharded.running_maximum import sharded_running_maximum
-from dist_attn.sharded.softmax import CacheKept, ShardedSoftmax, SoftmaxExchange, relative_settings
-from dist_attn.sharded.token_mixing import sharded_mix_tokens
+from dist_attn.sharded.sharding import CacheKept, Sharding, SoftmaxExchange
+from dist_attn.sharded.softmax import relative_settings, softmax_over_layouts, softmax_stream_over_layouts
+from dist_attn.sharded.state_spaces import (
+    sharded_dense_scan,
+    sharded_diagonal_scan,
+    sharded_legs_memory,
+    sharded_packed_diagonal_scan,
+)
+from dist_attn.sharded.sums import sharded_mix_tokens, sharded_running_maximum
 from dist_attn.sharded.token_routing import ShardedRoutes, sharded_route_tokens
 from dist_attn.sharded.token_selection import ShardedSelection, sharded_select_tokens
-
-__all__ = ["CacheKept", "ShardedSequenceOps", "SoftmaxExchange"]
 
 
 class ShardedSequenceOps:
@@ -80,18 +82,14 @@ class ShardedSequenceOps:
         deterministic: bool = False,
         implementation: Implementation = "auto",
     ) -> None:
+        memory = layout if memory_layout is None else memory_layout
+        asked = Exchange(exchange) if isinstance(exchange, str) else exchange
+        given = Sharding(comm, layout, memory, asked, softmax, cache, deterministic, implementation)
+        given.check_implementation()
+        # Messages have one size for any layout: with different ones on the ranks results would be wrong without a word.
+        comm.agree_on("layout and exchange", given.words)
+        self._sharding = replace(given, exchange=settle(comm, asked))
         self._comm, self._layout = comm, layout
-        self._softmax, self._cache = softmax, cache
-        self._memory = layout if memory_layout is None else memory_layout
-        self._implementation = implementation
-        self._checks = CallChecks(comm, layout, self._memory, deterministic)
-        self._checks.check_implementation(implementation)
-        self._exchange = Exchange(exchange) if isinstance(exchange, str) else exchange
-        # Messages have one size for any layout: ranks that hold different ones would compute nonsense, and nobody knew.
-        choices = {"softmax": softmax, "cache": cache, "deterministic": deterministic}
-        words = layouts_in_words(layout, self._memory, self._exchange, choices)
-        comm.agree_on("layout and exchange", words)
-        self._exchange = settle(comm, self._exchange)
 
     def linear_attention(
         self,
@@ -112,10 +110,10 @@ class ShardedSequenceOps:
         A `prefix` counts global tokens and takes a second exchange of states. Causal attention over keys on a layout of
         their own brings queries to them, see `sharded.linear`.
         """
-        self._checks.check_queries(q_BHLK.shape[2])
-        self._checks.check_keys(k_BHSK.shape[2])
-        check_prefix(prefix, causal=causal, documents=self._checks.packed)
-        self._checks.agree(
+        self._sharding.check_queries(q_BHLK.shape[2])
+        self._sharding.check_keys(k_BHSK.shape[2])
+        check_prefix(prefix, causal=causal, documents=self._sharding.packed)
+        self._sharding.agree(
             "linear_attention",
             {"q": q_BHLK, "k": k_BHSK, "v": v_BHSV, "log_gate": log_gate_BHS, "key_scale": key_scale_BHS},
             2,
@@ -136,9 +134,9 @@ class ShardedSequenceOps:
             state=state,
             denominator=DEFAULT_DENOMINATOR if denominator is None else denominator,
             prefix=prefix,
-            implementation=self._implementation,
+            implementation=self._sharding.implementation,
         )
-        return attend_over_layouts(self._checks, self._exchange, call)
+        return attend_over_layouts(self._sharding, call)
 
     def relative_attention(
         self,
@@ -150,32 +148,20 @@ class ShardedSequenceOps:
         causal: bool,
     ) -> torch.Tensor:
         """See `sharded.relative.sharded_relative_attention`; keys lie on `memory_layout` where one is given."""
-        self._checks.refuse_deterministic("relative attention")
-        self._checks.check_queries(phi_q_BHLK.shape[2])
-        self._checks.check_keys(phi_k_BHSK.shape[2])
-        self._checks.agree(
+        self._sharding.refuse_deterministic("relative attention")
+        self._sharding.check_queries(phi_q_BHLK.shape[2])
+        self._sharding.check_keys(phi_k_BHSK.shape[2])
+        self._sharding.agree(
             "relative_attention",
             {"phi_q": phi_q_BHLK, "phi_k": phi_k_BHSK, "v": v_BHSV},
             2,
             rp=phi_rp_HRK,
             causal=causal,
         )
-        if self._checks.packed:
-            self._checks.refuse_memory("relative_attention")
-            return sharded_packed_relative_attention(
-                self._comm, self._layout, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal
-            )
-        return sharded_relative_attention(
-            self._comm,
-            self._layout,
-            phi_q_BHLK,
-            phi_k_BHSK,
-            v_BHSV,
-            phi_rp_HRK,
-            causal=causal,
-            memory_layout=self._memory,
-            implementation=self._implementation,
-        )
+        if self._sharding.packed:
+            self._sharding.refuse_memory("relative_attention")
+        attend = sharded_packed_relative_attention if self._sharding.packed else sharded_relative_attention
+        return attend(self._sharding, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
 
     def relative_attention_streaming(
         self,
@@ -186,20 +172,18 @@ class ShardedSequenceOps:
         state: RelativeState | None = None,
     ) -> tuple[torch.Tensor, RelativeState]:
         """See `sharded.relative.sharded_relative_attention_streaming`."""
-        self._checks.refuse_deterministic("relative attention")
-        self._checks.refuse_documents("relative_attention_streaming")
-        self._checks.check_queries(phi_q_BHLK.shape[2])
-        self._checks.check_queries(phi_k_BHLK.shape[2], "keys")
-        self._checks.agree(
+        self._sharding.refuse_deterministic("relative attention")
+        self._sharding.refuse_documents("relative_attention_streaming")
+        self._sharding.check_queries(phi_q_BHLK.shape[2])
+        self._sharding.check_queries(phi_k_BHLK.shape[2], "keys")
+        self._sharding.agree(
             "relative_attention_streaming",
             {"phi_q": phi_q_BHLK, "phi_k": phi_k_BHLK, "v": v_BHLV},
             2,
             rp=phi_rp_HRK,
             state=state is not None,
         )
-        return sharded_relative_attention_streaming(
-            self._comm, self._layout, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, self._implementation
-        )
+        return sharded_relative_attention_streaming(self._sharding, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
 
     def softmax_attention(
         self,
@@ -213,18 +197,17 @@ class ShardedSequenceOps:
         relative: RelativePositions | None = None,
     ) -> torch.Tensor:
         """See `sharded.head_reshuffle` and `sharded.ring_attention`; keys lie on `memory_layout` where one is given."""
-        self._checks.refuse_deterministic("softmax attention")
-        self._checks.check_queries(q_BHLK.shape[2])
-        self._checks.check_keys(k_BGSK.shape[2])
-        check_prefix(prefix, causal=causal, documents=self._checks.packed)
-        if relative is not None and self._checks.packed:
-            self._checks.refuse_memory("softmax_attention with relative positions")
+        self._sharding.refuse_deterministic("softmax attention")
+        self._sharding.check_queries(q_BHLK.shape[2])
+        self._sharding.check_keys(k_BGSK.shape[2])
+        check_prefix(prefix, causal=causal, documents=self._sharding.packed)
+        if relative is not None and self._sharding.packed:
+            self._sharding.refuse_memory("softmax_attention with relative positions")
         along = {"q": q_BHLK, "k": k_BGSK, "v": v_BGSV}
         near = relative_settings(relative)
-        self._checks.agree("softmax_attention", along, 2, causal=causal, scale=scale, prefix=prefix, **near)
-        return self._softmax_form.attend(
-            q_BHLK, k_BGSK, v_BGSV, causal=causal, scale=scale, prefix=prefix, relative=relative
-        )
+        self._sharding.agree("softmax_attention", along, 2, causal=causal, scale=scale, prefix=prefix, **near)
+        qkv = (q_BHLK, k_BGSK, v_BGSV)
+        return softmax_over_layouts(self._sharding, qkv, causal=causal, scale=scale, prefix=prefix, relative=relative)
 
     def softmax_attention_streaming(
         self,
@@ -236,34 +219,29 @@ class ShardedSequenceOps:
         relative: RelativePositions | None = None,
     ) -> tuple[torch.Tensor, KeyValueCache]:
         """See `sharded.softmax_streaming`; the first block of a stream goes the way that `softmax` says."""
-        self._checks.refuse_deterministic("softmax attention")
-        self._checks.check_queries(q_BHLK.shape[2])
-        self._checks.check_queries(k_BGLK.shape[2], "keys")
+        self._sharding.refuse_deterministic("softmax attention")
+        self._sharding.check_queries(q_BHLK.shape[2])
+        self._sharding.check_queries(k_BGLK.shape[2], "keys")
         along = {"q": q_BHLK, "k": k_BGLK, "v": v_BGLV}
-        self._checks.agree("softmax_attention_streaming", along, 2, **relative_settings(relative))
-        return self._softmax_form.attend_stream(q_BHLK, k_BGLK, v_BGLV, cache, relative=relative)
-
-    @property
-    def _softmax_form(self) -> ShardedSoftmax:
-        return ShardedSoftmax(self._comm, self._layout, self._memory, self._softmax, self._cache)
+        self._sharding.agree("softmax_attention_streaming", along, 2, **relative_settings(relative))
+        return softmax_stream_over_layouts(self._sharding, (q_BHLK, k_BGLK, v_BGLV), cache, relative=relative)
 
     def fourier_mix(self, x_BLD: torch.Tensor, *, norm: FourierNorm = None) -> torch.Tensor:
-        """See `sharded.fourier.sharded_fourier_mix`."""
-        self._checks.refuse_deterministic("Fourier mixing")
-        self._checks.check_queries(x_BLD.shape[1], "tokens")
-        self._checks.agree("fourier_mix", {"x": x_BLD}, 1, norm=norm)
-        if self._checks.packed:
-            return sharded_packed_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
-        return sharded_fourier_mix(self._comm, self._layout, x_BLD, norm=norm)
+        """See `sharded.columns.sharded_fourier_mix`."""
+        self._sharding.refuse_deterministic("Fourier mixing")
+        self._sharding.agree_on_tokens("fourier_mix", {"x": x_BLD}, norm=norm)
+        mix = sharded_packed_fourier_mix if self._sharding.packed else sharded_fourier_mix
+        return mix(self._comm, self._layout, x_BLD, norm=norm)
 
     def long_convolve(
         self, x_BLD: torch.Tensor, kernel_LD: torch.Tensor, *, backward_kernel_LD: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See `sharded.long_convolution.sharded_long_convolve`."""
-        self._checks.refuse_deterministic("long convolutions")
-        self._checks.check_queries(x_BLD.shape[1], "tokens")
-        self._checks.agree("long_convolve", {"x": x_BLD}, 1, kernel=kernel_LD, backward_kernel=backward_kernel_LD)
-        convolve = sharded_packed_long_convolve if self._checks.packed else sharded_long_convolve
+        """See `sharded.columns.sharded_long_convolve`."""
+        self._sharding.refuse_deterministic("long convolutions")
+        self._sharding.agree_on_tokens(
+            "long_convolve", {"x": x_BLD}, kernel=kernel_LD, backward_kernel=backward_kernel_LD
+        )
+        convolve = sharded_packed_long_convolve if self._sharding.packed else sharded_long_convolve
         return convolve(self._comm, self._layout, x_BLD, kernel_LD, backward_kernel_LD=backward_kernel_LD)
 
     def diagonal_scan(
@@ -275,12 +253,11 @@ class ShardedSequenceOps:
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.diagonal.sharded_diagonal_scan`."""
-        self._checks.refuse_deterministic("the diagonal scan")
-        self._checks.check_queries(u_BLD.shape[1], "tokens")
-        self._checks.agree("diagonal_scan", {"u": u_BLD}, 1, a=a_DN, b=b_DN, c=c_DN, state=state)
-        scan = sharded_packed_diagonal_scan if self._checks.packed else sharded_diagonal_scan
-        return scan(self._comm, self._layout, u_BLD, a_DN, b_DN, c_DN, state=state)
+        """See `sharded.state_spaces.sharded_diagonal_scan`."""
+        self._sharding.refuse_deterministic("the diagonal scan")
+        self._sharding.agree_on_tokens("diagonal_scan", {"u": u_BLD}, a=a_DN, b=b_DN, c=c_DN, state=state)
+        scan = sharded_packed_diagonal_scan if self._sharding.packed else sharded_diagonal_scan
+        return scan(self._sharding, u_BLD, a_DN, b_DN, c_DN, state=state)
 
     def dense_scan(
         self,
@@ -291,23 +268,21 @@ class ShardedSequenceOps:
         *,
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.dense_space.sharded_dense_scan`; one unbroken sequence only."""
-        self._checks.refuse_documents("dense_scan")
-        self._checks.refuse_deterministic("the scan of a state space")
-        self._checks.check_queries(u_BLD.shape[1], "tokens")
-        self._checks.agree("dense_scan", {"u": u_BLD}, 1, a=a_DNN, b=b_DN, c=c_DMN, state=state)
-        return sharded_dense_scan(self._comm, self._layout, u_BLD, a_DNN, b_DN, c_DMN, state=state)
+        """See `sharded.state_spaces.sharded_dense_scan`; one unbroken sequence only."""
+        self._sharding.refuse_documents("dense_scan")
+        self._sharding.refuse_deterministic("the scan of a state space")
+        self._sharding.agree_on_tokens("dense_scan", {"u": u_BLD}, a=a_DNN, b=b_DN, c=c_DMN, state=state)
+        return sharded_dense_scan(self._sharding, u_BLD, a_DNN, b_DN, c_DMN, state=state)
 
     def legs_memory(
         self, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
     ) -> tuple[torch.Tensor, LegsState]:
-        """See `sharded.legs.sharded_legs_memory`; one unbroken sequence only."""
-        self._checks.refuse_documents("legs_memory")
-        self._checks.refuse_deterministic("the memory of the whole past")
-        self._checks.check_queries(f_BLD.shape[1], "tokens")
+        """See `sharded.state_spaces.sharded_legs_memory`; one unbroken sequence only."""
+        self._sharding.refuse_documents("legs_memory")
+        self._sharding.refuse_deterministic("the memory of the whole past")
         before = None if state is None else state.c_BDN
-        self._checks.agree("legs_memory", {"f": f_BLD}, 1, read=read_DN, state=before)
-        return sharded_legs_memory(self._comm, self._layout, f_BLD, read_DN, state=state)
+        self._sharding.agree_on_tokens("legs_memory", {"f": f_BLD}, read=read_DN, state=before)
+        return sharded_legs_memory(self._sharding, f_BLD, read_DN, state=state)
 
     def mix_tokens(
         self,
@@ -319,14 +294,12 @@ class ShardedSequenceOps:
         bias_out_L: torch.Tensor | None = None,
         activation: Activation = "gelu_tanh",
     ) -> torch.Tensor:
-        """See `sharded.token_mixing.sharded_mix_tokens`; weights for all tokens; one unbroken sequence only."""
-        self._checks.refuse_documents("mix_tokens")
-        self._checks.refuse_deterministic("token mixing")
-        self._checks.check_queries(x_BLD.shape[1], "tokens")
-        self._checks.agree(
+        """See `sharded.sums.sharded_mix_tokens`; weights for all tokens; one unbroken sequence only."""
+        self._sharding.refuse_documents("mix_tokens")
+        self._sharding.refuse_deterministic("token mixing")
+        self._sharding.agree_on_tokens(
             "mix_tokens",
             {"x": x_BLD},
-            1,
             w_in=w_in_LS,
             w_out=w_out_SL,
             bias_in=bias_in_S,
@@ -334,8 +307,7 @@ class ShardedSequenceOps:
             activation=activation,
         )
         return sharded_mix_tokens(
-            self._comm,
-            self._layout,
+            self._sharding,
             x_BLD,
             w_in_LS,
             w_out_SL,
@@ -345,37 +317,32 @@ class ShardedSequenceOps:
         )
 
     def convolve(self, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False) -> torch.Tensor:
-        """See `sharded.halo.sharded_convolve`."""
-        self._checks.check_queries(x_BLD.shape[1], "tokens")
-        self._checks.agree("convolve", {"x": x_BLD}, 1, w=w_KD, centred=centred)
-        if self._checks.packed:
-            return sharded_packed_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
-        return sharded_convolve(self._comm, self._layout, x_BLD, w_KD, centred=centred)
+        """See `sharded.convolution.sharded_convolve`."""
+        self._sharding.agree_on_tokens("convolve", {"x": x_BLD}, w=w_KD, centred=centred)
+        return sharded_convolve(self._sharding, x_BLD, w_KD, centred=centred)
 
     def convolve_streaming(
         self, x_BLD: torch.Tensor, w_KD: torch.Tensor, tail_BKD: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `sharded.halo.sharded_convolve_streaming`."""
-        self._checks.check_queries(x_BLD.shape[1], "tokens")
-        self._checks.agree("convolve_streaming", {"x": x_BLD}, 1, w=w_KD, tail=tail_BKD)
-        if self._checks.packed:
-            return sharded_packed_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
-        return sharded_convolve_streaming(self._comm, self._layout, x_BLD, w_KD, tail_BKD)
+        """See `sharded.convolution.sharded_convolve_streaming`."""
+        self._sharding.agree_on_tokens("convolve_streaming", {"x": x_BLD}, w=w_KD, tail=tail_BKD)
+        return sharded_convolve_streaming(self._sharding, x_BLD, w_KD, tail_BKD)
 
     def select_tokens(
         self, x_LC: torch.Tensor, score_L: torch.Tensor, *, threshold: float, at_most: int | None = None
     ) -> ShardedSelection:
         """See `sharded.token_selection.sharded_select_tokens`; one unbroken sequence only."""
-        self._checks.refuse_documents("select_tokens")
-        self._checks.refuse_deterministic("the selection of tokens")
-        self._checks.check_queries(len(x_LC), "tokens")
-        self._checks.agree("select_tokens", {"x": x_LC, "score": score_L}, 0, threshold=threshold, at_most=at_most)
+        self._sharding.refuse_documents("select_tokens")
+        self._sharding.refuse_deterministic("the selection of tokens")
+        self._sharding.agree_on_tokens(
+            "select_tokens", {"x": x_LC, "score": score_L}, 0, threshold=threshold, at_most=at_most
+        )
         along = partial(
             ShardedSequenceOps,
             self._comm,
-            softmax=self._softmax,
-            exchange=self._exchange,
-            implementation=self._implementation,
+            softmax=self._sharding.softmax,
+            exchange=self._sharding.exchange,
+            implementation=self._sharding.implementation,
         )
         return sharded_select_tokens(self._comm, self._layout, along, x_LC, score_L, threshold, at_most)
 
@@ -383,30 +350,30 @@ class ShardedSequenceOps:
         self, x_LC: torch.Tensor, expert_LK: torch.Tensor, *, num_experts: int, capacity: int
     ) -> ShardedRoutes:
         """See `sharded.token_routing.sharded_route_tokens`; one unbroken sequence only."""
-        self._checks.refuse_documents("route_tokens")
-        self._checks.refuse_deterministic("the routing of tokens")
-        self._checks.check_queries(len(x_LC), "tokens")
-        self._checks.agree("route_tokens", {"x": x_LC, "expert": expert_LK}, 0, experts=num_experts, capacity=capacity)
+        self._sharding.refuse_documents("route_tokens")
+        self._sharding.refuse_deterministic("the routing of tokens")
+        self._sharding.agree_on_tokens(
+            "route_tokens", {"x": x_LC, "expert": expert_LK}, 0, experts=num_experts, capacity=capacity
+        )
         return sharded_route_tokens(self._comm, x_LC, expert_LK, num_experts, capacity)
 
     def running_maximum(
         self, x_BHS: torch.Tensor, before_BH: torch.Tensor, *, log_gate_BHS: torch.Tensor | None = None
     ) -> Maxima:
-        """See `sharded.running_maximum.sharded_running_maximum`; keys lie on `memory_layout` where one is given."""
+        """See `sharded.sums.sharded_running_maximum`; keys lie on `memory_layout` where one is given."""
         if log_gate_BHS is not None:
-            self._checks.refuse_deterministic("the running maximum of gated keys")
-        self._checks.check_keys(x_BHS.shape[2])
-        self._checks.agree("running_maximum", {"x": x_BHS, "log_gate": log_gate_BHS}, 2, before=before_BH)
-        return sharded_running_maximum(self._comm, self._memory, x_BHS, before_BH, log_gate_BHS=log_gate_BHS)
+            self._sharding.refuse_deterministic("the running maximum of gated keys")
+        self._sharding.check_keys(x_BHS.shape[2])
+        self._sharding.agree("running_maximum", {"x": x_BHS, "log_gate": log_gate_BHS}, 2, before=before_BH)
+        return sharded_running_maximum(self._sharding, x_BHS, before_BH, log_gate_BHS=log_gate_BHS)
 
     def sum_over_sequence(self, x_BLD: torch.Tensor) -> torch.Tensor:
         """The sum over the tokens of all ranks, [B, L, D] -> [B, D], on every rank.
 
         Cost: one all-reduce of B D elements.
         """
-        self._checks.refuse_deterministic("sums over the sequence")
-        self._checks.check_queries(x_BLD.shape[1], "tokens")
-        self._checks.agree("sum_over_sequence", {"x": x_BLD}, 1)
+        self._sharding.refuse_deterministic("sums over the sequence")
+        self._sharding.agree_on_tokens("sum_over_sequence", {"x": x_BLD})
         return collectives.all_reduce_sum(self._comm, x_BLD.sum(dim=1), label="sum over sequence")
 
     def sum_over_documents(self, x_BLD: torch.Tensor) -> torch.Tensor:
@@ -414,26 +381,26 @@ class ShardedSequenceOps:
 
         Cost: one all-reduce of B N D elements.
         """
-        self._checks.refuse_deterministic("sums over documents")
+        self._sharding.refuse_deterministic("sums over documents")
         places = self.document_places(x_BLD.shape[1])
-        self._checks.agree("sum_over_documents", {"x": x_BLD}, 1)
+        self._sharding.agree("sum_over_documents", {"x": x_BLD})
         sums_BND = sums_of_documents(x_BLD, places)
         return collectives.all_reduce_sum(self._comm, sums_BND, label="sum over documents")
 
     def document_places(self, length: int) -> DocumentPlaces:
         """Where the `length` tokens held here stand in their documents; an unbroken sequence is one."""
-        self._checks.check_queries(length, "tokens")
+        self._sharding.check_queries(length, "tokens")
         return document_places(self._layout.document_ranges(), *self._layout.range(self._comm.rank))
 
     def positions(self, length: int | None = None) -> torch.Tensor:
         """Global index of each token held here, [L], counted from the start of this call's sequence."""
         if length is not None:
-            self._checks.check_queries(length, "tokens")
+            self._sharding.check_queries(length, "tokens")
         return torch.arange(*self._layout.range(self._comm.rank))
 
     def total_length(self, length: int) -> int:
         """Tokens of the whole sequence, of which `length` are held here."""
-        self._checks.check_queries(length, "tokens")
+        self._sharding.check_queries(length, "tokens")
         return self._layout.total
 
     @property

@@ -25,13 +25,13 @@ from dist_attn.ops.softmax_attention.cache import streaming_placement
 from dist_attn.sharded.block_table import Block, BlockTable
 from dist_attn.sharded.redistribution import redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
+from dist_attn.sharded.sharding import Sharding
 
 __all__ = ["attend_over_spread_cache", "attend_over_whole_cache", "last_document"]
 
 
 def attend_over_spread_cache(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     q_BHLK: torch.Tensor,
     k_BGLK: torch.Tensor,
     v_BGLV: torch.Tensor,
@@ -46,6 +46,7 @@ def attend_over_spread_cache(
         partial results of the whole block.
     Raises: InputError for a cache that is whole, or spread over another number of ranks.
     """
+    comm, layout = sharding.comm, sharding.layout
     if cache.blocks is None:
         raise InputError(
             "a state that holds all keys was given to ranks that keep a share each; make these operations with "
@@ -73,8 +74,7 @@ def attend_over_spread_cache(
 
 
 def attend_over_whole_cache(
-    comm: Communicator,
-    layout: SequenceLayout,
+    sharding: Sharding,
     q_BHLK: torch.Tensor,
     k_BGLK: torch.Tensor,
     v_BGLV: torch.Tensor,
@@ -87,6 +87,7 @@ def attend_over_whole_cache(
     Cost: per rank P - 1 messages of B G L (K + V) elements. Memory: the whole cache on every rank.
     Raises: InputError for a cache that is spread over ranks.
     """
+    comm, layout = sharding.comm, sharding.layout
     cache.require_whole()
     start, stop = layout.range(comm.rank)
     size, past = k_BGLK.shape[3], cache.tokens

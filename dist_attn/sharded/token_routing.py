@@ -12,7 +12,7 @@ import torch
 from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.ops.token_routing import check_routing, slots_of_experts
-from dist_attn.sharded.reshuffle import column_cuts
+from dist_attn.sharded.columns import column_cuts
 
 __all__ = ["ShardedRoutes", "sharded_route_tokens"]
 

@@ -21,8 +21,7 @@ from dist_attn.ops.token_selection import (
 )
 from dist_attn.ops.upsampling import Interpolation, upsample
 from dist_attn.sharded.block_table import Block, BlockTable
-from dist_attn.sharded.realignment import realign_tokens
-from dist_attn.sharded.redistribution import redistribute
+from dist_attn.sharded.redistribution import realign_tokens, redistribute
 from dist_attn.sharded.redistribution_plan import Change, plan_redistribution
 
 

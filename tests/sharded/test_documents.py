@@ -71,7 +71,7 @@ def _check_attention(
     ranks = run_ranks(kind, partial(_attend, inputs=inputs, layout=layout, causal=causal), layout.size)
     assert_close(torch.cat([r[0] for r in ranks], 2), want)
     # Without a state given, only the rank of the last token is promised the final one.
-    holders = ranks if state else [ranks[layout.rank_of(layout.total - 1)]]
+    holders = ranks if state else [ranks[layout.ranks_of_last_document()[-1]]]
     for _, after, _ in holders:
         for got, field in zip(after, want_state, strict=True):
             assert_close(got, field, kind="state")
@@ -197,7 +197,7 @@ def test_the_tail_of_a_convolution(layout, taps, given_tail):
         return ShardedSequenceOps(comm, layout).convolve_streaming(part, w, tail)[1]
 
     tails = run_simulated(body, layout.size)
-    holders = range(layout.size) if given_tail else [layout.rank_of(layout.total - 1)]
+    holders = range(layout.size) if given_tail else [layout.ranks_of_last_document()[-1]]
     assert all(torch.equal(tails[rank], want) for rank in holders)
 
 

@@ -11,9 +11,8 @@ from torch.autograd.gradcheck import GradcheckError
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 from dist_attn.sharded.prefix_scan import Exchange
-from dist_attn.sharded.sequence_ops import SoftmaxExchange
 from tests.sharded.operation_cases import CASES, KERNEL_CASES, Case, Tensors, inputs_of, linear, softmax
 from tests.support.across_ranks import across_ranks
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import KeyValueCache
-from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.sharded.sequence_ops import SoftmaxExchange
+from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 from tests.sharded.operation_cases import CASES, inputs_of
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks

@@ -12,7 +12,16 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.costs import Calibration, ScanTime
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import Exchange, LogDecay, Matrix, Monoid, exclusive_scan, scan_over_ranks
+from dist_attn.sharded.prefix_scan import (
+    Exchange,
+    LegsForgets,
+    LogDecay,
+    Matrix,
+    Monoid,
+    Powers,
+    exclusive_scan,
+    scan_over_ranks,
+)
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks
@@ -229,22 +238,42 @@ def test_two_levels_find_their_hosts() -> None:
     check("simulated", Exchange("two_level"), 3)
 
 
-MONOIDS = {"a decay for each row": LogDecay(3), "numbers that only add up": LogDecay(2, added=3), "a matrix": Matrix(3)}
+def _drawn(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return (0.5 * torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=dtype)).requires_grad_()
+
+
+MONOIDS = {
+    "a decay for each row": LogDecay(3),
+    "numbers that only add up": LogDecay(2, added=3),
+    "a matrix": Matrix(3),
+    "powers of known numbers": Powers(_drawn(2, 3, dtype=torch.complex128), 60),
+    "powers of known matrices": Powers(_drawn(2, 3, 3), 60),
+    "a memory of the whole past": LegsForgets(3),
+}
 
 
 def messages(monoid: Monoid, size: int) -> list[torch.Tensor]:
     """What lies before all ranks, and the message of each rank, four columns of sums."""
     generator = torch.Generator().manual_seed(size)
     drawn = 0.4 * torch.randn((size + 1, 2, 4 * monoid.rows + monoid.weights), generator=generator, dtype=torch.float64)
+    if isinstance(monoid, Powers):  # a row with the number of tokens behind it
+        tokens = torch.stack([torch.tensor([3.0 * (rank % 2), 0.0]) for rank in range(size + 1)])
+        drawn = torch.cat([drawn[:, 0, :-2], tokens.double()], dim=1)
     return [message.requires_grad_() for message in drawn]
+
+
+def weighed(monoid: Monoid, results: tuple[torch.Tensor, ...], seed: int) -> torch.Tensor:
+    """A loss of the results, without the numbers that are constants."""
+    last = -monoid.weights if isinstance(monoid, Powers | LegsForgets) else None
+    return weighted_sum(*(t[..., :last].sin() for t in results), seed=seed)
 
 
 def scanned(comm: Communicator, monoid: Monoid, exchange: Exchange):
     """One rank's results, its gradients, and those of a function of its gradients."""
     initial, *own = messages(monoid, comm.size)
-    leaves = [own[comm.rank], initial]
+    leaves = [own[comm.rank], initial, *monoid.known]
     results = scan_over_ranks(comm, monoid, own[comm.rank], initial, exchange)
-    loss = weighted_sum(*(t.sin() for t in results), seed=comm.rank)
+    loss = weighed(monoid, results, comm.rank)
     grads = torch.autograd.grad(loss, leaves, create_graph=True)
     second = torch.autograd.grad(weighted_sum(*(g.cos() for g in grads[:1]), seed=comm.rank), leaves)
     return [[t.detach() for t in part] for part in (results, grads, second)]
@@ -257,10 +286,10 @@ def folded(monoid: Monoid, size: int):
     for message in own:
         prefixes.append(monoid.combine(prefixes[-1], message))
     results = [(prefixes[rank], prefixes[-1]) for rank in range(size)]
-    losses = [weighted_sum(*(t.sin() for t in both), seed=rank) for rank, both in enumerate(results)]
-    grads = torch.autograd.grad(torch.stack(losses).sum(), [*own, initial], create_graph=True)
-    sums = [weighted_sum(grad.cos(), seed=rank) for rank, grad in enumerate(grads[:-1])]
-    return results, grads, torch.autograd.grad(torch.stack(sums).sum(), [*own, initial])
+    losses = [weighed(monoid, both, rank) for rank, both in enumerate(results)]
+    grads = torch.autograd.grad(torch.stack(losses).sum(), [*own, initial, *monoid.known], create_graph=True)
+    sums = [weighted_sum(grads[rank].cos(), seed=rank) for rank in range(size)]
+    return results, grads, torch.autograd.grad(torch.stack(sums).sum(), [*own, initial, *monoid.known])
 
 
 @pytest.mark.slow
@@ -268,7 +297,7 @@ def folded(monoid: Monoid, size: int):
 @pytest.mark.parametrize("exchange", [*EXCHANGES, Exchange("two_level")], ids=name_of)
 @pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())
 def test_every_monoid_over_every_exchange_is_the_fold(monoid: Monoid, exchange: Exchange, size: int) -> None:
-    """Decays by row and matrices give the results, gradients and second gradients of a left fold."""
+    """Whatever a stretch does to a state, results, gradients and second gradients are those of a left fold."""
     if exchange.algorithm == "two_level":
         exchange = replace(exchange, hosts=hosts(size) if size < 3 else hosts(2, size - 2))
     results, *grads = folded(monoid, size)
@@ -279,8 +308,9 @@ def test_every_monoid_over_every_exchange_is_the_fold(monoid: Monoid, exchange: 
         for one, want in zip(got_grads, grads, strict=True):
             assert_close(one[0], want[rank], kind="gradient", what=f"rank {rank}")
     for order, want in enumerate(grads, 1):
-        shares = torch.stack([rank[order][1] for rank in ranks])
-        assert_close(shares.sum(0), want[-1], kind="gradient", what="initial")
+        for number in range(1 + len(monoid.known)):
+            shares = torch.stack([rank[order][1 + number] for rank in ranks])
+            assert_close(shares.sum(0), want[size + number], kind="gradient", what="initial" if not number else "known")
 
 
 @pytest.mark.parametrize("monoid", MONOIDS.values(), ids=MONOIDS.keys())

@@ -13,11 +13,10 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.sharded.head_parts import head_parts
-from dist_attn.sharded.head_reshuffle import head_reshuffle_plans, sharded_softmax_attention
-from dist_attn.sharded.placements import placement_of
+from dist_attn.sharded.head_reshuffle import head_parts, head_reshuffle_plans, sharded_softmax_attention
 from dist_attn.sharded.redistribution_plan import RedistributionPlan, plan_redistribution
 from dist_attn.sharded.ring_attention import ring_attention
+from dist_attn.sharded.sharding import Sharding, placement_of
 from tests.support.closeness import assert_close
 from tests.support.examples import examples
 from tests.support.ranks import run_ranks
@@ -51,7 +50,7 @@ def _on_a_rank(
     q, k, v, weights = inputs
     queries, keys = slice(*layout.range(comm.rank)), slice(*memory.range(comm.rank))
     leaves = [x[:, :, part].clone().requires_grad_() for x, part in ((q, queries), (k, keys), (v, keys))]
-    out = EXCHANGES[exchange](comm, layout, *leaves, causal=causal, scale=0.7, memory_layout=memory)
+    out = EXCHANGES[exchange](Sharding(comm, layout, memory), *leaves, causal=causal, scale=0.7)
     (out * weights[:, :, queries]).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -134,7 +133,7 @@ def test_the_future_and_other_documents_change_nothing(exchange):
 
         def body(comm: Communicator) -> torch.Tensor:
             part = slice(*layout.range(comm.rank))
-            return EXCHANGES[exchange](comm, layout, *(x[:, :, part] for x in inputs), causal=True)
+            return EXCHANGES[exchange](Sharding(comm, layout, layout), *(x[:, :, part] for x in inputs), causal=True)
 
         return torch.cat(run_simulated(body, 3), 2)
 
@@ -152,7 +151,7 @@ def test_half_precision(exchange):
 
     def body(comm: Communicator) -> torch.Tensor:
         part = slice(*layout.range(comm.rank))
-        return EXCHANGES[exchange](comm, layout, *(x[:, :, part] for x in (q, k, v)), causal=True)
+        return EXCHANGES[exchange](Sharding(comm, layout, layout), *(x[:, :, part] for x in (q, k, v)), causal=True)
 
     out = torch.cat(run_simulated(body, 2), 2)
     assert_close(out, softmax_attention_naive(q.double(), k.double(), v.double(), causal=True).bfloat16())
@@ -191,7 +190,8 @@ def test_bytes_of_the_reshuffle(lengths, heads, groups):
     def body(comm: Communicator) -> list[tuple[str, int]]:
         part = slice(*layout.range(comm.rank))
         comm.traffic.clear()
-        sharded_softmax_attention(comm, layout, q[:, :, part], k[:, :, part], v[:, :, part], causal=True)
+        own = (x[:, :, part] for x in (q, k, v))
+        sharded_softmax_attention(Sharding(comm, layout, layout), *own, causal=True)
         return [(event.label, event.bytes_sent) for event in comm.traffic.events]
 
     repeats = heads // groups
@@ -271,6 +271,6 @@ def test_documents_of_one_side_alone_are_refused(exchange):
 
     def body(comm: Communicator) -> None:
         with pytest.raises(InputError, match="give both, or neither"):
-            EXCHANGES[exchange](comm, layout, q, k, v, causal=False, memory_layout=memory)
+            EXCHANGES[exchange](Sharding(comm, layout, memory), q, k, v, causal=False)
 
     run_simulated(body, 2)

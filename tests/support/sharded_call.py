@@ -8,8 +8,7 @@ from torch import Tensor
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
-from dist_attn.sharded import ShardedSequenceOps
-from dist_attn.sharded.sequence_ops import SoftmaxExchange
+from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.ranks import Kind, run_ranks

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from dist_attn.model_config.figures import FLOAT_BYTES, TokenFlops, Traffic, Weights, linear
+from dist_attn.model_config.figures import FLOAT_BYTES, ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
 from dist_attn.model_config.mixers.convolutions import channels_and_back, long_convolution_flops
 
@@ -34,7 +34,8 @@ class HippoConfig(MixerConfig):
 
     def traffic(self, batch: int = 1) -> Traffic:
         """8 B (D + 1) N: a silent channel tells what the rank's tokens make others forget."""
-        return Traffic(gathered_bytes=DOUBLE_BYTES * batch * (self.hidden_size + 1) * self.state_size)
+        n = self.state_size
+        return Traffic(scanned=ScanMessage(batch, n * self.hidden_size, DOUBLE_BYTES, rows=n, weights=n))
 
     def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
         """The chunked form; with several ranks each walks its tokens a second time, for the state it sends.
@@ -79,8 +80,9 @@ class _StateSpaceConfig(MixerConfig):
         return FLOAT_BYTES * batch * self.hidden_size * self.state_size
 
     def traffic(self, batch: int = 1) -> Traffic:
-        """The state."""
-        return Traffic(gathered_bytes=FLOAT_BYTES * batch * self.hidden_size * self.state_size)
+        """4 B D N, and how many tokens it is of, as two numbers."""
+        rows = self.hidden_size * self.state_size
+        return Traffic(scanned=ScanMessage(1, batch * rows, rows=rows, weights=2))
 
 
 class LsslConfig(_StateSpaceConfig):

@@ -4,25 +4,31 @@ The state of a recurrence after a stretch of tokens is A x + B for the state x b
 (A, B), and two of them in line are (A2 A1, A2 B1 + B2). A message [..., X] holds B, as K rows of n numbers each, and
 behind it A in a form in which zeros mean that nothing changes: a message of zeros is the identity.
 
-    LogDecay   A = diag(exp w), packed as its K log decays w, which add up
-    Matrix     A = I + D, packed as the K x K numbers of D
+    LogDecay      A = diag(exp w), packed as its K log decays w, which add up
+    Matrix        A = I + D, packed as the K x K numbers of D
+    Powers        A = a^n of an a that every rank knows: packed as n, the number of tokens
+    LegsForgets   A of a LegS memory, packed as its first column without the 1, from which the others follow
 
 `transposed` is the monoid of the backward pass: with P[0] the identity and P[r + 1] = combine(P[r], x[r]), let g[r] be
 the gradient of P[r] that rank r has from its own loss. The one that P[r + 1] gets from all later ranks is
 
     H.B[r] = g.B[r + 1] + A[r + 1]^T H.B[r + 1],      H.A likewise,
 
-an exclusive scan of `backward_message(x, g)` that is counted from the last rank, and `gradient` is what follows from it
-for x[r].
+an exclusive scan of `backward_message(x, g)` that is counted from the last rank. `pulled_back` is what follows from it
+for x[r] and for what every rank knows: the gradients of combine(P[r], x[r]), of which H is that of the result.
+
+Shape letters: K rows, N columns of B side by side, X numbers of a message, D channels.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 
-__all__ = ["LogDecay", "Matrix", "Monoid", "join_pieces", "monoid_named", "split_pieces"]
+from dist_attn.ops.legs import transition_of
+
+DIGIT = 1 << 20
 
 
 class Monoid(Protocol):
@@ -39,7 +45,12 @@ class Monoid(Protocol):
 
     @property
     def name(self) -> str:
-        """What `monoid_named` makes the same monoid of."""
+        """What `monoid_named` makes the same monoid of, together with what is known."""
+        ...
+
+    @property
+    def known(self) -> tuple[torch.Tensor, ...]:
+        """What every rank knows and no message holds; it may have gradients, of which each rank gets its share."""
         ...
 
     def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
@@ -52,8 +63,8 @@ class Monoid(Protocol):
         """What a rank with the message `x` and the gradient `grad` of its result brings to the scan of gradients."""
         ...
 
-    def gradient(self, x: torch.Tensor, before: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-        """The gradient of `x`, from the result `before` of its scan and the result `later` of the scan of gradients."""
+    def of_result(self, later: torch.Tensor) -> torch.Tensor:
+        """The gradient of a message, from the result of the scan of gradients."""
         ...
 
 
@@ -75,6 +86,10 @@ class LogDecay:
     def name(self) -> str:
         return f"log_decay {self.rows} {self.added}"
 
+    @property
+    def known(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
     def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         sums = self._sums(later)
         kept = self._decayed(earlier[..., :sums], later)
@@ -86,12 +101,8 @@ class LogDecay:
     def backward_message(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
         return torch.cat([grad, x[..., -self.rows :]], dim=-1)
 
-    def gradient(self, x: torch.Tensor, before: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-        sums = self._sums(x)
-        later_sums, added, of_decay, _ = later.split((sums, self.added, self.rows, self.rows), dim=-1)
-        kept = self._decayed(before[..., :sums], x)
-        of_decay = of_decay + (later_sums * kept).unflatten(-1, (self.rows, -1)).sum(-1)
-        return torch.cat([later_sums, added, of_decay], dim=-1)
+    def of_result(self, later: torch.Tensor) -> torch.Tensor:
+        return later[..., : -self.rows]
 
     def _sums(self, x: torch.Tensor) -> int:
         return x.shape[-1] - self.weights
@@ -119,6 +130,10 @@ class Matrix:
     def name(self) -> str:
         return f"matrix {self.rows}"
 
+    @property
+    def known(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
     def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         # Both parts obey the same rule: (I + D2) B1 + B2 and (I + D2) (I + D1) - I = (I + D2) D1 + D2.
         earlier_KX, later_KX = self._columns(earlier), self._columns(later)
@@ -131,10 +146,8 @@ class Matrix:
         d_KK = self._columns(x)[..., -self.rows :]
         return self._flat(torch.cat([self._columns(grad), d_KK.mT], dim=-1))
 
-    def gradient(self, x: torch.Tensor, before: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
-        later_KX = self._columns(later)[..., : -self.rows]
-        of_d_KK = later_KX @ self._columns(before).mT
-        return self._flat(torch.cat([later_KX[..., : -self.rows], later_KX[..., -self.rows :] + of_d_KK], dim=-1))
+    def of_result(self, later: torch.Tensor) -> torch.Tensor:
+        return self._flat(self._columns(later)[..., : -self.rows])
 
     def _columns(self, x: torch.Tensor) -> torch.Tensor:
         """B and D side by side, K rows."""
@@ -146,27 +159,158 @@ class Matrix:
         return torch.cat([x_KX[..., : -self.rows].flatten(-2), x_KX[..., -self.rows :].flatten(-2)], dim=-1)
 
 
-def monoid_named(name: str) -> LogDecay | Matrix:
-    """The monoid of this name: custom operations of compiled graphs take strings, not values of our own."""
-    kind, *numbers = name.split()
-    sizes = map(int, numbers)
-    return LogDecay(*sizes) if kind == "log_decay" else Matrix(*sizes)
+@dataclass(frozen=True, eq=False)
+class Powers:
+    """The tokens of a stretch multiply a state by a^n, and every rank knows a: [B, n as two numbers].
 
-
-def split_pieces(monoid: Monoid, message: torch.Tensor, pieces: int) -> tuple[torch.Tensor, ...]:
-    """Messages of equal size, each with some columns of B and all of A, that can be combined by themselves.
-
-    Shapes: [..., K n + W] -> `pieces` times [..., K ceil(n / pieces) + W]; zeros fill the last one.
+    `a` is [D, K', K'], a matrix for each channel, or complex [D, K'], a number for each row of which the message holds
+    the real and the imaginary part. At most `tokens` are counted.
     """
-    columns_KN = message[..., : -monoid.weights].unflatten(-1, (monoid.rows, -1))
-    weights = message[..., -monoid.weights :]
-    width = -(-columns_KN.shape[-1] // pieces)
-    padded_KN = F.pad(columns_KN, (0, pieces * width - columns_KN.shape[-1]))
-    return tuple(torch.cat([part.flatten(-2), weights], dim=-1) for part in padded_KN.split(width, dim=-1))
+
+    a: torch.Tensor
+    tokens: int
+    adjoint: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.a[..., 0].numel() if self.a.dim() == 3 else 2 * self.a.numel()
+
+    @property
+    def weights(self) -> int:
+        return 2
+
+    @property
+    def name(self) -> str:
+        return f"powers {self.tokens} {int(self.adjoint)}"
+
+    @property
+    def known(self) -> tuple[torch.Tensor, ...]:
+        return (self.a,)
+
+    def counted(self, b_DKN: torch.Tensor, tokens: int) -> torch.Tensor:
+        """The message of so many tokens. Shapes: B [D, K', N], complex where a is -> [X]."""
+        real = torch.stack([b_DKN.real, b_DKN.imag], dim=2) if b_DKN.is_complex() else b_DKN
+        return torch.cat([real.flatten(), self._digits(torch.tensor(tokens, device=real.device), real.dtype)])
+
+    def sums(self, message: torch.Tensor) -> torch.Tensor:
+        """B of a message, [D, K', N]."""
+        columns = (message.shape[0] - 2) // self.rows
+        if self.a.dim() == 3:
+            return message[:-2].reshape(*self.a.shape[:2], columns)
+        return torch.complex(*message[:-2].reshape(*self.a.shape, 2, columns).unbind(2))
+
+    def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+        a, exponent = self.a, self._exponent(later)
+        with torch.autocast(a.device.type, enabled=False):
+            decay = power_of_count(a, exponent, self.tokens)
+            decay = decay.mH if self.adjoint and a.dim() == 3 else decay.conj() if self.adjoint else decay
+            b_DKN = self.sums(earlier)
+            kept_DKN = decay @ b_DKN if a.dim() == 3 else decay[..., None] * b_DKN
+        digits = self._digits(self._exponent(earlier) + exponent, later.dtype)
+        kept = self.counted(kept_DKN, 0)[:-2]
+        return torch.cat([kept + later[:-2], digits])
+
+    def transposed(self) -> "Powers":
+        return Powers(self.a, self.tokens, not self.adjoint)
+
+    def backward_message(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return torch.cat([grad[:-2], x[-2:]])
+
+    def of_result(self, later: torch.Tensor) -> torch.Tensor:
+        return torch.cat([later[:-2], torch.zeros_like(later[-2:])])
+
+    def _exponent(self, message: torch.Tensor) -> torch.Tensor:
+        low, high = message.detach()[-2:].to(torch.int64).unbind()
+        return low + high * DIGIT
+
+    def _digits(self, count: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # float32 counts to 2^24 only.
+        return torch.stack([count % DIGIT, count // DIGIT]).to(dtype)
 
 
-def join_pieces(monoid: Monoid, pieces: "tuple[torch.Tensor, ...] | list[torch.Tensor]", columns: int) -> torch.Tensor:
-    """The message of `columns` numbers that was split into these."""
-    parts_KN = [piece[..., : -monoid.weights].unflatten(-1, (monoid.rows, -1)) for piece in pieces]
-    sums_KN = torch.cat(parts_KN, dim=-1)[..., : (columns - monoid.weights) // monoid.rows]
-    return torch.cat([sums_KN.flatten(-2), pieces[0][..., -monoid.weights :]], dim=-1)
+@dataclass(frozen=True)
+class LegsForgets:
+    """Coefficients of a LegS memory: [B as K rows, the first column of A without its 1].
+
+    A depends on the numbers of the tokens alone, so it has no gradient, and all such A commute.
+    """
+
+    rows: int
+    adjoint: bool = False
+
+    @property
+    def weights(self) -> int:
+        return self.rows
+
+    @property
+    def name(self) -> str:
+        return f"legs {self.rows} {int(self.adjoint)}"
+
+    @property
+    def known(self) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
+        change_KK = self._change(later[..., -self.rows :].detach())
+        b_KN = earlier[..., : -self.rows].unflatten(-1, (self.rows, -1))
+        kept_KN = b_KN + (change_KK.mT if self.adjoint else change_KK) @ b_KN
+        column_K1 = earlier[..., -self.rows :].detach()[..., None]
+        kept = torch.cat([kept_KN.flatten(-2), (column_K1 + change_KK @ column_K1)[..., 0]], dim=-1)
+        return kept + later
+
+    def transposed(self) -> "LegsForgets":
+        return LegsForgets(self.rows, not self.adjoint)
+
+    def backward_message(self, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        return torch.cat([grad[..., : -self.rows], x[..., -self.rows :].detach()], dim=-1)
+
+    def of_result(self, later: torch.Tensor) -> torch.Tensor:
+        return torch.cat([later[..., : -self.rows], torch.zeros_like(later[..., -self.rows :])], dim=-1)
+
+    def _change(self, column_RK: torch.Tensor) -> torch.Tensor:
+        """A - I; 0 where nothing changes, which rounding would not give."""
+        one_K = torch.zeros_like(column_RK)
+        one_K[..., 0] = 1.0
+        identity_KK = torch.eye(self.rows, dtype=column_RK.dtype, device=column_RK.device)
+        changes = (column_RK != 0).any(-1)[..., None, None]
+        return torch.where(changes, transition_of(column_RK + one_K) - identity_KK, 0.0)
+
+
+def power_of_count(a: torch.Tensor, exponent: torch.Tensor, largest: int) -> torch.Tensor:
+    """a^exponent by repeated squaring, of matrices [D, K, K] or numbers [D, K]; a tensor says how often.
+
+    In a graph that is being compiled no number of a tensor can be asked for, so that unused squares are made as well;
+    they are 1, since the gradient of one that overflows would be NaN.
+    """
+    one = torch.eye(a.shape[1], dtype=a.dtype, device=a.device).expand_as(a) if a.dim() == 3 else torch.ones_like(a)
+    times = torch.matmul if a.dim() == 3 else torch.mul
+    result, square = one, a
+    for bit in range(largest.bit_length()):
+        result = torch.where((exponent >> bit) % 2 == 1, times(result, square), result)
+        square = torch.where(exponent >> (bit + 1) > 0, times(square, square), one)
+    return result
+
+
+def pulled_back(
+    monoid: Monoid, x: torch.Tensor, before: torch.Tensor, later: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of `x` and of what every rank knows, from the results of its scan and of the scan of gradients."""
+    again = torch.is_grad_enabled()  # this backward pass is itself to be differentiated
+    with torch.enable_grad():
+        given = [t.view_as(t) if again and t.requires_grad else t.detach().requires_grad_() for t in (x, *monoid.known)]
+        result = monoid_named(monoid.name, given[1:]).combine(before if again else before.detach(), given[0])
+        grads: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+            result, given, monoid.of_result(later), create_graph=again, materialize_grads=True
+        )
+    return grads
+
+
+def monoid_named(name: str, known: Sequence[torch.Tensor] = ()) -> Monoid:
+    """The monoid of this name: custom operations of compiled graphs take strings and tensors, not values of our own."""
+    kind, *numbers = name.split()
+    sizes = list(map(int, numbers))
+    if kind == "powers":
+        return Powers(known[0], sizes[0], bool(sizes[1]))
+    if kind == "legs":
+        return LegsForgets(sizes[0], bool(sizes[1]))
+    return LogDecay(*sizes) if kind == "log_decay" else Matrix(*sizes)

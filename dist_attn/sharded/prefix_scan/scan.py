@@ -12,8 +12,8 @@ from dist_attn.comm import Communicator
 from dist_attn.costs import Calibration, calibration_file, read_calibration
 from dist_attn.errors import ConfigError
 from dist_attn.ops import LinearState
-from dist_attn.sharded.prefix_scan import pipelined_ring, two_level
 from dist_attn.sharded.prefix_scan.exchanges import (
+    Finish,
     start_exscan,
     start_gather,
     start_log_step,
@@ -21,20 +21,8 @@ from dist_attn.sharded.prefix_scan.exchanges import (
     start_serial_ring,
 )
 from dist_attn.sharded.prefix_scan.monoid import LogDecay, Monoid
-from dist_attn.sharded.prefix_scan.state_message import pack, unpack
-from dist_attn.sharded.prefix_scan.steps import Finish
+from dist_attn.sharded.prefix_scan.pieces import start_pipelined_ring, start_two_level
 from dist_attn.wire.choices import EXCHANGES, StateExchange
-
-__all__ = [
-    "Algorithm",
-    "Exchange",
-    "RunningScan",
-    "exclusive_scan",
-    "exclusive_scan_start",
-    "scan_over_ranks",
-    "scan_over_ranks_start",
-    "settle",
-]
 
 Value = TypeVar("Value")
 Algorithm = StateExchange
@@ -172,9 +160,9 @@ def exclusive_scan_start(
 
 def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor], Finish]:
     if exchange.algorithm == "two_level":
-        return partial(two_level.start, hosts=exchange.hosts)
+        return partial(start_two_level, hosts=exchange.hosts)
     if exchange.algorithm == "pipelined_ring":
-        return partial(pipelined_ring.start, pieces=exchange.pieces)
+        return partial(start_pipelined_ring, pieces=exchange.pieces)
     return {
         "pair": start_pair,
         "gather": start_gather,
@@ -182,3 +170,26 @@ def _starter(exchange: Exchange) -> Callable[[Communicator, Monoid, torch.Tensor
         "log_step": start_log_step,
         "serial_ring": start_serial_ring,
     }[exchange.algorithm]
+
+
+def pack(state: LinearState) -> torch.Tensor:
+    """A state as a message: S, z and the mass, which decay alike, then their log decay; one row per batch and head.
+
+    Shapes: -> [B, H, X], X = M V + M + 2.
+    """
+    return torch.cat(
+        [state.s_BHMV.flatten(2), state.z_BHM, state.mass_BH[..., None], state.log_decay_BH[..., None]], dim=-1
+    )
+
+
+def unpack(packed_BHX: torch.Tensor, like: LinearState) -> LinearState:
+    """The state in a message, with the sizes of `like`."""
+    features, values = like.s_BHMV.shape[2:]
+    s_BHN, z_BHM, mass_BH1, log_decay_BH1 = packed_BHX.split((features * values, features, 1, 1), dim=-1)
+    return LinearState(
+        s_BHN.unflatten(-1, (features, values)),
+        z_BHM,
+        mass_BH1[..., 0],
+        log_decay_BH1[..., 0],
+        torch.zeros_like(like.reset_BH),
+    )

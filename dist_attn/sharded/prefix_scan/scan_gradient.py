@@ -11,7 +11,7 @@ from torch.autograd import Function
 
 from dist_attn.comm import Communicator, Pending
 from dist_attn.comm import differentiable as collectives
-from dist_attn.sharded.prefix_scan.monoid import Monoid, monoid_named
+from dist_attn.sharded.prefix_scan.monoid import Monoid, monoid_named, pulled_back
 
 __all__ = ["Running", "before_start"]
 
@@ -21,7 +21,7 @@ def before_start(
 ) -> "Running | collectives.Done":
     """Launch the scan of the elements before this rank; its backward pass likewise launches and waits."""
     if torch.compiler.is_compiling():
-        return collectives.Done(_in_graph(x_BHX, comm.number, monoid.name, False, label))
+        return collectives.Done(_in_graph(x_BHX, list(monoid.known), comm.number, monoid.name, False, label))
     return _start(x_BHX, _Flight(comm, monoid, label))
 
 
@@ -61,12 +61,13 @@ class _Flight:
 
 
 def _start(x_BHX: torch.Tensor, flight: _Flight) -> Running:
-    return Running(cast(torch.Tensor, _Start.apply(x_BHX, flight)), x_BHX, flight)  # type: ignore[no-untyped-call]
+    token = _Start.apply(x_BHX, flight, *flight.monoid.known)  # type: ignore[no-untyped-call]
+    return Running(cast(torch.Tensor, token), x_BHX, flight)
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, x_BHX: torch.Tensor, flight: _Flight) -> torch.Tensor:
+    def forward(ctx: Any, x_BHX: torch.Tensor, flight: _Flight, *known: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         ctx.save_for_backward(x_BHX)
         label = f"{flight.label} with gradient".strip() if ctx.needs_input_grad[0] else flight.label
@@ -80,7 +81,8 @@ class _Start(Function):
         # The gradient of the token is the token of the scan that the backward pass of the wait has launched.
         flight, (x_BHX,) = ctx.flight, ctx.saved_tensors
         (back, flight.back), (before_BHX, flight.before) = (flight.back, None), (flight.before, None)
-        return flight.monoid.gradient(x_BHX, before_BHX, back.wait_from(token)), None
+        of_x_BHX, *of_known = pulled_back(flight.monoid, x_BHX, before_BHX, back.wait_from(token))
+        return of_x_BHX, None, *of_known
 
 
 class _Wait(Function):
@@ -103,29 +105,34 @@ class _Wait(Function):
 
 
 @torch.library.custom_op("dist_attn::exclusive_scan", mutates_args=())
-def _in_graph(x_BHX: torch.Tensor, number: int, monoid: str, reverse: bool, label: str) -> torch.Tensor:
+def _in_graph(
+    x_BHX: torch.Tensor, known: list[torch.Tensor], number: int, monoid: str, reverse: bool, label: str
+) -> torch.Tensor:
     """The scan as one node of a graph that is being compiled."""
-    comm, combine = Communicator.of_number(number), monoid_named(monoid).combine
+    comm, combine = Communicator.of_number(number), monoid_named(monoid, [t.detach() for t in known]).combine
     return comm.exclusive_scan_start(x_BHX.detach(), combine, reverse=reverse, label=label).wait()
 
 
 @_in_graph.register_fake
-def _(x_BHX: torch.Tensor, number: int, monoid: str, reverse: bool, label: str) -> torch.Tensor:
+def _(
+    x_BHX: torch.Tensor, known: list[torch.Tensor], number: int, monoid: str, reverse: bool, label: str
+) -> torch.Tensor:
     return x_BHX.new_empty(x_BHX.shape)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x_BHX, ctx.number, ctx.monoid, ctx.reverse, ctx.label = inputs
-    ctx.save_for_backward(x_BHX, output)
+    x_BHX, known, ctx.number, ctx.monoid, ctx.reverse, ctx.label = inputs
+    ctx.save_for_backward(x_BHX, output, *known)
 
 
 def _backward(ctx: Any, grad_BHX: torch.Tensor) -> Any:
-    x_BHX, before_BHX = ctx.saved_tensors
-    monoid = monoid_named(ctx.monoid)
+    x_BHX, before_BHX, *known = ctx.saved_tensors
+    monoid = monoid_named(ctx.monoid, known)
     sent_BHX = monoid.backward_message(x_BHX, grad_BHX)
     label = f"{ctx.label} backward".strip()
-    later_BHX = _in_graph(sent_BHX, ctx.number, monoid.transposed().name, not ctx.reverse, label)
-    return monoid.gradient(x_BHX, before_BHX, later_BHX), None, None, None, None
+    later_BHX = _in_graph(sent_BHX, known, ctx.number, monoid.transposed().name, not ctx.reverse, label)
+    of_x_BHX, *of_known = pulled_back(monoid, x_BHX, before_BHX, later_BHX)
+    return of_x_BHX, of_known, None, None, None, None
 
 
 _in_graph.register_autograd(_backward, setup_context=_remember)

@@ -1,9 +1,11 @@
-"""Sharded = unsharded for long convolution, the diagonal recurrence and token mixing; what each of them sends."""
+"""Sharded = unsharded for operations with more in view than a state: any sizes over any cut, and what each sends."""
 
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_attn import costs
 from dist_attn.comm import Communicator, run_simulated
@@ -11,16 +13,15 @@ from dist_attn.errors import InputError, ShapeError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LegsState, LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
-from tests.support.closeness import assert_close
-from tests.support.ranks import run_ranks
+from tests.support.examples import examples
 from tests.support.sharded_call import check_sharded, random_tensor
 
-LENGTHS = [(7,), (5, 9), (13, 0, 4), (1, 6, 0, 17, 3), (0, 11, 2, 2, 1), (70, 130)]
+CUTS = st.lists(st.sampled_from([0, 1, 2, 6, 17, 70]), min_size=1, max_size=5)
+ANY = examples(25)
 
 
-@pytest.mark.parametrize("channels", [1, 2, 5])
-@pytest.mark.parametrize("taps", [3, 400])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@ANY
+@given(lengths=CUTS, taps=st.sampled_from([1, 3, 400]), channels=st.integers(1, 5))
 def test_long_convolution(lengths, taps, channels):
     """Both kernels over ranks equal one rank's, fewer channels than ranks and kernels of any length, all gradients."""
     check_sharded(
@@ -31,8 +32,8 @@ def test_long_convolution(lengths, taps, channels):
     )
 
 
-@pytest.mark.parametrize("given_state", [False, True])
-@pytest.mark.parametrize("lengths", [*LENGTHS, (0, 0, 300), (130, 0, 1, 64)])
+@ANY
+@given(lengths=CUTS, given_state=st.booleans())
 def test_diagonal_scan(lengths, given_state):
     """The recurrence over ranks equals one rank's: outputs, the final state on every rank, all gradients."""
 
@@ -48,8 +49,8 @@ def test_diagonal_scan(lengths, given_state):
     )
 
 
-@pytest.mark.parametrize("given_state", [False, True])
-@pytest.mark.parametrize("lengths", [*LENGTHS, (0, 0, 200), (130, 0, 1, 64)])
+@ANY
+@given(lengths=CUTS, given_state=st.booleans())
 def test_dense_scan(lengths, given_state):
     """The recurrence with a full matrix over ranks equals one rank's: outputs, every rank's state, all gradients."""
 
@@ -66,8 +67,8 @@ def test_dense_scan(lengths, given_state):
     )
 
 
-@pytest.mark.parametrize("given_state", [False, True])
-@pytest.mark.parametrize("lengths", [*LENGTHS, (0, 0, 90), (70, 0, 1, 33)])
+@ANY
+@given(lengths=CUTS, given_state=st.booleans())
 def test_legs_memory(lengths, given_state):
     """The memory over ranks equals one rank's: what is read, every rank's state, all gradients, at other positions."""
 
@@ -85,9 +86,8 @@ def test_legs_memory(lengths, given_state):
     )
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("channels", [1, 4])
-@pytest.mark.parametrize("lengths", LENGTHS)
+@ANY
+@given(lengths=CUTS, channels=st.integers(1, 4), biases=st.booleans())
 def test_token_mixing(lengths, channels, biases):
     """The token MLP over ranks equals one rank's, with the gradients of its weights as shares that add up."""
 
@@ -104,17 +104,53 @@ def test_token_mixing(lengths, channels, biases):
     )
 
 
-@pytest.mark.parametrize("name", ["long_convolve", "diagonal_scan", "mix_tokens"])
+@ANY
+@given(lengths=CUTS, reach=st.sampled_from([0, 1, 4, 30]), causal=st.booleans())
+def test_relative_attention(lengths, reach, causal):
+    """Relative attention over ranks equals one rank's, for windows wider than a slice too, with all gradients."""
+    total = sum(lengths)
+    q, k, rp = (
+        random_tensor(2, 3, total, 6, seed=0),
+        random_tensor(2, 3, total, 6, seed=1),
+        random_tensor(3, 2 * reach + 1, 6, seed=3),
+    )
+    check_sharded(
+        lambda ops, t: (ops.relative_attention(t[0].exp(), t[1].exp(), t[2], t[3].exp(), causal=causal),),
+        SequenceLayout.from_lengths(lengths),
+        [q, k, random_tensor(2, 3, total, 4, seed=2)],
+        whole=[rp],
+    )
+
+
+@ANY
+@given(lengths=CUTS, size=st.integers(1, 6), norm=st.sampled_from([None, "ortho"]))
+def test_fourier_mix(lengths, size, norm):
+    """Fourier mixing over ranks equals one rank's for any length and width, with its gradient."""
+    x = random_tensor(2, sum(lengths), size, seed=0)
+    check_sharded(lambda ops, t: (ops.fourier_mix(t[0], norm=norm),), SequenceLayout.from_lengths(lengths), [x])
+
+
+W = random_tensor(14, 3, seed=1)
+MODES = torch.full((3, 2), 0.5 + 0.5j, dtype=torch.complex128)
+RP = random_tensor(3, 5, 3, seed=1).exp()
+ON_TOKENS = {
+    "long_convolve": lambda ops, t: (ops.long_convolve(t[0], W),),
+    "diagonal_scan": lambda ops, t: ops.diagonal_scan(t[0], MODES, MODES, MODES),
+    "mix_tokens": lambda ops, t: (ops.mix_tokens(t[0], W, W.T),),
+    "fourier_mix": lambda ops, t: (ops.fourier_mix(t[0]),),
+}
+ON_HEADS = {
+    "relative causal": lambda ops, t: (ops.relative_attention(t[0], t[0], t[0], RP, causal=True),),
+    "relative full": lambda ops, t: (ops.relative_attention(t[0], t[0], t[0], RP, causal=False),),
+    "softmax": lambda ops, t: (ops.softmax_attention(t[0], t[0], t[0], causal=True),),
+}
+
+
+@pytest.mark.parametrize("name", [*ON_TOKENS, *ON_HEADS])
 def test_an_empty_batch(name):
     """No sequences in, no outputs out, forward and backward."""
-    w = random_tensor(14, 3, seed=1)
-    modes = torch.full((3, 2), 0.5 + 0.5j, dtype=torch.complex128)
-    calls = {
-        "long_convolve": lambda ops, t: (ops.long_convolve(t[0], w),),
-        "diagonal_scan": lambda ops, t: ops.diagonal_scan(t[0], modes, modes, modes),
-        "mix_tokens": lambda ops, t: (ops.mix_tokens(t[0], w, w.T),),
-    }
-    check_sharded(calls[name], SequenceLayout.from_lengths((5, 0, 9)), [torch.zeros(0, 14, 3, dtype=torch.float64)])
+    x = torch.zeros(*((0, 3, 14, 3) if name in ON_HEADS else (0, 14, 3)), dtype=torch.float64)
+    check_sharded((ON_TOKENS | ON_HEADS)[name], SequenceLayout.from_lengths((5, 0, 9)), [x])
 
 
 @pytest.mark.parametrize("lengths", [(3, 0, 5), (20, 30, 50)])
@@ -184,32 +220,33 @@ def test_what_token_mixing_refuses_it_refuses_on_every_rank(rows, activation, wo
     assert run_simulated(body, 3) == [0] * 3
 
 
-def _all_of_them(comm: Communicator | None, lengths: tuple[int, ...]) -> list[torch.Tensor]:
-    """Outputs and the gradient of x of this rank's slice; of the whole sequence when there is no communicator."""
-    layout = SequenceLayout.from_lengths(lengths)
-    own = slice(None) if comm is None else slice(*layout.range(comm.rank))
-    ops = LocalSequenceOps() if comm is None else ShardedSequenceOps(comm, layout)
-    x = random_tensor(2, layout.total, 3, seed=0)[:, own].clone().requires_grad_()
-    w = random_tensor(layout.total, 3, seed=1)
-    a = torch.full((3, 2), 0.6 + 0.5j, dtype=torch.complex128)
-    q = x[:, None].exp()
-    outs = [
-        ops.long_convolve(x, w),
-        ops.mix_tokens(x, w, w.T),
-        ops.diagonal_scan(x, a, a, a)[0],
-        ops.relative_attention(q, q, x[:, None], torch.ones(1, 5, 3, dtype=torch.float64), causal=False)[:, 0],
-        ops.linear_attention(q, q, x[:, None], prefix=4)[0][:, 0],
-    ]
-    y = torch.cat(outs, dim=2)
-    (y * random_tensor(*y.shape[::2], seed=2)[:, None]).sum().backward()
-    assert x.grad is not None
-    return [y.detach(), x.grad]
+@pytest.mark.parametrize("causal", [True, False])
+def test_relative_attention_keeps_its_precision_under_autocast(causal):
+    """Under bf16 autocast, relative attention keeps the bits it has without, on one rank and over several."""
+    layout = SequenceLayout.from_lengths([20, 50])
+    x, rp = random_tensor(1, 2, 70, 6, seed=0).exp().float(), random_tensor(2, 9, 6, seed=1).exp().float()
+
+    def run(comm: Communicator, enabled: bool) -> list[torch.Tensor]:
+        start, stop = layout.range(comm.rank)
+        part = x[:, :, start:stop]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            whole = LocalSequenceOps().relative_attention(x, x, x, rp, causal=causal)
+            return [whole, ShardedSequenceOps(comm, layout).relative_attention(part, part, part, rp, causal=causal)]
+
+    for without, under in zip(*(run_simulated(lambda c, e=e: run(c, e), 2) for e in (False, True)), strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(without, under, strict=True))
 
 
-def test_over_processes():
-    """The same holds over real processes joined by gloo, an empty slice among them."""
-    lengths = (5, 0, 8)
-    want = _all_of_them(None, lengths)
-    ranks = run_ranks("gloo", partial(_all_of_them, lengths=lengths), len(lengths))
-    for index, kind in enumerate(("output", "gradient")):
-        assert_close(torch.cat([r[index] for r in ranks], 1), want[index], kind=kind)
+@pytest.mark.parametrize("size", [4, 5])
+def test_the_half_spectrum_is_all_that_travels(size):
+    """Both all-to-alls of Fourier mixing carry 2 L (D // 2 + 1) (P - 1) / P elements per batch element and rank."""
+    layout = SequenceLayout.from_lengths([6, 6, 6])
+    x = random_tensor(1, 18, size, seed=0)
+
+    def body(comm: Communicator) -> int:
+        ops = ShardedSequenceOps(comm, layout)
+        comm.traffic.clear()
+        ops.fourier_mix(x[:, slice(*layout.range(comm.rank))])
+        return comm.traffic.bytes_sent
+
+    assert sum(run_simulated(body, 3)) == 2 * 8 * 2 * 18 * (size // 2 + 1) * 2 // 3

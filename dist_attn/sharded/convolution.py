@@ -1,26 +1,108 @@
-"""The tokens of its first and last document just outside a rank's slice, which a short convolution needs."""
+"""Short convolutions across ranks: tokens just outside a slice, of its first and last document, come to it."""
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.comm import Communicator
+from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.convolution import check_taps, convolve, convolve_numbered, convolve_streaming, tail_of
+from dist_attn.ops.convolution import (
+    check_taps,
+    convolve,
+    convolve_numbered,
+    convolve_padded,
+    convolve_streaming,
+    tail_of,
+)
 from dist_attn.ops.documents import document_numbers
 from dist_attn.sharded.document_exchange import Heard, hear_from
+from dist_attn.sharded.sharding import Sharding
 
-__all__ = ["sharded_packed_convolve", "sharded_packed_convolve_streaming"]
+
+def sharded_convolve_streaming(
+    sharding: Sharding,
+    x_BLD: torch.Tensor,
+    w_KD: torch.Tensor,
+    tail_BKD: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.convolve_streaming` on this rank's slice; the tail before the first and after the last global token.
+
+    Cost: one all-gather of (K - 1) B D elements per rank; none for K = 1.
+    """
+    check_taps(x_BLD, w_KD)
+    comm, layout = sharding.comm, sharding.layout
+    if sharding.packed:
+        return _packed_convolve_streaming(comm, layout, x_BLD, w_KD, tail_BKD)
+    keep = w_KD.shape[0] - 1
+    before, after = _left_contexts(comm, layout, x_BLD, tail_of(x_BLD, keep, tail_BKD))
+    return convolve_padded(torch.cat([before, x_BLD], dim=1), w_KD), after
 
 
-def sharded_packed_convolve(
-    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False
+def sharded_convolve(
+    sharding: Sharding, x_BLD: torch.Tensor, w_KD: torch.Tensor, *, centred: bool = False
 ) -> torch.Tensor:
-    """`ops.convolve` with documents on this rank's slice.
+    """`ops.convolve` on this rank's slice.
+
+    Cost: one all-gather of (K - 1) B D elements per rank, two with the same sum when centred; none for K = 1.
+    """
+    check_taps(x_BLD, w_KD)
+    comm, layout = sharding.comm, sharding.layout
+    if sharding.packed:
+        return _packed_convolve(comm, layout, x_BLD, w_KD, centred)
+    ahead = w_KD.shape[0] // 2 if centred else 0
+    behind = w_KD.shape[0] - 1 - ahead
+    zeros = x_BLD.new_zeros((x_BLD.shape[0], behind + ahead, x_BLD.shape[2]))
+    before, _ = _left_contexts(comm, layout, x_BLD, zeros[:, :behind])
+    # What follows a slice is what precedes it in the mirrored sequence of mirrored ranks.
+    after = _right_context(comm, layout, x_BLD, zeros[:, :ahead])
+    return convolve_padded(torch.cat([before, x_BLD, after], dim=1), w_KD)
+
+
+def _left_contexts(
+    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, tail_BKD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last K - 1 tokens before this rank's slice, and those at the end of the sequence."""
+    keep = tail_BKD.shape[1]
+    if not keep:
+        return tail_BKD, tail_BKD
+    known = min(x_BLD.shape[1], keep)
+    mine = F.pad(x_BLD[:, x_BLD.shape[1] - known :], (0, 0, keep - known, 0))
+    edges_P = collectives.all_gather(comm, mine, label="halo").unbind(0)
+    contexts = [tail_BKD]
+    for edge_BKD, length in zip(edges_P, layout.lengths, strict=True):
+        known = min(length, keep)
+        # A slice shorter than the halo leaves older tokens in it, so a halo may span several ranks.
+        contexts.append(torch.cat([contexts[-1][:, known:], edge_BKD[:, keep - known :]], dim=1))
+    # The last context is a tensor of its own, which a state may hold on to without the others; every rank's graph
+    # reaches the exchange through it. Stack, then pick: rank 0's own context alone would not.
+    return torch.stack(contexts)[comm.rank], contexts[-1]
+
+
+def _right_context(
+    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, zeros_BKD: torch.Tensor
+) -> torch.Tensor:
+    """The first tokens after this rank's slice; zeros behind the end of the sequence."""
+    keep = zeros_BKD.shape[1]
+    if not keep:
+        return zeros_BKD
+    known = min(x_BLD.shape[1], keep)
+    mine = F.pad(x_BLD[:, :known], (0, 0, 0, keep - known))
+    edges_P = collectives.all_gather(comm, mine, label="halo").unbind(0)
+    contexts = [zeros_BKD]
+    for edge_BKD, length in zip(reversed(edges_P), reversed(layout.lengths), strict=True):
+        known = min(length, keep)
+        contexts.append(torch.cat([edge_BKD[:, :known], contexts[-1][:, : keep - known]], dim=1))
+    return torch.stack(contexts)[layout.size - 1 - comm.rank]
+
+
+def _packed_convolve(
+    comm: Communicator, layout: SequenceLayout, x_BLD: torch.Tensor, w_KD: torch.Tensor, centred: bool
+) -> torch.Tensor:
+    """`sharded_convolve` of every document by itself.
 
     Cost: (K - 1) B D elements to each rank that holds a part of the last document here, and when centred of the first.
         Nothing where no document crosses a cut.
     """
-    check_taps(x_BLD, w_KD)
     keep = w_KD.shape[0] - 1
     if not keep:
         return convolve(x_BLD, w_KD)
@@ -41,22 +123,21 @@ def sharded_packed_convolve(
     return convolve_numbered(heard.connect(padded), w_KD, _numbers(layout, comm.rank, behind, ahead, x_BLD), behind)
 
 
-def sharded_packed_convolve_streaming(
+def _packed_convolve_streaming(
     comm: Communicator,
     layout: SequenceLayout,
     x_BLD: torch.Tensor,
     w_KD: torch.Tensor,
-    tail_BKD: torch.Tensor | None = None,
+    tail_BKD: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ops.convolve_streaming` with documents on this rank's slice.
+    """`sharded_convolve_streaming` of every document by itself.
 
-    The tail is that before the first global token. Who gives one gets that after the last global token on every rank;
-    without, the tail returned is the one after this rank's last token.
+    If the tail before the first global token is given, that after the last one is returned on every rank; otherwise
+    the tail after this rank's last token.
 
     Cost: (K - 1) B D elements to each rank that holds a later part of the last document here; with a tail, from the
         ranks of the last document to all.
     """
-    check_taps(x_BLD, w_KD)
     keep = w_KD.shape[0] - 1
     if not keep:
         return convolve_streaming(x_BLD, w_KD, tail_BKD)

@@ -1,0 +1,153 @@
+"""Linear recurrences over tokens cut across ranks: each rank leaves a state by itself, and a scan joins the states.
+
+A rank's tokens take a state x to A x + (what they leave from 0), so that states travel as the monoids of `prefix_scan`
+say: for a diagonal or a full matrix that all ranks know with the number of tokens in place of A, for a LegS memory with
+one silent channel more, which begins as e_0 and hears nothing, and by which the others know A.
+
+Of packed documents that are cut across ranks, states go where a document goes on.
+
+Shape letters: B batch, L tokens here, D channels, N numbers of a channel's state, M outputs of a channel.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn.ops import diagonal_scan, legs_memory
+from dist_attn.ops.dense_space import absorb_dense_inputs, dense_scan
+from dist_attn.ops.diagonal import absorb_inputs, packed_diagonal_scan, power, state_types
+from dist_attn.ops.legs import LegsState, absorb_signal
+from dist_attn.sharded.document_exchange import hear_from, ranks_heard
+from dist_attn.sharded.prefix_scan import LegsForgets, Powers, scan_over_ranks
+from dist_attn.sharded.sharding import Sharding
+
+
+def sharded_diagonal_scan(
+    sharding: Sharding,
+    u_BLD: torch.Tensor,
+    a_DN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.diagonal_scan` on this rank's slice.
+
+    `state` is the one before the first global token, equal on all ranks; the state returned is the global final one,
+    on every rank. Gradients of a, b, c and of the state are this rank's share.
+
+    Shapes: as `ops.diagonal_scan`, L local, which may be 0.
+    Cost: a scan of 8 B D N + 8 bytes (twice for float64); a second pass over the local inputs for the state they
+        leave. One rank alone: nothing of both.
+    """
+    if sharding.comm.size == 1:
+        return diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=state)
+    real, kind = state_types(u_BLD, a_DN, b_DN, c_DN, state)
+    own_BDN = absorb_inputs(u_BLD, a_DN, b_DN, like=real)
+    before_BDN, after_BDN = _scan_powers(sharding, a_DN.to(kind), own_BDN, state)
+    y_BLD, _ = diagonal_scan(u_BLD, a_DN, b_DN, c_DN, state=before_BDN)
+    return y_BLD, after_BDN
+
+
+def sharded_dense_scan(
+    sharding: Sharding,
+    u_BLD: torch.Tensor,
+    a_DNN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DMN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.dense_scan` on this rank's slice; states and gradients as in `sharded_diagonal_scan`.
+
+    Shapes: as `ops.dense_scan`, L local, which may be 0.
+    Cost: a scan of 4 B D N + 8 bytes (twice for float64); a second pass over the local inputs for the state they
+        leave, and powers of A where two states join. One rank alone: nothing.
+    """
+    if sharding.comm.size == 1:
+        return dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=state)
+    like = c_DMN.dtype if state is None else torch.promote_types(c_DMN.dtype, state.dtype)
+    own_BDN = absorb_dense_inputs(u_BLD, a_DNN, b_DN, like=torch.promote_types(like, torch.float32))
+    before_BDN, after_BDN = _scan_powers(sharding, a_DNN.to(own_BDN.dtype), own_BDN, state)
+    y_BLDM, _ = dense_scan(u_BLD, a_DNN, b_DN, c_DMN, state=before_BDN)
+    return y_BLDM, after_BDN
+
+
+def _scan_powers(
+    sharding: Sharding, a: torch.Tensor, own_BDN: torch.Tensor, state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states before this rank's first token and after the last global one; `own` is what its tokens leave."""
+    layout, comm = sharding.layout, sharding.comm
+    monoid = Powers(a, layout.total)
+    own = monoid.counted(own_BDN.permute(1, 2, 0), layout.lengths[comm.rank])
+    first = None if state is None else monoid.counted(state.to(own_BDN.dtype).permute(1, 2, 0), 0)
+    before, after = scan_over_ranks(comm, monoid, own, first, sharding.exchange)
+    return monoid.sums(before).permute(2, 0, 1), monoid.sums(after).permute(2, 0, 1)
+
+
+def sharded_legs_memory(
+    sharding: Sharding, f_BLD: torch.Tensor, read_DN: torch.Tensor, *, state: LegsState | None = None
+) -> tuple[torch.Tensor, LegsState]:
+    """`ops.legs_memory` on this rank's slice; states and gradients as in `sharded_diagonal_scan`.
+
+    Shapes: as `ops.legs_memory`, L local, which may be 0.
+    Cost: a scan of 8 B (D + 1) N bytes; a second pass over the local tokens for what they leave, and B products with
+        N x N matrices where two memories join. One rank alone: nothing of both.
+    """
+    if sharding.comm.size == 1:
+        return legs_memory(f_BLD, read_DN, state=state)
+    layout = sharding.layout
+    (batch, _, channels), size = f_BLD.shape, read_DN.shape[1]
+    first = LegsState.empty(batch, channels, size, device=f_BLD.device) if state is None else state
+    seen_B = first.seen_B + layout.range(sharding.comm.rank)[0]
+    silent_BEN = F.pad(torch.zeros_like(first.c_BDN, dtype=torch.float64), (0, 0, 0, 1))
+    silent_BEN[:, -1, 0] = 1.0
+    own_BEN = absorb_signal(F.pad(f_BLD, (0, 1)), LegsState(silent_BEN, seen_B)).c_BDN
+    own_BX = torch.cat([own_BEN[:, :-1].mT.flatten(1), (own_BEN - silent_BEN)[:, -1]], dim=1)
+    first_BX = F.pad(first.c_BDN.double().mT.flatten(1), (0, size))
+    scanned = scan_over_ranks(sharding.comm, LegsForgets(size), own_BX, first_BX, sharding.exchange)
+    before_BDN, after_BDN = (x_BX[:, :-size].unflatten(1, (size, channels)).mT for x_BX in scanned)
+    y_BLD, _ = legs_memory(f_BLD, read_DN, state=LegsState(before_BDN, seen_B))
+    return y_BLD, LegsState(after_BDN, first.seen_B + layout.total)
+
+
+def sharded_packed_diagonal_scan(
+    sharding: Sharding,
+    u_BLD: torch.Tensor,
+    a_DN: torch.Tensor,
+    b_DN: torch.Tensor,
+    c_DN: torch.Tensor,
+    *,
+    state: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ops.diagonal_scan` of every document by itself on this rank's slice.
+
+    `state` is the one before the first global token. If it is given, the global final state is returned on every rank;
+    otherwise the state after this rank's last token, as in `sharded_packed_linear_attention`.
+
+    Shapes: as `ops.diagonal_scan`, L local, which may be 0.
+    Cost: per rank that hears from this one a message of 8 B D N bytes (16 for float64), backward the same the other
+        way, and a second pass over the inputs of the last document here. No document over a cut and no state: nothing.
+    """
+    comm, layout = sharding.comm, sharding.layout
+    sources = ranks_heard(layout, causal=True, final=state is not None)
+    starts = layout.documents_on(comm.rank)
+    if not any(sources):
+        return packed_diagonal_scan(u_BLD, a_DN, b_DN, c_DN, documents=starts, state=state)
+    real, kind = state_types(u_BLD, a_DN, b_DN, c_DN, state)
+    left_BDN = absorb_inputs(u_BLD[:, starts[-1] if starts else 0 :], a_DN, b_DN, like=real)
+    heard = hear_from(comm, sources, torch.view_as_real(left_BDN), label="carry")
+
+    def after(ranks: tuple[int, ...], begun: bool) -> torch.Tensor:
+        """The state of one document after these ranks' tokens; `begun` before the first global token or here at 0."""
+        x_BDN = torch.zeros_like(left_BDN) if begun or state is None else state.to(kind)
+        for rank in ranks:
+            own = left_BDN if rank == comm.rank else torch.view_as_complex(heard.messages[rank])
+            # Where the document starts on that rank x is 0, so its power counts for nothing.
+            x_BDN = power(a_DN.to(kind), layout.lengths[rank]) * x_BDN + own
+        return torch.view_as_complex(heard.connect(torch.view_as_real(x_BDN)))
+
+    first, last = layout.document_of(layout.range(comm.rank)[0]), layout.document_of(layout.total - 1)
+    y_BLD, here_BDN = packed_diagonal_scan(
+        u_BLD, a_DN, b_DN, c_DN, documents=starts, state=after(layout.ranks_before(comm.rank), first > 0)
+    )
+    return y_BLD, here_BDN if state is None else after(layout.ranks_of_last_document(), last > 0)

@@ -1,0 +1,66 @@
+"""Operations of which ranks exchange one small message: token mixing adds sums, maxima join in order.
+
+In token mixing each rank weighs its own tokens, the sums are added, and each makes its own tokens.
+"""
+
+import torch
+
+from dist_attn.comm import differentiable as collectives
+from dist_attn.ops.running_maximum import Element, Maxima, join, maxima, scan_elements
+from dist_attn.ops.token_mixing import Activation, check_token_mlp, sums_over_tokens, tokens_of_sums
+from dist_attn.sharded.sharding import Sharding
+
+
+def sharded_mix_tokens(
+    sharding: Sharding,
+    x_BLD: torch.Tensor,
+    w_in_LS: torch.Tensor,
+    w_out_SL: torch.Tensor,
+    *,
+    bias_in_S: torch.Tensor | None = None,
+    bias_out_L: torch.Tensor | None = None,
+    activation: Activation = "gelu_tanh",
+) -> torch.Tensor:
+    """`ops.mix_tokens` on this rank's slice; weights and biases are those of all tokens, equal on all ranks.
+
+    Of the weights only those of this rank's places are used, so their gradients are zero elsewhere; that of the inner
+    bias is this rank's share.
+
+    Shapes: x [B, L local, D], weights and biases as `ops.mix_tokens` with L global -> [B, L local, D].
+    Cost: one all-reduce of B S D elements, whatever the length.
+    """
+    comm, layout = sharding.comm, sharding.layout
+    check_token_mlp(layout.total, w_in_LS, w_out_SL, bias_in_S, bias_out_L, activation)
+    here = slice(*layout.range(comm.rank))
+    sums_BSD = collectives.all_reduce_sum(comm, sums_over_tokens(x_BLD, w_in_LS[here]), label="token mixing")
+    bias_here = None if bias_out_L is None else bias_out_L[here]
+    return tokens_of_sums(sums_BSD, w_out_SL[:, here], bias_in_S, bias_here, activation).to(x_BLD.dtype)
+
+
+def sharded_running_maximum(
+    sharding: Sharding,
+    x_BHS: torch.Tensor,
+    before_BH: torch.Tensor,
+    *,
+    log_gate_BHS: torch.Tensor | None = None,
+) -> Maxima:
+    """`ops.running_maximum` of the keys on this rank; `before` is the one before the first global token.
+
+    The maximum after is that after the last global token, on every rank.
+
+    Cost: an all-gather of 16 B H bytes, forward alone.
+    """
+    comm, documents = sharding.comm, sharding.memory.documents_on(sharding.comm.rank)
+    scanned = scan_elements(x_BHS, log_gate_BHS, documents)
+    with torch.no_grad():
+        own = Element(torch.zeros_like(before_BH), torch.full_like(before_BH, -torch.inf))  # of no tokens
+        if x_BHS.shape[2]:
+            own = Element(scanned.decay[..., -1], scanned.level[..., -1])
+        message_2BH = torch.stack([own.decay.double(), own.level.double()])
+        elements_P2BH = collectives.all_gather(comm, message_2BH, label="running maximum")
+        start = after = before_BH.detach().double()
+        for rank, (decay, level) in enumerate(elements_P2BH.unbind()):
+            after = join(Element(torch.zeros_like(after), after), Element(decay, level)).level
+            if rank < comm.rank:
+                start = after
+    return maxima(scanned, start, documents)._replace(after_BH=after)
