@@ -121,7 +121,7 @@ def _on_ranks(work: Callable[[Communicator], Result], ranks: int) -> list[Result
 def _rank_main(rank: int, ranks: int, store: str, core: int, work: Callable[[Communicator], Result]) -> Result:
     pin_to([core])
     with TorchDistCommunicator.connect(
-        "gloo", timeout_s=TIMEOUT_S, device=torch.device("cpu"), init_method=store, rank=rank, size=ranks
+        "gloo", timeout_s=TIMEOUT_S, device=torch.device("cpu"), meeting=store, rank=rank, size=ranks
     ) as comm:
         return work(comm)
 

@@ -22,8 +22,18 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm.agreement import differences, host_name
-from dist_attn.comm.call import Call, Combine, Pending, bytes_of, call_of, pass_along, sum_in_order
-from dist_attn.comm.traffic import Event, Phase, Traffic
+from dist_attn.comm.call import (
+    Call,
+    Combine,
+    Event,
+    Pending,
+    Phase,
+    Traffic,
+    bytes_of,
+    call_of,
+    pass_along,
+    sum_in_order,
+)
 from dist_attn.errors import CommError, InputError, MismatchError, ShapeError
 
 __all__ = ["Communicator"]

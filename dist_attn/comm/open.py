@@ -130,5 +130,5 @@ def _join(
     if rendezvous is None:
         return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device)
     rank, size = (int(os.environ[name]) for name in RANK_VARIABLES)
-    store = rendezvous.open_store(rank, size)
-    return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device, store=store, rank=rank, size=size)
+    met = rendezvous.open_store(rank, size)
+    return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device, meeting=met, rank=rank, size=size)

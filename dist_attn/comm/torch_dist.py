@@ -49,13 +49,12 @@ class TorchDistCommunicator(Communicator):
         *,
         timeout_s: float,
         device: torch.device,
-        init_method: str = "env://",
-        store: Store | None = None,
+        meeting: str | Store = "env://",
         rank: int = -1,
         size: int = -1,
         poison: bool = False,
     ) -> "TorchDistCommunicator":
-        """Join the ranks of `init_method` (by default what torchrun put into the environment), or those of a `store`.
+        """Join the ranks at a `meeting`: an URL (by default what torchrun put into the environment), or a store.
 
         A process group that already exists, as FSDP makes one, is used as it is and left open by `close`.
 
@@ -66,6 +65,7 @@ class TorchDistCommunicator(Communicator):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         owned = not dist.is_initialized()
+        url, store = (meeting, None) if isinstance(meeting, str) else (None, meeting)
         if owned:
             if backend == "nccl":
                 # Without it a late rank aborts the process from a watchdog thread and nobody can report it.
@@ -73,14 +73,14 @@ class TorchDistCommunicator(Communicator):
             try:
                 dist.init_process_group(
                     backend,
-                    init_method=init_method if store is None else None,
+                    init_method=url,
                     store=store,
                     rank=rank,
                     world_size=size,
                     timeout=timedelta(seconds=timeout_s),
                 )
             except (RuntimeError, ValueError) as error:
-                place = f" at {init_method}" if store is None else ""
+                place = f" at {url}" if url else ""
                 raise CommError(
                     f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group"
                     f"{place} within {timeout_s:g} s: {_first_line(error)}; are all ranks started?"

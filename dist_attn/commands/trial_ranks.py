@@ -149,7 +149,7 @@ def join_trial(settings: TrialSettings) -> "Communicator":
         settings.backend,
         timeout_s=settings.timeout_s,
         device=torch.device("cpu"),
-        init_method=(Path(settings.folder) / "store").as_uri(),
+        meeting=(Path(settings.folder) / "store").as_uri(),
         rank=settings.rank,
         size=settings.ranks,
     )

@@ -91,7 +91,7 @@ def _rank_main(
             "gloo",
             timeout_s=timeout_s,
             device=torch.device("cpu"),
-            init_method=store.as_uri(),
+            meeting=store.as_uri(),
             rank=rank,
             size=size,
             poison=True,

@@ -102,7 +102,7 @@ def _rank_main(rank: int, store: str, form: str, lengths: Sequence[int], rounds:
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     with TorchDistCommunicator.connect(
-        "gloo", timeout_s=TIMEOUT_S, device=cpu, init_method=store, rank=rank, size=RANKS
+        "gloo", timeout_s=TIMEOUT_S, device=cpu, meeting=store, rank=rank, size=RANKS
     ) as comm:
         return [seconds_of(form, comm, length, rounds) for length in lengths]
 

@@ -117,7 +117,7 @@ def _rank_main(rank: int, store: str, plan: Plan, tokens_L: NDArray[np.uint8]) -
     torch.set_num_threads(1)
     cpu, found = torch.device("cpu"), []
     with TorchDistCommunicator.connect(
-        "gloo", timeout_s=TIMEOUT_S, device=cpu, init_method=store, rank=rank, size=plan.ranks
+        "gloo", timeout_s=TIMEOUT_S, device=cpu, meeting=store, rank=rank, size=plan.ranks
     ) as comm:
         for length in plan.lengths:
             reading = read_slice(comm, plan, tokens_L[:length])

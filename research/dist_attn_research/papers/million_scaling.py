@@ -96,7 +96,7 @@ def _rank_main(rank: int, store: str, plan: Plan, seed: int) -> dict[str, float]
     """The least processor time of a training step of this rank, its bytes, and what became of the tokens."""
     torch.set_num_threads(1)
     with TorchDistCommunicator.connect(
-        "gloo", timeout_s=TIMEOUT_S, device=torch.device("cpu"), init_method=store, rank=rank, size=plan.ranks
+        "gloo", timeout_s=TIMEOUT_S, device=torch.device("cpu"), meeting=store, rank=rank, size=plan.ranks
     ) as comm:
         torch.manual_seed(seed)
         model = MillionModel(plan.model()).train()

@@ -256,7 +256,7 @@ def _rank_main(rank: int, store: str, jobs: Sequence[tuple[int, int]], smoke: bo
     torch.set_num_threads(1)
     forms, cpu = _forms(smoke), torch.device("cpu")
     with TorchDistCommunicator.connect(
-        "gloo", timeout_s=600.0, device=cpu, init_method=store, rank=rank, size=RANKS
+        "gloo", timeout_s=600.0, device=cpu, meeting=store, rank=rank, size=RANKS
     ) as comm:
         # The lower of two: gloo's own thread may let go of what was sent a moment after it is no longer needed.
         return [min(forms[number].attend(comm, length) for _ in range(2)) for number, length in jobs]
