@@ -14,6 +14,8 @@ one walk and no more. Without, it was 4 to 15 % faster in the streaming form; by
 that memory counts, two walks are, and `TwoWalks` takes them with a backward pass of one.
 
 Ranks need not walk alike: both ways exchange the same.
+
+Shape letters: B batch, H heads, L queries and S keys here, K key size, V value size, M features, X sums of a token.
 """
 
 from dataclasses import dataclass, replace

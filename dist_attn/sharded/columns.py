@@ -8,6 +8,8 @@ columns travel; after the transform over the sequence, column D - d is the mirro
 
 Of packed documents those that lie whole on a rank are the local operation's. The tokens of documents that lie on
 several ranks are a sequence with a layout of its own, over which the operation runs as over any other.
+
+Shape letters: B batch, L tokens here, D channels, C columns, N numbers at each column and token, K taps of a kernel.
 """
 
 from collections.abc import Callable

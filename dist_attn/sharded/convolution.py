@@ -1,4 +1,7 @@
-"""Short convolutions across ranks: tokens just outside a slice, of its first and last document, come to it."""
+"""Short convolutions across ranks: tokens just outside a slice, of its first and last document, come to it.
+
+Shape letters: B batch, L tokens here, D channels, K taps.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -9,6 +9,9 @@ the queries of such a head are folded first, query t with query L - 1 - t, since
 ones.
 
 Reference: A Unified View of Long-Sequence Models, Sec. 10.4 (all-to-all head reshuffle); Kabic et al., COSTA.
+
+Shape letters: B batch, H heads of queries, G of keys, R = H / G, L queries and S keys here, K key size, V value size,
+E elements (head, token) of a rank, N numbers at each.
 """
 
 from collections.abc import Iterator, Sequence

@@ -6,6 +6,9 @@ mirrored sequence. Every sum is sent as it is needed; none is the difference of 
 
 A memory that is cut otherwise than the queries first sends each rank the values, and when causal the keys, at the
 positions of its queries. What lies behind the last query is only ever summed.
+
+Shape letters: B batch, H heads, L queries and S keys here, K features, V values, W = V + 1 values beside a one, R
+relative positions, T tokens of a window.
 """
 
 import torch

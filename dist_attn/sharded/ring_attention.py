@@ -5,6 +5,8 @@ a second ring, in which the gradients of a slice travel with it and come home. N
 time. A causal sequence is uneven work, since the first rank sees its own slice only and the last one all of them.
 
 Reference: Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers for Near-Infinite Context.
+
+Shape letters: B batch, H heads of queries, G of keys, L queries and S keys here, K key size, V value size.
 """
 
 from dataclasses import dataclass

@@ -4,6 +4,9 @@ Spread: every rank keeps the keys of its own slices. The queries of a block go t
 them to the keys that it keeps, and the partial results are merged where the queries came from. What travels depends on
 the block alone, never on how much has been read, and the work is even, since every block was cut over all ranks.
 Whole: the keys of a block go to all ranks, so that any of them can go on alone, as decoding does.
+
+Shape letters: B batch, H heads of queries, G of keys, L tokens of the block here and T on all ranks, K key size, V
+value size, P ranks, N numbers at each token.
 """
 
 from itertools import accumulate

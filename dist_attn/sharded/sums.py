@@ -1,6 +1,8 @@
 """Operations of which ranks exchange one small message: token mixing adds sums, maxima join in order.
 
 In token mixing each rank weighs its own tokens, the sums are added, and each makes its own tokens.
+
+Shape letters: B batch, H heads, L tokens here, S keys here or sums of token mixing, D channels, P ranks.
 """
 
 import torch

@@ -3,6 +3,8 @@
 One step of an exchange is messages to some ranks and from some, in a graph that every rank's backward pass goes
 through. A rank without a part in a step makes the call all the same, and what it computes stays connected to it: by
 rows of which there are none, so that no number changes.
+
+Shape letters: X numbers of a message; what is said of [B, H, X] holds for any leading dimensions.
 """
 
 from collections.abc import Callable, Mapping, Sequence

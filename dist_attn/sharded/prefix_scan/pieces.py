@@ -2,6 +2,8 @@
 
 In the ring, while a rank adds its part to one piece, the next piece is on its way to it. Over two levels the scan runs
 inside each host, then between hosts with each rank of a host carrying a piece.
+
+Shape letters: X numbers of a message or piece, K rows and N columns of sums, W numbers that every piece has.
 """
 
 from collections.abc import Sequence
