@@ -5,13 +5,30 @@ with Client("http://127.0.0.1:8000") as client:
         print(row.index, row.embedding[:3])
 """
 
+from dist_attn_api.errors import ClientError
+from dist_attn_api.types import (
+    AppendProgress,
+    AppendSummary,
+    Checkpoint,
+    Choice,
+    Completion,
+    EncodingSummary,
+    Estimate,
+    Feeding,
+    File,
+    Generation,
+    Job,
+    Model,
+    PromptProgress,
+    Session,
+    Status,
+)
 from dist_attn_client.asynchronous import AsyncClient
 from dist_attn_client.attempts import Retry
 from dist_attn_client.encodings import EncodingProgress, Row
 from dist_attn_client.errors import (
     BrokenOff,
     Busy,
-    ClientError,
     Conflict,
     KeyRefused,
     Missing,
@@ -25,10 +42,8 @@ from dist_attn_client.errors import (
     Unreachable,
     Unusable,
 )
-from dist_attn_client.job_objects import Estimate, Job, JobEvent
-from dist_attn_client.objects import Choice, Completion, EncodingSummary, File, Model, PromptProgress, Status
+from dist_attn_client.jobs import JobEvent
 from dist_attn_client.plan import Reached
-from dist_attn_client.session_objects import AppendProgress, AppendSummary, Checkpoint, Feeding, Generation, Session
 from dist_attn_client.sessions import State
 from dist_attn_client.streams import AsyncStream, Stream
 from dist_attn_client.synchronous import Client

@@ -1,32 +1,33 @@
 """The asynchronous client: what a service offers, as coroutines and asynchronous iterators."""
 
+from base64 import b64decode
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Self, Unpack, final
+from typing import Any, Self, TypedDict, Unpack, cast, final
 
 import httpx
 import numpy as np
 import numpy.typing as npt
 
-from dist_attn_client.attempts import DEFAULT_RETRY, Retry
-from dist_attn_client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
-from dist_attn_client.errors import Overloaded
-from dist_attn_client.exchange import Exchange
-from dist_attn_client.files import AsyncFiles
-from dist_attn_client.job_objects import Estimate
-from dist_attn_client.jobs import AsyncJobs
-from dist_attn_client.objects import (
+from dist_attn_api.types import (
     Choice,
     Completion,
+    Detokenized,
     EmbeddingList,
     EncodingSummary,
+    Estimate,
     Model,
     ModelList,
     PromptProgress,
     Status,
-    Tokens,
-    TokensText,
+    Tokenized,
 )
+from dist_attn_client.attempts import DEFAULT_RETRY, Retry
+from dist_attn_client.encodings import EncodingProgress, Granularity, Row, RowOptions, RowsPlan
+from dist_attn_client.errors import Overloaded
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.files import AsyncFiles
+from dist_attn_client.jobs import AsyncJobs
 from dist_attn_client.plan import Call, path_of
 from dist_attn_client.sessions import AsyncSessions
 from dist_attn_client.sources import Document, one_document
@@ -34,11 +35,25 @@ from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import DrawnEnd, Priority, Sampling, TextPlan, drawing_body
 from dist_attn_client.transport import AsyncTransport, Transport
 
-__all__ = ["AsyncClient", "Flows"]
-
 DEFAULT_URL = "http://127.0.0.1:8000"
 SILENCE_S = 600.0
 LONGEST_DEADLINE_S = 2_592_000.0  # that the service takes
+
+
+class WorkSize(TypedDict, total=False):
+    """Work that is thought of: its size in `tokens`, in bytes (`size`), as a text or a file, and what is asked of it.
+
+    `text` beside `size` is a sample of it; with `max_tokens` it is a completion, otherwise an encoding.
+    """
+
+    tokens: int | None
+    size: int | None
+    text: str | None
+    file_id: str | None
+    granularity: Granularity | None
+    window: int | None
+    max_tokens: int | None
+    model: str | None
 
 
 class Flows:
@@ -58,14 +73,11 @@ class Flows:
         document: Document | None = None,
         *,
         file_id: str | None = None,
-        granularity: Granularity | None = None,
-        window: int | None = None,
-        pooling: Pooling | None = None,
-        model: str | None = None,
         from_row: int = 0,
         priority: Priority | None = None,
         deadline_s: float | None = None,
         on_progress: Callable[[EncodingProgress], None] | None = None,
+        **options: Unpack[RowOptions],
     ) -> AsyncStream[Row, EncodingSummary]:
         """The rows of a document of any length, or of a file of the service; `end` is the summary.
 
@@ -74,7 +86,7 @@ class Flows:
         Raises: InputError for a document that cannot be read, ClientError.
         """
         source = one_document(document, file_id)
-        query = row_query(granularity, window, pooling, model)
+        query = cast("dict[str, str | int | None]", options)
         headers = _terms(deadline_s, priority)
 
         def call(row: int) -> Call:
@@ -108,9 +120,10 @@ class Flows:
 
         Raises: ClientError.
         """
-        more = {"stream": True, "stream_options": {"include_usage": True}}
-        told = {} if on_progress is None else {"return_progress": True}
-        body = drawing_body(options, prompt=prompt, **more, **told)
+        more: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        if on_progress is not None:
+            more["return_progress"] = True
+        body = drawing_body(options, prompt=prompt, **more)
         call = Call("POST", "/v1/completions", headers=_terms(deadline_s), json=body, repeatable=True)
         return self._exchange.stream(TextPlan(call, on_progress), deadline_s)
 
@@ -120,54 +133,41 @@ class Flows:
         """A vector of each text, float32 [N, D], by `/v1/embeddings`. Raises: ClientError."""
         body = {"input": list(texts), "encoding_format": "base64", **({} if model is None else {"model": model})}
         call = Call("POST", "/v1/embeddings", headers=_terms(deadline_s), json=body, repeatable=True)
-        found = (await self._exchange.value(call, EmbeddingList, deadline_s)).data
-        ordered = sorted(found, key=lambda vector: vector.index)
-        return np.stack([np.frombuffer(vector.embedding, "<f4") for vector in ordered]).astype(np.float32)
+        vectors = sorted((await self._exchange.value(call, EmbeddingList, deadline_s)).data, key=lambda v: v.index)
+        return np.stack([np.frombuffer(b64decode(str(v.embedding)), "<f4") for v in vectors]).astype(np.float32)
 
     async def tokenise(self, text: str) -> list[int]:
         """The tokens of a text, as the served model has them. Raises: ClientError."""
         call = Call("POST", "/tokenize", json={"prompt": text}, repeatable=True)
-        return (await self._exchange.value(call, Tokens)).tokens
+        return (await self._exchange.value(call, Tokenized)).tokens
 
     async def detokenise(self, tokens: Sequence[int]) -> str:
         """The text of tokens. Raises: ClientError."""
         call = Call("POST", "/detokenize", json={"tokens": list(tokens)}, repeatable=True)
-        return (await self._exchange.value(call, TokensText)).prompt
+        return (await self._exchange.value(call, Detokenized)).prompt
 
-    async def estimate(
-        self,
-        *,
-        tokens: int | None = None,
-        size: int | None = None,
-        text: str | None = None,
-        file_id: str | None = None,
-        granularity: Granularity | None = None,
-        window: int | None = None,
-        max_tokens: int | None = None,
-        model: str | None = None,
-        deadline_s: float | None = None,
-    ) -> Estimate:
+    async def estimate(self, *, deadline_s: float | None = None, **work: Unpack[WorkSize]) -> Estimate:
         """What work would take, by its size in tokens or bytes, its text, or a file; with `max_tokens`: a completion.
 
         `text` beside `size` is a sample of it. Nothing is started. Raises: ClientError.
         """
-        body: dict[str, Any] = {"tokens": tokens, "bytes": size, "input": text, "max_tokens": max_tokens}
-        body |= {"file_id": file_id, "granularity": granularity, "window": window, "model": model}
-        given = {name: value for name, value in body.items() if value is not None}
-        call = Call("POST", "/v1/estimate", json=given, repeatable=True)
-        return await self._exchange.value(call, Estimate, deadline_s)
+        names = {"size": "bytes", "text": "input"}  # of the API, where they differ
+        body = {names.get(name, name): value for name, value in work.items() if value is not None}
+        return await self._exchange.value(
+            Call("POST", "/v1/estimate", json=body, repeatable=True), Estimate, deadline_s
+        )
 
     async def models(self) -> list[Model]:
         """The models that are served. Raises: ClientError."""
-        return (await self._exchange.value(Call("GET", "/v1/models", repeatable=True), ModelList)).data
+        return (await self._exchange.get("/v1/models", ModelList)).data
 
     async def model(self, name: str) -> Model:
         """A model by its id. Raises: Missing, ClientError."""
-        return await self._exchange.value(Call("GET", path_of("v1", "models", name), repeatable=True), Model)
+        return await self._exchange.get(path_of("v1", "models", name), Model)
 
     async def status(self, *, deadline_s: float | None = None) -> Status:
         """Ranks, queue, sessions and speed. Raises: ClientError."""
-        return await self._exchange.value(Call("GET", "/v1/status", repeatable=True), Status, deadline_s)
+        return await self._exchange.get("/v1/status", Status, deadline_s)
 
     async def ready(self) -> bool:
         """Whether the engine takes work now. Raises: Unreachable, ClientError."""
@@ -218,7 +218,7 @@ class AsyncClient(Flows):
 
 def _terms(deadline_s: float | None, priority: Priority | None = None) -> dict[str, str]:
     """The headers of how soon."""
-    found: dict[str, str] = {} if priority is None else {"x-request-priority": priority}
+    headers: dict[str, str] = {} if priority is None else {"x-request-priority": priority}
     if deadline_s is not None and 0 < deadline_s <= LONGEST_DEADLINE_S:
-        found["x-request-deadline"] = f"{deadline_s:.3f}"
-    return found
+        headers["x-request-deadline"] = f"{deadline_s:.3f}"
+    return headers

@@ -2,21 +2,27 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, TypedDict, final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dist_attn_api.types import EncodingSummary
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, Refused, error_of_words
-from dist_attn_client.lines import Decoder, Event, LineDecoder
-from dist_attn_client.objects import EncodingSummary
-from dist_attn_client.plan import Call, Finished, Plan, Reached
-
-__all__ = ["EncodingProgress", "Row", "RowsPlan", "row_query"]
+from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached
 
 Granularity = Literal["token", "window", "document"]
 Pooling = Literal["mean", "last"]
+
+
+class RowOptions(TypedDict, total=False):
+    """Which rows of a document; what is left out, or None, depends on the model."""
+
+    granularity: Granularity | None
+    window: int | None
+    pooling: Pooling | None
+    model: str | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +60,6 @@ class _Line(msgspec.Struct):
     byte_start: int = 0
     byte_stop: int = 0
     embedding: list[float] = []
-
-
-def row_query(
-    granularity: Granularity | None, window: int | None, pooling: Pooling | None, model: str | None
-) -> dict[str, str | int | None]:
-    """The options of rows as a query has them."""
-    return {"granularity": granularity, "window": window, "pooling": pooling, "model": model}
 
 
 @final

@@ -19,30 +19,11 @@ ClientError (DistAttnError)       anything below; see dist_attn_api/errors.py
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from dist_attn_api.codes import Code
 from dist_attn_api.errors import ClientError, InputError
-
-__all__ = [
-    "BrokenOff",
-    "Busy",
-    "ClientError",
-    "Conflict",
-    "KeyRefused",
-    "Missing",
-    "NotOurAnswer",
-    "OutOfTime",
-    "Overloaded",
-    "QuotaUsed",
-    "Refused",
-    "ServiceFailed",
-    "TooLarge",
-    "Unreachable",
-    "Unusable",
-    "error_of_answer",
-    "error_of_words",
-]
 
 # What to do, where the service's own words cannot know it.
 _ADVICE: dict[str, str] = {
@@ -69,6 +50,7 @@ class NotOurAnswer(ClientError):
     """What answered is no dist-attn service, or one of another version."""
 
 
+@dataclass(eq=False)
 class Refused(ClientError):
     """An error that the service answered.
 
@@ -76,26 +58,14 @@ class Refused(ClientError):
     `reached`), `should_retry` is what the service says of sending the same again, where it says anything.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int | None = None,
-        code: str = "",
-        param: str | None = None,
-        facts: Mapping[str, Any] | None = None,
-        request_id: str = "",
-        retry_after_s: float | None = None,
-        should_retry: bool | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.param = param
-        self.facts = dict(facts or {})
-        self.request_id = request_id
-        self.retry_after_s = retry_after_s
-        self.should_retry = should_retry
+    message: str
+    status: int | None = None
+    code: str = ""
+    param: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str = ""
+    retry_after_s: float | None = None
+    should_retry: bool | None = None
 
 
 class Unusable(Refused, InputError):
@@ -120,8 +90,8 @@ class Conflict(Refused, InputError):
     @property
     def position(self) -> int | None:
         """Where the session stands, if it was about that. Units: tokens."""
-        found = self.facts.get("position")
-        return found if isinstance(found, int) else None
+        position = self.facts.get("position")
+        return position if isinstance(position, int) else None
 
 
 class Busy(Refused):
@@ -165,10 +135,10 @@ def error_of_answer(status: int, headers: Mapping[str, str], body: bytes, *, wha
         )
     kind = _kind(code, status)
     facts = {key: value for key, value in document.items() if key not in _OWN_MEMBERS}
-    told = _from_headers(headers)
-    named = f" (request {told['request_id']})" if told["request_id"] and kind is ServiceFailed else ""
+    hints = _from_headers(headers)
+    named = f" (request {hints['request_id']})" if hints["request_id"] and kind is ServiceFailed else ""
     message = f"{what}: {status} {code}: {words}{named}{_advice(code)}"
-    return kind(message, status=status, code=code, param=param, facts=facts, **told)
+    return kind(message, status=status, code=code, param=param, facts=facts, **hints)
 
 
 def error_of_words(document: Mapping[str, Any], *, what: str) -> Refused:

@@ -3,23 +3,35 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from time import monotonic
-from typing import TypeVar, final
+from typing import Protocol, TypeVar, final
 
 import msgspec
 
-from dist_attn_api.errors import InputError
+from dist_attn_api.errors import ClientError, InputError
+from dist_attn_api.types import File, Job, Session
 from dist_attn_client.attempts import Attempts, Retry
-from dist_attn_client.errors import ClientError, NotOurAnswer, error_of_answer
+from dist_attn_client.errors import Missing, NotOurAnswer, error_of_answer
 from dist_attn_client.plan import Call, Finished, Plan, Reached
 from dist_attn_client.sources import Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.transport import Answer, Outgoing, Transport
 
-__all__ = ["Exchange"]
-
 T = TypeVar("T")
 Item = TypeVar("Item")
 End = TypeVar("End")
+Listed = TypeVar("Listed", File, Job, Session)
+
+
+class Page(Protocol[Listed]):
+    """A part of a list."""
+
+    @property
+    def data(self) -> list[Listed]:
+        """Its entries."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether others follow."""
 
 
 @final
@@ -67,6 +79,32 @@ class Exchange:
                 return _decoded(body, kind, call)
             except ClientError as error:
                 await self.pause(attempts, error, repeatable=call.repeatable)
+
+    async def get(self, path: str, kind: type[T], deadline_s: float | None = None) -> T:
+        """What is at a path. Raises: Missing, ClientError."""
+        return await self.value(Call("GET", path, repeatable=True), kind, deadline_s)
+
+    async def all(self, path: str, kind: type["Page[Listed]"], limit: int = 100) -> list[Listed]:
+        """All entries of a list that comes in pages of at most `limit`. Raises: ClientError."""
+        entries: list[Listed] = []
+        while True:
+            query = {"limit": limit, "after": entries[-1].id if entries else None}
+            page = await self.value(Call("GET", path, query, repeatable=True), kind)
+            entries += page.data
+            if not page.has_more or not page.data:
+                return entries
+
+    async def delete(self, path: str) -> None:
+        """Delete what is at a path; that it is gone after a lost connection is what was wanted. Raises: ClientError."""
+        attempts = self.attempts(None)
+        while True:
+            try:
+                await self.whole(Call("DELETE", path, repeatable=True), attempts)
+                return
+            except ClientError as error:
+                if isinstance(error, Missing) and attempts.failed:
+                    return
+                await self.pause(attempts, error, repeatable=True)
 
     async def whole(
         self, call: Call, attempts: Attempts, on_sent: Callable[[Reached], None] | None = None

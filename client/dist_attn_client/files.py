@@ -1,20 +1,23 @@
-"""Files of a service: sent so that a lost connection goes on where it was, listed, read, deleted."""
+"""Files of a service: sent by tus (tus.io, 1.0.0), so that a lost connection goes on where it was; read, deleted."""
 
+import base64
 import mimetypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import final
 
+from dist_attn_api.errors import ClientError
+from dist_attn_api.types import File, FileList
+from dist_attn_client.attempts import Attempts
+from dist_attn_client.errors import BrokenOff, Conflict, NotOurAnswer
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.objects import File, FilePage
-from dist_attn_client.plan import Call, Reached, path_of
-from dist_attn_client.sessions import delete
+from dist_attn_client.plan import Call, Decoder, Event, Finished, Plan, RawDecoder, Reached, path_of
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
-from dist_attn_client.uploads import ContentPlan, Upload, send_file
-
-__all__ = ["AsyncFiles"]
 
 PAGE = 1000
+TUS = {"tus-resumable": "1.0.0"}
+STREAM = "application/offset+octet-stream"
 
 
 @final
@@ -42,7 +45,7 @@ class AsyncFiles:
         name = filename or source.name
         kind = mime_type or mimetypes.guess_type(name)[0] or source.media_type
         try:
-            upload = Upload(name, kind, purpose)
+            upload = UploadMetadata(name, kind, purpose)
             sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_progress=on_sent)
             return await self.get(sent.file)
         finally:
@@ -50,18 +53,11 @@ class AsyncFiles:
 
     async def all(self) -> list[File]:
         """All files of this key, the newest first. Raises: ClientError."""
-        found: list[File] = []
-        more = True
-        while more:
-            query = {"limit": PAGE, "after": found[-1].id if found else None}
-            page = await self._exchange.value(Call("GET", "/v1/files", query, repeatable=True), FilePage)
-            found += page.data
-            more = page.has_more and bool(page.data)
-        return found
+        return await self._exchange.all("/v1/files", FileList, PAGE)
 
     async def get(self, file: str) -> File:
         """What is known of a file. Raises: Missing, ClientError."""
-        return await self._exchange.value(Call("GET", path_of("v1", "files", file), repeatable=True), File)
+        return await self._exchange.get(path_of("v1", "files", file), File)
 
     def content(self, file: str, *, deadline_s: float | None = None) -> AsyncStream[bytes, int]:
         """The bytes of a file, in pieces; after a lost connection those that are missing. Raises: ClientError."""
@@ -70,4 +66,161 @@ class AsyncFiles:
 
     async def delete(self, file: str) -> None:
         """Remove a file and its bytes. Raises: Missing, ClientError."""
-        await delete(self._exchange, path_of("v1", "files", file))
+        await self._exchange.delete(path_of("v1", "files", file))
+
+
+# ---- sending -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UploadMetadata:
+    """What is said of a file that is sent."""
+
+    filename: str
+    mime_type: str
+    purpose: str = "user_data"
+    session: str | None = None  # that it feeds while it arrives
+    expected_position: int | None = None  # of that session
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """An upload that is complete: its path, and the file that it has become."""
+
+    place: str
+    file: str
+
+
+async def send_file(
+    exchange: Exchange,
+    source: Source,
+    upload: UploadMetadata,
+    *,
+    deadline_s: float | None,
+    on_progress: Callable[[Reached], None] | None,
+) -> _Sent:
+    """A document as a file of the service, through lost connections: it goes on at the byte that is safe.
+
+    Raises: Conflict where a session that it feeds stands elsewhere, ClientError.
+    """
+    size = await source.measure(exchange.transport.blocking)
+    attempts = exchange.attempts(deadline_s)
+    place, name = await _begin(exchange, size, upload, attempts)
+    if name:
+        return _Sent(place, name)  # there was no byte to send
+    offset, known = 0, True
+    while True:
+        try:
+            if not known:
+                name, safe = await _standing(exchange, place, attempts)
+                if name:
+                    return _Sent(place, name)
+                if safe > offset:
+                    attempts.progressed()
+                offset, known = safe, True
+            return _Sent(place, await _go_on(exchange, place, source, offset, attempts, on_progress))
+        except ClientError as error:
+            known = False
+            if isinstance(error, Conflict) and "expected_position" in error.facts:
+                raise  # it is about the session
+            # A conflict: it stands elsewhere than this side thinks, as after a break that one side has not noticed.
+            passing = BrokenOff(str(error)) if isinstance(error, Conflict) else error
+            await exchange.pause(attempts, passing, repeatable=True)
+
+
+async def _begin(exchange: Exchange, size: int, upload: UploadMetadata, attempts: Attempts) -> tuple[str, str]:
+    """The path of a new upload, and the file that it is already, if it is to have no bytes."""
+    metadata = {"filename": upload.filename, "filetype": upload.mime_type, "purpose": upload.purpose}
+    if upload.session is not None:
+        metadata["session"] = upload.session
+    if upload.expected_position is not None:
+        metadata["expected_position"] = str(upload.expected_position)
+    coded = ",".join(f"{key} {base64.b64encode(value.encode()).decode()}" for key, value in metadata.items())
+    call = Call("POST", "/v1/uploads", headers={**TUS, "upload-length": str(size), "upload-metadata": coded})
+    while True:
+        try:
+            answer, _ = await exchange.whole(call, attempts)
+            break
+        except ClientError as error:
+            await exchange.pause(attempts, error, repeatable=False)
+    place = answer.headers.get("location", "")
+    if not place.startswith("/"):
+        raise NotOurAnswer(f"{call.what}: the answer has no Location of the upload; this service is another one")
+    attempts.progressed()
+    return place, answer.headers.get("upload-file-id", "")
+
+
+async def _standing(exchange: Exchange, place: str, attempts: Attempts) -> tuple[str, int]:
+    """The file that an upload has become, if it has, and the byte that it stands at."""
+    call = Call("HEAD", place, headers=TUS, repeatable=True)
+    answer, _ = await exchange.whole(call, attempts)
+    return answer.headers.get("upload-file-id", ""), _number(answer.headers, "upload-offset", call)
+
+
+async def _go_on(
+    exchange: Exchange,
+    place: str,
+    source: Source,
+    offset: int,
+    attempts: Attempts,
+    on_progress: Callable[[Reached], None] | None,
+) -> str:
+    """Send all from a byte on; the id of the file that it makes."""
+    headers = {**TUS, "upload-offset": str(offset), "content-type": STREAM}
+    call = Call("PATCH", place, headers=headers, source=source, start=offset)
+    answer, _ = await exchange.whole(call, attempts, on_progress)
+    name = answer.headers.get("upload-file-id", "")
+    if not name:
+        raise BrokenOff(f"{call.what}: the upload is not complete after its last byte")
+    return name
+
+
+def _number(headers: Mapping[str, str], name: str, call: Call) -> int:
+    value = headers.get(name, "")
+    if not value.isdecimal():
+        raise NotOurAnswer(f"{call.what}: the answer has no {name}; this service is another one")
+    return int(value)
+
+
+@final
+class ContentPlan(Plan[bytes, int]):
+    """The bytes of a file, each once; the end is how many came."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._had = 0
+        self._tag = ""
+        self._due: int | None = None
+        self._skip = 0
+
+    def call(self) -> Call:
+        """All bytes, or those that are missing."""
+        headers = {"range": f"bytes={self._had}-", "if-range": self._tag} if self._had and self._tag else {}
+        return Call("GET", self._path, headers=headers, repeatable=True)
+
+    def begin(self, headers: Mapping[str, str]) -> None:
+        """Note where the answer begins: a service may send all again."""
+        self._tag = headers.get("etag", "")
+        part = headers.get("content-range", "")
+        start = int(part.removeprefix("bytes ").partition("-")[0]) if part.startswith("bytes ") else 0
+        self._skip = self._had - start
+        length = headers.get("content-length", "")
+        self._due = start + int(length) if length.isdecimal() else None
+
+    def decoder(self) -> Decoder:
+        """None: bytes as they come."""
+        return RawDecoder()
+
+    def take(self, part: bytes | Event) -> Iterator[bytes | Finished[int]]:
+        """Bytes that were not there yet."""
+        assert isinstance(part, bytes)
+        new, self._skip = part[self._skip :], max(0, self._skip - len(part))
+        if new:
+            self._had += len(new)
+            yield new
+
+    def end(self) -> Iterator[bytes | Finished[int]]:
+        """That was all. Raises: BrokenOff when it was less than announced."""
+        if self._due is not None and self._had < self._due:
+            raise BrokenOff(f"GET {self._path}: {self._had} of {self._due} bytes came")
+        yield Finished(self._had)

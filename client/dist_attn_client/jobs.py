@@ -1,22 +1,31 @@
 """Jobs of a service: work that goes on without its client, followed and fetched when that suits."""
 
-from collections.abc import Callable
-from typing import Unpack, final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Unpack, cast, final
 
-from dist_attn_client.encodings import EncodingProgress, Granularity, Pooling, Row, RowsPlan, row_query
+import msgspec
+
+from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
+from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan
+from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
-from dist_attn_client.follow import EventsPlan
-from dist_attn_client.job_objects import Job, JobEvent, JobPage
-from dist_attn_client.objects import Completion, EncodingSummary
-from dist_attn_client.plan import Call, Reached, path_of
-from dist_attn_client.sessions import delete
+from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, Reached, path_of
 from dist_attn_client.sources import Document, one_document
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Sampling, drawing_body
 
-__all__ = ["AsyncJobs"]
+LAST_EVENTS = {"succeeded", "failed", "cancelled"}
 
-PAGE = 100
+
+@dataclass(frozen=True)
+class JobEvent:
+    """What happened to a job; `data` has the members of the event beside its type and time."""
+
+    number: int
+    type: str
+    at: float
+    data: dict[str, Any]
 
 
 @final
@@ -31,12 +40,9 @@ class AsyncJobs:
         document: Document | None = None,
         *,
         file_id: str | None = None,
-        granularity: Granularity | None = None,
-        window: int | None = None,
-        pooling: Pooling | None = None,
-        model: str | None = None,
         deadline_s: float | None = None,
         on_sent: Callable[[Reached], None] | None = None,
+        **options: Unpack[RowOptions],
     ) -> Job:
         """Hand in the encoding of a document, or of a file of the service; once this returns, the job needs nobody.
 
@@ -46,12 +52,12 @@ class AsyncJobs:
         Raises: InputError, ClientError.
         """
         source = one_document(document, file_id)
-        options = row_query(granularity, window, pooling, model)
+        query = cast("dict[str, str | int | None]", options)
         if source is None:
-            body = {name: value for name, value in {**options, "file_id": file_id}.items() if value is not None}
+            body = {name: value for name, value in {**query, "file_id": file_id}.items() if value is not None}
             return await self._exchange.value(Call("POST", "/v1/jobs", json=body), Job, deadline_s)
         try:
-            call = Call("POST", "/v1/jobs", options, source=source)
+            call = Call("POST", "/v1/jobs", query, source=source)
             return await self._exchange.value(call, Job, deadline_s, on_sent)
         finally:
             source.close()
@@ -63,25 +69,18 @@ class AsyncJobs:
 
     async def all(self) -> list[Job]:
         """All jobs of this key, in order of arrival. Raises: ClientError."""
-        found: list[Job] = []
-        more = True
-        while more:
-            query = {"limit": PAGE, "after": found[-1].id if found else None}
-            page = await self._exchange.value(Call("GET", "/v1/jobs", query, repeatable=True), JobPage)
-            found += page.data
-            more = page.has_more and bool(page.data)
-        return found
+        return await self._exchange.all("/v1/jobs", JobList)
 
     async def get(self, job: str) -> Job:
         """How a job stands. Raises: Missing, ClientError."""
-        return await self._exchange.value(Call("GET", _path(job), repeatable=True), Job)
+        return await self._exchange.get(_path(job), Job)
 
     def events(self, job: str, *, after: int = 0, deadline_s: float | None = None) -> AsyncStream[JobEvent, JobEvent]:
         """What happens to a job behind event number `after`, until it has ended; `end` is the last event.
 
         Raises: Missing, ClientError.
         """
-        return self._exchange.stream(EventsPlan(job, after), deadline_s)
+        return self._exchange.stream(_EventsPlan(job, after), deadline_s)
 
     async def wait(self, job: str, *, deadline_s: float | None = None) -> Job:
         """The job once it has ended, well or not. Raises: OutOfTime, Missing, ClientError."""
@@ -106,7 +105,7 @@ class AsyncJobs:
 
     async def completion(self, job: str) -> Completion:
         """What a completion came to. Raises: Conflict before it is done or when it failed, ClientError."""
-        return await self._exchange.value(Call("GET", _path(job, "result"), repeatable=True), Completion)
+        return await self._exchange.get(_path(job, "result"), Completion)
 
     async def cancel(self, job: str) -> Job:
         """Stop a job; rows that are there stay. Raises: Missing, ClientError."""
@@ -114,7 +113,41 @@ class AsyncJobs:
 
     async def delete(self, job: str) -> None:
         """Stop a job and forget it with all that it has. Raises: Missing, ClientError."""
-        await delete(self._exchange, _path(job))
+        await self._exchange.delete(_path(job))
+
+
+@final
+class _EventsPlan(Plan[JobEvent, JobEvent]):
+    """The events of a job behind a number, each once, to the one that ends it."""
+
+    def __init__(self, job: str, after: int) -> None:
+        self._job, self._after = job, after
+
+    def call(self) -> Call:
+        """The events that were not there yet."""
+        return Call("GET", _path(self._job, "events"), {"after": self._after}, repeatable=True)
+
+    def decoder(self) -> Decoder:
+        """Events."""
+        return EventDecoder()
+
+    def take(self, part: bytes | Event) -> Iterator[JobEvent | Finished[JobEvent]]:
+        """An event. Raises: Refused for an error that ends the stream."""
+        assert isinstance(part, Event)
+        try:
+            data = msgspec.json.decode(part.data, type=dict)
+        except msgspec.DecodeError as error:
+            raise NotOurAnswer(f"{self.call().what}: an event cannot be read: {error}") from None
+        if part.type == "error":
+            raise error_of_words(data, what=self.call().what)
+        if part.number <= self._after:
+            return
+        self._after = part.number
+        event = JobEvent(part.number, part.type, float(data.pop("at", 0.0)), data)
+        event.data.pop("type", None)
+        yield event
+        if part.type in LAST_EVENTS:
+            yield Finished(event)
 
 
 def _path(job: str, *more: str) -> str:

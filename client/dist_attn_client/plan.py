@@ -1,16 +1,16 @@
-"""Requests as the routes have them, and streamed answers without their connections: what to ask next, and what came."""
+"""Requests as the routes have them, and streamed answers without their connections: what to ask next, and what came.
+
+Bytes of an answer are cut into its parts while they arrive: lines of JSON, server-sent events, or the bytes themselves.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, final
 from urllib.parse import quote
 
 from dist_attn_client.errors import BrokenOff
-from dist_attn_client.lines import Decoder, Event
 from dist_attn_client.sources import Source
-
-__all__ = ["Call", "Finished", "Plan", "Reached", "path_of"]
 
 Item = TypeVar("Item")
 End = TypeVar("End")
@@ -56,6 +56,88 @@ class Reached:
 
     sent: int
     total: int | None
+
+
+# ---- bytes into parts ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Event:
+    """One server-sent event; `number` is its id, 0 without one."""
+
+    data: bytes
+    type: str = ""
+    number: int = 0
+
+
+class Decoder(Protocol):
+    """Takes bytes however they were cut, gives the parts that are whole."""
+
+    def push(self, piece: bytes) -> "Iterator[bytes | Event]":
+        """The parts that `piece` completes."""
+        ...
+
+
+@final
+class RawDecoder:
+    """Bytes as they come."""
+
+    def push(self, piece: bytes) -> Iterator[bytes | Event]:
+        """The piece itself."""
+        if piece:
+            yield piece
+
+
+@final
+class LineDecoder:
+    """NDJSON: the lines, without those that are blank. What has no line end yet waits."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def push(self, piece: bytes) -> Iterator[bytes | Event]:
+        """The lines that `piece` ends."""
+        *ended, rest = piece.split(b"\n")
+        if ended:
+            ended[0] = b"".join(self._parts) + ended[0]
+            self._parts = []
+        if rest:
+            self._parts.append(rest)
+        yield from (line for line in ended if line.strip())
+
+
+@final
+class EventDecoder:
+    """Server-sent events (WHATWG HTML, 9.2.6), as this service sends them; comments are passed over."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._fields: dict[str, bytes] = {}
+
+    def push(self, piece: bytes) -> Iterator[bytes | Event]:
+        """The events that `piece` ends."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            line = line.removesuffix(b"\r")
+            if not line:
+                if "data" in self._fields:
+                    yield self._event()
+                self._fields = {}
+                continue
+            name, _, value = line.partition(b":")
+            if name:  # otherwise it is a comment
+                value = value.removeprefix(b" ")
+                key = name.decode("utf-8", "replace")
+                known = self._fields.get(key) if key == "data" else None
+                self._fields[key] = value if known is None else known + b"\n" + value
+
+    def _event(self) -> Event:
+        number = self._fields.get("id", b"")
+        kind = self._fields.get("event", b"").decode("utf-8", "replace")
+        return Event(self._fields["data"], kind, int(number) if number.isdigit() else 0)
+
+
+# ---- streams -------------------------------------------------------------------------------------
 
 
 class Plan(ABC, Generic[Item, End]):

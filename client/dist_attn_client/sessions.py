@@ -3,35 +3,34 @@
 import hashlib
 import secrets
 from base64 import b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Unpack, final
 
-from dist_attn_client.errors import BrokenOff, ClientError, Missing, NotOurAnswer, ServiceFailed
-from dist_attn_client.exchange import Exchange
-from dist_attn_client.follow import AppendPlan
-from dist_attn_client.objects import Choice
-from dist_attn_client.plan import Call, Reached, path_of
-from dist_attn_client.session_objects import (
+import msgspec
+
+from dist_attn_api.errors import ClientError
+from dist_attn_api.types import (
     AppendProgress,
     AppendSummary,
     Checkpoint,
     CheckpointList,
+    Choice,
     Feeding,
-    FeedingUpload,
     Generation,
     Session,
-    SessionPage,
+    SessionList,
+    Upload,
 )
+from dist_attn_client.errors import BrokenOff, NotOurAnswer, ServiceFailed, error_of_words
+from dist_attn_client.exchange import Exchange
+from dist_attn_client.files import UploadMetadata, send_file
+from dist_attn_client.plan import Call, Decoder, Event, Finished, LineDecoder, Plan, Reached, path_of
 from dist_attn_client.sources import Document, Source
 from dist_attn_client.streams import AsyncStream
 from dist_attn_client.texts import Drawing, DrawnEnd, TextPlan, drawing_body
-from dist_attn_client.uploads import Upload, send_file
 
-__all__ = ["AsyncSessions", "State"]
-
-PAGE = 100
-FEEDING_LOOK_S = 0.5
+POLL_SECONDS = 0.5  # while a session reads what was uploaded
 
 
 @dataclass(frozen=True)
@@ -69,22 +68,15 @@ class AsyncSessions:
 
     async def all(self) -> list[Session]:
         """All sessions of this key. Raises: ClientError."""
-        found: list[Session] = []
-        more = True
-        while more:
-            query = {"limit": PAGE, "after": found[-1].id if found else None}
-            page = await self._exchange.value(Call("GET", "/v1/sessions", query, repeatable=True), SessionPage)
-            found += page.data
-            more = page.has_more and bool(page.data)
-        return found
+        return await self._exchange.all("/v1/sessions", SessionList)
 
     async def get(self, session: str) -> Session:
         """Where a session stands. Raises: Missing, ClientError."""
-        return await self._exchange.value(Call("GET", _path(session), repeatable=True), Session)
+        return await self._exchange.get(_path(session), Session)
 
     async def delete(self, session: str) -> None:
         """End a session; forks of it live on. Raises: Missing, ClientError."""
-        await delete(self._exchange, _path(session))
+        await self._exchange.delete(_path(session))
 
     async def fork(
         self,
@@ -101,8 +93,7 @@ class AsyncSessions:
 
     async def checkpoints(self, session: str) -> list[Checkpoint]:
         """The positions that it can be forked from and read at. Raises: ClientError."""
-        call = Call("GET", _path(session, "checkpoints"), repeatable=True)
-        return (await self._exchange.value(call, CheckpointList)).data
+        return (await self._exchange.get(_path(session, "checkpoints"), CheckpointList)).data
 
     def append(
         self,
@@ -143,7 +134,7 @@ class AsyncSessions:
             OutOfTime, ClientError.
         """
         source = Source(document)
-        upload = Upload(source.name, source.media_type, session=session, expected_position=expected_position)
+        upload = UploadMetadata(source.name, source.media_type, session=session, expected_position=expected_position)
         attempts = self._exchange.attempts(deadline_s)
         try:
             sent = await send_file(self._exchange, source, upload, deadline_s=deadline_s, on_progress=on_sent)
@@ -155,13 +146,13 @@ class AsyncSessions:
                 return fed
             if fed.state == "failed":
                 raise ServiceFailed(f"the text is a file of the service ({sent.file}), but: {fed.error}")
-            await self._exchange.transport.sleep(FEEDING_LOOK_S)
+            await self._exchange.transport.sleep(POLL_SECONDS)
 
     async def _fed(self, place: str, deadline_s: float | None) -> Feeding:
-        found = await self._exchange.value(Call("GET", place, repeatable=True), FeedingUpload, deadline_s)
-        if found.session is None:
+        upload = await self._exchange.get(place, Upload, deadline_s)
+        if upload.session is None:
             raise NotOurAnswer("the service took the upload, but it feeds no session; it is an older one: use append")
-        return found.session
+        return upload.session
 
     async def generate(
         self,
@@ -196,9 +187,9 @@ class AsyncSessions:
         while True:
             try:
                 answer, data = await self._exchange.whole(call, attempts)
-                told = answer.headers.get("content-digest", "")
-                if told != f"sha-256=:{b64encode(hashlib.sha256(data).digest()).decode()}:":
-                    raise BrokenOff(f"{call.what}: the bytes are not those of their Content-Digest {told!r}")
+                digest = answer.headers.get("content-digest", "")
+                if digest != f"sha-256=:{b64encode(hashlib.sha256(data).digest()).decode()}:":
+                    raise BrokenOff(f"{call.what}: the bytes are not those of their Content-Digest {digest!r}")
                 return State(int(answer.headers["x-session-position"]), answer.headers["etag"], data)
             except ClientError as error:
                 await self._exchange.pause(attempts, error, repeatable=True)
@@ -219,17 +210,43 @@ class AsyncSessions:
             source.close()
 
 
-async def delete(exchange: Exchange, path: str) -> None:
-    """Delete what is at a path; that it is gone after a lost connection is what was wanted."""
-    attempts = exchange.attempts(None)
-    while True:
+@final
+class AppendPlan(Plan[AppendProgress, AppendSummary]):
+    """An append under a key: sent again whole, each part of it is in the session once.
+
+    Progress that was told before is passed over then, and does not count as any.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._position = self._kept = -1  # the furthest that was told
+
+    def call(self) -> Call:
+        """The same request with the same key."""
+        return self._call
+
+    def decoder(self) -> Decoder:
+        """Lines."""
+        return LineDecoder()
+
+    def take(self, part: bytes | Event) -> Iterator[AppendProgress | Finished[AppendSummary]]:
+        """How far it is; at the end the summary. Raises: Refused for an error line."""
+        assert isinstance(part, bytes)
         try:
-            await exchange.whole(Call("DELETE", path, repeatable=True), attempts)
-            return
-        except ClientError as error:
-            if isinstance(error, Missing) and attempts.failed:
-                return
-            await exchange.pause(attempts, error, repeatable=True)
+            line = msgspec.json.decode(part, type=dict)
+            match line.get("object"):
+                case "session.append.progress":
+                    progress = msgspec.json.decode(part, type=AppendProgress)
+                    if progress.position > self._position or progress.kept > self._kept:
+                        self._position = max(self._position, progress.position)
+                        self._kept = max(self._kept, progress.kept)
+                        yield progress
+                case "session.append":
+                    yield Finished(msgspec.json.decode(part, type=AppendSummary))
+                case "error":
+                    raise error_of_words(line, what=self._call.what)
+        except msgspec.DecodeError as error:
+            raise NotOurAnswer(f"{self._call.what}: a line cannot be read: {error}") from None
 
 
 def _generate(session: str, key: str | None, body: dict[str, Any]) -> Call:

@@ -8,8 +8,6 @@ from typing import IO, Protocol, TypeVar, cast, final
 
 from dist_attn_api.errors import InputError
 
-__all__ = ["Blocking", "Document", "Source", "one_document"]
-
 PIECE_BYTES = 1 << 18
 MEMORY_BYTES = 1 << 23  # of a stream's copy, before the disk is used
 T = TypeVar("T")

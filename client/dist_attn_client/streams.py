@@ -8,8 +8,6 @@ from dist_attn_api.errors import ClientError
 from dist_attn_client.plan import Finished
 from dist_attn_client.transport import at_once
 
-__all__ = ["AsyncStream", "Stream"]
-
 Item = TypeVar("Item")
 End = TypeVar("End")
 

@@ -15,8 +15,6 @@ from dist_attn_client.sessions import AsyncSessions
 from dist_attn_client.streams import AsyncStream, Stream
 from dist_attn_client.transport import SyncTransport, at_once
 
-__all__ = ["Client", "Files", "Jobs", "Sessions"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Item = TypeVar("Item")

@@ -2,17 +2,14 @@
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, final
 
 import msgspec
 
+from dist_attn_api.types import Choice, CompletionUsage, GenerationSummary, PromptProgress, TextEvent
 from dist_attn_client.errors import BrokenOff, NotOurAnswer, error_of_words
-from dist_attn_client.lines import Decoder, Event, EventDecoder
-from dist_attn_client.objects import Choice, PromptProgress, Usage
-from dist_attn_client.plan import Call, Finished, Plan
-from dist_attn_client.session_objects import GenerationSummary
-
-__all__ = ["DrawnEnd", "Drawing", "Sampling", "TextPlan", "drawing_body"]
+from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan
 
 Priority = Literal["high", "normal", "low"]
 
@@ -52,21 +49,11 @@ def drawing_body(options: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     return body
 
 
-class _Event(msgspec.Struct):
-    """Any event of a streamed text."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    session: GenerationSummary | None = None
-    model: str = ""
-    prompt_progress: PromptProgress | None = None
-    error: dict[str, Any] | None = None
-
-
-class DrawnEnd(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class DrawnEnd:
     """What a streamed text came to; `session` says where a session stands after it, None of a completion."""
 
-    usage: Usage
+    usage: CompletionUsage
     model: str
     session: GenerationSummary | None = None
 
@@ -84,7 +71,7 @@ class TextPlan(Plan[Choice, DrawnEnd]):
         self._had: dict[int, str] = {}  # what was handed out, by choice
         self._due: dict[int, str] = {}  # of that, what has to come again first
         self._ended: set[int] = set()  # choices whose last piece was handed out
-        self._usage: Usage | None = None
+        self._usage: CompletionUsage | None = None
         self._session: GenerationSummary | None = None
         self._model = ""
 
@@ -111,16 +98,16 @@ class TextPlan(Plan[Choice, DrawnEnd]):
             yield Finished(DrawnEnd(self._usage, self._model, self._session))
             return
         try:
-            event = msgspec.json.decode(part.data, type=_Event)
+            event = msgspec.json.decode(part.data, type=TextEvent)
         except msgspec.DecodeError as error:
             raise NotOurAnswer(f"{self._call.what}: an event cannot be read: {error}") from None
-        if event.error is not None:
+        if "error" in event:
             raise error_of_words(msgspec.json.decode(part.data, type=dict), what=self._call.what)
-        self._model = event.model or self._model
-        self._usage, self._session = event.usage or self._usage, event.session or self._session
-        if event.prompt_progress is not None and self._on_progress is not None:
-            self._on_progress(event.prompt_progress)
-        for choice in event.choices:
+        self._model = event.get("model", self._model)
+        self._usage, self._session = event.get("usage", self._usage), event.get("session", self._session)
+        if (progress := event.get("prompt_progress")) is not None and self._on_progress is not None:
+            self._on_progress(progress)
+        for choice in event.get("choices", []):
             if (new := self._new(choice)) is not None:
                 yield new
 
@@ -140,4 +127,4 @@ class TextPlan(Plan[Choice, DrawnEnd]):
         if last:
             self._ended.add(choice.index)
         self._had[choice.index] = self._had.get(choice.index, "") + rest
-        return msgspec.structs.replace(choice, text=rest, logprobs=None if again else choice.logprobs)
+        return replace(choice, text=rest, logprobs=None if again else choice.logprobs)

@@ -17,8 +17,6 @@ import httpx
 from dist_attn_api.errors import InputError
 from dist_attn_client.errors import BrokenOff, Unreachable
 
-__all__ = ["Answer", "AsyncTransport", "Outgoing", "SyncTransport", "Transport", "at_once"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 NOT_CONNECTED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout, httpx.ProxyError)

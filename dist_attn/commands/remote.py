@@ -5,7 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
@@ -215,7 +215,7 @@ def plain_lines(look: Look) -> list[str]:
     lines = [f"ready\t{'yes' if status.ready else 'no'}", f"reason\t{_line(status.reason)}"]
     lines += [f"{name}\t{_value(getattr(status, name))}" for name in FIGURES]
     for rank in status.ranks:
-        fields = msgspec.structs.asdict(rank)
+        fields = asdict(rank)
         lines.append("\t".join(f"{name}\t{_value(value)}" for name, value in fields.items()))
     return lines
 

@@ -5,10 +5,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, NamedTuple, TypedDict
 
+import msgspec
 from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 
 from dist_attn import __version__
@@ -17,7 +15,7 @@ from dist_attn.store import StateStore
 from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.curve import ClientKeys
-from dist_attn_service.base.errors import PROBLEM_JSON, ServiceError
+from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.logs import Log, make_log
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.settings import Settings
@@ -39,42 +37,16 @@ from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.stream import StreamLimits
 from dist_attn_service.engine.watch import EngineWatch
 from dist_attn_service.engine.workload import Workload
-from dist_attn_service.feeding.desk import FeedingDesk
+from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.auth import KeyRing
 from dist_attn_service.http.envelope import Envelope, routing_problem, service_problem
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
+from dist_attn_service.jobs.api import JobServices
 from dist_attn_service.jobs.catalogue import JobCatalogue
 from dist_attn_service.jobs.runner import Complete
-from dist_attn_service.jobs.services import JobServices, job_catalogue
-from dist_attn_service.routers import (
-    chat,
-    completions,
-    documentation,
-    embeddings,
-    encodings,
-    estimate,
-    files,
-    health,
-    jobs,
-    models,
-    page,
-    session_text,
-    sessions,
-    tokens,
-    uploads,
-)
-from dist_attn_service.schemas.chat import ChatRequest
-from dist_attn_service.schemas.completions import (
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    EncodingRequest,
-    ServerSentEvent,
-    TokenizeRequest,
-)
-from dist_attn_service.schemas.files import CompleteUploadRequest, UploadRequest
-from dist_attn_service.schemas.jobs import EstimateRequest, Job, JobRequest
-from dist_attn_service.schemas.sessions import SESSION_BODIES
+from dist_attn_service.routers import about, completions, encodings, files, jobs, session_text, sessions, texts, uploads
+from dist_attn_service.routers.openapi import PROBLEM_RESPONSE, openapi_document
+from dist_attn_service.schemas.completions import CompletionRequest
 from dist_attn_service.sessions.store_service import StoreService
 from dist_attn_service.text.spool import DiskBudget, SpoolFactory
 from dist_attn_service.text.tokenising import ThreadTokeniser
@@ -83,50 +55,13 @@ from dist_attn_service.uploads.service import FileService
 __all__ = ["create_app", "stream_limits"]
 
 FAREWELL_SECONDS = 3.0
-ROUTERS = (
-    completions, chat, encodings, embeddings, estimate, jobs, tokens, sessions, session_text, files, uploads, models,
-    health,
-    documentation,
-    page,
-)  # fmt: skip
-
-
-class ErrorObject(BaseModel):
-    """OpenAI's error object."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str
-
-
-class Problem(BaseModel):
-    """A problem document of RFC 9457, which also holds OpenAI's error object."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    instance: str | None = None
-    error: ErrorObject
-
-
-BODIES: tuple[type[BaseModel], ...] = (
-    CompletionRequest, ChatRequest, EncodingRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
-    EstimateRequest, JobRequest, Job, UploadRequest, CompleteUploadRequest, ServerSentEvent, *SESSION_BODIES, Problem,
-)  # fmt: skip
+ROUTERS = (completions, encodings, texts, jobs, sessions, session_text, files, uploads, about)
 
 
 class LifespanState(TypedDict):
     """What requests find in `request.state`."""
 
     services: Services
-
-
-PROBLEM_RESPONSE = {
-    "description": "A problem document (RFC 9457) that also holds OpenAI's error object.",
-    "content": {PROBLEM_JSON: {"schema": {"$ref": "#/components/schemas/Problem"}}},
-}
 
 
 def create_app(
@@ -190,7 +125,7 @@ def create_app(
     app.state.cannot_start = ""
     for family in ROUTERS:
         app.include_router(family.router)
-    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.openapi = lambda: openapi_document(app)  # type: ignore[method-assign]
     return app
 
 
@@ -206,7 +141,7 @@ async def _open_stores(parts: AsyncExitStack, settings: Settings, log: Log) -> S
     """Raises: DistAttnError, ServiceError for a folder whose contents cannot be used."""
     return Stores(
         await parts.enter_async_context(StoreService.opened(settings, log)),
-        await parts.enter_async_context(job_catalogue(settings)),
+        await parts.enter_async_context(JobCatalogue.opened(settings)),
         await parts.enter_async_context(FileService.opened(settings, log)),
     )
 
@@ -277,7 +212,7 @@ def _services(context: ServiceContext, stores: Stores, disk: Executor, open_requ
         json_memory=BodyMemory(settings.json_memory_bytes),
         budget=budget,
         files=stores.files,
-        feeds=FeedingDesk(context, stores.files),
+        feeds=FeedingService(context, stores.files),
     )
 
 
@@ -294,20 +229,6 @@ def _complete(context: ServiceContext, completions: CompletionService) -> Comple
             counted=context.metrics.completion,
             drawn=lambda usage: drawn(usage.completion_tokens),
         )
-        return whole_completion(prepared, context.model.id, choices, usage).model_dump_json().encode()
+        return msgspec.json.encode(whole_completion(prepared, context.model.id, choices, usage))
 
     return run
-
-
-def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the bodies that the routes read themselves."""
-    if app.openapi_schema is None:
-        document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
-        _, bodies = models_json_schema(
-            [(body, "validation") for body in BODIES],
-            ref_template="#/components/schemas/{model}",
-        )
-        schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas.update(bodies["$defs"])
-        app.openapi_schema = document
-    return app.openapi_schema

@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.specs import RowChoiceError, choose_rows
+from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.completions.chat import ChatService
@@ -18,11 +19,11 @@ from dist_attn_service.encodings.embeddings import EmbeddingService
 from dist_attn_service.encodings.estimates import EstimateService
 from dist_attn_service.engine.metrics import Gauges
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.feeding.desk import FeedingDesk
+from dist_attn_service.feeding.service import FeedingService
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.http.limits import BodyMemory, OpenRequests
-from dist_attn_service.jobs.services import JobServices
-from dist_attn_service.schemas.completions import CompletionUsage, EncodingOptions
+from dist_attn_service.jobs.api import JobServices
+from dist_attn_service.schemas.documents import EncodingOptions
 from dist_attn_service.sessions.append import AppendService
 from dist_attn_service.sessions.generate import GenerateService
 from dist_attn_service.sessions.store_service import StoreService
@@ -86,7 +87,7 @@ class Services(ServiceContext):
     json_memory: BodyMemory
     budget: DiskBudget
     files: FileService
-    feeds: FeedingDesk
+    feeds: FeedingService
     started: float = field(default_factory=time.monotonic)
 
     def body(self, request: Request) -> RequestBody:

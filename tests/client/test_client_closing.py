@@ -9,9 +9,8 @@ import pytest
 from dist_attn_client import AppendProgress, BrokenOff, Missing, NotOurAnswer, Retry
 from dist_attn_client.asynchronous import Flows
 from dist_attn_client.errors import error_of_answer
-from dist_attn_client.follow import AppendPlan
-from dist_attn_client.lines import Event
-from dist_attn_client.plan import Call
+from dist_attn_client.plan import Call, Event
+from dist_attn_client.sessions import AppendPlan
 from dist_attn_client.texts import TextPlan
 from dist_attn_client.transport import Answer, Outgoing, SyncTransport, at_once
 
@@ -95,9 +94,12 @@ def test_progress_of_an_append_that_is_sent_again_is_told_once() -> None:
         line = {"object": "session.append.progress", "position": position, "kept": kept}
         return list(plan.take(msgspec.json.encode(line)))
 
-    assert take(10, 0) == [AppendProgress(10, 0)] and take(20, 8) == [AppendProgress(20, 8)]
+    def told(position: int, kept: int) -> AppendProgress:
+        return AppendProgress(position=position, kept=kept)
+
+    assert take(10, 0) == [told(10, 0)] and take(20, 8) == [told(20, 8)]
     assert take(10, 8) == [] and take(20, 8) == []
-    assert take(18, 16) == [AppendProgress(18, 16)] and take(21, 16) == [AppendProgress(21, 16)]
+    assert take(18, 16) == [told(18, 16)] and take(21, 16) == [told(21, 16)]
 
 
 def text_event(text: str, reason: str | None = None) -> Event:

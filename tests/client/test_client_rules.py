@@ -6,8 +6,7 @@ from itertools import pairwise
 
 import pytest
 from dist_attn_service.base.errors import Code, ServiceError
-from dist_attn_service.schemas.completions import CompletionRequest
-from dist_attn_service.schemas.drawing import DrawingOptions
+from dist_attn_service.schemas.completions import CompletionRequest, DrawingOptions
 from dist_attn_service.schemas.neutral_fields import words_on
 
 from dist_attn_client import (
@@ -26,7 +25,7 @@ from dist_attn_client.attempts import Attempts
 from dist_attn_client.errors import KeyRefused, NotOurAnswer, QuotaUsed, ServiceFailed, error_of_answer
 from dist_attn_client.files import AsyncFiles
 from dist_attn_client.jobs import AsyncJobs
-from dist_attn_client.lines import Event, EventDecoder, LineDecoder
+from dist_attn_client.plan import Event, EventDecoder, LineDecoder
 from dist_attn_client.sessions import AsyncSessions
 from dist_attn_client.sources import Source
 from dist_attn_client.synchronous import Files, Jobs, Sessions

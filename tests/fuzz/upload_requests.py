@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import parse_json, parse_query
-from dist_attn_service.schemas.files import CompleteUploadRequest, FileListOptions, UploadRequest
+from dist_attn_service.http.exchange import byte_range
+from dist_attn_service.schemas.stored import CompleteUploadRequest, FileListOptions, UploadRequest
 from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
-from dist_attn_service.uploads.ranges import byte_range
 from dist_attn_service.uploads.tus import check_version, parse_count, parse_metadata
 
 from tests.fuzz.running import main, spoil
@@ -157,5 +157,5 @@ if __name__ == "__main__":
         __doc__,
         run,
         _by_coverage,
-        ["dist_attn_service.uploads", "dist_attn_service.base.parsing", "dist_attn_service.schemas.files"],
+        ["dist_attn_service.uploads", "dist_attn_service.base.parsing", "dist_attn_service.schemas.stored"],
     )

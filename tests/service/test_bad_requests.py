@@ -9,7 +9,8 @@ import pytest
 from dist_attn_service.base import parsing
 from dist_attn_service.base.errors import ServiceError
 from dist_attn_service.base.parsing import parse_query
-from dist_attn_service.schemas.completions import CompletionRequest, DetokenizeRequest, EncodingOptions
+from dist_attn_service.schemas.completions import CompletionRequest
+from dist_attn_service.schemas.documents import DetokenizeRequest, EncodingOptions
 from pydantic import BaseModel
 
 from tests.support.service_server import RunningService, running_service

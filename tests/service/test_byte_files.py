@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from dist_attn_service.uploads import byte_files
 from dist_attn_service.uploads.byte_files import ByteFolder
-from dist_attn_service.uploads.entries import Segment
+from dist_attn_service.uploads.ledger import Segment
 
 
 def test_a_file_whose_reader_is_cancelled_while_it_opens_is_closed(

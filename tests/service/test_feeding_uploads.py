@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dist_attn_service.feeding import feed, feeder
+from dist_attn_service.feeding import feeder
 
 from dist_attn.settings import FileSettings, StoreSettings
 from tests.support.fake_engine import FakeEngine, fake_controller
@@ -27,7 +27,7 @@ OPTIONS: dict[str, Any] = {"checkpoint_tokens": 1024, "piece_bytes": 700}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for long."""
-    monkeypatch.setattr(feed, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(feeder, "LINGER_SECONDS", 0.2)
     monkeypatch.setattr(feeder, "BUSY_SECONDS", 0.3)
 
 

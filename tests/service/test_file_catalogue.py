@@ -11,10 +11,9 @@ import pytest
 from dist_attn_service.base.errors import ClientGone, ServiceError
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
-from dist_attn_service.uploads.entries import Details, Usage
-from dist_attn_service.uploads.ledger import FileLedger
+from dist_attn_service.uploads.ledger import Details, FileLedger, Usage
+from dist_attn_service.uploads.multipart import Form
 from dist_attn_service.uploads.service import FileService
-from dist_attn_service.uploads.writing import Form
 
 from dist_attn.errors import StorageError
 from tests.support.files import opened_files
@@ -93,7 +92,7 @@ def test_what_expires_goes(tmp_path: Path, kind: str) -> None:
         clock.now += 1000
         assert (await service.upkeep.sweep()).files == 1
         with pytest.raises(ServiceError, match="has expired"):
-            await service.files.get("ann", file)
+            await service.catalogue.file("ann", file)
         assert service.catalogue.total == Usage() and left_in(tmp_path) == 0
 
     where = {"catalogue": redis_server()} if kind == "redis" else {}
@@ -115,7 +114,7 @@ def test_files_without_their_catalogue_are_not_swept_away(tmp_path: Path) -> Non
         return await add(service, b"x" * 50)
 
     async def again(service: FileService, _: Clock) -> None:
-        record = await service.files.get("ann", name)
+        record = await service.catalogue.file("ann", name)
         assert b"".join([piece async for piece in service.read(record)]) == b"x" * 50
 
     name = run(tmp_path, first)
@@ -168,9 +167,9 @@ def test_a_clock_that_is_set_wrong_deletes_nothing(tmp_path: Path) -> None:
                 clock.now += 40
             if step:
                 with pytest.raises(ServiceError, match="has expired"):
-                    await service.files.get("ann", files[0])
+                    await service.catalogue.file("ann", files[0])
         assert await service.offset(await service.catalogue.upload("ann", stream)) == 10
-        found, _more = await service.files.page("ann", after=None, limit=100, order="asc", purpose=None)
+        found, _more = await service.catalogue.files("ann", after=None, limit=100, order="asc", purpose=None)
         assert {name for name, _ in found} == set(files)
         clock.step = 8 * 86_400.0
         await service.upkeep.sweep()
@@ -230,7 +229,7 @@ def test_a_power_cut_costs_what_was_not_synced(tmp_path: Path) -> None:
         with pytest.raises(ServiceError, match="stands at 3000"):
             await service.append("ann", upload, 5500, body(b"x"), None)
         record, _ = await service.append("ann", upload, 3000, body(b"c" * 7000), 7000)
-        return b"".join([piece async for piece in service.read(await service.files.get("ann", record.file))])
+        return b"".join([piece async for piece in service.read(await service.catalogue.file("ann", record.file))])
 
     run(tmp_path, first, boot="monday")
     assert run(tmp_path, again, boot="monday") == 5500
@@ -255,7 +254,7 @@ def test_a_file_is_made_after_a_death_before_its_record(tmp_path: Path, monkeypa
     async def then(service: FileService, _: Clock) -> bytes:
         record = await service.standing("ann", upload)
         assert record.state == "completed" and await service.standing("ann", upload) == record
-        return b"".join([piece async for piece in service.read(await service.files.get("ann", record.file))])
+        return b"".join([piece async for piece in service.read(await service.catalogue.file("ann", record.file))])
 
     run(tmp_path, first)
     assert run(tmp_path, then) == b"a" * 3000
@@ -318,7 +317,7 @@ def test_many_writers_at_once(tmp_path: Path) -> None:
             await service.complete(caller, name, [ids[2][0], ids[0][0]], None)
         else:
             await service.append(caller, name, 0, body(b"x" * 5000), 5000)
-        await service.files.delete(caller, await add(service, b"y" * 100, caller))
+        await service.catalogue.delete_file(caller, await add(service, b"y" * 100, caller))
 
     async def work(service: FileService, _: Clock) -> Usage:
         await asyncio.gather(*(one(service, f"caller {n}") for n in range(6)))

@@ -10,11 +10,9 @@ from dist_attn_service.base.errors import NotFound
 from dist_attn_service.base.logs import make_log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.engine.metrics import Metrics
-from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
-from dist_attn_service.jobs.files import JobFiles
-from dist_attn_service.jobs.record import JobRecord, end_of
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits, JobRecord, end_of
+from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
 from dist_attn_service.jobs.runner import JobRunner
-from dist_attn_service.jobs.states import JobStates
 
 from dist_attn.store import StateStore
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
@@ -35,7 +33,8 @@ def run(folder: Path, work: Callable[[JobCatalogue, JobRunner, Clock, list[str]]
         catalogue = JobCatalogue(MemoryRecords(), JobLimits(1 << 30, 300, 15.0), clock)
         store = await StateStore.over(MemoryRecords(), MemoryBlobs())
         files = JobFiles(folder)
-        runner = JobRunner(settings, catalogue, files, JobStates(store, log), {}, log, Metrics(), clock.monotonic)
+        kept = JobStore(catalogue, files, JobStates(store, log))
+        runner = JobRunner(settings, kept, {}, log, Metrics(), clock.monotonic)
         now = clock()
         waits = JobRecord(
             caller="ann", kind="encoding", model="m", created_at=now, expires_at=now + DAY_S, state="queued"

@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 from dist_attn_service.encodings.encoding_run import RowBlock
+from dist_attn_service.jobs.catalogue import JobPoint
 from dist_attn_service.jobs.files import RowFile
-from dist_attn_service.jobs.record import JobPoint
 
 from dist_attn.settings import JobSettings, StoreSettings
 from dist_attn.text import ByteTokeniser, Tokeniser, train_bpe

@@ -9,16 +9,15 @@ import httpx
 import pytest
 from dist_attn_service.base.errors import Code
 from dist_attn_service.engine.metrics import Metrics
-from dist_attn_service.schemas.chat import ChatRequest
-from dist_attn_service.schemas.completions import (
-    CompletionRequest,
+from dist_attn_service.schemas.completions import ChatRequest, CompletionRequest, StreamOptions
+from dist_attn_service.schemas.documents import (
     DetokenizeRequest,
     EmbeddingRequest,
     EncodingRequest,
+    EstimateRequest,
+    JobRequest,
     TokenizeRequest,
 )
-from dist_attn_service.schemas.drawing import StreamOptions
-from dist_attn_service.schemas.jobs import EstimateRequest, JobRequest
 from pydantic import BaseModel
 
 from tests.support.fake_engine import HIDDEN

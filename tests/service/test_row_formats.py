@@ -13,8 +13,8 @@ import pytest
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.encodings.encoding_run import RowBlock
 from dist_attn_service.encodings.formats import RowsAhead, choose_format, make_format
-from dist_attn_service.schemas.completions import EncodingSummary, Usage
 
+from dist_attn_api.types import EncodingSummary, Usage
 from tests.support.fake_engine import HIDDEN, FakeEngine
 from tests.support.raw_http import CHUNKED, TEXT, Answer, chunk, head, lines_of, send_in_background
 from tests.support.service_server import RunningService, running_service

@@ -5,8 +5,8 @@ import random
 import httpx
 import pytest
 from dist_attn_service.base.errors import ServiceError
+from dist_attn_service.http.exchange import byte_range
 from dist_attn_service.uploads.multipart import HEAD_BYTES, FieldBytes, FieldStart, FormParser, boundary_of
-from dist_attn_service.uploads.ranges import byte_range
 from dist_attn_service.uploads.tus import parse_count, parse_metadata
 
 from tests.fuzz.upload_requests import cut_somewhere, run, whole_form

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
-from dist_attn_service.routers.estimate import SAMPLE_BYTES
+from dist_attn_service.routers.texts import SAMPLE_BYTES
 
 from dist_attn.settings import JobSettings
 from dist_attn.text import train_bpe

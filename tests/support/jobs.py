@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits
-from dist_attn_service.jobs.record import JobPoint
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobLimits, JobPoint
 
 __all__ = ["point_of"]
 

@@ -24,6 +24,7 @@ from dist_attn_api.codes import Code
 __all__ = [
     "DRAINING",
     "MOST_RETRY_SECONDS",
+    "NO_RETRY",
     "PROBLEM_JSON",
     "BadRequest",
     "ClientGone",
@@ -40,6 +41,7 @@ __all__ = [
 ]
 
 PROBLEM_JSON = "application/problem+json"
+NO_RETRY = {"x-should-retry": "false"}  # OpenAI's clients send 409, 429 and 5xx again by themselves
 MOST_RETRY_SECONDS = 120  # clients do not come back by themselves after longer waits
 
 
@@ -173,8 +175,8 @@ def engine_error(code: str, message: str, retry_after_seconds: int | None = None
             return EngineUnavailable(message, code=known)
         case Code.OVERLOADED:
             return ServiceError(message, code=Code.OVERLOADED, headers=retry_after(retry_after_seconds or 1))
-        case Code.DEADLINE_EXCEEDED | Code.STATE_MISMATCH:  # sent again as it is, it would end in the same way
-            return ServiceError(message, code=known, headers={"x-should-retry": "false"})
+        case Code.DEADLINE_EXCEEDED | Code.STATE_MISMATCH:
+            return ServiceError(message, code=known, headers=NO_RETRY)
         case (
             Code.INVALID_VALUE
             | Code.EMPTY_INPUT

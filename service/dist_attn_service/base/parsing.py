@@ -15,9 +15,9 @@ from starlette.requests import Request
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.specs import PRIORITIES, Terms
-from dist_attn_service.base.errors import BadRequest, Code, ServiceError
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.schemas.drawing import DrawingOptions, StreamOptions
+from dist_attn_service.schemas.completions import DrawingOptions, StreamOptions
 from dist_attn_service.schemas.neutral_fields import NeutralMessage, words_on
 
 M = TypeVar("M", bound=BaseModel)
@@ -221,7 +221,7 @@ class DeadlineExceeded(ServiceError):
     default_code = Code.DEADLINE_EXCEEDED
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, headers={"x-should-retry": "false"})
+        super().__init__(message, headers=NO_RETRY)
 
 
 class WithTerms(Protocol):

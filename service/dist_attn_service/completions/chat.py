@@ -17,8 +17,7 @@ from dist_attn.errors import ModelFolderError
 from dist_attn_service.base.errors import BadRequest, Code
 from dist_attn_service.base.parsing import utf8
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.schemas.chat import ChatMessage, ChatRequest
-from dist_attn_service.schemas.completions import CompletionRequest
+from dist_attn_service.schemas.completions import ChatMessage, ChatRequest, CompletionRequest
 from dist_attn_service.text.tokenising import tokens_of
 
 TEMPLATE_NAME = "chat_template.jinja"

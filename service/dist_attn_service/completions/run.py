@@ -9,17 +9,13 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from dist_attn.wire.messages import BeginState, Generated, Keep, OpenWork, Progress, Rows
+from dist_attn_api.types import CompletionUsage, PromptProgress, PromptTokensDetails
 from dist_attn_service.base.errors import EngineFailure
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.completions.prefixes import NO_PREFIX, PrefixCache, PromptPrefix
 from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
-from dist_attn_service.schemas.completions import (
-    CompletionUsage,
-    PromptProgress,
-    PromptTokensDetails,
-)
 from dist_attn_service.text.choice_text import ChoiceText, FinishReason, PromptText, ScoredToken, finish_reason
 from dist_attn_service.text.tokenising import TokeniserPort
 

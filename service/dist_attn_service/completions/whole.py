@@ -4,9 +4,9 @@ from collections.abc import Callable
 from math import inf
 from statistics import fmean
 
+from dist_attn_api.types import Choice, Completion, CompletionUsage
 from dist_attn_service.completions.prepared import PlannedChoice, PreparedCompletion
 from dist_attn_service.completions.run import CompletionService, Delta
-from dist_attn_service.schemas.completions import Choice, Completion, CompletionUsage
 from dist_attn_service.text.choice_text import FinishReason, ScoredToken, choice_logprobs
 
 __all__ = ["Gathered", "gather", "whole_completion"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dist_attn.wire.messages import OpenWork, RowSpec
+from dist_attn_api.types import EncodingSummary, Usage
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
@@ -17,7 +18,6 @@ from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.stream import EngineStream
 from dist_attn_service.engine.workload import DocumentLoad
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
-from dist_attn_service.schemas.completions import EncodingSummary, Usage
 from dist_attn_service.text.spool import Spool, SpoolFactory
 from dist_attn_service.text.tokenising import Piece
 

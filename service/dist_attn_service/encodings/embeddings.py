@@ -16,7 +16,7 @@ from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.base.parsing import RequestTerms, parse_texts
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import EngineRun, ServiceContext
-from dist_attn_service.schemas.completions import EmbeddingRequest
+from dist_attn_service.schemas.documents import EmbeddingRequest
 from dist_attn_service.text.tokenising import tokens_of
 
 __all__ = ["EmbeddingService", "Vectors"]

@@ -7,10 +7,10 @@ from dist_attn.costs import Estimate as Plan
 from dist_attn.costs import LanguageModelCosts, OutputFormat, estimate, output_bytes, read_model_costs
 from dist_attn.errors import ConfigError
 from dist_attn.wire.messages import RowSpec
+from dist_attn_api.types import Estimate, Figure, MemoryEstimate
 from dist_attn_service.encodings.encoding_run import count_rows
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.workload import TextRatio
-from dist_attn_service.schemas.jobs import Estimate, MemoryEstimate, Range
 from dist_attn_service.text.tokenising import tokens_of
 
 __all__ = ["PIECES", "EstimateService", "Size"]
@@ -74,7 +74,7 @@ class EstimateService:
             notes=notes,
         )
 
-    async def tokens(self, size: Size) -> Range:
+    async def tokens(self, size: Size) -> Figure:
         """How many tokens a text has."""
         if size.tokens is not None:
             return _exact(size.tokens, "given")
@@ -105,13 +105,13 @@ class EstimateService:
         queue = self._context.workload.tokens_before(tokens) / speed.tokens_per_second
         return queue, queue + tokens / speed.tokens_per_second
 
-    def queue_seconds(self, tokens: Range, seconds: Range) -> float:
+    def queue_seconds(self, tokens: Figure, seconds: Figure) -> float:
         """How much longer work takes because of what is under way."""
         if tokens.value <= 0:
             return 0.0
         return self._context.workload.tokens_before(tokens.value) * seconds.value / tokens.value
 
-    def _seconds(self, tokens: Range, plan: Plan | None) -> tuple[Range, list[str]]:
+    def _seconds(self, tokens: Figure, plan: Plan | None) -> tuple[Figure, list[str]]:
         """How long reading takes alone."""
         notes: list[str] = []
         speed = self._context.workload.speed.measured()
@@ -159,18 +159,18 @@ def _memory(plan: Plan) -> MemoryEstimate:
     return MemoryEstimate(**asdict(plan.memory), peak=plan.memory.peak)
 
 
-def _exact(count: int, source: str) -> Range:
-    return Range.model_validate({"value": count, "low": count, "high": count, "source": source})
+def _exact(count: int, source: str) -> Figure:
+    return Figure(value=count, low=count, high=count, source=source)
 
 
-def _around(value: float, spread: float, source: str) -> Range:
+def _around(value: float, spread: float, source: str) -> Figure:
     low, high = value * max(0.0, 1 - spread), value * (1 + spread)
-    return _rounded(Range.model_validate({"value": value, "low": low, "high": high, "source": source}))
+    return _rounded(Figure(value=value, low=low, high=high, source=source))
 
 
-def _plus(one: Range, seconds: float) -> Range:
-    return Range(value=one.value + seconds, low=one.low + seconds, high=one.high + seconds, source=one.source)
+def _plus(one: Figure, seconds: float) -> Figure:
+    return Figure(value=one.value + seconds, low=one.low + seconds, high=one.high + seconds, source=one.source)
 
 
-def _rounded(one: Range) -> Range:
-    return Range(value=round(one.value, 3), low=round(one.low, 3), high=round(one.high, 3), source=one.source)
+def _rounded(one: Figure) -> Figure:
+    return Figure(value=round(one.value, 3), low=round(one.low, 3), high=round(one.high, 3), source=one.source)

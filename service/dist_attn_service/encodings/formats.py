@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from dist_attn.errors import MissingExtraError, extra_hint
+from dist_attn_api.types import EncodingSummary
 from dist_attn_service.base.errors import BadRequest, Code, EngineFailure, ServiceError
 from dist_attn_service.base.floats import shortest_float32
 from dist_attn_service.encodings.encoding_run import RowBlock
-from dist_attn_service.schemas.completions import EncodingSummary
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class NdjsonFormat(RowFormat):
 
     def end(self, summary: EncodingSummary) -> bytes:
         """The line with the summary."""
-        return summary.model_dump_json().encode() + b"\n"
+        return msgspec.json.encode(summary) + b"\n"
 
     def failed(self, error: ServiceError) -> bytes:
         """The line with the error."""
@@ -200,7 +200,7 @@ class ArrowFormat(RowFormat):
 
     def end(self, summary: EncodingSummary) -> bytes:
         """An empty batch with the summary, and the end of the stream."""
-        self._write(self._none(), {SUMMARY_KEY: summary.model_dump_json()})
+        self._write(self._none(), {SUMMARY_KEY: msgspec.json.encode(summary).decode()})
         self._writer.close()
         return self._taken()
 

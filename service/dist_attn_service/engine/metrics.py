@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 from dist_attn.store import Usage
 from dist_attn.wire.messages import Status
 from dist_attn.wire.rank_messages import GuardCounts
+from dist_attn_api.types import CompletionUsage
 from dist_attn_service.base.errors import Code
 from dist_attn_service.engine.port import EngineHealth
-from dist_attn_service.schemas.completions import CompletionUsage
 
 __all__ = ["OUTCOMES", "PREFIX_LOOKUPS", "PREFIX_STATES", "TOKEN_KINDS", "UNROUTED", "Gauges", "Metrics"]
 

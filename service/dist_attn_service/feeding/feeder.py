@@ -7,35 +7,127 @@ costs more than what lies behind the last state. Memory: a block of the text and
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager, suppress
 from typing import final
 
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import Keep, OpenWork
 from dist_attn_service.base.errors import ClientGone, Code, ServiceError
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.feeding.feed import Feed
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece, TextMark, TextMarks
-from dist_attn_service.uploads.entries import FeedMark, FeedRecord
+from dist_attn_service.uploads.ledger import FeedMark, FeedRecord, Segment, UploadRecord
 from dist_attn_service.uploads.service import FileService
-
-__all__ = ["Feeder"]
 
 BUSY_SECONDS = 5.0  # for another process to let go of the session
 BUSY_POLL_SECONDS = 0.1
 POLL_SECONDS = 0.5
+LINGER_SECONDS = 2.0  # for a client that sends its next request
 CHARACTER_BYTES = 4
+
+
+@final
+class Feed:
+    """The moving parts of one upload in this process: who sends tells what has come, who feeds tells what was read.
+
+    `position` is that of the session after the last token that was handed to the engine, `kept` that of its last
+    state. It ends with the whole text, or some time after nobody sends any more.
+    """
+
+    def __init__(
+        self, caller: str, name: str, record: UploadRecord, segments: tuple[Segment, ...], size: int, ahead: int
+    ) -> None:
+        assert record.feed is not None
+        self.caller = caller
+        self.name = name
+        self.segments = segments
+        self.length = record.length
+        self.recorded: FeedRecord = record.feed
+        self.size = size
+        self.taken = 0
+        self.position = self.kept = record.feed.expected
+        self.leaving = False  # nobody sends any more: who does from now on needs another one
+        self.error: ServiceError | None = None
+        self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.begun.add_done_callback(lambda future: future.cancelled() or future.exception())
+        self.task: asyncio.Task[None] | None = None
+        self._ahead = ahead
+        self._senders = 0
+        self._quiet_since = time.monotonic()
+        self._changed = asyncio.Event()
+
+    # ---- who sends -----------------------------------------------------------------------------
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """More of the upload may come in the block."""
+        self._senders += 1
+        try:
+            yield
+        finally:
+            self._senders -= 1
+            self._quiet_since = time.monotonic()
+            self.notify()
+
+    def reached(self, size: int) -> None:
+        """So many bytes are on disk."""
+        self.size = max(self.size, size)
+        self.notify()
+
+    def keeps_up(self, size: int) -> bool:
+        """Whether what is read is not too far behind so many bytes.
+
+        Raises: ServiceError when the feeding has failed.
+        """
+        if self.error is not None:
+            raise self.error
+        return self.task is None or self.task.done() or size - self.taken <= self._ahead
+
+    async def finished(self) -> None:
+        """Return when the session stands at the end of the text.
+
+        Raises: ServiceError when that cannot be.
+        """
+        if self.task is not None:
+            await asyncio.wait({self.task})
+        if self.error is not None:
+            raise self.error
+
+    # ---- who feeds -----------------------------------------------------------------------------
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether nobody sends any more."""
+        return not self._senders and time.monotonic() - self._quiet_since > LINGER_SECONDS
+
+    def took(self, size: int) -> None:
+        """So many bytes were read."""
+        self.taken = size
+        self.notify()
+
+    # ---- both ----------------------------------------------------------------------------------
+
+    def notify(self) -> None:
+        """Something has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def changed(self, seconds: float) -> None:
+        """Wait until something changes, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
 
 @final
 class Feeder:
     """Feeds; holds what all share, nothing of any one upload."""
 
-    def __init__(self, context: ServiceContext, shelf: FileService) -> None:
+    def __init__(self, context: ServiceContext, files: FileService) -> None:
         self._context = context
-        self._shelf = shelf
+        self._files = files
 
     async def run(self, feed: Feed) -> None:
         """Feed the session until it stands at the end of the text.
@@ -47,12 +139,12 @@ class Feeder:
             writer = await self._become_writer(feed, held)
             feed.position = feed.kept = writer.append.position
             if not writer.done:
-                await self._note(feed, changed(feed.told, start=writer.append.start, state="feeding", error=""))
+                await self._note(feed, changed(feed.recorded, start=writer.append.start, state="feeding", error=""))
             if not feed.begun.done():
                 feed.begun.set_result(None)
             if not writer.done:
                 await self._feed(feed, writer)
-        await self._note(feed, changed(feed.told, state="done", position=feed.position, marks=()))
+        await self._note(feed, changed(feed.recorded, state="done", position=feed.position, marks=()))
 
     async def _become_writer(self, feed: Feed, held: contextlib.AsyncExitStack) -> SessionWriter:
         """The session's writer, for as long as `held`.
@@ -61,10 +153,10 @@ class Feeder:
         """
         until = time.monotonic() + BUSY_SECONDS
         while True:
-            key, expected = f"upload {feed.name}", feed.told.expected
+            key, expected = f"upload {feed.name}", feed.recorded.expected
             try:
                 return await held.enter_async_context(
-                    writing(self._context.store, feed.caller, feed.told.session, key, expected)
+                    writing(self._context.store, feed.caller, feed.recorded.session, key, expected)
                 )
             except ServiceError as error:
                 if error.code is not Code.SESSION_BUSY or time.monotonic() > until:
@@ -75,7 +167,7 @@ class Feeder:
         await self._context.watch.until_ready()
         self._context.watch.manifest()
         known = writer.append.position
-        mark = next((mark.mark for mark in reversed(feed.told.marks) if mark.position <= known), TextMark())
+        mark = next((mark.mark for mark in reversed(feed.recorded.marks) if mark.position <= known), TextMark())
         marks = TextMarks(mark)
 
         async def advance(position: int, snapshot: str) -> None:
@@ -117,7 +209,7 @@ class Feeder:
 
         Raises: ClientGone when nobody sends any more; BadRequest for a text that is not UTF-8.
         """
-        check = await self._check(feed, start) if feed.told.is_text else None
+        check = await self._check(feed, start) if feed.recorded.is_text else None
         at = start
         feed.took(at)
         while at < feed.length:
@@ -128,7 +220,7 @@ class Feeder:
                 await feed.changed(POLL_SECONDS)
                 continue
             stop = min(feed.size, at + self._context.settings.piece_bytes)
-            async with contextlib.aclosing(self._shelf.read_bytes(feed.segments, at, stop)) as pieces:
+            async with contextlib.aclosing(self._files.read_bytes(feed.segments, at, stop)) as pieces:
                 async for piece in pieces:
                     if check is not None:
                         check.push(piece)
@@ -141,7 +233,7 @@ class Feeder:
     async def _check(self, feed: Feed, start: int) -> Utf8Check:
         """A check of what comes from byte `start` on; the character that it lies in began before."""
         before = max(0, start - CHARACTER_BYTES)
-        async with contextlib.aclosing(self._shelf.read_bytes(feed.segments, before, start)) as pieces:
+        async with contextlib.aclosing(self._files.read_bytes(feed.segments, before, start)) as pieces:
             tail = b"".join([piece async for piece in pieces])
         at = next((place for place in reversed(range(len(tail))) if tail[place] & 0xC0 != 0x80), len(tail))
         check = Utf8Check(before + at)
@@ -150,11 +242,11 @@ class Feeder:
 
     async def _advance(self, feed: Feed, writer: SessionWriter, mark: FeedMark, snapshot: str) -> None:
         """The session stands there. What the state has read is safe on the disk before, and where it ends is noted."""
-        before = [other for other in feed.told.marks if other.position <= feed.kept]
-        await self._note(feed, changed(feed.told, position=feed.kept, marks=(*before[-1:], mark)))
+        before = [other for other in feed.recorded.marks if other.position <= feed.kept]
+        await self._note(feed, changed(feed.recorded, position=feed.kept, marks=(*before[-1:], mark)))
         await writer.advance(mark.position, snapshot)
         feed.kept = mark.position
         feed.notify()
 
-    async def _note(self, feed: Feed, told: FeedRecord) -> None:
-        feed.told = await self._shelf.note_feed(feed.caller, feed.name, told, feed.segments, feed.size)
+    async def _note(self, feed: Feed, recorded: FeedRecord) -> None:
+        feed.recorded = await self._files.note_feed(feed.caller, feed.name, recorded, feed.segments, feed.size)

@@ -1,13 +1,14 @@
 """One HTTP exchange: the body of a request comes in while its answer goes out, each with one owner."""
 
 import asyncio
+import re
 import time
 import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
-from pydantic import BaseModel
+import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -33,6 +34,7 @@ GZIP_FREE_BYTES = 16 << 20  # so much may come out of however little
 GZIP_MOST_TIMES = 200  # text shrinks to a tenth, the most repetitive logs to a hundredth, and zeros to a thousandth
 LAST_WORDS = "last_words"  # where in the scope's state an answer says how it would end with an error
 BREAK_OFF = "break_off"  # and where the server's way to close the connection in mid-answer stands
+_RANGE = re.compile(r"[ \t]*bytes=[ \t]*([0-9]{0,18})-([0-9]{0,18})[ \t]*", re.IGNORECASE)
 
 
 class RequestBody:
@@ -319,9 +321,9 @@ class EventWriter:
         """Send the head."""
         await self._writer.start(EVENT_STREAM)
 
-    async def send(self, event: BaseModel) -> None:
-        """Send one event."""
-        await self._writer.write(b"data: " + event.model_dump_json().encode() + b"\n\n")
+    async def send(self, event: object) -> None:
+        """Send one event as JSON."""
+        await self._writer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
     async def done(self) -> None:
         """Say that this was all."""
@@ -338,3 +340,30 @@ class EventWriter:
             if not task.done():
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
+
+
+def byte_range(header: str | None, size: int) -> tuple[int, int] | None:
+    """The first byte that a Range header asks for, and the one after the last; None to send all (RFC 9110, section 14).
+
+    A header that is no range of bytes, or several of them, is ignored, as a server may.
+
+    Raises: ServiceError (416) for a range without a byte of the file.
+    """
+    found = _RANGE.fullmatch(header or "")
+    if found is None or found[1] == found[2] == "":
+        return None
+    if not found[1]:
+        start, stop = max(0, size - int(found[2])), size
+    else:
+        start, stop = int(found[1]), min(size, int(found[2]) + 1 if found[2] else size)
+        if found[2] and int(found[2]) < start:
+            return None
+    if start >= stop:
+        raise ServiceError(
+            f"Range {(header or '')[:60]!r} holds no byte of a file of {size} bytes",
+            code=Code.INVALID_VALUE,
+            status=416,
+            param="Range",
+            headers={"content-range": f"bytes */{size}"},
+        )
+    return start, stop

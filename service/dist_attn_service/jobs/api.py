@@ -4,23 +4,25 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, Literal, final
 
 import msgspec
 
 from dist_attn.store.ledger import changed
 from dist_attn.wire.messages import RowSpec
+from dist_attn_api.types import Job, JobProgress
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
+from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.workload import Workload
-from dist_attn_service.jobs.catalogue import JobCatalogue
-from dist_attn_service.jobs.files import JobFiles
-from dist_attn_service.jobs.record import Event, JobRecord, end_of, with_event
-from dist_attn_service.jobs.runner import JobRunner
-from dist_attn_service.jobs.states import JobStates
-from dist_attn_service.schemas.jobs import Job, JobProgress
+from dist_attn_service.jobs.catalogue import Event, JobCatalogue, JobRecord, end_of, with_event
+from dist_attn_service.jobs.files import JobFiles, JobStates, JobStore
+from dist_attn_service.jobs.results import JobResults
+from dist_attn_service.jobs.runner import Complete, JobRunner, Work
+from dist_attn_service.jobs.work import CompletionWork, EncodingWork
 
 STEP_BYTES = 8 << 20  # of disk, taken at once while a body of unknown length comes in
 WRITE_BYTES = 1 << 20
@@ -32,19 +34,11 @@ class JobApi:
     """What routes do with jobs. `runner` is that of this process, which is told at once what others see later."""
 
     def __init__(
-        self,
-        settings: Settings,
-        catalogue: JobCatalogue,
-        files: JobFiles,
-        states: JobStates,
-        runner: JobRunner,
-        model: ServedModel,
-        workload: Workload,
+        self, settings: Settings, store: JobStore, runner: JobRunner, model: ServedModel, workload: Workload
     ) -> None:
         self._settings = settings
-        self._catalogue = catalogue
-        self._files = files
-        self._states = states
+        self._store = store
+        self._catalogue = store.catalogue
         self._runner = runner
         self._model = model
         self._workload = workload
@@ -71,7 +65,7 @@ class JobApi:
             total, sha256 = await self._receive(name, body, size or 0, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-            await beside(None, self._files.sync_input, name)
+            await beside(None, self._store.files.sync_input, name)
             return name, await self._enqueue(name, total, sha256)
         except BaseException as error:
             await asyncio.shield(self._drop(name))
@@ -104,12 +98,12 @@ class JobApi:
 
     async def _receive(self, name: str, body: AsyncIterator[bytes], reserved: int, lease: float) -> tuple[int, str]:
         """Write the body to the job's file; its length, and its SHA-256 in hex."""
-        await beside(None, self._files.make, name)
+        await beside(None, self._store.files.make, name)
         total, waiting, renewed, digest = 0, bytearray(), self._catalogue.clock(), hashlib.sha256()
 
         def write(data: bytes) -> None:
             digest.update(data)
-            self._files.add_input(name, data)
+            self._store.files.add_input(name, data)
 
         async for chunk in body:
             total += len(chunk)
@@ -119,7 +113,7 @@ class JobApi:
             now = self._catalogue.clock()
             if total > reserved or now - renewed > RENEW_SECONDS:
                 reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
-                await self._catalogue.change(name, _holding(reserved, now + lease))
+                await self._catalogue.change(name, _reserving(reserved, now + lease))
             if len(waiting) >= WRITE_BYTES:
                 await beside(None, write, bytes(waiting))
                 waiting.clear()
@@ -141,7 +135,7 @@ class JobApi:
         return record
 
     async def _drop(self, name: str) -> None:
-        await beside(None, self._files.remove, name)
+        await beside(None, self._store.files.remove, name)
         await self._catalogue.remove(name)
 
     # ---- looking -------------------------------------------------------------------------------
@@ -232,7 +226,7 @@ class JobApi:
         record = await self._catalogue.change(name, self._cancelled)
         self._runner.interrupt(name)
         if record.ended:
-            await self._states.forget(caller, record.point)  # who runs a job does so at its end
+            await self._store.states.forget(caller, record.point)  # who runs a job does so at its end
         return record
 
     async def delete(self, caller: str, name: str) -> None:
@@ -241,7 +235,7 @@ class JobApi:
         record = await self._catalogue.change(name, lambda r: changed(self._cancelled(r), deleted=True))
         self._runner.interrupt(name)
         if not record.runner:
-            await self._states.forget(caller, record.point)
+            await self._store.states.forget(caller, record.point)
             with suppress(NotFound, ServiceError):
                 await self._drop(name)
 
@@ -253,5 +247,29 @@ class JobApi:
         return changed(record, cancel=True)
 
 
-def _holding(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
+def _reserving(reserved: int, until: float) -> Callable[[JobRecord], JobRecord]:
     return lambda record: changed(record, disk_bytes=reserved, lease_until=until)
+
+
+@final
+@dataclass(frozen=True)
+class JobServices:
+    """What routes need of jobs (`api`, `results`), and what works on them (`runner`)."""
+
+    api: JobApi
+    results: JobResults
+    runner: JobRunner
+
+    @staticmethod
+    def over(catalogue: JobCatalogue, context: ServiceContext, complete: Complete) -> "JobServices":
+        """The parts over one catalogue; nothing runs before `runner.start()`."""
+        settings, model = context.settings, context.model
+        files, states = JobFiles(settings.data_dir / "jobs" / "files"), JobStates(context.store, context.log)
+        works: dict[str, Work] = {
+            "encoding": EncodingWork(context, files, states),
+            "completion": CompletionWork(files, model, complete),
+        }
+        store = JobStore(catalogue, files, states)
+        runner = JobRunner(settings, store, works, context.log, context.metrics)
+        api = JobApi(settings, store, runner, model, context.workload)
+        return JobServices(api, JobResults(settings, store, model, context.threads), runner)

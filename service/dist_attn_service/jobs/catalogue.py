@@ -9,24 +9,156 @@ usage, usage/CALLER      the bytes of all, and the number of a caller's jobs
 
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, final
+from typing import Any, ClassVar, Literal, TypeVar, final
+
+import msgspec
 
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.store.disk import CATALOGUE, has_records
-from dist_attn.store.ledger import Ledger, change, changed, moment, name_in
+from dist_attn.store.ledger import Ledger, Record, change, changed, moment, name_in
 from dist_attn.store.open import is_redis, lost_catalogue, open_records
 from dist_attn.store.owner import has_died, this_process
 from dist_attn.store.records import BufferedTransaction, Records
-from dist_attn_service.base.errors import Code, NotFound, ServiceError
-from dist_attn_service.jobs.record import JobRecord
+from dist_attn.wire.messages import RowSpec
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, NotFound, ServiceError
+from dist_attn_service.base.settings import Settings
+from dist_attn_service.encodings.encoding_run import RunPoint
 
-Change = Callable[[JobRecord], JobRecord]
+State = Literal["receiving", "queued", "running", "succeeded", "failed", "cancelled"]
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
+KEPT_EVENTS = 64
+
+
+Change = Callable[["JobRecord"], "JobRecord"]
 T = TypeVar("T")
 PAGE = 200
 NAMESPACE = "dist-attn-jobs"
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened to a job; `number` grows by at least 1. `at` is a unix time in seconds."""
+
+    number: int
+    type: str
+    at: float
+    data: dict[str, Any]
+
+
+class JobPoint(msgspec.Struct, frozen=True):
+    """Where an encoding goes on: a place of its document, and the id of the state there."""
+
+    run: RunPoint
+    snapshot: str
+
+
+class JobRecord(Record, frozen=True, kw_only=True):
+    """One job. Times are unix times in seconds; `expected_tokens` may be an estimate, `rows` are those safe on disk.
+
+    `spec` is of an encoding, `completion` the options of a completion as they were sent, with its seed. The process
+    that works on it is the `runner`, which is taken for dead after `lease_until`. `point` is where it goes on then.
+    `input_sha256` is in hex, of all `input_bytes` of an encoding; empty in records of an earlier version.
+    """
+
+    KIND: ClassVar[str] = "job"
+    caller: str
+    kind: Literal["encoding", "completion"]
+    model: str
+    created_at: float
+    expires_at: float
+    state: State
+    spec: RowSpec | None = None
+    completion: dict[str, Any] | None = None
+    input_bytes: int = 0
+    input_sha256: str = ""
+    disk_bytes: int = 0
+    expected_tokens: float | None = None
+    tokens: int = 0
+    rows: int = 0
+    tokens_per_second: float | None = None
+    attempts: int = 0
+    started_at: float | None = None
+    ended_at: float | None = None
+    error: dict[str, Any] | None = None
+    runner: str = ""
+    lease_until: float = 0.0
+    retry_at: float = 0.0
+    cancel: bool = False
+    deleted: bool = False
+    point: JobPoint | None = None
+    events: tuple[Event, ...] = ()
+
+    def index(self, name: str) -> tuple[str, ...]:
+        """Those of a caller, those that expire, those that have not ended."""
+        is_open = not self.ended or self.deleted
+        keys = (self.caller_key(name), f"expiry/{moment(self.expires_at)}/{name}", self.open_key(name))
+        return keys if is_open else keys[:-1]
+
+    def sums(self) -> Mapping[str, int]:
+        """One of its caller's, and its bytes."""
+        return {f"usage/{self.caller}": 1, "usage": self.disk_bytes}
+
+    def caller_key(self, name: str) -> str:
+        """Its place among those of its caller."""
+        return f"caller/{self.caller}/{moment(self.created_at)}/{name}"
+
+    def open_key(self, name: str) -> str:
+        """Its place among those that have not ended."""
+        return f"open/{moment(self.created_at)}/{name}"
+
+    @property
+    def life_s(self) -> float:
+        """How long it is kept from its beginning on, or from its end."""
+        return self.expires_at - (self.ended_at or self.created_at)
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing will change any more."""
+        return self.state in ENDED
+
+    def check_model(self, served: str) -> None:
+        """Raises: BadRequest when the job was handed in for another model than the one that is served now."""
+        if self.model != served:
+            raise BadRequest(
+                f"this job was handed in for the model {self.model}; served is {served} now: send it again",
+                param="model",
+            )
+
+    @property
+    def last_event(self) -> int:
+        """The number of the newest event."""
+        return self.events[-1].number if self.events else 0
+
+
+def with_event(record: JobRecord, kind: str, at: float, **data: Any) -> JobRecord:
+    """The record with one more event. Of events of progress in a row only the newest is kept."""
+    event = Event(record.last_event + 1, kind, at, data)
+    before = record.events
+    if kind == "progress" and before and before[-1].type == "progress":
+        before = before[:-1]
+    return changed(record, events=(*before, event)[-KEPT_EVENTS:])
+
+
+def end_of(record: JobRecord, state: State, at: float, keep_seconds: float, **more: Any) -> JobRecord:
+    """The record of a job that has ended, with the event that says so; it is kept for so long."""
+    ended = changed(
+        record,
+        state=state,
+        ended_at=at,
+        expires_at=at + keep_seconds,
+        runner="",
+        lease_until=0.0,
+        cancel=False,
+        **more,
+    )
+    data = {"tokens": ended.tokens, "rows": ended.rows} | ({} if ended.error is None else {"error": ended.error})
+    return with_event(ended, state, at, **data)
+
+
+# ---- all of them ---------------------------------------------------------------------------------
 
 
 class JobGone(NotFound):
@@ -63,7 +195,7 @@ class JobLedger(Ledger):
             raise ServiceError(
                 f"you have {before} jobs, which is the limit; delete some, or let them expire",
                 code=Code.INSUFFICIENT_QUOTA,
-                headers={"x-should-retry": "false"},
+                headers=NO_RETRY,
             )
 
     async def jobs(
@@ -116,6 +248,18 @@ class JobCatalogue:
         if number:
             raise lost_catalogue(folder, f"the files of {number} jobs", CATALOGUE)
         return JobCatalogue(await open_records(address or str(folder), CATALOGUE, NAMESPACE), limits)
+
+    @staticmethod
+    @asynccontextmanager
+    async def opened(settings: Settings) -> AsyncIterator["JobCatalogue"]:
+        """The catalogue that the settings name, as long as the block runs. Raises: as `open`."""
+        jobs = settings.jobs
+        limits = JobLimits(jobs.disk_bytes, jobs.per_caller, jobs.lease_s)
+        catalogue = await JobCatalogue.open(jobs.address, settings.data_dir / "jobs", limits)
+        try:
+            yield catalogue
+        finally:
+            await catalogue.close()
 
     async def _change(self, work: Callable[[JobLedger], Awaitable[T]]) -> T:
         try:

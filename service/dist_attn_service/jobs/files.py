@@ -1,4 +1,6 @@
-"""The files of one job: its input, and its rows as numbers, so that any format can be made of them from any row on.
+"""Where jobs are kept: the files of each, the states that it goes on from, and the catalogue.
+
+Its rows are numbers, so that any format can be made of them from any row on.
 
 `input` has the bytes that were sent; `vectors` is little-endian float32 [rows, dim], and `ranges` little-endian int64
 [rows, 4] (start and stop in tokens, then in bytes); `result` is a completion's JSON. What the catalogue says is there
@@ -8,14 +10,20 @@ was synced before, with every name on the way to it. Calls block: they belong be
 import os
 import shutil
 import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeVar, final
 
 import numpy as np
 
+from dist_attn.errors import DistAttnError, QuotaError, StorageError, UnknownStateError
+from dist_attn.store import StateStore
 from dist_attn.store.private import make_private, private_opener, sync_folder
-from dist_attn_service.base.errors import Code, ServiceError
+from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn_service.base.logs import Log
 from dist_attn_service.encodings.encoding_run import RowBlock
+from dist_attn_service.jobs.catalogue import JobCatalogue, JobPoint
 
 T = TypeVar("T")
 RANGE_BYTES = 32
@@ -166,3 +174,68 @@ class RowFile:
 
 def _made(path: str, flags: int) -> int:
     return private_opener(path, flags | os.O_CREAT)
+
+
+@final
+class JobStates:
+    """A job can do without a state, from its beginning: what the store has no room for is not kept."""
+
+    def __init__(self, store: StateStore, log: Log) -> None:
+        self._store = store
+        self._log = log
+
+    async def keep(self, caller: str, pieces: AsyncIterator[bytes], seconds: float) -> str | None:
+        """Keep a state for so long; its id, None where there is no room. Memory: a piece.
+
+        Raises: what `pieces` raises.
+        """
+        snapshots = self._store.snapshots
+        try:
+            name = (await snapshots.put(caller, pieces)).id
+            await snapshots.pin(caller, name, seconds)
+        except (QuotaError, StorageError, UnknownStateError) as error:
+            self._log.warning("a state of a job was not kept", error=str(error))
+            return None
+        return name
+
+    async def size(self, caller: str, point: JobPoint) -> int | None:
+        """The bytes of a state that was kept; None where it is gone.
+
+        Raises: ServiceError while the store cannot be read.
+        """
+        try:
+            return (await self._store.snapshots.stat(caller, point.snapshot)).size
+        except StorageError as error:
+            self._log.warning("a state of a job cannot be read", error=str(error))
+        except UnknownStateError:
+            pass
+        return None
+
+    async def pieces(self, caller: str, point: JobPoint) -> AsyncIterator[bytes]:
+        """The bytes of a state.
+
+        Raises: NotFound when it cannot be read to its end.
+        """
+        try:
+            async for piece in self._store.snapshots.get(caller, point.snapshot):
+                yield piece
+        except (UnknownStateError, StorageError) as error:
+            raise NotFound(f"the state of this job cannot be read: {error}") from None
+
+    async def forget(self, caller: str, point: JobPoint | None) -> None:
+        """It is not needed any more; what others keep for themselves stays."""
+        if point is None:
+            return
+        try:
+            await self._store.snapshots.unpin(caller, point.snapshot)
+        except DistAttnError as error:  # then its time ends
+            self._log.debug("a state of a job was not let go of", error=str(error))
+
+
+@dataclass(frozen=True)
+class JobStore:
+    """All of it."""
+
+    catalogue: JobCatalogue
+    files: JobFiles
+    states: JobStates

@@ -6,33 +6,32 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar, final
 
-from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError
+from dist_attn_api.types import EncodingSummary, Usage
+from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside
 from dist_attn_service.encodings.encoding_run import FLOATS_PER_CALL, RowBlock
 from dist_attn_service.encodings.formats import FORMATS, RowFormat, RowsAhead, make_format
 from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.http.exchange import ResponseWriter
-from dist_attn_service.jobs.catalogue import JobCatalogue
-from dist_attn_service.jobs.files import JobFiles
-from dist_attn_service.jobs.record import JobRecord
-from dist_attn_service.schemas.completions import EncodingSummary, Usage
+from dist_attn_service.http.exchange import ResponseWriter, byte_range
+from dist_attn_service.jobs.catalogue import JobRecord
+from dist_attn_service.jobs.files import JobStore
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ResultWanted:
-    """Rows of a job: the format's name, the first row, and of an npy file perhaps only bytes [first, last]."""
+    """Rows of a job: the format's name, the first row, and of an npy file perhaps only the bytes of a `Range`."""
 
     form: str
     first_row: int = 0
-    part: tuple[int | None, int | None] | None = None
+    range: str | None = None
 
 
 def not_done(record: JobRecord) -> ServiceError:
     """The answer to who asks for what is only there at the end."""
-    headers = {"x-should-retry": "false"}
+    headers = dict(NO_RETRY)
     if record.error is not None:
         words = f"this job failed: {record.error.get('message')}"
     elif record.ended:
@@ -47,12 +46,10 @@ def not_done(record: JobRecord) -> ServiceError:
 class JobResults:
     """Writes results; holds what they share."""
 
-    def __init__(
-        self, settings: Settings, catalogue: JobCatalogue, files: JobFiles, model: ServedModel, threads: Executor
-    ) -> None:
+    def __init__(self, settings: Settings, store: JobStore, model: ServedModel, threads: Executor) -> None:
         self._settings = settings
-        self._catalogue = catalogue
-        self._files = files
+        self._catalogue = store.catalogue
+        self._files = store.files
         self._model = model
         self._threads = threads
 
@@ -103,13 +100,11 @@ class JobResults:
         """The file, or the part of it that is asked for."""
         head, total = form.head(), form.length or 0
         tag = {"accept-ranges": "bytes", "etag": f'"{name}.{wanted.first_row}"'}
-        begin, end = 0, total
-        if wanted.part is None:
-            await writer.start(form.media_type, total, tag)
-        else:
-            begin, end = _bounds(wanted.part, total)
-            told = {**tag, "content-range": f"bytes {begin}-{end - 1}/{total}"}
-            await writer.start(form.media_type, end - begin, told, 206)
+        part = byte_range(wanted.range, total)
+        begin, end = part or (0, total)
+        if part is not None:
+            tag["content-range"] = f"bytes {begin}-{end - 1}/{total}"
+        await writer.start(form.media_type, end - begin, tag, 200 if part is None else 206)
         if begin < len(head):
             await writer.write(head[begin:end])
         row_bytes = 4 * self._model.hidden_size
@@ -165,23 +160,3 @@ def _as_error(record: JobRecord) -> ServiceError:
         return ServiceError("this job was cancelled", code=Code.JOB_NOT_DONE)
     code = Code.of(record.error.get("code")) or Code.ENGINE_FAILED
     return ServiceError(str(record.error.get("message")), code=code, status=500)
-
-
-def _bounds(part: tuple[int | None, int | None], total: int) -> tuple[int, int]:
-    """A range of bytes as [begin, end).
-
-    Raises: BadRequest (416) where there is none of it.
-    """
-    first, last = part
-    if first is None:
-        begin, end = max(0, total - (last or 0)), total
-    else:
-        begin, end = first, total if last is None else min(last + 1, total)
-    if begin >= end:
-        raise BadRequest(
-            f"the file has {total} bytes, and none of those that Range asks for",
-            param="Range",
-            status=416,
-            headers={"content-range": f"bytes */{total}"},
-        )
-    return begin, end

@@ -15,10 +15,8 @@ from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.base.tasks import beside, task_group
 from dist_attn_service.engine.metrics import Metrics
-from dist_attn_service.jobs.catalogue import JobCatalogue, JobGone
-from dist_attn_service.jobs.files import JobFiles
-from dist_attn_service.jobs.record import JobPoint, JobRecord, State, end_of, with_event
-from dist_attn_service.jobs.states import JobStates
+from dist_attn_service.jobs.catalogue import JobGone, JobPoint, JobRecord, State, end_of, with_event
+from dist_attn_service.jobs.files import JobStore
 
 SWEEP_SECONDS = 30.0  # at most; a third of how long an ended job is kept, where that is less
 PAST_SAVES = 20  # over which a job's own speed is taken
@@ -69,22 +67,20 @@ class JobRunner:
     def __init__(
         self,
         settings: Settings,
-        catalogue: JobCatalogue,
-        files: JobFiles,
-        states: JobStates,
+        store: JobStore,
         works: Mapping[str, Work],
         log: Log,
         metrics: Metrics,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._catalogue = catalogue
-        self._files = files
-        self._states = states
+        self._catalogue = store.catalogue
+        self._files = store.files
+        self._states = store.states
         self._works = works
         self._log = log
         self._metrics = metrics
-        self._grace = ExpiryGrace(settings.expired_seconds, catalogue.clock, monotonic)
+        self._grace = ExpiryGrace(settings.expired_seconds, store.catalogue.clock, monotonic)
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._interrupted: set[str] = set()

@@ -12,12 +12,9 @@ from dist_attn_service.base.tasks import beside
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
-from dist_attn_service.jobs.files import JobFiles, RowFile
-from dist_attn_service.jobs.record import JobPoint, JobRecord
+from dist_attn_service.jobs.catalogue import JobPoint, JobRecord
+from dist_attn_service.jobs.files import JobFiles, JobStates, RowFile
 from dist_attn_service.jobs.runner import Complete, Report
-from dist_attn_service.jobs.states import JobStates
-
-__all__ = ["CompletionWork", "EncodingWork"]
 
 CHECK_BYTES = 4 << 20  # read at once while the input is compared with what was received
 UNUSABLE = (Code.STATE_MISMATCH, Code.INVALID_STATE, Code.NOT_FOUND)

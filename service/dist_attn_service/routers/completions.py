@@ -1,83 +1,255 @@
-"""POST /v1/completions: OpenAI's text completion, whole or as an event stream."""
+"""/v1/completions and /v1/chat/completions: OpenAI's, whole or as an event stream; the two differ in form only."""
 
-from typing import final
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, final
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn_service.base.parsing import parse_json, terms_of
-from dist_attn_service.completions.prepared import prepare
+from dist_attn_api.types import Choice, Completion, CompletionUsage
+from dist_attn_service.base.errors import ClientGone, ServiceError
+from dist_attn_service.base.parsing import terms_of
+from dist_attn_service.completions.prepared import PreparedCompletion, prepare
 from dist_attn_service.completions.run import Delta
-from dist_attn_service.completions.whole import Gathered, whole_completion
-from dist_attn_service.dependencies import read_json_body, record_of, services_of
-from dist_attn_service.routers.answering import AnswerForm, answer
+from dist_attn_service.completions.whole import Gathered, gather, whole_completion
+from dist_attn_service.http.exchange import EventWriter, ResponseWriter, while_connected
+from dist_attn_service.routers.incoming import Incoming, json_response
+from dist_attn_service.routers.openapi import described, events
 from dist_attn_service.schemas.completions import (
-    Choice,
-    Completion,
-    CompletionChunk,
+    AnswerOptions,
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatRequest,
+    ChatToken,
     CompletionRequest,
-    CompletionUsage,
-    ProgressChunk,
-    PromptProgress,
-    UsageChunk,
+    LikelyToken,
+    StreamOptions,
 )
-from dist_attn_service.text.choice_text import choice_logprobs
+from dist_attn_service.text.choice_text import ScoredToken, choice_logprobs
 
-__all__ = ["router"]
-
-router = APIRouter(tags=["completions"])
+router = APIRouter()
+RAW = re.compile(r"bytes:((?:\\x[0-9a-f]{2})+)")
 
 
 @router.post(
     "/v1/completions",
+    tags=["completions"],
     response_model=Completion,
     summary="Complete texts",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/CompletionRequest"}}},
-        },
-        "responses": {
-            "200": {
-                "description": "The whole completion; with `stream`, its pieces as server-sent events.",
-                "content": {"text/event-stream": {"schema": {"$ref": "#/components/schemas/ServerSentEvent"}}},
-            }
-        },
-    },
+    openapi_extra=described(
+        CompletionRequest, answers=events("The whole completion; with `stream`, its pieces as server-sent events.")
+    ),
 )
 async def create_completion(request: Request) -> Response:
     """Continue one or more prompts; with `stream` as server-sent events."""
-    services, record = services_of(request), record_of(request)
-    body = services.body(request)
-    wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), CompletionRequest)
-    services.check_model(wanted.model)
-    services.check_writes()
-    prepared = await prepare(services, wanted, terms_of(request, wanted), record.caller)
-    form = _CompletionForm(prepared, services.model.id)
-    return await answer(services, form, body, record, stream=wanted.stream, options=wanted.stream_options)
+    asked = Incoming(request)
+    wanted = await asked.json(CompletionRequest)
+    asked.services.check_model(wanted.model)
+    asked.services.check_writes()
+    prepared = await prepare(asked.services, wanted, terms_of(request, wanted), asked.caller)
+    return await _answer(asked, _CompletionForm(prepared, asked.services.model.id), wanted)
+
+
+@router.post(
+    "/v1/chat/completions",
+    tags=["chat"],
+    response_model=ChatCompletion,
+    summary="Answer a chat",
+    openapi_extra=described(
+        ChatRequest, answers=events("The whole answer; with `stream`, its pieces as server-sent events.")
+    ),
+)
+async def create_chat_completion(request: Request) -> Response:
+    """Write what the assistant says next, by the model's chat template; with `stream` as server-sent events."""
+    asked = Incoming(request)
+    wanted = await asked.json(ChatRequest)
+    asked.services.check_model(wanted.model)
+    asked.services.check_writes()
+    completion = await asked.services.chat.as_completion(wanted)
+    prepared = await prepare(asked.services, completion, terms_of(request, wanted), asked.caller)
+    form = _ChatForm(replace(prepared, id=f"chatcmpl-{uuid.uuid4().hex}"), asked.services.model.id)
+    return await _answer(asked, form, wanted)
+
+
+# ---- in any form ---------------------------------------------------------------------------------
+
+
+class _AnswerForm(ABC):
+    """The JSON of one route: its events, and its whole answer."""
+
+    event_object = "text_completion"
+
+    def __init__(self, prepared: PreparedCompletion, model: str) -> None:
+        self.prepared = prepared
+        self.model = model
+
+    def event(self, choices: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
+        """An event: more of some choices, and what else it tells of that is not None."""
+        told = {name: value for name, value in more.items() if value is not None}
+        head = {"id": self.prepared.id, "object": self.event_object, "created": self.prepared.created}
+        return {**head, "model": self.model, "choices": choices, **told}
+
+    def openings(self) -> Iterable[Any]:
+        """The choices of the events before any text."""
+        return ()
+
+    @abstractmethod
+    def text(self, delta: Delta) -> Any:
+        """More text of a choice."""
+
+    @abstractmethod
+    def end(self, delta: Delta) -> Any:
+        """A choice's end."""
+
+    @abstractmethod
+    def whole(self, choices: list[Gathered], usage: CompletionUsage) -> Any:
+        """The answer in one."""
+
+
+async def _answer(asked: Incoming, form: _AnswerForm, wanted: AnswerOptions) -> Response:
+    """The answer to a checked request.
+
+    Raises: ServiceError as long as nothing has been sent; afterwards it is the last event.
+    """
+    prepared = form.prepared
+    asked.record.note(
+        completion_id=prepared.id,
+        prompt_tokens=prepared.prompt_tokens,
+        choices=len(prepared.choices),
+        stream=bool(wanted.stream),
+    )
+    if not wanted.stream:
+        return await _whole(asked, form)
+    options = wanted.stream_options or StreamOptions()
+    return asked.streamed(
+        lambda writer: while_connected(asked.body, _stream(asked, form, options, writer)), ServiceError.events
+    )
+
+
+async def _whole(asked: Incoming, form: _AnswerForm) -> Response:
+    services, record = asked.services, asked.record
+
+    def counted(usage: CompletionUsage) -> None:
+        services.count_completion(record, usage)
+
+    work = gather(services.completions, form.prepared, record.request_id, counted=counted)
+    try:
+        with asked.place():
+            choices, usage = await while_connected(asked.body, work)
+    except ClientGone:
+        record.reason = "client_gone"
+        return Response(status_code=499)
+    finally:
+        work.close()  # where it was not begun
+    return json_response(form.whole(choices, usage))
+
+
+async def _stream(asked: Incoming, form: _AnswerForm, options: StreamOptions, writer: ResponseWriter) -> None:
+    services, record = asked.services, asked.record
+    sse = EventWriter(writer, ping_seconds=services.settings.ping_seconds)
+    async with services.completions.open(form.prepared, record.request_id) as run:
+
+        async def send(choice: Any) -> None:
+            """The usage so far stands in each event where that was asked for."""
+            await sse.send(form.event([choice], usage=run.usage if options.continuous_usage_stats else None))
+
+        try:
+            await sse.start()
+            for choice in form.openings():
+                await send(choice)
+            while not run.finished:
+                delta = await sse.alive(run.next())
+                if delta.processed is not None:
+                    await sse.send(form.event(prompt_progress=run.progress))
+                if delta.text or delta.scored:
+                    await send(form.text(delta))
+                if delta.finish_reason is not None:
+                    await send(form.end(delta))
+            if options.include_usage:
+                await sse.send(form.event(usage=run.usage))
+        finally:
+            services.count_completion(record, run.usage)
+    await sse.done()
+
+
+# ---- the two forms -------------------------------------------------------------------------------
 
 
 @final
-class _CompletionForm(AnswerForm):
-    def text(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
-        told = choice_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
-        return self._chunk(Choice(index=delta.index, text=delta.text, logprobs=told), usage)
+class _CompletionForm(_AnswerForm):
+    def text(self, delta: Delta) -> Choice:
+        logprobs = choice_logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+        return Choice(index=delta.index, text=delta.text, logprobs=logprobs)
 
-    def end(self, delta: Delta, usage: CompletionUsage | None) -> BaseModel:
-        return self._chunk(Choice(index=delta.index, text="", finish_reason=delta.finish_reason), usage)
+    def end(self, delta: Delta) -> Choice:
+        return Choice(index=delta.index, text="", finish_reason=delta.finish_reason)
 
-    def progress(self, progress: PromptProgress) -> BaseModel:
-        return ProgressChunk(**self.head, prompt_progress=progress)
+    def whole(self, choices: list[Gathered], usage: CompletionUsage) -> Completion:
+        return whole_completion(self.prepared, self.model, choices, usage)
 
-    def usage(self, usage: CompletionUsage) -> BaseModel:
-        return UsageChunk(**self.head, usage=usage)
 
-    def whole(self, choices: list[Gathered], usage: CompletionUsage) -> BaseModel:
-        return whole_completion(self.prepared, self.head["model"], choices, usage)
+@final
+class _ChatForm(_AnswerForm):
+    event_object = "chat.completion.chunk"
 
-    def _chunk(self, choice: Choice, usage: CompletionUsage | None) -> BaseModel:
-        if usage is not None:
-            return UsageChunk(**self.head, choices=[choice], usage=usage)
-        return CompletionChunk(**self.head, choices=[choice])
+    def openings(self) -> Iterable[ChatChunkChoice]:
+        role = {"role": "assistant", "content": ""}
+        return [ChatChunkChoice(index=planned.index, delta=role) for planned in self.prepared.choices]
+
+    def text(self, delta: Delta) -> ChatChunkChoice:
+        logprobs = _logprobs(delta.scored, self.prepared.logprobs) if delta.scored else None
+        return ChatChunkChoice(index=delta.index, delta={"content": delta.text}, logprobs=logprobs)
+
+    def end(self, delta: Delta) -> ChatChunkChoice:
+        return ChatChunkChoice(index=delta.index, delta={}, finish_reason=delta.finish_reason)
+
+    def whole(self, choices: list[Gathered], usage: CompletionUsage) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.prepared.id,
+            created=self.prepared.created,
+            model=self.model,
+            choices=[
+                ChatChoice(
+                    index=index,
+                    message=AssistantMessage(content=choice.text),
+                    logprobs=_logprobs(choice.scored, self.prepared.logprobs),
+                    finish_reason=choice.finish_reason or "stop",
+                )
+                for index, choice in enumerate(choices)
+            ],
+            usage=usage,
+        )
+
+
+def _logprobs(scored: Sequence[ScoredToken], asked: int | None) -> ChatLogprobs | None:
+    if asked is None:
+        return None
+    return ChatLogprobs(
+        content=[
+            ChatToken(
+                token=token.text,
+                logprob=token.logprob,
+                bytes=_bytes(token.text),
+                # the drawn token may stand behind the likeliest ones; here there are as many as were asked for
+                top_logprobs=[
+                    LikelyToken(token=text, logprob=value, bytes=_bytes(text))
+                    for text, value in list((token.top or {}).items())[:asked]
+                ],
+            )
+            for token in scored
+        ]
+    )
+
+
+def _bytes(text: str) -> list[int]:
+    """The bytes of a token, which may be no whole character."""
+    raw = RAW.fullmatch(text)
+    return list(bytes.fromhex(raw[1].replace("\\x", ""))) if raw else list(text.encode())

@@ -1,99 +1,75 @@
-"""POST /v1/encodings: a document of any length in, rows out while it still arrives."""
+"""POST /v1/encodings: a document of any length in, rows out while it still arrives, or a job (RFC 7240)."""
+
+import re
+from dataclasses import dataclass
 
 from fastapi import APIRouter
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 
-from dist_attn_service.base.errors import BadRequest, Code, ServiceError
-from dist_attn_service.base.parsing import parse_json, parse_query, terms_of
-from dist_attn_service.dependencies import Services, caller_of, media_type, read_json_body, record_of, services_of
+from dist_attn_service.base.errors import BadRequest, Code, ServiceError, retry_after
+from dist_attn_service.base.parsing import terms_of
+from dist_attn_service.dependencies import Services, media_type
 from dist_attn_service.encodings.documents import RowRequest, Source
+from dist_attn_service.encodings.estimates import Size
 from dist_attn_service.encodings.formats import FORMATS, choose_format
-from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
-from dist_attn_service.routers.document_bodies import (
-    DOCUMENTS,
-    JSON,
-    document_source,
-    named_source,
-    no_error_trailer,
-    query_parameters,
-)
-from dist_attn_service.routers.jobs import job_response
-from dist_attn_service.routers.prefer import becomes_job
-from dist_attn_service.schemas.completions import EncodingOptions, EncodingRequest
-
-__all__ = ["router"]
+from dist_attn_service.routers.incoming import DOCUMENTS, Incoming, document_source, named_source, no_error_trailer
+from dist_attn_service.routers.jobs import ROW_TYPES, job_response
+from dist_attn_service.routers.openapi import JSON, REFERENCE, answered, described, query_parameters
+from dist_attn_service.schemas.documents import EncodingOptions, EncodingRequest
 
 router = APIRouter(tags=["encodings"])
+_WAIT = re.compile(r"wait=\"?(\d{1,9})\"?")
+_JOB = {
+    "description": "A job: `Prefer: respond-async` asked for it, or work would wait for too long.",
+    "content": {JSON: {"schema": {"$ref": REFERENCE.format(model="Job")}}},
+}
+_ROWS = answered(
+    "The rows, in the format that `format` or else `Accept` names: lines of JSON, the last of them a summary or an "
+    "error; an Arrow stream; or a file of NumPy.",
+    *ROW_TYPES,
+)
 
 
 @router.post(
     "/v1/encodings",
     summary="Encode a document of any length",
     response_class=Response,
-    openapi_extra={
-        "parameters": query_parameters(EncodingOptions),
-        "requestBody": {
-            "required": True,
-            "content": {
-                **DOCUMENTS,
-                JSON: {"schema": {"$ref": "#/components/schemas/EncodingRequest"}},
-            },
-        },
-        "responses": {
-            "200": {
-                "description": "The rows, in the format that `format` or else `Accept` names: lines of JSON, the last "
-                "of them a summary or an error; an Arrow stream; or a file of NumPy.",
-                "content": {kind.media_type: {"schema": {"type": "string"}} for kind in FORMATS.values()},
-            },
-            "202": {
-                "description": "A job: `Prefer: respond-async` asked for it, or work would wait for too long.",
-                "content": {JSON: {"schema": {"$ref": "#/components/schemas/Job"}}},
-            },
-        },
-    },
+    openapi_extra=described(
+        EncodingRequest,
+        content=DOCUMENTS,
+        parameters=query_parameters(EncodingOptions),
+        answers={**_ROWS, "202": _JOB},
+    ),
 )
 async def create_encoding(request: Request) -> Response:
     """Stream rows back while the document is still being sent."""
-    services, record = services_of(request), record_of(request)
-    options = parse_query(request.query_params.multi_items(), EncodingOptions)
-    body = services.body(request)
-    source, options = await _source(request, services, body, options)
+    asked = Incoming(request)
+    services, record = asked.services, asked.record
+    source, options = await _source(asked, asked.query(EncodingOptions))
     services.check_model(options.model)
     named = options.format if "format" in options.model_fields_set else None
     form = choose_format(named, request.headers.get("accept", ""))
     spec = services.rows(options)
     wanted = RowRequest(spec, form, options.from_row, terms_of(request))
     _check_length(form, source)
-
     if await becomes_job(services, request.headers, source):
-        with services.open_requests.one(record.holder):
-            made = await services.jobs.api.encoding(record.caller, spec, source.chunks(), source.size)
+        with asked.place():
+            made = await services.jobs.api.encoding(asked.caller, spec, source.chunks(), source.size)
         return await job_response(services, *made, preference_applied="respond-async")
-
-    async def exchange(writer: ResponseWriter) -> None:
-        with services.open_requests.one(record.holder):
-            await services.documents.answer(wanted, source, body, writer, record)
-
-    return StreamedResponse(
-        exchange,
-        body,
-        record,
-        last_words=no_error_trailer if FORMATS[form].breaks_off else ServiceError.line,
-        stall_seconds=services.settings.client_stall_seconds,
+    return asked.streamed(
+        lambda writer: services.documents.answer(wanted, source, asked.body, writer, record),
+        no_error_trailer if FORMATS[form].breaks_off else ServiceError.line,
     )
 
 
-async def _source(
-    request: Request, services: Services, body: RequestBody, options: EncodingOptions
-) -> tuple[Source, EncodingOptions]:
+async def _source(asked: Incoming, options: EncodingOptions) -> tuple[Source, EncodingOptions]:
     """Where the document is, and the options of query and JSON together."""
-    kind = media_type(request, gzip=True)
-    if kind == JSON:
-        wanted = parse_json(await read_json_body(request, body, services.settings.json_body_bytes), EncodingRequest)
-        source = await named_source(services, caller_of(request), wanted.input, wanted.file_id)
-        return source, _merged(options, wanted)
-    return document_source(request, services, body), options
+    if media_type(asked.request, gzip=True) != JSON:
+        return document_source(asked), options
+    wanted = await asked.json(EncodingRequest)
+    return await named_source(asked, wanted.input, wanted.file_id), _merged(options, wanted)
 
 
 def _merged(query: EncodingOptions, wanted: EncodingRequest) -> EncodingOptions:
@@ -118,3 +94,47 @@ def _check_length(form: str, source: Source) -> None:
             code=Code.UNSUPPORTED_PARAMETER,
             param="format",
         )
+
+
+# ---- jobs in place of rows -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preference:
+    """What `Prefer` says: an answer of 202 is welcome, perhaps only where the work takes longer than `wait` seconds."""
+
+    respond_async: bool = False
+    wait: int | None = None
+
+
+def preference_of(headers: Headers) -> Preference:
+    """The preferences of a request; those that nobody knows mean nothing."""
+    words = [word.split(";")[0].strip().lower() for line in headers.getlist("prefer") for word in line.split(",")]
+    waits = [int(found[1]) for word in words if (found := _WAIT.fullmatch(word))]
+    return Preference("respond-async" in words, waits[0] if waits else None)
+
+
+async def becomes_job(services: Services, headers: Headers, source: Source) -> bool:
+    """Whether an encoding is answered with 202 and a job.
+
+    Raises: ServiceError (429) when it would wait for longer than `jobs.queue_s`, and neither its client nor the
+        settings allow a job.
+    """
+    preference, limits = preference_of(headers), services.settings.jobs
+    if preference.respond_async and preference.wait is None:
+        return True
+    if source.size is None:
+        return preference.respond_async  # nobody knows how long it takes
+    queue, total = await services.estimates.delay(Size(size=source.size))
+    if preference.respond_async and preference.wait is not None and total > preference.wait:
+        return True
+    if queue <= limits.queue_s:
+        return False
+    if preference.respond_async or limits.when_busy == "job":
+        return True
+    raise ServiceError(
+        f"this would wait for about {queue:.0f} s behind other work; send it with `Prefer: respond-async` and it "
+        "becomes a job, or send it later",
+        code=Code.OVERLOADED,
+        headers=retry_after(queue),
+    )

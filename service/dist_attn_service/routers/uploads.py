@@ -1,52 +1,27 @@
-"""/v1/uploads: OpenAI's uploads in parts, and resumable uploads (tus) on the same resource."""
+"""/v1/uploads: resumable uploads, by tus 1.0 (tus.io) and by OpenAI's parts (JSON and forms) on the same resource."""
 
 import re
-from typing import Any
+from contextlib import suppress
 
 from fastapi import APIRouter
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from dist_attn_api.types import Upload, UploadPart
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
-from dist_attn_service.base.parsing import parse_json, refuse
-from dist_attn_service.dependencies import (
-    Services,
-    caller_of,
-    content_length,
-    form_boundary,
-    media_type,
-    read_json_body,
-    record_of,
-    services_of,
-)
+from dist_attn_service.dependencies import content_length, form_boundary, media_type, services_of
 from dist_attn_service.http.exchange import while_connected
 from dist_attn_service.routers.files import details_of, file_object
-from dist_attn_service.schemas.files import (
-    CompleteUploadRequest,
-    UploadObject,
-    UploadPart,
-    UploadRequest,
-    UploadSession,
-)
+from dist_attn_service.routers.incoming import Incoming, json_response, validated
+from dist_attn_service.routers.openapi import ANY_BYTES, described, form, header
+from dist_attn_service.schemas.base import MOST
+from dist_attn_service.schemas.stored import CompleteUploadRequest, UploadRequest
 from dist_attn_service.uploads import tus
-from dist_attn_service.uploads.entries import FeedRecord, UploadRecord
-
-__all__ = ["router"]
+from dist_attn_service.uploads.ledger import FeedRecord, UploadRecord
 
 router = APIRouter(tags=["uploads"])
-JSON_BODY: dict[str, Any] = {"required": True}
 FILE_ID = "Upload-File-Id"
-
-
-def _json(name: str) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
-def _header(name: str, kind: str, *, required: bool) -> dict[str, Any]:
-    schema = {"type": kind} | ({"minimum": 0, "maximum": 1 << 53} if kind == "integer" else {})
-    return {"name": name, "in": "header", "required": required, "schema": schema}
+_COUNT = {"type": "integer", "minimum": 0, "maximum": MOST}
 
 
 @router.options("/v1/uploads", summary="What of tus is offered", response_class=Response, status_code=204)
@@ -63,56 +38,48 @@ async def describe_uploads(request: Request) -> Response:
 
 @router.post(
     "/v1/uploads",
-    response_model=UploadObject,
+    response_model=Upload,
     summary="Begin an upload",
     description="OpenAI's, from JSON; or tus's, where the header Upload-Length is given: then the answer is a 201.",
-    responses={201: {"model": UploadObject, "description": "The upload, begun as tus clients do."}},
-    openapi_extra={
-        "requestBody": {
-            "required": False,
-            "content": {
-                "application/json": {"schema": {"$ref": "#/components/schemas/UploadRequest"}},
-                tus.OFFSET_STREAM: {"schema": {"type": "string", "format": "binary"}},
-            },
-        },
-        "parameters": [
-            _header(tus.LENGTH, "integer", required=False),
-            _header(tus.METADATA, "string", required=False),
-        ],
-    },
+    responses={201: {"model": Upload, "description": "The upload, begun as tus clients do."}},
+    openapi_extra=described(
+        UploadRequest,
+        required=False,
+        content={tus.OFFSET_STREAM: ANY_BYTES},
+        parameters=[header(tus.LENGTH, _COUNT), header(tus.METADATA, {"type": "string"})],
+    ),
 )
 async def create_upload(request: Request) -> Response:
     """Say how many bytes will come."""
-    services = services_of(request)
+    asked = Incoming(request)
     if tus.LENGTH in request.headers or tus.RESUMABLE in request.headers:
-        return await _create_by_tus(request, services)
-    limit = services.settings.json_body_bytes
-    wanted = parse_json(await read_json_body(request, services.body(request), limit), UploadRequest)
-    feed = await _feed(request, wanted)
-    name, record = await services.files.catalogue.begin(caller_of(request), wanted.bytes, details_of(wanted), feed=feed)
-    return await _answer(request, name, record)
+        return await _create_by_tus(asked)
+    wanted = await asked.json(UploadRequest)
+    catalogue, feed = asked.services.files.catalogue, await _feed(asked, wanted)
+    name, record = await catalogue.begin(asked.caller, wanted.bytes, details_of(wanted), feed=feed)
+    return json_response(await _upload(asked, name, record))
 
 
-@router.get("/v1/uploads/{upload_id}", response_model=UploadObject, summary="One upload")
-async def get_upload(request: Request, upload_id: str) -> Response:
+@router.get("/v1/uploads/{upload_id}", summary="One upload")
+async def get_upload(request: Request, upload_id: str) -> Upload:
     """How an upload stands; who sends is not disturbed."""
-    return await _answer(
-        request, upload_id, await services_of(request).files.catalogue.upload(caller_of(request), upload_id)
-    )
+    asked = Incoming(request)
+    return await _upload(asked, upload_id, await asked.services.files.catalogue.upload(asked.caller, upload_id))
 
 
 @router.head("/v1/uploads/{upload_id}", summary="Where to go on", response_class=Response)
 async def head_upload(request: Request, upload_id: str) -> Response:
     """The byte that an upload stands at, in Upload-Offset; and where the session that it feeds stands."""
     tus.check_version(request.headers)
-    shelf = services_of(request).files
-    record = await shelf.standing(caller_of(request), upload_id)
+    asked = Incoming(request)
+    files = asked.services.files
+    record = await files.standing(asked.caller, upload_id)
     if record.state == "cancelled":
         raise ServiceError("the upload was cancelled", code=Code.CONFLICT, status=410)
-    headers = _progress(record, await shelf.offset(record)) | {tus.LENGTH: str(record.length)}
+    headers = _progress(record, await files.offset(record)) | {tus.LENGTH: str(record.length)}
     if record.metadata:
         headers[tus.METADATA] = record.metadata
-    return Response(headers=headers | await _session_headers(request, upload_id, record))
+    return Response(headers=headers | await _session_headers(asked, upload_id, record))
 
 
 @router.patch(
@@ -120,13 +87,9 @@ async def head_upload(request: Request, upload_id: str) -> Response:
     summary="Go on with an upload",
     response_class=Response,
     status_code=204,
-    openapi_extra={
-        "parameters": [_header(tus.OFFSET, "integer", required=True)],
-        "requestBody": {
-            "required": True,
-            "content": {tus.OFFSET_STREAM: {"schema": {"type": "string", "format": "binary"}}},
-        },
-    },
+    openapi_extra=described(
+        content={tus.OFFSET_STREAM: ANY_BYTES}, parameters=[header(tus.OFFSET, _COUNT, required=True)]
+    ),
 )
 async def patch_upload(request: Request, upload_id: str) -> Response:
     """The next bytes; the last of them makes the file. What has arrived is kept, however the request ends.
@@ -135,9 +98,9 @@ async def patch_upload(request: Request, upload_id: str) -> Response:
     """
     tus.check_version(request.headers)
     _check_stream(request)
-    offset = tus.parse_count(request.headers, tus.OFFSET)
-    record, end = await _append(request, upload_id, offset)
-    headers = _progress(record, end) | await _session_headers(request, upload_id, record)
+    asked, offset = Incoming(request), tus.parse_count(request.headers, tus.OFFSET)
+    record, end = await _append(asked, upload_id, offset)
+    headers = _progress(record, end) | await _session_headers(asked, upload_id, record)
     return Response(status_code=204, headers=headers)
 
 
@@ -145,92 +108,70 @@ async def patch_upload(request: Request, upload_id: str) -> Response:
 async def delete_upload(request: Request, upload_id: str) -> Response:
     """Remove an upload and what has come of it; a file that was made of it stays."""
     tus.check_version(request.headers)
-    await services_of(request).files.catalogue.delete_upload(caller_of(request), upload_id)
+    asked = Incoming(request)
+    await asked.services.files.catalogue.delete_upload(asked.caller, upload_id)
     return Response(status_code=204, headers={tus.RESUMABLE: tus.VERSION})
 
 
 @router.post(
     "/v1/uploads/{upload_id}/parts",
-    response_model=UploadPart,
     summary="Add a part",
-    openapi_extra={
-        "requestBody": {
-            "required": True,
-            "content": {
-                "multipart/form-data": {
-                    "schema": {
-                        "type": "object",
-                        "required": ["data"],
-                        "additionalProperties": False,
-                        "properties": {"data": {"type": "string", "format": "binary"}},
-                    }
-                }
-            },
-        }
-    },
+    openapi_extra=described(content=form("data", data=ANY_BYTES["schema"])),
 )
 async def create_part(request: Request, upload_id: str) -> UploadPart:
     """Write a part to disk while it arrives."""
-    services = services_of(request)
-    boundary = form_boundary(request)
-    with services.open_requests.one(record_of(request).holder):
-        part, made = await services.files.add_part(
-            caller_of(request),
-            upload_id,
-            boundary,
-            services.body(request),
-            content_length(request, services.settings.files.part_bytes),
-        )
+    asked = Incoming(request)
+    files, boundary = asked.services.files, form_boundary(request)
+    with asked.place():
+        length = content_length(request, asked.services.settings.files.part_bytes)
+        part, made = await files.add_part(asked.caller, upload_id, boundary, asked.body, length)
     return UploadPart(id=part, created_at=int(made), upload_id=upload_id)
 
 
 @router.post(
     "/v1/uploads/{upload_id}/complete",
-    response_model=UploadObject,
     summary="Make a file of parts",
-    openapi_extra=_json("CompleteUploadRequest"),
+    openapi_extra=described(CompleteUploadRequest),
 )
-async def complete_upload(request: Request, upload_id: str) -> Response:
+async def complete_upload(request: Request, upload_id: str) -> Upload:
     """The parts in the order in which they are named, once their bytes are as many as were announced."""
-    services = services_of(request)
-    limit = services.settings.json_body_bytes
-    wanted = parse_json(await read_json_body(request, services.body(request), limit), CompleteUploadRequest)
-    record = await services.files.complete(caller_of(request), upload_id, wanted.part_ids, wanted.md5)
-    return await _answer(request, upload_id, record)
+    asked = Incoming(request)
+    wanted = await asked.json(CompleteUploadRequest)
+    record = await asked.services.files.complete(asked.caller, upload_id, wanted.part_ids, wanted.md5)
+    return await _upload(asked, upload_id, record)
 
 
-@router.post("/v1/uploads/{upload_id}/cancel", response_model=UploadObject, summary="Cancel an upload")
-async def cancel_upload(request: Request, upload_id: str) -> Response:
+@router.post("/v1/uploads/{upload_id}/cancel", summary="Cancel an upload")
+async def cancel_upload(request: Request, upload_id: str) -> Upload:
     """Forget what has come; the upload takes nothing any more."""
-    return await _answer(
-        request, upload_id, await services_of(request).files.catalogue.cancel(caller_of(request), upload_id)
-    )
+    asked = Incoming(request)
+    return await _upload(asked, upload_id, await asked.services.files.catalogue.cancel(asked.caller, upload_id))
 
 
-async def _create_by_tus(request: Request, services: Services) -> Response:
+async def _create_by_tus(asked: Incoming) -> Response:
     """tus's creation, perhaps with the first bytes.
 
     Raises: BadRequest naming the header, what the upload raises.
     """
+    request = asked.request
     tus.check_version(request.headers)
     length = tus.parse_count(request.headers, tus.LENGTH)
     metadata = request.headers.get(tus.METADATA, "")
-    wanted = _told(length, tus.parse_metadata(metadata))
+    wanted = _described(length, tus.parse_metadata(metadata))
     with_bytes = request.headers.get("content-type") is not None
     if with_bytes:
         _check_stream(request)
-    caller = caller_of(request)
-    feed = await _feed(request, wanted)
-    name, record = await services.files.catalogue.begin(caller, length, details_of(wanted), metadata, feed)
+    catalogue, feed = asked.services.files.catalogue, await _feed(asked, wanted)
+    name, record = await catalogue.begin(asked.caller, length, details_of(wanted), metadata, feed)
     end = 0
     if with_bytes or length == 0:
-        record, end = await _append(request, name, 0)
+        record, end = await _append(asked, name, 0)
     headers = _progress(record, end) | {"Location": f"/v1/uploads/{name}"}
-    headers |= await _session_headers(request, name, record)
-    return await _answer(request, name, record, status=201, headers=headers)
+    headers |= await _session_headers(asked, name, record)
+    return json_response(await _upload(asked, name, record), status=201, headers=headers)
 
 
-def _told(length: int, metadata: dict[str, str]) -> UploadRequest:
+def _described(length: int, metadata: dict[str, str]) -> UploadRequest:
     """What the metadata of tus clients say, in the words of the JSON form.
 
     Raises: BadRequest naming Upload-Metadata's key.
@@ -243,10 +184,7 @@ def _told(length: int, metadata: dict[str, str]) -> UploadRequest:
         "session_id": metadata.get("session") or None,
         "expected_position": _number(metadata.get("expected_position")),
     }
-    try:
-        return UploadRequest.model_validate(values)
-    except ValidationError as error:
-        raise refuse(error.errors(include_url=False, include_context=False), UploadRequest) from None
+    return validated(UploadRequest, values)
 
 
 def _number(text: str | None) -> int | str | None:
@@ -254,7 +192,7 @@ def _number(text: str | None) -> int | str | None:
     return int(text) if text and re.fullmatch("[0-9]{1,16}", text) else text
 
 
-async def _feed(request: Request, wanted: UploadRequest) -> FeedRecord | None:
+async def _feed(asked: Incoming, wanted: UploadRequest) -> FeedRecord | None:
     """The session that an upload shall feed, if it shall.
 
     Raises: BadRequest, NotFound; ServiceError (409) when it does not stand where it is expected to.
@@ -263,7 +201,7 @@ async def _feed(request: Request, wanted: UploadRequest) -> FeedRecord | None:
         if wanted.expected_position is not None:
             raise BadRequest("expected_position is that of a session; name the session too", param="expected_position")
         return None
-    services = services_of(request)
+    services = asked.services
     services.check_writes()
     if not wanted.bytes:
         raise BadRequest(
@@ -272,13 +210,13 @@ async def _feed(request: Request, wanted: UploadRequest) -> FeedRecord | None:
     if wanted.bytes > services.settings.body_bytes:
         raise TooLarge(f"a text may have {services.settings.body_bytes} bytes; this one has {wanted.bytes}")
     is_text = wanted.mime_type.lower().startswith("text/")
-    return await services.feeds.wanted(caller_of(request), wanted.session_id, wanted.expected_position, is_text=is_text)
+    return await services.feeds.wanted(asked.caller, wanted.session_id, wanted.expected_position, is_text=is_text)
 
 
-async def _append(request: Request, name: str, offset: int) -> tuple[UploadRecord, int]:
-    services, caller = services_of(request), caller_of(request)
-    body, announced = services.body(request), content_length(request)
-    with services.open_requests.one(record_of(request).holder):
+async def _append(asked: Incoming, name: str, offset: int) -> tuple[UploadRecord, int]:
+    services, caller, body = asked.services, asked.caller, asked.body
+    announced = content_length(asked.request)
+    with asked.place():
         if (await services.files.catalogue.upload(caller, name)).feed is None:
             return await services.files.append(caller, name, offset, body, announced)
         feed = await services.feeds.begin(caller, name)
@@ -289,17 +227,17 @@ async def _append(request: Request, name: str, offset: int) -> tuple[UploadRecor
         return await services.files.catalogue.upload(caller, name), end
 
 
-async def _session_headers(request: Request, name: str, record: UploadRecord) -> dict[str, str]:
+async def _session_headers(asked: Incoming, name: str, record: UploadRecord) -> dict[str, str]:
     """Where the session stands that an upload feeds."""
     if record.feed is None:
         return {}
-    stands = await services_of(request).feeds.standing(caller_of(request), name, record)
+    session = await asked.services.feeds.standing(asked.caller, name, record)
     return {
-        "Upload-Session": stands.session,
-        "Upload-Session-State": stands.state,
-        "Upload-Session-Start": str(stands.start),
-        "Upload-Session-Position": str(stands.position),
-        "Upload-Session-Checkpoint": str(stands.checkpoint),
+        "Upload-Session": session.id,
+        "Upload-Session-State": session.state,
+        "Upload-Session-Start": str(session.start),
+        "Upload-Session-Position": str(session.position),
+        "Upload-Session-Checkpoint": str(session.checkpoint),
     }
 
 
@@ -323,32 +261,16 @@ def _progress(record: UploadRecord, offset: int) -> dict[str, str]:
     return headers | ({FILE_ID: record.file} if record.file else {})
 
 
-async def _answer(
-    request: Request, name: str, record: UploadRecord, *, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
+async def _upload(asked: Incoming, name: str, record: UploadRecord) -> Upload:
     """An upload as its owner sees it, with the file that was made of it while that is there."""
-    shelf = services_of(request).files
-    file = None
+    files, feeds, file = asked.services.files, asked.services.feeds, None
     if record.file:
-        try:
-            file = file_object(record.file, await shelf.files.get(caller_of(request), record.file))
-        except ServiceError:
-            file = None  # it was deleted since
-    session = None
-    if record.feed is not None:
-        stands = await services_of(request).feeds.standing(caller_of(request), name, record)
-        session = UploadSession(
-            id=stands.session,
-            state=stands.state,
-            start=stands.start,
-            position=stands.position,
-            checkpoint=stands.checkpoint,
-            error=stands.error or None,
-        )
-    answer = UploadObject(
+        with suppress(ServiceError):  # it was deleted since
+            file = file_object(record.file, await files.catalogue.file(asked.caller, record.file))
+    return Upload(
         id=name,
         bytes=record.length,
-        received_bytes=await shelf.offset(record),
+        received_bytes=await files.offset(record),
         created_at=int(record.made_at),
         expires_at=int(record.expires_at),
         filename=record.details.filename,
@@ -356,6 +278,5 @@ async def _answer(
         mime_type=record.details.mime_type,
         status=record.state,
         file=file,
-        session=session,
+        session=None if record.feed is None else await feeds.standing(asked.caller, name, record),
     )
-    return Response(answer.model_dump_json(), status_code=status, headers=headers, media_type="application/json")

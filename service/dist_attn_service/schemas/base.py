@@ -1,21 +1,22 @@
-"""What every schema is made of."""
+"""What every schema of a request is made of."""
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-__all__ = ["Input", "Output", "digits"]
+MOST = 1 << 53  # every number that clients send is exact in JavaScript and in JSON
+MAX_WINDOW = 1_000_000
 
 
 class Input(BaseModel):
-    """Base of what clients send: unknown keys are refused, nothing is converted silently."""
+    """Base of what clients send as JSON: unknown keys are refused, nothing is converted silently."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Output(BaseModel):
-    """Base of what clients get."""
+class Query(BaseModel):
+    """Base of what clients say in the query: texts, of which numbers are made."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,3 +26,19 @@ def digits(value: Any) -> Any:
     if isinstance(value, str) and not re.fullmatch(r"-?[0-9]+", value):
         raise ValueError("a whole number was needed, in digits alone")
     return value
+
+
+Granularity = Literal["token", "window", "document"]
+Pooling = Literal["mean", "last"]
+RowFormatName = Literal["ndjson", "arrow", "npy"]
+Position = Annotated[int, Field(ge=0, le=MOST)]
+QueryNumber = Annotated[int, Field(ge=0, le=MOST), BeforeValidator(digits)]
+PageSize = Annotated[int, Field(ge=1, le=100), BeforeValidator(digits)]
+LastId = Annotated[str, Field(max_length=100)]
+
+
+class ListOptions(Query):
+    """Which page of a list: at most `limit` entries, those behind the id `after`."""
+
+    limit: PageSize = 20
+    after: LastId = ""

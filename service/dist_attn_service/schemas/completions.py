@@ -1,52 +1,94 @@
-"""The JSON that goes in and out; unknown keys are refused, nothing is converted silently."""
+"""The JSON of completions and chats, and the options of how tokens are drawn, which generations of sessions share."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 
-from dist_attn_service.schemas.base import Input, Output, digits
-from dist_attn_service.schemas.drawing import AnswerOptions
-from dist_attn_service.schemas.neutral_fields import NeutralCompletion, NeutralEmbedding
+from dist_attn.wire.messages import SamplingSpec
+from dist_attn_api.types import Answer, CompletionUsage, FinishReason
+from dist_attn_service.schemas.base import Input
+from dist_attn_service.schemas.neutral_fields import (
+    EmptyList,
+    NeutralChat,
+    NeutralCompletion,
+    NeutralMessage,
+    NeutralStream,
+    No,
+    One,
+    Yes,
+    only,
+)
 
-__all__ = [
-    "Choice",
-    "ChoiceLogprobs",
-    "Completion",
-    "CompletionChunk",
-    "CompletionRequest",
-    "CompletionUsage",
-    "DetokenizeRequest",
-    "Detokenized",
-    "Embedding",
-    "EmbeddingList",
-    "EmbeddingRequest",
-    "EncodingOptions",
-    "EncodingRequest",
-    "EncodingSummary",
-    "ModelCard",
-    "ModelList",
-    "ProgressChunk",
-    "PromptProgress",
-    "PromptTokensDetails",
-    "RankState",
-    "Readiness",
-    "ServerSentEvent",
-    "ServiceState",
-    "TokenizeRequest",
-    "Tokenized",
-    "Usage",
-    "UsageChunk",
-    "Version",
-]
+SEED_BOUND = 1 << 63
+SAID_OTHERWISE = {"max_tokens", "top_k", "logit_bias", "logprobs", "prompt_logprobs"}
+SAID_AS_THEY_ARE = {*SamplingSpec.__struct_fields__} - SAID_OTHERWISE
+"""Options that have the name and the value of a field of SamplingSpec."""
 
-MAX_WINDOW = 1_000_000
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Biases = dict[str, Annotated[float, Field(ge=-100, le=100)]]
 
 
-class Usage(Output):
-    """Tokens read."""
+class HowSoon(BaseModel):
+    """How urgent a request is, and for how long its answer is of use; over the headers that say the same."""
 
-    prompt_tokens: int
-    total_tokens: int
+    priority: Literal["high", "normal", "low"] | None = None
+    deadline_seconds: Annotated[float, Field(gt=0, le=2_592_000)] | None = None
+
+
+class DrawingOptions(HowSoon):
+    """What every request that draws tokens takes; each kind adds `max_tokens` and `logprobs` with bounds of its own."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_BOUND, lt=SEED_BOUND)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Biases | None = None
+    stream: bool | None = None
+    user: str | None = None
+
+    def spec(self, max_tokens: int, logit_bias: dict[int, float], logprobs: int | None) -> SamplingSpec:
+        """What the engine is told: an option that is null has its default, and -1 switches `top_k` off like 0."""
+        options: dict[str, Any] = {name: getattr(self, name, None) for name in SAID_AS_THEY_ARE}
+        said = {name: value for name, value in options.items() if value is not None}
+        top_k = max(0, self.top_k or 0)
+        return SamplingSpec(max_tokens, top_k=top_k, logit_bias=logit_bias, logprobs=logprobs, **said)
+
+
+class StreamOptions(NeutralStream, Input):
+    """Options of a streamed answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class AnswerOptions(DrawingOptions):
+    """What completions and chats take besides; those with `only` in their words are taken at one value."""
+
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    repetition_penalty: One | None = only(
+        "1: penalties are subtracted; use presence_penalty or frequency_penalty, which the prompt does not count for"
+    )
+    length_penalty: One | None = only("1: there is no beam search")
+    use_beam_search: No | None = only("false: there is no beam search")
+    early_stopping: No | None = only("false: there is no beam search")
+    stop_token_ids: EmptyList | None = only("an empty list: use stop for what ends a text")
+    bad_words: EmptyList | None = only("an empty list: use logit_bias to rule tokens out")
+    include_stop_str_in_output: No | None = only("false: a text ends before its stop string")
+    skip_special_tokens: Yes | None = only("true: special tokens have no text")
+    spaces_between_special_tokens: Yes | None = only("true: special tokens have no text")
+
+    def shared(self) -> dict[str, Any]:
+        """These options by name, for a request of the other kind."""
+        return {name: getattr(self, name) for name in AnswerOptions.model_fields}
 
 
 # ---- /v1/completions ---------------------------------------------------------------------------
@@ -80,276 +122,87 @@ class CompletionRequest(NeutralCompletion, AnswerOptions, Input):
     best_of: Annotated[int, Field(ge=1)] | None = None
 
 
-class PromptProgress(Output):
-    """How far the prompts have been read: tokens in all, of these from a cache, and read; milliseconds since."""
-
-    total: int
-    cache: int
-    processed: int
-    time_ms: int
+# ---- /v1/chat/completions ----------------------------------------------------------------------
 
 
-class PromptTokensDetails(Output):
-    """Of the prompts' tokens, those that were in a stored state and not read again."""
+class TextPart(Input):
+    """A part of a message's content; texts are the only ones that a language model reads."""
 
-    cached_tokens: int = 0
-
-
-class CompletionUsage(Output):
-    """Tokens in, tokens out."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
-
-
-class ChoiceLogprobs(Output):
-    """Per token: its text, natural log-probability, those of the likeliest tokens, and where it begins in the text.
-
-    The first token of a prompt has null in their place.
-    """
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None] | None
-    text_offset: list[int]
-
-
-class Choice(Output):
-    """One piece of text, or all of it."""
-
-    index: int = 0
+    type: Literal["text"]
     text: str
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: Literal["stop", "length"] | None = None
 
 
-class ServerSentEvent(Output):
-    """One event of a stream; `data` is JSON, or `[DONE]` at the end. Only those of a job have a type and an id."""
+class ChatMessage(NeutralMessage, Input):
+    """Something that somebody said; parts are joined by line ends."""
 
-    data: str
-    event: str = "message"
-    id: str | None = None
-
-
-class _CompletionHead(Output):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    name: str | None = None
 
 
-class CompletionChunk(_CompletionHead):
-    """One event of a streamed completion."""
+class ChatRequest(NeutralChat, AnswerOptions, Input):
+    """OpenAI's chat completion request, with what completions take besides."""
 
-    choices: list[Choice]
-
-
-class ProgressChunk(_CompletionHead):
-    """An event before the first text, when progress was asked for."""
-
-    choices: list[Choice] = Field(default=[], max_length=0)
-    prompt_progress: PromptProgress
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
 
 
-class UsageChunk(_CompletionHead):
-    """The last event of a streamed completion, when usage was asked for; any other, when it was asked for in each."""
+class LikelyToken(Answer):
+    """A token's text, its natural log-probability, and its bytes."""
 
-    choices: list[Choice] = Field(default=[])
-    usage: CompletionUsage
-
-
-class Completion(_CompletionHead):
-    """A whole completion."""
-
-    choices: list[Choice]
-    usage: CompletionUsage
+    token: str
+    logprob: float | None
+    bytes: list[int]
 
 
-# ---- /v1/embeddings, /tokenize, /detokenize ----------------------------------------------------
+class ChatToken(LikelyToken):
+    """A drawn token, and the likeliest ones where it was drawn."""
+
+    top_logprobs: list[LikelyToken]
 
 
-class EmbeddingRequest(NeutralEmbedding, Input):
-    """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
+class ChatLogprobs(Answer):
+    """The drawn tokens."""
 
-    model: str | None = None
-    input: Texts
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
+    content: list[ChatToken]
+    refusal: None = None
 
 
-class Embedding(Output):
-    """One vector: numbers, or their little-endian float32 bytes in base64."""
+class AssistantMessage(Answer):
+    """What the model says."""
 
-    object: Literal["embedding"] = "embedding"
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Answer):
+    """One answer."""
+
     index: int
-    embedding: list[float] | str
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
 
 
-class EmbeddingList(Output):
-    """A vector for each input, in order."""
+class ChatChunkChoice(Answer):
+    """More of one answer: `role` first, then pieces of `content`, then nothing but the finish reason."""
 
-    object: Literal["list"] = "list"
-    model: str
-    data: list[Embedding]
-    usage: Usage
-
-
-class TokenizeRequest(Input):
-    """A text to be cut into tokens; a text never becomes a special token, so there are none to add."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
+    index: int
+    delta: dict[str, str]
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
 
 
-class Tokenized(Output):
-    """The tokens of a text."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class DetokenizeRequest(Input):
-    """Tokens to be put together again."""
-
-    model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
-
-
-class Detokenized(Output):
-    """The text of tokens."""
-
-    prompt: str
-
-
-# ---- /v1/encodings -----------------------------------------------------------------------------
-
-
-class EncodingOptions(BaseModel):
-    """Which rows to return; in the query of any request, or in a JSON body."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    model: str | None = None
-    granularity: Literal["token", "window", "document"] = "window"
-    window: Annotated[int, BeforeValidator(digits)] = Field(
-        default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
-    )
-    pooling: Literal["mean", "last"] = "mean"
-    format: Literal["ndjson", "arrow", "npy"] = "ndjson"
-    from_row: Annotated[int, BeforeValidator(digits)] = Field(
-        default=0, ge=0, le=1 << 53, description="leave out the rows before this one, which are computed all the same"
-    )
-
-
-class EncodingRequest(EncodingOptions):
-    """The JSON form of an encoding: a text, or a file that was uploaded; a long text is better sent as the body."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    input: str | None = None
-    file_id: str | None = Field(default=None, description="a file in place of `input`")
-
-
-class EncodingSummary(Output):
-    """The last line of a complete answer."""
-
-    object: Literal["encoding.summary"] = "encoding.summary"
-    tokens: int
-    rows: int
-    model: str
-    usage: Usage
-
-
-# ---- what there is, and how it is --------------------------------------------------------------
-
-
-class ModelCard(Output):
-    """One model: the routes of /v1 that it answers, the numbers in a vector of it, and how much it reads at once.
-
-    `max_model_len` counts tokens, those put around a text included; null: any length. `num_layers` is what a softmax
-    model of this size would keep keys and values in.
-    """
+class ChatCompletion(Answer):
+    """A whole chat completion."""
 
     id: str
-    object: Literal["model"] = "model"
+    object: Literal["chat.completion"] = "chat.completion"
     created: int
-    owned_by: str = "dist-attn"
-    capabilities: list[str]
-    embedding_size: int
-    max_model_len: int | None = None
-    num_layers: int | None = None
-
-
-class ModelList(Output):
-    """All models: the one that is served."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Readiness(Output):
-    """The engine can take work."""
-
-    ready: Literal[True] = True
     model: str
-    backend: str
-    ranks: int
-    active: int
-    queued: int
-
-
-class Version(Output):
-    """The version of this program."""
-
-    version: str
-
-
-class RankState(Output):
-    """One rank as the controller sees it; `step` is the last one it has finished.
-
-    `busy_seconds` are those of its steps since it started, waiting for other ranks in them included.
-    """
-
-    rank: int
-    pid: int
-    phase: str
-    step: int
-    heartbeat_age_seconds: float
-    progress_age_seconds: float
-    peak_rss_bytes: int
-    busy_seconds: float
-
-
-class ServiceState(Output):
-    """What the service and its engine are doing now; the engine's figures are null while it has not answered.
-
-    `lost_groups` counts how often the ranks were lost, `replayed_tokens` what was read or drawn a second time for that.
-    """
-
-    ready: bool
-    reason: str
-    version: str
-    model: str
-    uptime_seconds: float
-    open_requests: int
-    waiting_requests: int
-    spool_bytes: int
-    stored_sessions: int
-    stored_states: int
-    stored_bytes: int
-    backend: str | None = None
-    epoch: int | None = None
-    step: int | None = None
-    queued: int | None = None
-    sessions: int | None = None
-    tokens_per_second: float | None = None
-    lost_groups: int | None = None
-    replayed_tokens: int | None = None
-    ranks: list[RankState] = Field(default=[])
+    choices: list[ChatChoice]
+    usage: CompletionUsage

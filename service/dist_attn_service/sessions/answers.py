@@ -22,7 +22,7 @@ from dist_attn.errors import (
     UnknownStateError,
     WireError,
 )
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code, NotFound, ServiceError, retry_after
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, ClientGone, Code, NotFound, ServiceError, retry_after
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 
 _KEY = re.compile(r"[\x21\x23-\x7e]{1,256}")

@@ -5,24 +5,23 @@ import contextlib
 import hashlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import msgspec
 import numpy as np
-from pydantic import BaseModel
 
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Keep, OpenWork
-from dist_attn_service.base.errors import BadRequest, ClientGone, Code, ServiceError, TooLarge
+from dist_attn_api.types import Answer, AppendProgress, AppendSummary
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, ClientGone, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.http.exchange import RequestBody, ResponseWriter
-from dist_attn_service.schemas.sessions import AppendProgress, AppendSummary
-from dist_attn_service.sessions.answers import NO_RETRY, Outlet
+from dist_attn_service.sessions.answers import Outlet
 from dist_attn_service.sessions.writer import SessionWriter, TextRun, writing
 from dist_attn_service.text.text_check import Utf8Check
 from dist_attn_service.text.tokenising import Piece
@@ -201,7 +200,7 @@ class AppendService:
             stop,
             snapshot,
             done=True,
-            result=summary.model_dump_json(),
+            result=msgspec.json.encode(summary).decode(),
             fed=append.fed.digest_at(stop),
             digest=append.content.hexdigest(),
         )
@@ -224,9 +223,9 @@ class AppendService:
         known = append.writer.append
         if known.digest and append.content.hexdigest() != known.digest:
             raise _another(append)
-        summary = AppendSummary.model_validate_json(known.result)
+        summary = msgspec.json.decode(known.result, type=AppendSummary)
         await append.outlet.start(NDJSON)
-        await append.outlet.finish(_line(summary.model_copy(update={"replayed": True})))
+        await append.outlet.finish(_line(replace(summary, replayed=True)))
 
 
 async def _watch(append: _Append) -> None:
@@ -258,5 +257,5 @@ def _digest(text: bytes | None) -> str:
     return "" if text is None else hashlib.sha256(text).hexdigest()
 
 
-def _line(value: BaseModel) -> bytes:
-    return value.model_dump_json().encode() + b"\n"
+def _line(value: Answer) -> bytes:
+    return msgspec.json.encode(value) + b"\n"

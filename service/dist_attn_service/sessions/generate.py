@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import msgspec
@@ -13,15 +13,13 @@ import numpy as np
 from dist_attn.text.base import TokenArray
 from dist_attn.wire.manifest import RestoreReport
 from dist_attn.wire.messages import Generated, Keep, OpenWork, SamplingSpec
-from dist_attn_service.base.errors import BadRequest, Code, ServiceError
+from dist_attn_api.types import Choice, CompletionUsage, Generation, GenerationSummary
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError
 from dist_attn_service.base.logs import RequestRecord
 from dist_attn_service.base.parsing import RequestTerms
 from dist_attn_service.base.tasks import task_group
 from dist_attn_service.engine.run import EngineRun, ServiceContext
 from dist_attn_service.engine.stream import EngineStream
-from dist_attn_service.schemas.completions import Choice, CompletionUsage
-from dist_attn_service.schemas.sessions import GenerateSummary, Generation
-from dist_attn_service.sessions.answers import NO_RETRY
 from dist_attn_service.sessions.writer import SessionWriter, writing
 from dist_attn_service.text.choice_text import ChoiceText, FinishReason, ScoredToken, choice_logprobs, finish_reason
 
@@ -169,14 +167,14 @@ class GenerateService:
             model=self._context.model.id,
             choices=[Choice(text=text, logprobs=choice_logprobs(scored, work.sampling.logprobs), finish_reason=reason)],
             usage=CompletionUsage(prompt_tokens=0, completion_tokens=run.text.drawn, total_tokens=run.text.drawn),
-            session=GenerateSummary(
+            session=GenerationSummary(
                 id=writer.session.id,
                 start=writer.append.start,
                 position=position,
                 **msgspec.structs.asdict(report),
             ),
         )
-        said = answer.model_dump_json()
+        said = msgspec.json.encode(answer).decode()
         await writer.advance(position, run.snapshot, done=True, result=said if len(said) <= KEPT_CHARACTERS else "")
         return answer
 
@@ -191,12 +189,11 @@ class GenerateService:
                 headers=NO_RETRY,
                 facts={"position": known.position},
             )
-        answer = Generation.model_validate_json(known.result)
-        session = answer.session.model_copy(update={"replayed": True})
+        answer = msgspec.json.decode(known.result, type=Generation)
         (choice,) = answer.choices
         on_text(TextPiece())
         on_text(TextPiece(choice.text, reason=choice.finish_reason))
-        return answer.model_copy(update={"session": session})
+        return replace(answer, session=replace(answer.session, replayed=True))
 
 
 async def _begun(run: _Run) -> AsyncGenerator[TokenArray]:

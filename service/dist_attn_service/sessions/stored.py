@@ -11,17 +11,11 @@ from starlette.datastructures import Headers
 from dist_attn.store import Session, SnapshotInfo, StateStore
 from dist_attn.wire.manifest import ModelIdentity, require_same_model
 from dist_attn.wire.snapshot import SnapshotHeader, SnapshotParser
+from dist_attn_api import types
 from dist_attn_service.base.errors import BadRequest, NotFound, TooLarge
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.schemas.sessions import (
-    CheckpointList,
-    CheckpointObject,
-    CreateSession,
-    ForkSession,
-    ListOptions,
-    SessionList,
-    SessionObject,
-)
+from dist_attn_service.schemas.base import ListOptions
+from dist_attn_service.schemas.stored import CreateSession, ForkSession
 from dist_attn_service.sessions.answers import entity_tag, expected_digest, require_match, store_refusals
 
 
@@ -33,7 +27,7 @@ class SessionCatalogue:
         self._store = store
         self._model = model
 
-    async def create(self, caller: str, request: CreateSession) -> SessionObject:
+    async def create(self, caller: str, request: CreateSession) -> types.Session:
         """A new session without a text."""
         with store_refusals():
             session = await self._store.sessions.create(
@@ -41,25 +35,25 @@ class SessionCatalogue:
             )
         return self.shown(session)
 
-    async def get(self, caller: str, session_id: str) -> SessionObject:
+    async def get(self, caller: str, session_id: str) -> types.Session:
         """A session."""
         with store_refusals():
             return self.shown(await self._store.sessions.get(caller, session_id))
 
-    async def page(self, caller: str, options: ListOptions) -> SessionList:
+    async def page(self, caller: str, options: ListOptions) -> types.SessionList:
         """A page of the caller's sessions."""
         with store_refusals():
             sessions = await self._store.sessions.listed(caller, after=options.after, limit=options.limit + 1)
         shown = [self.shown(session) for session in sessions[: options.limit]]
         first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-        return SessionList(data=shown, first_id=first, last_id=last, has_more=len(sessions) > options.limit)
+        return types.SessionList(data=shown, first_id=first, last_id=last, has_more=len(sessions) > options.limit)
 
     async def delete(self, caller: str, session_id: str) -> None:
         """End a session."""
         with store_refusals():
             await self._store.sessions.delete(caller, session_id)
 
-    async def fork(self, caller: str, session_id: str, request: ForkSession) -> SessionObject:
+    async def fork(self, caller: str, session_id: str, request: ForkSession) -> types.Session:
         """A session that goes on from a checkpoint of this one, whose state is sound. Cost: a read of that state."""
         with store_refusals():
             parent = await self._store.sessions.get(caller, session_id)
@@ -77,12 +71,12 @@ class SessionCatalogue:
             )
         return self.shown(session)
 
-    async def checkpoints(self, caller: str, session_id: str) -> CheckpointList:
+    async def checkpoints(self, caller: str, session_id: str) -> types.CheckpointList:
         """The checkpoints of a session."""
         with store_refusals():
             checkpoints = await self._store.sessions.checkpoints(caller, session_id)
         points = [
-            CheckpointObject(
+            types.Checkpoint(
                 position=point.position,
                 created_at=int(point.made_at),
                 bytes=info.size,
@@ -90,11 +84,11 @@ class SessionCatalogue:
             )
             for point, info in checkpoints
         ]
-        return CheckpointList(data=points)
+        return types.CheckpointList(data=points)
 
-    def shown(self, session: Session) -> SessionObject:
+    def shown(self, session: Session) -> types.Session:
         """A session as its owner sees it."""
-        return SessionObject(
+        return types.Session(
             id=session.id,
             model=self._model,
             position=session.position,

@@ -10,27 +10,29 @@ import errno
 import fcntl
 import hashlib
 import os
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import ParamSpec, TypeVar, final
+from typing import ParamSpec, Protocol, TypeVar, final
 
 from dist_attn.store.private import make_private, private_opener, sync_folder
-from dist_attn_service.base.errors import Code, NotFound, ServiceError
+from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.base.tasks import beside
-from dist_attn_service.uploads.entries import Segment
+from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.uploads.ledger import Segment
 
 P = ParamSpec("P")
 T = TypeVar("T")
+QUIET_SECONDS = 0.5  # after a pause of so long all that came is with the system, and others may take over
 BLOCK_BYTES = 256 << 10  # one write or read
 HASH_BYTES = 4 << 20
 LOCK_SECONDS = 5.0  # somebody who writes is given to make way
 POLL_SECONDS = 0.05
 WANTED = ".wanted"
-NO_RETRY = {"x-should-retry": "false"}  # the official client would send a 409, 429 or 507 again by itself
 
 
 @final
@@ -160,7 +162,7 @@ class BlobWriter:
         self._wanted = wanted
         self._folder = folder
         self._waiting = bytearray()
-        self.told: Callable[[int], None] = lambda _: None
+        self.on_flushed: Callable[[int], None] = lambda _: None
         """Called with the size that others may read."""
         self.end = os.fstat(descriptor).st_size
         """Where the next byte goes to, those that wait in memory counted."""
@@ -194,7 +196,7 @@ class BlobWriter:
         except BaseException:
             self.end = os.fstat(self._descriptor).st_size
             raise
-        self.told(start + len(data))
+        self.on_flushed(start + len(data))
 
     async def sync(self) -> None:
         """Give all to the disk, where it survives a power cut.
@@ -289,3 +291,68 @@ def _hash(update: Callable[[bytes], None], path: Path, start: int, count: int) -
     with path.open("rb") as file:
         file.seek(start)
         update(file.read(count))
+
+
+# ---- a body that is written while it arrives -----------------------------------------------------
+
+
+class Reader(Protocol):
+    """Somebody who reads an upload while it arrives."""
+
+    def reached(self, size: int) -> None:
+        """So many bytes may be read."""
+
+    def keeps_up(self, size: int) -> bool:
+        """Whether so many bytes may have come by now.
+
+        Raises: ServiceError when nobody will read them.
+        """
+
+    async def changed(self, seconds: float) -> None:
+        """Wait until that may have changed, at most so long."""
+
+
+async def kept_up(reader: Reader, writer: BlobWriter) -> None:
+    """Wait until the reader is not too far behind what was written.
+
+    Raises: ServiceError when it has failed; (409) when somebody else is to go on, or what is written to was deleted.
+    """
+    while not reader.keeps_up(writer.end):
+        await writer.flush()
+        await reader.changed(QUIET_SECONDS)
+        await _make_way(writer)
+
+
+async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes]:
+    """The body, until it ends or somebody else wants to write.
+
+    Raises: what the body raises; ServiceError (409) when somebody else is to go on, or what is written to was deleted.
+    """
+    chunks = body.chunks()
+    looked = time.monotonic()
+    waiting: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            waiting = asyncio.ensure_future(anext(chunks, b""))
+            while not (await asyncio.wait({waiting}, timeout=QUIET_SECONDS))[0]:
+                await writer.flush()
+                await _make_way(writer)
+            if not (chunk := waiting.result()):
+                return
+            if time.monotonic() - looked > QUIET_SECONDS:
+                await _make_way(writer)
+                looked = time.monotonic()
+            yield chunk
+    finally:
+        if waiting is not None and not waiting.done():
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        await chunks.aclose()
+
+
+async def _make_way(writer: BlobWriter) -> None:
+    if await writer.in_the_way():
+        raise ServiceError(
+            "another request goes on with this upload, or it was deleted; ask where it stands before sending more",
+            code=Code.CONFLICT,
+        )

@@ -4,19 +4,28 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, final
+from typing import Literal, TypeVar, final
 
 from dist_attn.errors import StorageError
 from dist_attn.settings import FileSettings
-from dist_attn.store.ledger import change, changed, salted, secret_of, unknown_beside
+from dist_attn.store.ledger import change, changed, moment, salted, secret_of, unknown_beside
 from dist_attn.store.open import lost_catalogue
 from dist_attn.store.records import Records
-from dist_attn_service.base.errors import Code, NotFound, ServiceError, TooLarge
-from dist_attn_service.uploads.byte_files import NO_RETRY, ByteFolder
-from dist_attn_service.uploads.entries import Details, FeedRecord, FileRecord, Segment, UploadRecord, Usage
-from dist_attn_service.uploads.ledger import FileLedger
+from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.uploads.byte_files import ByteFolder
+from dist_attn_service.uploads.ledger import (
+    Details,
+    FeedRecord,
+    FileLedger,
+    FileRecord,
+    Segment,
+    UploadRecord,
+    Usage,
+    remote_moment,
+)
 
 T = TypeVar("T")
+PAGE = 500
 COMPLETED_S = 3600.0  # an upload that is done can be asked for so long, so that a lost answer can be had again
 _ID = re.compile("[A-Za-z0-9_-]{1,64}")
 
@@ -189,11 +198,63 @@ class Catalogue:
 
         return await self.change(run)
 
+    # ---- files ---------------------------------------------------------------------------------
+
+    async def file(self, caller: str, name: str) -> FileRecord:
+        """A file.
+
+        Raises: NotFound.
+        """
+        tenant = self.tenant(caller)
+        return await self.change(lambda ledger: ledger.file(tenant, known(name)))
+
+    async def delete_file(self, caller: str, name: str) -> None:
+        """Forget a file and its bytes.
+
+        Raises: NotFound.
+        """
+        tenant = self.tenant(caller)
+
+        async def drop(ledger: FileLedger) -> None:
+            await ledger.drop_file(name, await ledger.file(tenant, known(name)))
+
+        await self.change(drop)
+
+    async def files(
+        self, caller: str, *, after: str | None, limit: int, order: Literal["asc", "desc"], purpose: str | None
+    ) -> tuple[list[tuple[str, FileRecord]], bool]:
+        """At most `limit` files behind the file `after`, and whether there are more.
+
+        Raises: NotFound for an `after` that is not there.
+        """
+        tenant = self.tenant(caller)
+        prefix = f"{'oldest' if order == 'asc' else 'newest'}/{tenant}/"
+        place = ""
+        if after is not None:
+            made = (await self.file(caller, after)).made_at
+            place = f"{prefix}{moment(made) if order == 'asc' else remote_moment(made)}/{after}"
+        files: list[tuple[str, FileRecord]] = []
+        while len(files) <= limit:
+            keys, some = await self.change(lambda ledger, place=place: _some(ledger, prefix, place))  # type: ignore[misc]
+            files += [(name, record) for name, record in some if purpose in (None, record.details.purpose)]
+            if len(keys) < PAGE:
+                break
+            place = keys[-1]
+        return files[:limit], len(files) > limit
+
     def new_file(self, ledger: FileLedger, tenant: str, details: Details, segments: tuple[Segment, ...]) -> FileRecord:
         """The record of a file that begins to live now."""
         lives = details.lives_s or self.limits.file_s
         size = sum(segment.size for segment in segments)
         return FileRecord(tenant, details, size, ledger.now, ledger.now + lives if lives else 0.0, segments)
+
+
+async def _some(ledger: FileLedger, prefix: str, after: str) -> tuple[list[str], list[tuple[str, FileRecord]]]:
+    """The next places of a caller's files, and those of the files that have not expired."""
+    keys = [key for key, _ in await ledger.transaction.scan(prefix, PAGE, after)]
+    names = [key.rpartition("/")[2] for key in keys]
+    records = zip(names, await ledger.find_all(FileRecord, names), strict=True)
+    return keys, [(name, record) for name, record in records if record and not 0 < record.expires_at <= ledger.now]
 
 
 def known(name: str) -> str:

@@ -4,14 +4,18 @@ Reference: RFC 7578 over RFC 2046 section 5.1, without preamble, epilogue and ne
 """
 
 import re
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import final
 
 from dist_attn_service.base.errors import BadRequest, Code, ServiceError
+from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.uploads.byte_files import BlobWriter, arriving
 
 HEAD_BYTES = 8 << 10  # of one field
 MOST_FIELDS = 32
+FIELD_BYTES = 4 << 10  # of the values of other fields than the file
 _BOUNDARY = re.compile(r";[ \t]*boundary=(?:\"([^\"]*)\"|([^\s;\"]+))[ \t]*(?=;|$)", re.IGNORECASE)
 _BOUNDARY_CHARACTERS = re.compile(r"[0-9A-Za-z'()+_,./:=? -]{0,69}[0-9A-Za-z'()+_,./:=?-]")
 _HEADER = re.compile(r"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([^\x00-\x08\x0a-\x1f\x7f]*)")
@@ -204,3 +208,72 @@ def _disposition(value: str) -> dict[str, str]:
 
 def _broken(what: str) -> ServiceError:
     return BadRequest(f"the multipart body cannot be read: {what}", code=Code.INVALID_VALUE)
+
+
+# ---- a form whose file is written while it arrives -----------------------------------------------
+
+
+@dataclass
+class Form:
+    """What a form holds: one file, whose bytes are elsewhere, and values of other fields."""
+
+    file: FieldStart | None = None
+    values: dict[str, str] = field(default_factory=dict)
+
+
+async def read_form(
+    body: RequestBody,
+    boundary: bytes,
+    writer: BlobWriter,
+    *,
+    file_field: str,
+    fields: Collection[str],
+    room_for: Callable[[int], Awaitable[None]],
+) -> Form:
+    """Write the file of a form, and give its other fields; `room_for` is told of every size before it is written.
+
+    Raises: BadRequest for another form than is needed, what `room_for` and the body raise.
+    """
+    parser, form = FormParser(boundary), Form()
+    value: tuple[str, bytearray] | None = None
+    async for chunk in arriving(body, writer):
+        for event in parser.push(chunk):
+            if isinstance(event, FieldStart):
+                value = _begin(event, form, file_field, fields)
+            elif not isinstance(event, FieldBytes):
+                if value is not None:
+                    form.values[value[0]] = _text(*value)
+            elif value is None:
+                await room_for(writer.end + len(event.data))
+                await writer.write(event.data)
+            else:
+                value[1].extend(event.data)
+                if len(value[1]) > FIELD_BYTES:
+                    raise BadRequest(f"{value[0]} has more than {FIELD_BYTES} bytes", param=value[0])
+    parser.finish()
+    if form.file is None:
+        raise BadRequest(f"{file_field} is missing; it is required", code=Code.MISSING_PARAMETER, param=file_field)
+    return form
+
+
+def _begin(start: FieldStart, form: Form, file_field: str, fields: Collection[str]) -> tuple[str, bytearray] | None:
+    """Where the bytes of a field go to: None for the file."""
+    name = start.name
+    if name != file_field and name not in fields:
+        known = ", ".join(sorted([file_field, *fields]))
+        raise BadRequest(
+            f"unknown field {name[:200]!r}; known are {known}", code=Code.UNKNOWN_PARAMETER, param=name[:200]
+        )
+    if name in form.values or (name == file_field and form.file is not None):
+        raise BadRequest(f"{name} is given more than once; give it once", param=name)
+    if name != file_field:
+        return name, bytearray()
+    form.file = start
+    return None
+
+
+def _text(name: str, data: bytearray) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise BadRequest(f"{name} is not UTF-8", code=Code.INVALID_UTF8, param=name) from None

@@ -4,18 +4,17 @@ from typing import final
 
 from dist_attn.store.blobs import new_name
 from dist_attn.store.ledger import changed
-from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
-from dist_attn_service.uploads.byte_files import NO_RETRY
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.uploads.catalogue import Catalogue, known, new_id
-from dist_attn_service.uploads.entries import (
+from dist_attn_service.uploads.ledger import (
     BlobRecord,
     Details,
+    FileLedger,
     FileRecord,
     PartRecord,
     Segment,
     UploadRecord,
 )
-from dist_attn_service.uploads.ledger import FileLedger
 
 TIMES_RECEIVED = 3  # a part whose answer was lost comes again: so many times the announced bytes are taken
 

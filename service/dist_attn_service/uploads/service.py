@@ -10,13 +10,13 @@ from typing import final
 
 from dist_attn.store import ExpiryGrace, open_records
 from dist_attn.store.ledger import changed
-from dist_attn_service.base.errors import BadRequest, Code, ServiceError, TooLarge
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.uploads.byte_files import NO_RETRY, BlobWriter, ByteFolder
+from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up
 from dist_attn_service.uploads.catalogue import Catalogue, pending
-from dist_attn_service.uploads.entries import (
+from dist_attn_service.uploads.ledger import (
     Details,
     FeedRecord,
     FileRecord,
@@ -24,11 +24,10 @@ from dist_attn_service.uploads.entries import (
     Segment,
     UploadRecord,
 )
-from dist_attn_service.uploads.file_records import FileRecords
+from dist_attn_service.uploads.multipart import Form, read_form
 from dist_attn_service.uploads.reservations import Reservations
 from dist_attn_service.uploads.tus import OFFSET
 from dist_attn_service.uploads.upkeep import Upkeep
-from dist_attn_service.uploads.writing import Form, Reader, arriving, kept_up, read_form
 
 THREADS = 4
 CATALOGUE, NAMESPACE = "files.sqlite", "dist-attn-files"  # of records in a folder, and in Redis
@@ -53,7 +52,6 @@ class FileService:
         self._boot = boot
         self._reservations = Reservations(catalogue)
         self.catalogue = catalogue
-        self.files = FileRecords(catalogue)
         self.upkeep = Upkeep(catalogue, folder, grace)
 
     @staticmethod
@@ -147,7 +145,7 @@ class FileService:
             await writer.cut(begin)
             await self._record_synced(caller, name, begin)
             if reader is not None:
-                writer.told = reader.reached
+                writer.on_flushed = reader.reached
                 reader.reached(begin)
             try:
                 await self._receive(caller, name, record.length, body, writer, reader)
@@ -194,7 +192,7 @@ class FileService:
         """
         record = await self.catalogue.upload(caller, name)
         if record.state == "completed":
-            return record, (await self.files.get(caller, record.file)).segments, record.length
+            return record, (await self.catalogue.file(caller, record.file)).segments, record.length
         record = await self._reservations.for_stream(caller, name)
         return record, (Segment(record.blob, record.length),), await self.offset(record)
 

@@ -9,8 +9,7 @@ from dist_attn.store import ExpiryGrace
 from dist_attn.store.ledger import all_records, every_page, name_in, wrong_sums
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
-from dist_attn_service.uploads.entries import BlobRecord, FileRecord, PartRecord, UploadRecord, Usage
-from dist_attn_service.uploads.ledger import FileLedger
+from dist_attn_service.uploads.ledger import BlobRecord, FileLedger, FileRecord, PartRecord, UploadRecord, Usage
 
 BATCH = 64  # ends in one transaction
 PAGE = 500

@@ -2,49 +2,31 @@
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal, final
 
 from dist_attn.errors import DistAttnError
 from dist_attn.store import Session
 from dist_attn.store.ledger import changed
-from dist_attn_service.base.errors import ClientGone, Code, NotFound, ServiceError, UnforeseenError
+from dist_attn_api.types import Feeding
+from dist_attn_service.base.errors import NO_RETRY, ClientGone, Code, NotFound, ServiceError, UnforeseenError
 from dist_attn_service.engine.run import ServiceContext
-from dist_attn_service.feeding.feed import Feed
-from dist_attn_service.feeding.feeder import Feeder
-from dist_attn_service.sessions.answers import NO_RETRY, store_refusals
-from dist_attn_service.uploads.entries import FeedRecord, UploadRecord
+from dist_attn_service.feeding.feeder import Feed, Feeder
+from dist_attn_service.sessions.answers import store_refusals
+from dist_attn_service.uploads.ledger import FeedRecord, UploadRecord
 from dist_attn_service.uploads.service import FileService
-
-__all__ = ["FeedingDesk", "FeedStanding"]
-
 
 LASTING = (400, 404, 409, 413)
 """Statuses of errors that come again if the same is tried again."""
 
 
-@dataclass(frozen=True)
-class FeedStanding:
-    """How far the session of an upload is: the text begins at `start`, tokens up to `position` were handed to the
-    engine, and `checkpoint` is what nothing takes away any more.
-    """
-
-    session: str
-    state: Literal["waiting", "feeding", "done", "failed"]
-    start: int
-    position: int
-    checkpoint: int
-    error: str = ""
-
-
 @final
-class FeedingDesk:
+class FeedingService:
     """What routes do with uploads that feed."""
 
-    def __init__(self, context: ServiceContext, shelf: FileService) -> None:
+    def __init__(self, context: ServiceContext, files: FileService) -> None:
         self._context = context
-        self._shelf = shelf
-        self._feeder = Feeder(context, shelf)
+        self._files = files
+        self._feeder = Feeder(context, files)
         self._feeds: dict[str, Feed] = {}
 
     async def wanted(self, caller: str, session: str, expected: int | None, *, is_text: bool) -> FeedRecord:
@@ -54,18 +36,18 @@ class FeedingDesk:
         """
         try:
             with store_refusals():
-                found = await self._context.store.sessions.get(caller, session)
+                stored = await self._context.store.sessions.get(caller, session)
         except NotFound as error:
             raise NotFound(error.message, param="session_id") from None
-        if expected is not None and expected != found.position:
+        if expected is not None and expected != stored.position:
             raise ServiceError(
-                f"session {session} stands at {found.position}, not at {expected}; begin the upload for there",
+                f"session {session} stands at {stored.position}, not at {expected}; begin the upload for there",
                 code=Code.CONFLICT,
                 param="expected_position",
                 headers=NO_RETRY,
-                facts={"expected_position": expected, "position": found.position},
+                facts={"expected_position": expected, "position": stored.position},
             )
-        return FeedRecord(session, found.position, is_text)
+        return FeedRecord(session, stored.position, is_text)
 
     async def begin(self, caller: str, name: str) -> Feed:
         """The feeding of an upload of this caller, which goes on in this process from now on.
@@ -75,7 +57,7 @@ class FeedingDesk:
         while (feed := self._feeds.get(name)) is not None and feed.leaving and feed.task is not None:
             await asyncio.wait({feed.task})
         if feed is None:
-            record, segments, size = await self._shelf.fed_from(caller, name)
+            record, segments, size = await self._files.fed_from(caller, name)
             feed = self._feeds.get(name)
             if feed is None:
                 feed = Feed(caller, name, record, segments, size, self._context.settings.files.feed_ahead_bytes)
@@ -84,28 +66,33 @@ class FeedingDesk:
         await asyncio.shield(feed.begun)
         return feed
 
-    async def standing(self, caller: str, name: str, record: UploadRecord) -> FeedStanding:
+    async def standing(self, caller: str, name: str, record: UploadRecord) -> Feeding:
         """How far it is. One whose text is whole is gone on with, should its process have died.
 
         Raises: NotFound; ServiceError (507).
         """
-        told = record.feed
-        assert told is not None
-        session = await self._session(caller, told.session)
+        recorded = record.feed
+        assert recorded is not None
+        session = await self._session(caller, recorded.session)
         idle = session is not None and not session.busy_until
-        if record.state == "completed" and told.state not in ("done", "failed") and idle and name not in self._feeds:
+        ended = recorded.state in ("done", "failed")
+        if record.state == "completed" and not ended and idle and name not in self._feeds:
             with suppress(ServiceError):  # the record says why it cannot be
                 await self.begin(caller, name)
         feed = self._feeds.get(name)
-        if feed is not None and feed.begun.done() and feed.error is None:
-            told = feed.told
-        start = told.expected if told.start is None else told.start
         if feed is not None and feed.error is None:
-            return FeedStanding(told.session, told.state, start, max(start, feed.position), max(start, feed.kept))
-        stands = start if session is None else session.position
-        known = [mark.position for mark in told.marks if mark.position <= stands]
-        kept = told.position if told.state == "done" else max(known, default=start)
-        return FeedStanding(told.session, told.state, start, kept, kept, told.error)
+            recorded = feed.recorded if feed.begun.done() else recorded
+            start = recorded.expected if recorded.start is None else recorded.start
+            position, kept, error = max(start, feed.position), max(start, feed.kept), None
+        else:
+            start = recorded.expected if recorded.start is None else recorded.start
+            stands = start if session is None else session.position
+            marks = [mark.position for mark in recorded.marks if mark.position <= stands]
+            position = kept = recorded.position if recorded.state == "done" else max(marks, default=start)
+            error = recorded.error or None
+        return Feeding(
+            id=recorded.session, state=recorded.state, start=start, position=position, checkpoint=kept, error=error
+        )
 
     async def _session(self, caller: str, name: str) -> Session | None:
         with suppress(DistAttnError):
@@ -145,7 +132,7 @@ class FeedingDesk:
             feed.notify()
         if not was_writer:  # who is may be another process: the record is its own
             return
-        told = changed(feed.told, state=state, error=feed.error.message if feed.error else "")
+        recorded = changed(feed.recorded, state=state, error=feed.error.message if feed.error else "")
         with suppress(ServiceError):  # it was deleted
-            await self._shelf.note_feed(feed.caller, feed.name, told)
-        self._context.log.info("feed", upload=feed.name, state=state, position=feed.kept, error=told.error)
+            await self._files.note_feed(feed.caller, feed.name, recorded)
+        self._context.log.info("feed", upload=feed.name, state=state, position=feed.kept, error=recorded.error)

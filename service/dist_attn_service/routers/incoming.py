@@ -1,62 +1,112 @@
-"""A document as the body of a request, for routes that encode it now or later."""
+"""A request as the routes have it: what serves it, its body as JSON or as a document, and the ways to answer."""
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing
+from functools import cached_property
+from typing import Any, TypeVar, final
 
-from pydantic import BaseModel
+import msgspec
+from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
+from starlette.responses import Response
 
 from dist_attn.text.plain import HEAD_BYTES
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
-from dist_attn_service.base.parsing import utf8
-from dist_attn_service.dependencies import FORM_BYTES, Services, content_length, media_type
+from dist_attn_service.base.parsing import parse_json, parse_query, refuse, utf8
+from dist_attn_service.dependencies import (
+    FORM_BYTES,
+    Services,
+    content_length,
+    media_type,
+    read_json_body,
+    read_options,
+    record_of,
+    services_of,
+)
 from dist_attn_service.encodings.documents import Source
-from dist_attn_service.http.exchange import RequestBody
+from dist_attn_service.http.exchange import RequestBody, ResponseWriter, StreamedResponse
+from dist_attn_service.routers.openapi import ANY_BYTES, ANY_TEXT, BYTES, FORM, JSON, TEXT, form
 from dist_attn_service.text.text_check import TextCheck, refuse_other, utf8_checked
-from dist_attn_service.uploads.entries import FileRecord
+from dist_attn_service.uploads.ledger import FileRecord
 from dist_attn_service.uploads.multipart import FieldBytes, FieldStart, FormParser, boundary_of
 
-__all__ = [
-    "DOCUMENTS",
-    "JSON",
-    "TEXT",
-    "document_source",
-    "named_file",
-    "named_source",
-    "no_error_trailer",
-    "query_parameters",
-]
-
-TEXT, BYTES, JSON, FORM = "text/plain", "application/octet-stream", "application/json", "multipart/form-data"
-DOCUMENTS: dict[str, Any] = {
-    TEXT: {"schema": {"type": "string"}},
-    BYTES: {"schema": {"type": "string", "format": "binary"}},
-    FORM: {
-        "schema": {
-            "type": "object",
-            "required": ["file"],
-            "properties": {"file": {"type": "string", "format": "binary"}},
-            "additionalProperties": False,
-        }
-    },
-}
+M = TypeVar("M", bound=BaseModel)
+DOCUMENTS = {TEXT: ANY_TEXT, BYTES: ANY_BYTES, **form("file", file=ANY_BYTES["schema"])}
 """Bodies that are documents, for the OpenAPI document."""
 
 
-def query_parameters(kind: type[BaseModel], leave_out: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The fields of a model as parameters of a query, for the OpenAPI document."""
-    fields = {name: schema for name, schema in kind.model_json_schema()["properties"].items() if name not in leave_out}
-    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
+@final
+class Incoming:
+    """One request, and what serves it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.headers = request.headers
+        self.services: Services = services_of(request)
+        self.record = record_of(request)
+        self.caller = self.record.caller
+
+    @cached_property
+    def body(self) -> RequestBody:
+        """The one owner of its `receive`."""
+        return self.services.body(self.request)
+
+    def place(self) -> AbstractContextManager[None]:
+        """One of the places of open requests, for as long as the block runs. Raises: ServiceError when none is free."""
+        return self.services.open_requests.one(self.record.holder)
+
+    async def json(self, kind: type[M]) -> M:
+        """Its body. Raises: ServiceError for what is no such JSON, or is too long."""
+        return parse_json(await read_json_body(self.request, self.body, self.services.settings.json_body_bytes), kind)
+
+    async def options(self, kind: type[M]) -> M:
+        """Its body, which may be left out: then everything is as it is by default. Raises: as `json`."""
+        return parse_json(await read_options(self.request, self.body), kind)
+
+    def query(self, kind: type[M]) -> M:
+        """Its query. Raises: BadRequest naming the option."""
+        return parse_query(self.request.query_params.multi_items(), kind)
+
+    def streamed(
+        self, write: Callable[[ResponseWriter], Awaitable[None]], last_words: Callable[[ServiceError], bytes | None]
+    ) -> StreamedResponse:
+        """What `write` writes, in a place of its own; `last_words` says a later error, or None: break off."""
+
+        async def exchange(writer: ResponseWriter) -> None:
+            with self.place():
+                await write(writer)
+
+        stall = self.services.settings.client_stall_seconds
+        return StreamedResponse(exchange, self.body, self.record, last_words=last_words, stall_seconds=stall)
 
 
-def document_source(request: Request, services: Services, body: RequestBody) -> Source:
+def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A value of `dist_attn_api.types` as an answer."""
+    return Response(msgspec.json.encode(value), status_code=status, headers=headers, media_type=JSON)
+
+
+def validated(kind: type[M], values: Any) -> M:
+    """Values that did not come as JSON, checked as if they had. Raises: BadRequest naming what is wrong."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise refuse(error.errors(include_url=False, include_context=False), kind) from None
+
+
+def no_error_trailer(_: ServiceError) -> None:
+    """The last words of a format that has none for an error."""
+
+
+# ---- documents -----------------------------------------------------------------------------------
+
+
+def document_source(asked: Incoming) -> Source:
     """A body that is a document itself, or a form with one as its file.
 
     Raises: ServiceError (415) for a type that is none, BadRequest for a boundary that is none, TooLarge for one that is
         declared too long.
     """
-    kind = media_type(request, gzip=True)
+    kind, body = media_type(asked.request, gzip=True), asked.body
     refuse_other(b"", kind)
     if kind not in (TEXT, BYTES, FORM, ""):
         raise ServiceError(
@@ -64,14 +114,13 @@ def document_source(request: Request, services: Services, body: RequestBody) -> 
             f"a form (curl -F file=@book.txt)",
             code=Code.UNSUPPORTED_MEDIA_TYPE,
         )
-    length, limit = content_length(request), services.settings.body_bytes
+    length, limit = content_length(asked.request), asked.services.settings.body_bytes
     if length is not None and length > limit + FORM_BYTES * (kind == FORM):
         raise TooLarge(f"the body has {length} bytes; a document may have {limit}")
     size = None if body.gzip else length
     if kind == FORM:
-        return Source(
-            pieces=_file_of_form(body.chunks(), boundary_of(request.headers.get("content-type", ""))), size=size
-        )
+        boundary = boundary_of(asked.headers.get("content-type", ""))
+        return Source(pieces=_file_of_form(body.chunks(), boundary), size=size)
     return Source(pieces=body.chunks() if kind == BYTES else _text(body.chunks(), kind), size=size)
 
 
@@ -127,7 +176,7 @@ def _begin_file(start: FieldStart, before: TextCheck | None) -> TextCheck:
     return TextCheck(start.content_type.partition(";")[0].strip().lower())
 
 
-async def named_source(services: Services, caller: str, text: str | None, file_id: str | None) -> Source:
+async def named_source(asked: Incoming, text: str | None, file_id: str | None) -> Source:
     """The document of a JSON body: the text that stands in it, or the file that it names.
 
     Raises: BadRequest unless it has one of both, and for one that is empty; NotFound, TooLarge.
@@ -144,19 +193,20 @@ async def named_source(services: Services, caller: str, text: str | None, file_i
         return Source(text=data, size=len(data))
     if text is not None:
         raise BadRequest("input and file_id are two documents; send one of them", param="file_id")
-    file = await named_file(services, caller, file_id)
-    pieces = services.files.read(file)
+    file = await named_file(asked, file_id)
+    pieces = asked.services.files.read(file)
     is_text = file.details.mime_type.lower().startswith("text/")
     return Source(pieces=utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
 
 
-async def named_file(services: Services, caller: str, file_id: str) -> FileRecord:
+async def named_file(asked: Incoming, file_id: str) -> FileRecord:
     """A file of this caller that can be read as a document.
 
     Raises: NotFound, BadRequest for an empty one, ServiceError (415) for one that is not plain text, TooLarge.
     """
+    services = asked.services
     try:
-        file = await services.files.files.get(caller, file_id)
+        file = await services.files.catalogue.file(asked.caller, file_id)
     except NotFound as error:
         raise NotFound(error.message, param="file_id") from None
     if not file.size:
@@ -166,7 +216,3 @@ async def named_file(services: Services, caller: str, file_id: str) -> FileRecor
     async with aclosing(services.files.read(file, 0, min(HEAD_BYTES, file.size))) as pieces:
         refuse_other(b"".join([piece async for piece in pieces]), file.details.mime_type.lower())
     return file
-
-
-def no_error_trailer(_: ServiceError) -> None:
-    """The last words of a format that has none for an error."""

@@ -1,0 +1,177 @@
+"""/v1/embeddings, /tokenize, /detokenize and /v1/estimate: what a model makes of texts that come whole."""
+
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from dist_attn_api.types import Detokenized, Embedding, EmbeddingList, Estimate, Tokenized, Usage
+from dist_attn_service.base.errors import BadRequest, ClientGone, Code
+from dist_attn_service.base.parsing import parse_tokens, terms_of, utf8
+from dist_attn_service.dependencies import Services, media_type
+from dist_attn_service.encodings.estimates import PIECES, Size
+from dist_attn_service.http.exchange import while_connected
+from dist_attn_service.routers.incoming import Incoming, json_response, named_file
+from dist_attn_service.routers.openapi import ANY_TEXT, TEXT, described
+from dist_attn_service.schemas.base import MOST
+from dist_attn_service.schemas.documents import (
+    DetokenizeRequest,
+    EmbeddingRequest,
+    EncodingOptions,
+    EstimateOptions,
+    EstimateRequest,
+    TokenizeRequest,
+)
+from dist_attn_service.text.text_check import TextCheck
+from dist_attn_service.text.tokenising import tokens_of
+from dist_attn_service.uploads.ledger import FileRecord
+
+router = APIRouter()
+SAMPLE_BYTES = 1 << 20
+
+
+@router.post(
+    "/v1/embeddings",
+    tags=["embeddings"],
+    response_model=EmbeddingList,
+    summary="Embed texts",
+    openapi_extra=described(EmbeddingRequest),
+)
+async def create_embeddings(request: Request) -> Response:
+    """One vector for each input: the mean of a language model's hidden states over it, or a text encoder's own."""
+    asked = Incoming(request)
+    services, record = asked.services, asked.record
+    wanted = await asked.json(EmbeddingRequest)
+    services.check_model(wanted.model)
+    inputs = services.embeddings.prepare(wanted)
+    record.note(inputs=len(inputs))
+    terms = terms_of(request)
+    try:
+        with asked.place():
+            vectors = await while_connected(asked.body, services.embeddings.embed(inputs, record.request_id, terms))
+    except ClientGone:
+        record.reason = "client_gone"
+        return Response(status_code=499)
+    services.count(record, "embedding", vectors.tokens)
+
+    def written() -> Response:
+        rows: list[Any] = vectors.as_base64() if wanted.encoding_format == "base64" else vectors.as_numbers()
+        data = [Embedding(index=index, embedding=row) for index, row in enumerate(rows)]
+        usage = Usage(prompt_tokens=vectors.tokens, total_tokens=vectors.tokens)
+        return json_response(EmbeddingList(model=services.model.id, data=data, usage=usage))
+
+    return await services.beside(written)
+
+
+@router.post(
+    "/tokenize",
+    tags=["tokens"],
+    response_model=Tokenized,
+    summary="Cut a text into tokens",
+    openapi_extra=described(TokenizeRequest),
+)
+async def tokenize(request: Request) -> Response:
+    """The tokens of a text, which may be empty."""
+    asked = Incoming(request)
+    services = asked.services
+    wanted = await asked.json(TokenizeRequest)
+    services.check_model(wanted.model)
+    text = utf8(wanted.prompt, "prompt", "prompt")
+    tokens = await tokens_of(services.tokeniser, text, services.settings.piece_bytes)
+    strings = await services.tokeniser.texts(tokens) if wanted.return_token_strs else None
+    # A text may have any length; clients want a number, and MOST is the largest that all of them keep exact.
+    longest = services.model.max_tokens or MOST
+
+    def written() -> Response:
+        return json_response(
+            Tokenized(count=len(tokens), max_model_len=longest, tokens=tokens.tolist(), token_strs=strings)
+        )
+
+    return await services.beside(written)
+
+
+@router.post("/detokenize", tags=["tokens"], summary="Put tokens together", openapi_extra=described(DetokenizeRequest))
+async def detokenize(request: Request) -> Detokenized:
+    """The text of the tokens, with U+FFFD where they are not UTF-8."""
+    asked = Incoming(request)
+    services = asked.services
+    wanted = await asked.json(DetokenizeRequest)
+    services.check_model(wanted.model)
+    tokens = parse_tokens(wanted.tokens, "tokens", "tokens", services.tokeniser.vocab_size)
+    return Detokenized(prompt=await services.tokeniser.text(tokens))
+
+
+# ---- /v1/estimate --------------------------------------------------------------------------------
+
+
+@router.post(
+    "/v1/estimate",
+    tags=["jobs"],
+    summary="Estimate tokens, time, memory and output",
+    openapi_extra=described(EstimateRequest, content={TEXT: ANY_TEXT}),
+)
+async def create_estimate(request: Request) -> Estimate:
+    """Figures for an encoding, or with `max_tokens` for a completion; nothing is started.
+
+    A body of text is the `input`, beside the other fields in the query; it is checked as an encoding would check it.
+    """
+    asked = Incoming(request)
+    services = asked.services
+    is_text = media_type(request, gzip=True) == TEXT
+    wanted = await _with_text(asked) if is_text else await asked.json(EstimateRequest)
+    services.check_model(wanted.model)
+    if wanted.max_tokens is not None:
+        services.check_writes()
+    window = {} if wanted.window is None else {"window": wanted.window}
+    rows = services.rows(EncodingOptions.model_validate({"granularity": wanted.granularity, **window}))
+    return await services.estimates.estimate(await _size(asked, wanted), rows, wanted.max_tokens)
+
+
+async def _with_text(asked: Incoming) -> EstimateRequest:
+    """The query, and the body as `input`; beside `bytes` it may end in the middle of a character.
+
+    Raises: BadRequest, ServiceError (415) for what is not plain text, TooLarge.
+    """
+    options, services = asked.query(EstimateOptions), asked.services
+    hold = services.json_memory.hold(asked.record.holder, asked.record.at_end.append)
+    sample = await asked.body.read_all(services.settings.json_body_bytes, hold)
+    TextCheck(TEXT).push(sample, final=len(sample) >= (options.bytes or 0))
+    text = sample.decode("utf-8", errors="ignore")
+    return EstimateRequest.model_validate({**options.model_dump(), "input": text})
+
+
+async def _size(asked: Incoming, wanted: EstimateRequest) -> Size:
+    """The size that is given in one way.
+
+    Raises: BadRequest for none, or two that may contradict each other; NotFound, TooLarge for a file.
+    """
+    given = [name for name in ("tokens", "file_id", "bytes", "input") if getattr(wanted, name) is not None]
+    if not given:
+        raise BadRequest("send bytes, tokens, input or file_id", code=Code.MISSING_PARAMETER, param="bytes")
+    if given[0] in ("tokens", "file_id") and len(given) > 1:
+        param = "file_id" if "file_id" in given else given[1]
+        raise BadRequest(f"{given[0]} and {given[1]} were given; send one of them", param=param)
+    if wanted.file_id is not None:
+        file = await named_file(asked, wanted.file_id)
+        return Size(size=file.size, text=await _sample(asked.services, file))
+    text = None if wanted.input is None else utf8(wanted.input, "input", "input")
+    if text is not None and wanted.bytes is not None and len(text) > wanted.bytes:
+        raise BadRequest(f"the sample has {len(text)} bytes, and the text {wanted.bytes}", param="bytes")
+    return Size(tokens=wanted.tokens, size=wanted.bytes, text=text)
+
+
+async def _sample(services: Services, file: FileRecord) -> bytes:
+    """All of a short file; of a long one so many pieces at equal distances as a sample is cut into."""
+    if file.size <= SAMPLE_BYTES:
+        begins, length = [0], file.size
+    else:
+        length = SAMPLE_BYTES // PIECES
+        begins = [(file.size - length) * place // (PIECES - 1) for place in range(PIECES)]
+    sample = bytearray()
+    for begin in begins:
+        async with aclosing(services.files.read(file, begin, begin + length)) as pieces:
+            async for piece in pieces:
+                sample += piece
+    return bytes(sample)

@@ -1,0 +1,124 @@
+"""What clients send about documents: encodings, embeddings, tokens, estimates and jobs."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field
+
+from dist_attn_service.schemas.base import (
+    MAX_WINDOW,
+    MOST,
+    Granularity,
+    Input,
+    Pooling,
+    Position,
+    Query,
+    QueryNumber,
+    RowFormatName,
+    digits,
+)
+from dist_attn_service.schemas.completions import Texts
+from dist_attn_service.schemas.neutral_fields import NeutralEmbedding
+
+
+class EmbeddingRequest(NeutralEmbedding, Input):
+    """OpenAI's embeddings request: the mean of the hidden states over each input, or a text encoder's vector of it."""
+
+    model: str | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+
+class TokenizeRequest(Input):
+    """A text to be cut into tokens; a text never becomes a special token, so there are none to add."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Input):
+    """Tokens to be put together again."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+
+
+class EncodingOptions(Query):
+    """Which rows to return; in the query of any request, or in a JSON body."""
+
+    model: str | None = None
+    granularity: Granularity = "window"
+    window: Annotated[int, BeforeValidator(digits)] = Field(
+        default=512, ge=1, le=MAX_WINDOW, description="tokens per row"
+    )
+    pooling: Pooling = "mean"
+    format: RowFormatName = "ndjson"
+    from_row: QueryNumber = Field(
+        default=0, description="leave out the rows before this one, which are computed all the same"
+    )
+
+
+class EncodingRequest(EncodingOptions):
+    """The JSON form of an encoding: a text, or a file that was uploaded; a long text is better sent as the body."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    input: str | None = None
+    file_id: str | None = Field(default=None, description="a file in place of `input`")
+
+
+class EstimateRequest(Input):
+    """Work that somebody thinks of: its size in one of five ways, and what is asked of it.
+
+    `input` alone is the whole text; beside `bytes` it is a sample of a text of that size. `file_id` is a file of the
+    caller: a short one is counted, of a long one samples are.
+    """
+
+    model: str | None = None
+    input: str | None = Field(default=None, description="the text, or beside `bytes` a sample of it")
+    file_id: str | None = Field(default=None, description="a file in place of `input` and `bytes`")
+    bytes: Position | None = Field(default=None, description="size of the text")
+    tokens: Position | None = Field(default=None, description="size in tokens")
+    granularity: Granularity = "window"
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row; default as in encodings")
+    max_tokens: int | None = Field(default=None, ge=1, le=MOST, description="of a completion; left out: an encoding")
+
+
+class JobRequest(Input):
+    """Work that outlives its connection: the encoding of `input` or of a file, or a completion."""
+
+    model: str | None = None
+    input: str | None = Field(default=None, description="the text of an encoding")
+    file_id: str | None = Field(default=None, description="a file in place of `input`")
+    granularity: Granularity | None = None
+    window: int | None = Field(default=None, ge=1, le=MAX_WINDOW, description="tokens per row")
+    pooling: Pooling | None = None
+    completion: dict[str, Any] | None = Field(
+        default=None, description="the body of a request to /v1/completions, without stream"
+    )
+
+
+class EstimateOptions(Query):
+    """The same beside a body of text, which is the `input`."""
+
+    model: str | None = None
+    bytes: QueryNumber | None = None
+    granularity: Granularity = "window"
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW), BeforeValidator(digits)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=MOST), BeforeValidator(digits)] | None = None
+
+
+class EventOptions(Query):
+    """Which events: those behind number `after`."""
+
+    after: QueryNumber = 0
+
+
+class ResultOptions(Query):
+    """How the rows of a job are sent, and from which on."""
+
+    format: RowFormatName | None = None
+    from_row: QueryNumber = 0

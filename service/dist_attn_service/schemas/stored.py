@@ -1,0 +1,113 @@
+"""What clients send about what is kept: sessions, and files and uploads in OpenAI's shapes."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from dist_attn_service.schemas.base import Input, Position, Query, QueryNumber, digits
+from dist_attn_service.schemas.completions import DrawingOptions, HowSoon
+
+MetadataKey = Annotated[str, Field(min_length=1, max_length=64)]
+MetadataValue = Annotated[str, Field(max_length=512)]
+
+
+class _NewSession(Input):
+    name: Annotated[str, Field(max_length=256)] | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = None
+    ttl_seconds: Annotated[float, Field(ge=1)] | None = None
+
+
+class CreateSession(_NewSession):
+    """What a new session is called, and how long it lives when nobody uses it."""
+
+    model: str | None = None
+
+
+class ForkSession(_NewSession):
+    """Where a fork begins, which must be a checkpoint; without a position where the session stands."""
+
+    position: Position | None = None
+
+
+class StateOptions(Query):
+    """Which state: that of a checkpoint, or the newest."""
+
+    position: QueryNumber | None = None
+
+
+class AppendOptions(Query):
+    """Where the caller thinks the session stands; in the query of any append, or in a JSON body."""
+
+    expected_position: QueryNumber | None = None
+
+
+class AppendRequest(HowSoon, Input):
+    """The JSON form of an append; for long texts send the text itself as the body."""
+
+    input: str
+    expected_position: Position | None = None
+
+
+class GenerateRequest(DrawingOptions, Input):
+    """How the model goes on with the text of a session; the options are those of completions."""
+
+    expected_position: Position | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+
+# ---- files and uploads -------------------------------------------------------------------------
+
+
+FilePurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+MOST_LISTED = 10_000
+HOUR, MONTH = 3600, 2_592_000
+
+
+def _printable(text: str) -> str:
+    """A name is shown in lists and headers: nothing in it may end a line, and UTF-8 must be able to say it."""
+    if any(
+        ord(character) < 32 or 0x7F <= ord(character) < 0xA0 or 0xD800 <= ord(character) < 0xE000 for character in text
+    ):
+        raise ValueError("it holds control characters, or half of a surrogate pair")
+    return text
+
+
+Printable = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
+
+
+class ExpiresAfter(Input):
+    """When a file is to end: so many seconds after it is made."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=HOUR, le=MONTH)]
+
+
+class UploadRequest(Input):
+    """An upload of so many bytes, which then come as parts or by PATCH."""
+
+    bytes: Annotated[int, Field(ge=0)]
+    filename: Printable
+    mime_type: Printable
+    purpose: FilePurpose
+    expires_after: ExpiresAfter | None = None
+    session_id: Annotated[str, Field(max_length=100)] | None = Field(
+        default=None, description="a session that is fed with it while it arrives, by PATCH"
+    )
+    expected_position: Position | None = Field(default=None, description="where that session must stand")
+
+
+class CompleteUploadRequest(Input):
+    """The parts of a file in their order; `md5` of the whole in hex, if it is to be compared."""
+
+    part_ids: Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
+    md5: Annotated[str, Field(pattern="^[0-9a-fA-F]{32}$")] | None = None
+
+
+class FileListOptions(Query):
+    """Which files to list; in the query."""
+
+    after: str | None = None
+    limit: Annotated[int, Field(ge=1, le=MOST_LISTED), BeforeValidator(digits)] = MOST_LISTED
+    order: Literal["asc", "desc"] = "desc"
+    purpose: FilePurpose | None = None
