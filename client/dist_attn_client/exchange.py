@@ -227,12 +227,12 @@ def _checked(headers: dict[str, str]) -> dict[str, str]:
 
 
 async def _all(answer: Answer, attempts: Attempts) -> bytes:
-    found = []
+    body = []
     async with aclosing(answer.pieces()) as pieces:
         async for piece in pieces:
             attempts.left_s()
-            found.append(piece)
-    return b"".join(found)
+            body.append(piece)
+    return b"".join(body)
 
 
 def _decoded(body: bytes, kind: type[T], call: Call) -> T:

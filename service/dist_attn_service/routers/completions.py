@@ -93,9 +93,9 @@ class _AnswerForm(ABC):
 
     def event(self, choices: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
         """An event: more of some choices, and what else it tells of that is not None."""
-        told = {name: value for name, value in more.items() if value is not None}
+        extra = {name: value for name, value in more.items() if value is not None}
         head = {"id": self.prepared.id, "object": self.event_object, "created": self.prepared.created}
-        return {**head, "model": self.model, "choices": choices, **told}
+        return {**head, "model": self.model, "choices": choices, **extra}
 
     def openings(self) -> Iterable[Any]:
         """The choices of the events before any text."""

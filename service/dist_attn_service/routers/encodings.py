@@ -110,7 +110,7 @@ class Preference:
 def preference_of(headers: Headers) -> Preference:
     """The preferences of a request; those that nobody knows mean nothing."""
     words = [word.split(";")[0].strip().lower() for line in headers.getlist("prefer") for word in line.split(",")]
-    waits = [int(found[1]) for word in words if (found := _WAIT.fullmatch(word))]
+    waits = [int(match[1]) for word in words if (match := _WAIT.fullmatch(word))]
     return Preference("respond-async" in words, waits[0] if waits else None)
 
 

@@ -147,12 +147,12 @@ async def _size(asked: Incoming, wanted: EstimateRequest) -> Size:
 
     Raises: BadRequest for none, or two that may contradict each other; NotFound, TooLarge for a file.
     """
-    given = [name for name in ("tokens", "file_id", "bytes", "input") if getattr(wanted, name) is not None]
-    if not given:
+    sizes = [name for name in ("tokens", "file_id", "bytes", "input") if getattr(wanted, name) is not None]
+    if not sizes:
         raise BadRequest("send bytes, tokens, input or file_id", code=Code.MISSING_PARAMETER, param="bytes")
-    if given[0] in ("tokens", "file_id") and len(given) > 1:
-        param = "file_id" if "file_id" in given else given[1]
-        raise BadRequest(f"{given[0]} and {given[1]} were given; send one of them", param=param)
+    if sizes[0] in ("tokens", "file_id") and len(sizes) > 1:
+        param = "file_id" if "file_id" in sizes else sizes[1]
+        raise BadRequest(f"{sizes[0]} and {sizes[1]} were given; send one of them", param=param)
     if wanted.file_id is not None:
         file = await named_file(asked, wanted.file_id)
         return Size(size=file.size, text=await _sample(asked.services, file))

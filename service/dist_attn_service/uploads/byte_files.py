@@ -329,7 +329,7 @@ async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes
     Raises: what the body raises; ServiceError (409) when somebody else is to go on, or what is written to was deleted.
     """
     chunks = body.chunks()
-    looked = time.monotonic()
+    checked_at = time.monotonic()
     waiting: asyncio.Future[bytes] | None = None
     try:
         while True:
@@ -339,9 +339,9 @@ async def arriving(body: RequestBody, writer: BlobWriter) -> AsyncIterator[bytes
                 await _make_way(writer)
             if not (chunk := waiting.result()):
                 return
-            if time.monotonic() - looked > QUIET_SECONDS:
+            if time.monotonic() - checked_at > QUIET_SECONDS:
                 await _make_way(writer)
-                looked = time.monotonic()
+                checked_at = time.monotonic()
             yield chunk
     finally:
         if waiting is not None and not waiting.done():

@@ -1,6 +1,8 @@
 """multipart/form-data while it arrives: fields and their bytes, wherever the stream is cut; strict and bounded.
 
 Reference: RFC 7578 over RFC 2046 section 5.1, without preamble, epilogue and nested parts, which clients do not send.
+python-multipart, which Starlette can use, takes a body that ends before its last boundary, what follows that, and any
+number of fields, and its errors name places of bytes: a file that broke off would be kept for whole.
 """
 
 import re
@@ -59,8 +61,8 @@ def boundary_of(content_type: str) -> bytes:
 
     Raises: BadRequest when there is none, or none that RFC 2046 allows.
     """
-    found = _BOUNDARY.search(content_type)
-    boundary = (found[1] if found[1] is not None else found[2]) if found else ""
+    match = _BOUNDARY.search(content_type)
+    boundary = (match[1] if match[1] is not None else match[2]) if match else ""
     if not _BOUNDARY_CHARACTERS.fullmatch(boundary):
         raise BadRequest(
             f"the boundary {boundary[:80]!r} of the multipart body is not one; needed are 1 to 70 characters, as every "
@@ -175,11 +177,11 @@ def _field(head: bytes) -> FieldStart:
         raise _broken("the head of a field is not UTF-8") from None
     headers: dict[str, str] = {}
     for line in lines:
-        found = _HEADER.fullmatch(line)
-        if found is None:
+        match = _HEADER.fullmatch(line)
+        if match is None:
             raise _broken(f"{line[:80]!r} is no header of a field")
-        if headers.setdefault(found[1].lower(), found[2]) != found[2]:
-            raise _broken(f"a field has {found[1][:80]} twice")
+        if headers.setdefault(match[1].lower(), match[2]) != match[2]:
+            raise _broken(f"a field has {match[1][:80]} twice")
     if headers.get("content-transfer-encoding", "binary").lower() not in ("binary", "8bit", "7bit"):
         raise _broken("a field has a Content-Transfer-Encoding; send its bytes as they are")
     parameters = _disposition(headers.get("content-disposition", ""))
@@ -194,15 +196,15 @@ def _disposition(value: str) -> dict[str, str]:
     if kind.lower() != "form-data":
         raise _broken("a field has no Content-Disposition: form-data")
     while at < len(value.rstrip()):
-        found = _PARAMETER.match(value, at)
-        if found is None or found[1].lower() in parameters:
+        match = _PARAMETER.match(value, at)
+        if match is None or match[1].lower() in parameters:
             raise _broken(f"{value[:80]!r} is no Content-Disposition of a form")
-        text = found[2]
+        text = match[2]
         if text.startswith('"'):
             # Browsers write a quote as %22, older clients as \"; a backslash before anything else is itself.
             text = text[1:-1].replace('\\"', '"').replace("%22", '"')
-        parameters[found[1].lower()] = text
-        at = found.end()
+        parameters[match[1].lower()] = text
+        at = match.end()
     return parameters
 
 

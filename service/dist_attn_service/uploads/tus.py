@@ -25,10 +25,10 @@ def check_version(headers: Mapping[str, str]) -> None:
 
     Raises: ServiceError (412) for another one.
     """
-    given = headers.get(RESUMABLE, VERSION)
-    if given != VERSION:
+    version = headers.get(RESUMABLE, VERSION)
+    if version != VERSION:
         raise ServiceError(
-            f"{RESUMABLE} is {given[:40]!r}; this service speaks {VERSION}",
+            f"{RESUMABLE} is {version[:40]!r}; this service speaks {VERSION}",
             code=Code.INVALID_VALUE,
             status=412,
             param=RESUMABLE,
@@ -56,16 +56,16 @@ def parse_metadata(value: str) -> dict[str, str]:
     """
     if len(value) > METADATA_BYTES:
         raise _no_metadata(f"it has {len(value)} characters, and may have {METADATA_BYTES}")
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for pair in filter(None, (part.strip(" ") for part in value.split(","))):
         key, _, coded = pair.partition(" ")
-        if not re.fullmatch(r"[\x21-\x7e]+", key) or key in found:
+        if not re.fullmatch(r"[\x21-\x7e]+", key) or key in values:
             raise _no_metadata(f"{key[:40]!r} is no key, or is given twice")
         try:
-            found[key] = base64.b64decode(coded.strip(" "), validate=True).decode("utf-8")
+            values[key] = base64.b64decode(coded.strip(" "), validate=True).decode("utf-8")
         except (binascii.Error, ValueError):
             raise _no_metadata(f"the value of {key[:40]!r} is not base64 of UTF-8") from None
-    return found
+    return values
 
 
 def http_date(moment: float) -> str:
