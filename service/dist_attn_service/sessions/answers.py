@@ -28,7 +28,6 @@ from dist_attn_service.http.exchange import RequestBody, ResponseWriter
 _KEY = re.compile(r"[\x21\x23-\x7e]{1,256}")
 _TAG = re.compile(r'\s*(W/)?"([\x21\x23-\x7e]*)"\s*(?:,|$)')
 _DIGEST = re.compile(r"(?:^|,)\s*sha-256\s*=\s*:([A-Za-z0-9+/=]{0,128}):\s*(?:;[^,]*)?(?=,|$)")
-NO_RETRY = {"x-should-retry": "false"}  # the official client would send a 409 or 429 again by itself
 
 
 def entity_tag(digest: str) -> str:
