@@ -1,9 +1,11 @@
 """The loop of an encoding: rank 0's tokens to every rank, hidden states there, the pieces of rows back to rank 0."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol, final
+from dataclasses import astuple, dataclass
+from operator import add
+from typing import final
 
 import numpy as np
 import torch
@@ -21,26 +23,23 @@ from dist_attn.wire.rank_messages import RowPieces
 from dist_attn.wire.specs import MODEL_POOLING
 
 
-class BlockReader(Protocol):
+class BlockReader(ABC):
     """Reads a text block by block; blocks end at multiples of `grain` or at the end of the text."""
 
-    @property
-    def grain(self) -> int: ...
+    grain: int
+    dim: int
 
-    @property
-    def dim(self) -> int: ...
-
+    @abstractmethod
     def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
         """The pieces of rows in this rank's part of the block that begins at `position`; all ranks have the block."""
-        ...
 
     def carry_bytes(self) -> int:
-        """What this rank contributed to the exchange of states for the last block."""
-        ...
+        """What this rank contributed to the exchange of states for the last block: nothing where no state goes on."""
+        return 0
 
 
 @final
-class StreamReader:
+class StreamReader(BlockReader):
     """One stream through a language model: the state goes on from block to block."""
 
     grain = GRAIN
@@ -73,7 +72,7 @@ class StreamReader:
 
 
 @final
-class SequenceReader:
+class SequenceReader(BlockReader):
     """Sequences through a text encoder: each lies on one rank, and ranks exchange nothing.
 
     Raises: InputError where the same bytes are asked for on any number of ranks: how many sequences a rank multiplies
@@ -95,13 +94,9 @@ class SequenceReader:
             return RowPieces(0, [], [], b"")
         return read_sequences(self._model, tokens_T[start:stop], position + start, 0, self._spec)
 
-    def carry_bytes(self) -> int:
-        """Nothing."""
-        return 0
-
 
 @final
-class WholeReader:
+class WholeReader(BlockReader):
     """Sequences of up to `max_tokens` through a million-scale model: each lies over all ranks, and stands alone.
 
     Raises: InputError where the same bytes are asked for on any number of ranks: rows come from sums in another order.
@@ -120,10 +115,6 @@ class WholeReader:
         ops = ShardedSequenceOps(self._comm, layout)
         h_BLD = self._model.hidden(tokens_T[None, start:stop], ops)
         return reduce_to_pieces(h_BLD[0], position + start, 0, self._spec)
-
-    def carry_bytes(self) -> int:
-        """Nothing: no state goes on."""
-        return 0
 
 
 def _carry_bytes(comm: Communicator, exchange: Algorithm, deterministic: bool) -> int:
@@ -155,12 +146,7 @@ class Seconds:
     handing: float = 0.0
 
     def __add__(self, other: "Seconds") -> "Seconds":
-        return Seconds(
-            self.compute + other.compute,
-            self.exchange + other.exchange,
-            self.text + other.text,
-            self.handing + other.handing,
-        )
+        return Seconds(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True)

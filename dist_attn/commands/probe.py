@@ -7,7 +7,6 @@ waits for it knows how far it came, whatever happens to it then.
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,14 +14,11 @@ import msgspec
 
 from dist_attn.commands.machine import Finding, broken, missing, ok
 from dist_attn.commands.tables import byte_size, duration
-from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, read_own
+from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, machine_speeds, read_own
 from dist_attn.launchers import is_first_rank
 
 __all__ = ["ADVICE", "OPTIONAL", "ProbeSettings", "findings_in"]
 
-MATMUL_SIZE = 1024
-MATMUL_S = 0.4
-COPY_BYTES = 64 << 20
 ROUNDS = 21
 WARM_UP_ROUNDS = 3
 ERROR_CHARACTERS = 500
@@ -126,11 +122,7 @@ def check_matmul(_: ProbeSettings) -> Finding:
     """How fast this process multiplies float32 matrices and copies memory."""
     import torch
 
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
-    rate = 2 * MATMUL_SIZE**3 / statistics.median(_times(lambda: a @ b, MATMUL_S))
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    moved = 2 * COPY_BYTES / statistics.median(_times(lambda: target.copy_(source), MATMUL_S / 4))
+    rate, moved = machine_speeds()
     threads = torch.get_num_threads()
     detail = (
         f"{rate / 1e9:.0f} GFLOP/s in float32 products with {threads} thread{'s' if threads > 1 else ''}, "
@@ -193,17 +185,6 @@ def _gather_times(settings: ProbeSettings) -> list[float]:
     """Seconds of each all-gather; both ranks call this."""
     with join_trial(settings) as comm:
         return gather_times(comm, settings.message_bytes, rounds=ROUNDS, warm_up=WARM_UP_ROUNDS)
-
-
-def _times(work: Callable[[], object], at_most_s: float) -> list[float]:
-    """Seconds of each run of `work`, at least three after one that is not counted, until the time is spent."""
-    work()
-    times: list[float] = []
-    while len(times) < 3 or sum(times) < at_most_s:
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return times
 
 
 if __name__ == "__main__":

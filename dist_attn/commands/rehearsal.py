@@ -8,13 +8,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, read_own, run_trial
+from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, machine_speeds, read_own, run_trial
 from dist_attn.control.settings import threads_for
 from dist_attn.costs import LanguageModelCosts, Link, Rates
 from dist_attn.errors import EngineError, MissingExtraError, extra_hint
@@ -23,7 +23,6 @@ from dist_attn.launchers import find_mpiexec, lacks_for_mpi
 if TYPE_CHECKING:
     import numpy as np
 
-    from dist_attn.comm import Communicator
     from dist_attn.text import Tokeniser
 
 __all__ = ["RehearsalSettings", "measured_rates"]
@@ -31,8 +30,6 @@ __all__ = ["RehearsalSettings", "measured_rates"]
 READ_S = 5.0
 WARM_UP_BLOCKS = 1
 TEXT_BYTES = 1 << 18  # as much as `encode` reads at once
-MATMUL_S = 0.3
-MATMUL_SIZE = 768
 GATHERS = 20
 WARM_UP_GATHERS = 5
 SMALL_MESSAGE_BYTES = 1024
@@ -161,7 +158,7 @@ def _run(settings: RehearsalSettings) -> None:
         def gather(size: int) -> float:
             return statistics.median(gather_times(comm, size, rounds=GATHERS, warm_up=WARM_UP_GATHERS))
 
-        own = [text_rate, *_speeds(comm), *map(gather, (SMALL_MESSAGE_BYTES, settings.message_bytes))]
+        own = [text_rate, *machine_speeds(comm.barrier), *map(gather, (SMALL_MESSAGE_BYTES, settings.message_bytes))]
         of_all = comm.all_gather(torch.tensor(own, dtype=torch.float64)).median(dim=0).values.tolist()
         first = comm.rank == 0
     if first:
@@ -192,26 +189,6 @@ def _blocks(tokens: "np.ndarray", settings: RehearsalSettings) -> Iterator["np.n
             until = time.perf_counter() + settings.read_s
         yield np.take(tokens, range(at * size, (at + 1) * size), mode="wrap")
         at += 1
-
-
-def _speeds(comm: "Communicator") -> list[float]:
-    """Operations per second in a matrix product, and bytes read and written per second in a copy, all ranks at once."""
-    import torch
-
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
-    source = torch.zeros(32 << 20, dtype=torch.uint8)
-    target = torch.empty_like(source)
-
-    def per_second(work: Callable[[], object]) -> float:
-        work()
-        comm.barrier()
-        began, times = time.perf_counter(), 0
-        while time.perf_counter() - began < MATMUL_S:
-            work()
-            times += 1
-        return times / (time.perf_counter() - began)
-
-    return [2 * MATMUL_SIZE**3 * per_second(lambda: a @ b), 2 * len(source) * per_second(lambda: target.copy_(source))]
 
 
 if __name__ == "__main__":

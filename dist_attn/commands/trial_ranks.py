@@ -5,7 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dist_attn.comm import Communicator
 
 END_S = 10.0
+MATMUL_SIZE, COPY_BYTES, SPEED_S = 768, 32 << 20, 0.3
 POLL_S = 0.05
 
 
@@ -112,6 +113,29 @@ def gather_times(comm: "Communicator", size: int, *, rounds: int, warm_up: int) 
         comm.all_gather(message)
         seconds.append(time.perf_counter() - began)
     return seconds[warm_up:]
+
+
+def machine_speeds(together: Callable[[], object] = lambda: None) -> list[float]:
+    """Operations per second in a product of float32 matrices, and bytes read and written per second in a copy.
+
+    Ranks that meet in `together` are timed at once.
+    """
+    import torch
+
+    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+
+    def per_second(work: Callable[[], object]) -> float:
+        work()
+        together()
+        began, times = time.perf_counter(), 0
+        while time.perf_counter() - began < SPEED_S:
+            work()
+            times += 1
+        return times / (time.perf_counter() - began)
+
+    return [2 * MATMUL_SIZE**3 * per_second(lambda: a @ b), 2 * COPY_BYTES * per_second(lambda: target.copy_(source))]
 
 
 def _commands(module: str, settings: TrialSettings) -> list[list[str]]:
