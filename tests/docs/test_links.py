@@ -37,3 +37,10 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         elif fragment and target.suffix == ".md" and fragment not in anchors(target):
             wrong.append(f"{url} has no heading #{fragment}")
     assert wrong == []
+
+
+def test_every_named_result_is_filed() -> None:
+    """Each filed result that a page names in backticks, which the site makes a link of, is there."""
+    named = {name for page in pages() for name in re.findall(r"`(benchmarks/results/[\w-]+\.json)`", page.read_text())}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (ROOT / name).is_file()] == []
