@@ -80,39 +80,6 @@ def test_linear_attention_for_any_cut(lengths, causal, gate, scale, state):
     _check_attention("simulated", tuple(lengths), causal, gate, scale, state)
 
 
-def _convolve(comm: Communicator | None, x: torch.Tensor, w: torch.Tensor, lengths: tuple[int, ...], mode: str):
-    layout = SequenceLayout.from_lengths(lengths)
-    start, stop = (0, layout.total) if comm is None else layout.range(comm.rank)
-    ops = LocalSequenceOps() if comm is None else ShardedSequenceOps(comm, layout)
-    x, w = x[:, start:stop].clone().requires_grad_(), w.clone().requires_grad_()
-    tail = torch.ones(2, w.shape[0] - 1, 3, dtype=torch.float64, requires_grad=True)
-    if mode == "streaming":
-        y, after = ops.convolve_streaming(x, w, tail)
-    else:
-        y, after = ops.convolve(x, w, centred=mode == "centred"), torch.zeros(1, dtype=torch.float64)
-    weights = torch.arange(start, stop, dtype=torch.float64)[None, :, None]
-    (y * weights).sum().backward()
-    zero = torch.zeros_like(tail)
-    return y.detach(), after.detach(), x.grad, w.grad, zero if tail.grad is None else tail.grad
-
-
-@pytest.mark.parametrize("mode", ["causal", "centred", "streaming"])
-@pytest.mark.parametrize("taps", [1, 2, 6])
-@pytest.mark.parametrize("lengths", LENGTHS[:5])
-def test_convolution(lengths, taps, mode):
-    """The convolution equals one rank's, halos wider than a slice, gradients and the tail on every rank included."""
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(2, sum(lengths), 3, generator=g, dtype=torch.float64)
-    w = torch.randn(taps, 3, generator=g, dtype=torch.float64)
-    want = _convolve(None, x, w, lengths, mode)
-    ranks = run_simulated(partial(_convolve, x=x, w=w, lengths=lengths, mode=mode), len(lengths))
-    assert_close(torch.cat([r[0] for r in ranks], 1), want[0])
-    assert all(torch.equal(r[1], want[1]) for r in ranks)
-    assert_close(torch.cat([r[2] for r in ranks], 1), want[2], kind="gradient")
-    assert_close(torch.stack([r[3] for r in ranks]).sum(0), want[3], kind="gradient")
-    assert_close(torch.stack([r[4] for r in ranks]).sum(0), want[4], kind="gradient")
-
-
 def test_the_tail_of_a_convolution_owns_its_memory():
     """The tail that a state keeps does not hold on to the other ranks' halos."""
     layout = SequenceLayout.from_lengths([5, 4])
