@@ -46,9 +46,10 @@ def test_an_encoding_returns_every_row_in_order(client, total, window, pooling):
     hidden = fake_hidden(tokens, 0)
     starts = list(range(0, total, window))
     assert (request.starts, request.stops) == (starts, [min(total, start + window) for start in starts])
-    for start, stop, row in zip(request.starts, request.stops, request.rows, strict=True):
-        wanted = hidden[start:stop].mean(0, dtype=np.float64) if pooling == "mean" else hidden[stop - 1]
-        np.testing.assert_array_equal(row, wanted.astype(np.float32))
+    stops = np.array(request.stops)
+    sums = np.add.reduceat(hidden, starts, dtype=np.float64)  # of small whole numbers, so exact in any order
+    wanted = sums / (stops - starts)[:, None] if pooling == "mean" else hidden[stops - 1]
+    np.testing.assert_array_equal(request.rows, wanted.astype(np.float32))
     assert (request.done.position, request.done.rows) == (total, len(starts))
 
 
