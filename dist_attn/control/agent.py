@@ -30,8 +30,6 @@ from dist_attn.wire.messages import PROTOCOL_VERSION
 from dist_attn.wire.rank_messages import Ping
 from dist_attn.wire.sockets import Dealer, agent_identity
 
-__all__ = ["run_agent"]
-
 HELLO_S = 1.0
 TURN_S = 0.2
 SEND_S = 1.0

@@ -25,8 +25,6 @@ from dist_attn.wire.agent_messages import (
 from dist_attn.wire.messages import PROTOCOL_VERSION, AnyMessage, RankStatus
 from dist_attn.wire.rank_messages import Heartbeat, RankFailed, RankHello
 
-__all__ = ["Outlet", "Phase", "RankGroup"]
-
 PROBE_S = 0.5  # how often it is seen whether the agents can still be reached; gone twice means dead
 EVIDENCE_S = 0.3  # after the first sign of a failure: who died shows a moment after who noticed it
 CLEAR_DEADLINE_S = 10.0

@@ -14,8 +14,6 @@ from dist_attn.control.ranks import child_environment
 from dist_attn.control.settings import ControlSettings
 from dist_attn.errors import EngineError
 
-__all__ = ["EngineHandle", "start_engine"]
-
 LISTEN_DEADLINE_S = 60.0
 STOP_MARGIN_S = 3.0
 

@@ -13,8 +13,6 @@ from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.choices import WeightPrecision
 
-__all__ = ["check_before_start", "check_weights_fit"]
-
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 

@@ -25,8 +25,6 @@ from dist_attn.wire.curve import ServerKeys, admit_listed
 from dist_attn.wire.messages import AnyMessage
 from dist_attn.wire.sockets import Router, Sent, agent_identity
 
-__all__ = ["run_controller"]
-
 TURN_S = 0.02  # while requests are open
 IDLE_TURN_S = 0.2
 AGENT_START_S = 60.0  # until its first hello

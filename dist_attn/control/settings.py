@@ -20,8 +20,6 @@ from dist_attn.wire.choices import LogLevel
 from dist_attn.wire.curve import check_exposure
 from dist_attn.wire.sockets import check_address
 
-__all__ = ["ControlSettings", "threads_for"]
-
 AGENT_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 

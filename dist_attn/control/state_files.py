@@ -13,8 +13,6 @@ import structlog
 from dist_attn.control.processes import is_alive
 from dist_attn.store.private import make_private
 
-__all__ = ["PART_BYTES", "StateFiles", "StateKeeper"]
-
 PART_BYTES = 4 << 20
 PREFIX = "dist-attn-states-"
 

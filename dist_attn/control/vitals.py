@@ -10,8 +10,6 @@ from dist_attn.wire.agent_messages import (
 from dist_attn.wire.messages import RankStatus
 from dist_attn.wire.rank_messages import Heartbeat, RankHello
 
-__all__ = ["RankVitals", "name_culprit", "name_ending"]
-
 
 @dataclass
 class RankVitals:

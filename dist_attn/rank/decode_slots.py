@@ -25,8 +25,6 @@ from dist_attn.ops import current_watch
 from dist_attn.wire.messages import SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, RequestFault
 
-__all__ = ["SLOTS", "DecodeSlots"]
-
 SLOTS = 8
 """Sequences per batch, empty slots included: matmuls over fewer rows give other bits."""
 

@@ -45,8 +45,6 @@ from dist_attn.wire.rank_messages import (
 )
 from dist_attn_api.codes import Code
 
-__all__ = ["ModelExecutor", "open_executor"]
-
 
 @dataclass
 class _Prefilling:

@@ -10,8 +10,6 @@ from dist_attn.rank_link.rows import piece_edges
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
 
-__all__ = ["reduce_to_pieces", "score_pieces"]
-
 SCORED_AT_ONCE = 64  # tokens whose logits are there at the same time; it divides the grid on which ranks are cut
 
 

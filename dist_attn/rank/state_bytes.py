@@ -15,8 +15,6 @@ from dist_attn.models import LanguageModel, ModelState
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.snapshot import read_snapshot
 
-__all__ = ["snapshot_bytes", "read_state", "state_size", "state_of_snapshot", "write_state"]
-
 
 def state_size(model: LanguageModel) -> int | None:
     """Bytes of a request's state; None where it grows with the text.

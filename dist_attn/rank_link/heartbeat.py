@@ -21,8 +21,6 @@ from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.rank_messages import Heartbeat
 from dist_attn.wire.sockets import Dealer, beat_identity
 
-__all__ = ["HeartbeatThread", "Pulse"]
-
 EXIT_CODE_SILENCE = 3
 
 

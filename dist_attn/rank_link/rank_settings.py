@@ -9,8 +9,6 @@ from dist_attn.errors import ConfigError
 from dist_attn.launchers import read_launch
 from dist_attn.settings import FlagSettings, RankTerms
 
-__all__ = ["RankSettings", "rank_from_environment"]
-
 
 class RankSettings(FlagSettings, RankTerms):
     """One rank of one epoch."""

@@ -14,17 +14,6 @@ from dist_attn.errors import WireError
 from dist_attn.wire.messages import RowSpec
 from dist_attn.wire.rank_messages import RowPieces
 
-__all__ = [
-    "GRAIN",
-    "SCORE_ROWS",
-    "RowAssembler",
-    "RowBatch",
-    "piece_edges",
-    "row_length",
-    "score_width",
-    "sequence_length",
-]
-
 GRAIN = 512  # tokens; the canonical grid of blocks, of rank slices and of row pieces
 
 SCORE_ROWS = RowSpec("token", pooling="last")

@@ -10,8 +10,6 @@ import os
 import signal
 import sys
 
-__all__ = ["adopt_orphans", "die_with_parent", "parent_is_gone"]
-
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 

@@ -15,9 +15,8 @@ from typing import TypeVar, final
 import aiosqlite
 
 from dist_attn.errors import CatalogueDamagedError, StateDamagedError, StorageError
-from dist_attn.store.blobs import PIECE_BYTES, Blobs
+from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
 from dist_attn.store.private import make_private, private_opener, sync_folder
-from dist_attn.store.records import BufferedTransaction, Records, RecordView
 
 T = TypeVar("T")
 

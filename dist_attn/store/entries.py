@@ -19,8 +19,7 @@ from typing import ClassVar
 
 import msgspec
 
-from dist_attn.store.ledger import Record, Sums, moment, of_tenant
-from dist_attn.store.owner import has_died
+from dist_attn.store.ledger import Record, Sums, has_died, moment, of_tenant
 
 
 class StoreLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -6,8 +6,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
 from typing import TypeVar, final
 
 from dist_attn.errors import StateDamagedError, StorageError
-from dist_attn.store.blobs import PIECE_BYTES, Blobs
-from dist_attn.store.records import BufferedTransaction, Records, RecordView
+from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
 
 T = TypeVar("T")
 

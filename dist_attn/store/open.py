@@ -1,17 +1,28 @@
-"""What an address names: a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
+"""Opening a store of states: what an address names, and the store as a whole.
 
-This is the one place that knows all kinds. Records and blobs have an address each, which may be the same.
+An address is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`. This is the one place that knows all kinds.
+Records and blobs have an address each, which may be the same.
 """
 
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self, final
 
 from dist_attn.errors import ConfigError, StorageError
-from dist_attn.store.blobs import Blobs
-from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords
+from dist_attn.store.disk import CATALOGUE, SNAPSHOTS, DiskBlobs, DiskRecords, has_records
+from dist_attn.store.entries import StoreLimits, Usage
+from dist_attn.store.ledger import unknown_beside
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
-from dist_attn.store.records import Records
+from dist_attn.store.ports import Blobs, Records
+from dist_attn.store.prefixes import Prefixes
 from dist_attn.store.redis import RedisBlobs, RedisRecords, connect
+from dist_attn.store.sessions import Sessions
+from dist_attn.store.snapshots import Snapshots
+from dist_attn.store.state_ledger import Place
+from dist_attn.store.upkeep import Upkeep
 
 NAMESPACE = "dist-attn"
 
@@ -69,3 +80,90 @@ def lost_catalogue(place: object, contents: str, name: str = "", way_back: str =
         f"{place} holds {contents}, and their catalogue{name and f' {name}'} is not there or empty; put a backup of it "
         f"in its place{way_back}; to begin without them move the folder away"
     )
+
+
+@final
+class StateStore:
+    """One store; opened by `open_store`, closed by `close` or as a context."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.limits = place.limits
+        self.upkeep = Upkeep(place)
+        self.snapshots = Snapshots(place, self.upkeep)
+        self.sessions = Sessions(place)
+        self.prefixes = Prefixes(place)
+
+    @staticmethod
+    async def over(
+        records: Records,
+        blobs: Blobs,
+        limits: StoreLimits | None = None,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> "StateStore":
+        """A store over any place, put in order first.
+
+        Raises: StorageError.
+        """
+        store = StateStore(await Place.open(records, blobs, limits or StoreLimits(), clock, monotonic))
+        await store.upkeep.repair()
+        return store
+
+    async def totals(self) -> Usage:
+        """How much is kept for all callers together.
+
+        Raises: StorageError.
+        """
+        return await self._place.change(lambda ledger: ledger.used())
+
+    async def close(self) -> None:
+        """Let go of the place; all that was kept stays."""
+        await self._place.blobs.close()
+        await self._place.records.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+async def open_store(
+    address: str, limits: StoreLimits | None = None, *, blobs: str = "", clock: Callable[[], float] = time.time
+) -> StateStore:
+    """The store whose records are at an address and whose states are at `blobs`, or there too.
+
+    Each is a folder, `redis://HOST:PORT/DB` (rediss, unix), or `memory:`.
+
+    Raises: StorageError when it cannot be opened, or holds states without their catalogue; MissingExtraError when
+        redis-py is needed and not there; ConfigError for an address of another kind.
+    """
+    states = open_blobs(blobs or address)
+
+    async def count() -> int:
+        return len([name async for name in states.names()])
+
+    async with AsyncExitStack() as opened:
+        opened.push_async_callback(states.close)
+        # Before SQLite sees it, and makes one: a new catalogue would take the states for bytes that nobody needs.
+        if kind_of(address) == "folder" and not has_records(Path(address) / CATALOGUE) and (number := await count()):
+            raise _without_catalogue(address, blobs, number)
+        records = await open_records(address)
+        opened.push_async_callback(records.close)
+        if number := await unknown_beside(records, count):
+            raise _without_catalogue(address, blobs, number)
+        store = await StateStore.over(records, states, limits, clock)
+        opened.pop_all()
+    return store
+
+
+def _without_catalogue(address: str, blobs: str, number: int) -> StorageError:
+    place = (blobs or address).rpartition("@")[2]  # no password
+    if kind_of(address) != "folder":
+        return lost_catalogue(place, f"{number} states")
+    rebuilt = f", or run `dist-attn state repair {address}`, which makes a new one from the states"
+    together = blobs in ("", address)
+    return lost_catalogue(place, f"{number} states", CATALOGUE, rebuilt if together else "")

@@ -7,8 +7,7 @@ from typing import final
 
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.store.entries import Checkpoint, PrefixRecord
-from dist_attn.store.place import Place
-from dist_attn.store.state_ledger import StateLedger
+from dist_attn.store.state_ledger import Place, StateLedger
 
 TOKEN_BYTES = 4
 LOOKED_UP = 256  # keys of one transaction

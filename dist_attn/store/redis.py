@@ -12,8 +12,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, I
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 from dist_attn.errors import MissingExtraError, StateDamagedError, StorageError, extra_hint
-from dist_attn.store.blobs import PIECE_BYTES, Blobs
-from dist_attn.store.records import BufferedTransaction, Records, RecordView
+from dist_attn.store.ports import PIECE_BYTES, Blobs, BufferedTransaction, Records, RecordView
 
 if TYPE_CHECKING:
     import redis.asyncio

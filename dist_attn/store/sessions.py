@@ -13,10 +13,8 @@ from dist_attn.store.entries import (
     SnapshotInfo,
     Writer,
 )
-from dist_attn.store.ledger import changed
-from dist_attn.store.owner import has_died, this_process
-from dist_attn.store.place import Place
-from dist_attn.store.state_ledger import StateLedger
+from dist_attn.store.ledger import changed, has_died, this_process
+from dist_attn.store.state_ledger import Place, StateLedger
 
 LONGEST_KEY = 256
 LEAST_TTL_S = 1.0

@@ -6,11 +6,10 @@ from collections.abc import AsyncIterable, AsyncIterator
 from typing import final
 
 from dist_attn.errors import ConflictError, QuotaError, StateDamagedError, StorageError
-from dist_attn.store.blobs import new_name, within
 from dist_attn.store.entries import SnapshotInfo, SnapshotRecord, Usage
 from dist_attn.store.ledger import changed
-from dist_attn.store.place import Place
-from dist_attn.store.state_ledger import StateLedger
+from dist_attn.store.ports import new_name, within
+from dist_attn.store.state_ledger import Place, StateLedger
 from dist_attn.store.upkeep import Upkeep
 
 

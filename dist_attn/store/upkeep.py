@@ -1,26 +1,74 @@
 """Collection, eviction and repair: what expires goes, what is needed stays, and the books agree with the bytes.
 
-What has expired is deleted after a grace (`grace.py`), as the clock may be wrong. When the store, or a caller's share
-of it, is full, this goes, in this order: sessions that have expired and whose grace is over, snapshots that nobody
-refers to, prefixes that were used longest ago, then all but the newest checkpoint of the sessions that end soonest. The
-newest state of a session is never evicted.
+What has expired is deleted after a grace (`ExpiryGrace`), as the clock may be wrong. When the store, or a caller's
+share of it, is full, this goes, in this order: sessions that have expired and whose grace is over, snapshots that
+nobody refers to, prefixes that were used longest ago, then all but the newest checkpoint of the sessions that end
+soonest. The newest state of a session is never evicted.
 """
 
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import final
 
 import msgspec
 
-from dist_attn.store.blobs import born_at
 from dist_attn.store.entries import PrefixRecord, SessionRecord, SnapshotRecord, Usage
-from dist_attn.store.grace import ExpiryGrace
 from dist_attn.store.ledger import all_records, changed, every_page, name_in, wrong_sums
-from dist_attn.store.place import Place
-from dist_attn.store.state_ledger import StateLedger
+from dist_attn.store.ports import born_at
+from dist_attn.store.state_ledger import Place, StateLedger
 
 BATCH = 64  # records of one transaction
 EVICTED, PAGES = 8, 1024  # entries that are looked at together, and how often, for what may go
+JUMP_S = 5.0  # the wall clock is corrected by less between two looks, unless it is set
+
+
+@final
+class ExpiryGrace:
+    """Deletion waits until the wall clock has run evenly for a time of the monotonic clock, of `grace_s` at most.
+
+    Entries expire by the wall clock, as they outlive processes. A clock that is set wrong, or a machine that wakes up
+    with a wrong one, would end all of them at once. So what has expired is hidden at once, and deleted only after it
+    has stayed expired for that time; a jump of the wall clock against the monotonic one starts it anew, and so does a
+    restart. Meanwhile the clock can be corrected, and what was hidden is there again.
+
+    One object serves one kind of upkeep, for as long as that runs.
+    """
+
+    def __init__(
+        self,
+        grace_s: float,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._grace_s = grace_s
+        self._clock = clock
+        self._monotonic = monotonic
+        self._since = monotonic()
+        self._offset = clock() - self._since
+        self._jumped_s = 0.0
+
+    def deletable_until(self, life_s: float = math.inf) -> float:
+        """What expired at this time or before may be deleted now, in seconds since 1970; minus infinity: nothing.
+
+        `life_s` is the life of the entry that is asked for: once so much time has passed it has expired by any clock,
+        so its grace is no longer than that.
+        """
+        now, wall = self._monotonic(), self._clock()
+        jump = wall - now - self._offset
+        self._offset = wall - now
+        if abs(jump) > JUMP_S:
+            self._since = now
+            self._jumped_s += jump
+            return -math.inf
+        grace_s = min(self._grace_s, life_s)
+        return wall - grace_s if now - self._since >= grace_s else -math.inf
+
+    def take_jump(self) -> float:
+        """By how many seconds the wall clock has jumped since this was asked last, 0 if it has not; for the log."""
+        jumped, self._jumped_s = self._jumped_s, 0.0
+        return jumped
 
 
 class Collected(msgspec.Struct, frozen=True):

@@ -4,18 +4,6 @@ import msgspec
 
 from dist_attn.wire.specs import Count, Message, Name
 
-__all__ = [
-    "AgentHello",
-    "GroupExited",
-    "GroupStarted",
-    "HostShare",
-    "KillGroup",
-    "RankExited",
-    "StartGroup",
-    "StopAgent",
-    "WatchRanks",
-]
-
 
 class HostShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How many ranks of a group one host has, and by which address the others reach it."""
@@ -118,3 +106,7 @@ class GroupExited(Message, frozen=True):
     epoch: Count
     exit_code: int
     tail: str
+
+
+ToAgent = StartGroup | WatchRanks | KillGroup | StopAgent
+FromAgent = AgentHello | GroupStarted | RankExited | GroupExited

@@ -2,17 +2,6 @@
 
 from typing import Literal, get_args
 
-__all__ = [
-    "BACKENDS",
-    "EXCHANGES",
-    "Backend",
-    "CpuBackend",
-    "GroupBackend",
-    "LogLevel",
-    "StateExchange",
-    "WeightPrecision",
-]
-
 CpuBackend = Literal["gloo", "mpi"]
 GroupBackend = Literal["gloo", "nccl", "mpi"]
 Backend = Literal["local", GroupBackend]

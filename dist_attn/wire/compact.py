@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from dist_attn.errors import WireError
 
-__all__ = ["BLOCK", "Encoding", "decode_compact", "encode_compact", "encoded_bytes"]
-
 Encoding = Literal["raw", "bf16", "int8"]
 
 BLOCK = 64

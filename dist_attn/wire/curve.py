@@ -23,8 +23,6 @@ from zmq.utils import z85
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["ClientKeys", "ServerKeys", "admit_listed", "check_exposure", "make_keys", "open_to_others"]
-
 Role = Literal["api", "agent"]
 OWNERS = ("controller", "api", "agent")
 KEY_CHARACTERS = 40

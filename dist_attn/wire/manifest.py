@@ -8,16 +8,6 @@ from msgspec import Meta, structs
 from dist_attn.errors import StateMismatchError
 from dist_attn.wire.choices import WeightPrecision
 
-__all__ = [
-    "Computation",
-    "Manifest",
-    "ModelIdentity",
-    "RestoreReport",
-    "report_restore",
-    "require_same_model",
-    "why_other_bits",
-]
-
 # \Z, not $: the latter also matches before a newline at the end.
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 Kind = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,40}\Z")]

@@ -22,29 +22,9 @@ import msgspec.inspect
 from msgspec import Meta
 
 from dist_attn.errors import WireError
-from dist_attn.wire.agent_messages import (
-    AgentHello,
-    GroupExited,
-    GroupStarted,
-    KillGroup,
-    RankExited,
-    StartGroup,
-    StopAgent,
-    WatchRanks,
-)
+from dist_attn.wire.agent_messages import FromAgent, ToAgent
 from dist_attn.wire.manifest import Manifest, RestoreReport
-from dist_attn.wire.rank_messages import (
-    Draws,
-    GuardCounts,
-    Heartbeat,
-    Ping,
-    RankFailed,
-    RankHello,
-    Shutdown,
-    StatePart,
-    Step,
-    StepDone,
-)
+from dist_attn.wire.rank_messages import FromRank, GuardCounts, ToRank
 from dist_attn.wire.specs import Count, Message, Name, Terms
 from dist_attn.wire.specs import Progress as Progress
 from dist_attn.wire.specs import RowSpec as RowSpec
@@ -265,42 +245,9 @@ class Status(Message, frozen=True):
     manifest: Manifest | None = None  # of the states of sessions; None where they cannot be stored
 
 
-AnyMessage = (
-    OpenWork
-    | Tokens
-    | Cancel
-    | GetStatus
-    | Accepted
-    | Credit
-    | Rows
-    | Generated
-    | Progress
-    | Failed
-    | Status
-    | StatePiece
-    | StateCredit
-    | FinishDrawing
-    | Restored
-    | Checkpoint
-    | Done
-    | StatePart
-    | Step
-    | Shutdown
-    | Ping
-    | RankHello
-    | Draws
-    | StepDone
-    | Heartbeat
-    | RankFailed
-    | StartGroup
-    | WatchRanks
-    | KillGroup
-    | StopAgent
-    | AgentHello
-    | GroupStarted
-    | RankExited
-    | GroupExited
-)
+FromApi = OpenWork | Tokens | Cancel | GetStatus | StatePiece | StateCredit | FinishDrawing
+ToApi = Accepted | Credit | Rows | Generated | Progress | Restored | Checkpoint | Done | Failed | Status
+AnyMessage = FromApi | ToApi | FromRank | ToRank | FromAgent | ToAgent
 
 PROTOCOL_VERSION = zlib.crc32(f"{PROTOCOL_REVISION} {msgspec.inspect.type_info(AnyMessage)}".encode())
 """Another number wherever a field of any message is another; processes with different ones do not work together."""

@@ -14,30 +14,6 @@ from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.specs import Count, Message, RowSpec, SamplingSpec, TokenLogprobs
 from dist_attn_api.codes import Code
 
-__all__ = [
-    "CloseOp",
-    "DecodeEntry",
-    "DecodeOp",
-    "Drawn",
-    "Draws",
-    "GuardCounts",
-    "Heartbeat",
-    "Op",
-    "OpenOp",
-    "Ping",
-    "PrefillOp",
-    "RankFailed",
-    "RankHello",
-    "RowPieces",
-    "SaveOp",
-    "SavedState",
-    "RequestFault",
-    "Shutdown",
-    "StatePart",
-    "Step",
-    "StepDone",
-]
-
 # ---- controller -> rank ------------------------------------------------------------------------
 
 
@@ -280,3 +256,7 @@ class RankFailed(Message, frozen=True):
     rank: Count
     k: Count
     error: str
+
+
+ToRank = StatePart | Step | Shutdown | Ping
+FromRank = RankHello | StatePart | Draws | StepDone | Heartbeat | RankFailed

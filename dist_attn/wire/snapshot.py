@@ -26,20 +26,6 @@ from dist_attn.errors import WireError
 from dist_attn.wire.compact import Encoding, decode_compact, encode_compact, encoded_bytes
 from dist_attn.wire.manifest import Manifest
 
-__all__ = [
-    "DEFAULT_MAX_BYTES",
-    "MAX_HEADER_BYTES",
-    "ArrayEntry",
-    "Snapshot",
-    "SnapshotFile",
-    "SnapshotHeader",
-    "SnapshotParser",
-    "Storage",
-    "largest_snapshot",
-    "pack_snapshot",
-    "read_snapshot",
-]
-
 MAGIC = b"DASTATE\x01"
 PRELUDE = struct.Struct("<8sI32s")
 MAX_HEADER_BYTES = 64 << 10  # the prelude included

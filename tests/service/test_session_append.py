@@ -18,7 +18,7 @@ from dist_attn_service.sessions.writer import writing
 from dist_attn.settings import StoreSettings
 from dist_attn.store import StoreLimits
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
-from dist_attn.store.state_store import StateStore
+from dist_attn.store.open import StateStore
 from dist_attn.wire.messages import Failed, Status, Tokens
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_sessions import after, stored

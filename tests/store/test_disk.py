@@ -19,8 +19,8 @@ import pytest
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.store import StoreLimits, Usage, disk, open_store
 from dist_attn.store.disk import DiskRecords
+from dist_attn.store.ports import BufferedTransaction
 from dist_attn.store.private import private_opener, tighten
-from dist_attn.store.records import BufferedTransaction
 from tests.support.stores import stream
 
 KILLS = int(os.environ.get("DIST_ATTN_TEST_KILLS", "4"))

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from dist_attn.errors import BusyError
 from dist_attn.store import open_store
-from dist_attn.store.owner import has_died, this_process
+from dist_attn.store.ledger import has_died, this_process
 
 HOLD = """
 import asyncio, sys, time
 from dist_attn.store import open_store
-from dist_attn.store.owner import this_process
+from dist_attn.store.ledger import this_process
 
 async def hold(folder):
     async with await open_store(folder) as store:

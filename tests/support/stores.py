@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_attn.store import Session, StateStore, StoreLimits
-from dist_attn.store.blobs import Blobs
 from dist_attn.store.disk import DiskBlobs, DiskRecords
 from dist_attn.store.memory import MemoryBlobs, MemoryRecords
-from dist_attn.store.records import Records
+from dist_attn.store.ports import Blobs, Records
 
 __all__ = [
     "KINDS",

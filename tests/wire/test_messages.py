@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_attn.errors import WireError
+from dist_attn.wire import agent_messages as agents
 from dist_attn.wire import messages as wire
 from dist_attn.wire import rank_messages as ranks
 from dist_attn.wire.agent_messages import HostShare
@@ -90,16 +91,16 @@ EXAMPLES = [
     ),
     ranks.Heartbeat(1, 0, 2, "idle", 1.5, 3, 4),
     ranks.RankFailed(1, 0, 2, "why"),
-    wire.StartGroup(
+    agents.StartGroup(
         1, "e", [HostShare("10.0.0.1", 2), HostShare("10.0.0.2", 1)], 1, "direct", {"backend": "gloo"}, "a:1"
     ),
-    wire.WatchRanks(1, 2, [77, 78]),
-    wire.KillGroup(1, "e", [77]),
-    wire.StopAgent(),
-    wire.AgentHello(1, "host", 5, "name", "10.0.0.1"),
-    wire.GroupStarted(1, 6, "10.0.0.1:5"),
-    wire.RankExited(1, 0, 77),
-    wire.GroupExited(1, -9, "tail"),
+    agents.WatchRanks(1, 2, [77, 78]),
+    agents.KillGroup(1, "e", [77]),
+    agents.StopAgent(),
+    agents.AgentHello(1, "host", 5, "name", "10.0.0.1"),
+    agents.GroupStarted(1, 6, "10.0.0.1:5"),
+    agents.RankExited(1, 0, 77),
+    agents.GroupExited(1, -9, "tail"),
 ]
 
 VALUES = st.recursive(

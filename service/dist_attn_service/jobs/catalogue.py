@@ -19,10 +19,9 @@ import msgspec
 
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.store.disk import CATALOGUE, has_records
-from dist_attn.store.ledger import Ledger, Record, change, changed, moment, name_in
+from dist_attn.store.ledger import Ledger, Record, change, changed, has_died, moment, name_in, this_process
 from dist_attn.store.open import is_redis, lost_catalogue, open_records
-from dist_attn.store.owner import has_died, this_process
-from dist_attn.store.records import BufferedTransaction, Records
+from dist_attn.store.ports import BufferedTransaction, Records
 from dist_attn.wire.messages import RowSpec
 from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, NotFound, ServiceError
 from dist_attn_service.base.settings import Settings

@@ -10,7 +10,7 @@ from dist_attn.errors import StorageError
 from dist_attn.settings import FileSettings
 from dist_attn.store.ledger import change, changed, moment, salted, secret_of, unknown_beside
 from dist_attn.store.open import lost_catalogue
-from dist_attn.store.records import Records
+from dist_attn.store.ports import Records
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.ledger import (

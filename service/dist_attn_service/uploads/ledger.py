@@ -23,7 +23,7 @@ from msgspec import Meta
 
 from dist_attn.settings import FileSettings
 from dist_attn.store.ledger import Ledger, Record, Sums, changed, decode, moment, of_tenant
-from dist_attn.store.records import BufferedTransaction
+from dist_attn.store.ports import BufferedTransaction
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
 from dist_attn_service.text.tokenising import TextMark
 

@@ -2,8 +2,8 @@
 
 from typing import final
 
-from dist_attn.store.blobs import new_name
 from dist_attn.store.ledger import changed
+from dist_attn.store.ports import new_name
 from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError, TooLarge
 from dist_attn_service.uploads.catalogue import Catalogue, known, new_id
 from dist_attn_service.uploads.ledger import (
