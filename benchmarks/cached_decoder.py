@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from dist_attn.mixers.softmax import SoftmaxAttention
 from dist_attn.models import EncoderDecoder, LanguageModel
 from dist_attn.models.blocks import Block
+from dist_attn.models.encoder import sinusoidal
 from dist_attn.models.encoder_decoder import DecoderBlock
-from dist_attn.models.positions import sinusoidal
 
 __all__ = ["Cache", "CachedDecoder"]
 

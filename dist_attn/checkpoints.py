@@ -25,8 +25,7 @@ from dist_attn.models import (
     hold_weights_as,
     weight_precision_of,
 )
-from dist_attn.shipped import default_model_folder, resolve_model_folder
-from dist_attn.shipped.manifest import check_manifest, sha256
+from dist_attn.shipped import check_manifest, default_model_folder, resolve_model_folder, sha256
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.wire.choices import WeightPrecision
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from dist_attn.checkpoints import load_model, resolve_model_folder, save_model
 from dist_attn.errors import InputError, MissingExtraError, ShapeError, extra_hint
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
-from dist_attn.shipped.foreign import OUR_MODEL_TYPE
+from dist_attn.shipped import OUR_MODEL_TYPE
 from dist_attn.text import load_tokeniser
 
 try:

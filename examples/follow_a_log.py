@@ -30,13 +30,13 @@ def main() -> None:
     parser.add_argument("--above", type=float, default=3.0, help="deviations above the mean that make a line shown")
     parser.add_argument("--idle", type=float, default=math.inf, help="stop after so many seconds without a new line")
     parser.add_argument("--model", default=None, help="a model folder or the name of a shipped model")
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    model, tokeniser = load_model_and_tokeniser(resolve_model_folder(given.model))
+    model, tokeniser = load_model_and_tokeniser(resolve_model_folder(options.model))
     state = model.initial_state(1)
     logits_V = torch.zeros(model.config.vocab_size)  # before the first token nothing is likelier than anything else
     mean, variance, count = 0.0, 0.0, 0
-    for line in lines_of(given.file, given.idle):
+    for line in lines_of(options.file, options.idle):
         tokens_L = torch.from_numpy(tokeniser.encode(line)).long()
         with torch.inference_mode():
             logits_BLV, state = model(tokens_L[None], state=state)
@@ -46,7 +46,7 @@ def main() -> None:
 
         bits = nats / math.log(2) / len(line)  # per byte
         deviation = (bits - mean) / math.sqrt(variance) if variance > 0 else 0.0
-        if count >= LEARNED_FIRST and deviation > given.above:
+        if count >= LEARNED_FIRST and deviation > options.above:
             print(f"line {count + 1}: {bits:.2f} bits per byte, {deviation:.1f} deviations: {shown(line)}", flush=True)
         weight = max(1 / (count + 1), 1 / MEMORY)
         mean, variance = mean + weight * (bits - mean), (1 - weight) * (variance + weight * (bits - mean) ** 2)

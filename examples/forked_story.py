@@ -25,20 +25,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=60, help="tokens of each continuation")
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    text = given.book.read_bytes()[: given.bytes].decode(errors="ignore")
-    with Client(given.url) as client:
-        story = client.sessions.create(name=given.book.name)
+    text = options.book.read_bytes()[: options.bytes].decode(errors="ignore")
+    with Client(options.url) as client:
+        story = client.sessions.create(name=options.book.name)
         started = time.perf_counter()
         read = client.sessions.append(story.id, text).rest()
         print(f"{read.position:,} tokens read in {time.perf_counter() - started:.1f} s")
-        for number in range(given.forks):
+        for number in range(options.forks):
             started = time.perf_counter()
-            fork = client.sessions.fork(story.id, name=f"{given.book.name}, way {number}")
+            fork = client.sessions.fork(story.id, name=f"{options.book.name}, way {number}")
             forked = time.perf_counter() - started
             drawn = client.sessions.generate(
-                fork.id, max_tokens=given.tokens, temperature=given.temperature, seed=number
+                fork.id, max_tokens=options.tokens, temperature=options.temperature, seed=number
             )
             print(f"\n--- way {number}: forked in {1000 * forked:.0f} ms")
             print(drawn.text.strip())

@@ -30,18 +30,18 @@ def main() -> None:
     parser.add_argument("--bases", type=int, default=1_000_000, help="length of the genome that is read")
     parser.add_argument("--steps", type=int, default=150, help="steps of training, each on 8 rows of 512 bases")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    torch.manual_seed(given.seed)
-    generator = torch.Generator().manual_seed(given.seed)
+    torch.manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     codons_N3 = torch.randint(0, 4, (8, 3), generator=generator)  # the only triplets of genes
-    model = trained(codons_N3, given.steps, generator)
+    model = trained(codons_N3, options.steps, generator)
 
-    genome_L, is_gene_L = genome(given.bases, codons_N3, generator)
+    genome_L, is_gene_L = genome(options.bases, codons_N3, generator)
     started = time.perf_counter()
     bits_L, state_bytes = surprise(model, genome_L)
     seconds = time.perf_counter() - started
-    print(f"{given.bases:,} bases in {seconds:.1f} s, with a state of {state_bytes:,} bytes")
+    print(f"{options.bases:,} bases in {seconds:.1f} s, with a state of {state_bytes:,} bytes")
     print(f"bits per base: {bits_L[is_gene_L].mean():.3f} in genes, {bits_L[~is_gene_L].mean():.3f} between them")
 
     windows = len(bits_L) // WINDOW

@@ -27,26 +27,26 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=256, help="tokens of a passage")
     parser.add_argument("--best", type=int, default=5, help="how many are shown")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    given = parser.parse_args()
-    if (given.question is None) == (given.like is None):
+    options = parser.parse_args()
+    if (options.question is None) == (options.like is None):
         parser.error("give a question or --like N, one of them")
 
-    text = given.book.read_bytes()
-    with Client(given.url) as client:
-        rows = list(client.encode(text, window=given.window))
+    text = options.book.read_bytes()
+    with Client(options.url) as client:
+        rows = list(client.encode(text, window=options.window))
         vectors = np.stack([row.embedding for row in rows])
-        if given.like is None:
-            asked = client.embed([given.question])[0]
-        elif 0 <= given.like < len(rows):
-            asked = vectors[given.like]
+        if options.like is None:
+            asked = client.embed([options.question])[0]
+        elif 0 <= options.like < len(rows):
+            asked = vectors[options.like]
         else:
-            parser.error(f"--like is {given.like}; this book has passages 0 to {len(rows) - 1}")
+            parser.error(f"--like is {options.like}; this book has passages 0 to {len(rows) - 1}")
 
     # Hidden states share a large direction: only what differs from the book's mean tells passages apart.
     mean = vectors.mean(axis=0)
     directions = unit(vectors - mean)
     closeness = directions @ unit(asked - mean)
-    for index in np.argsort(-closeness)[: given.best]:
+    for index in np.argsort(-closeness)[: options.best]:
         row = rows[index]
         passage = " ".join(text[row.byte_start : row.byte_stop].decode(errors="replace").split())
         print(f"{closeness[index]:6.3f}  passage {index}, byte {row.byte_start}: {passage[:100]}…")

@@ -32,17 +32,17 @@ def main() -> int:
     )
     parser.add_argument("--batch", type=int, default=4, help="rows that are read side by side")
     parser.add_argument("--resume", action="store_true")
-    given = parser.parse_args()
+    options = parser.parse_args()
 
-    if not given.resume:
-        prepare(given.texts, given.out, given.vocabulary)
-    said, code = train_here(configuration(given), resume=given.resume)
+    if not options.resume:
+        prepare(options.texts, options.out, options.vocabulary)
+    said, code = train_here(configuration(options), resume=options.resume)
     if code:
         print(said)
         return code
 
-    folder = given.out / "run" / "model"
-    prompt = (given.out / "validation.txt").read_bytes()[:200]
+    folder = options.out / "run" / "model"
+    prompt = (options.out / "validation.txt").read_bytes()[:200]
     print(f"\n--- {folder} goes on with the text that was kept apart:\n{prompt.decode(errors='replace')}|", end="")
     generate_text(
         str(folder), prompt, SamplingSpec(max_tokens=80, temperature=0.8, seed=0), lambda text: print(text, end="")
@@ -65,14 +65,14 @@ def prepare(texts: list[Path], out: Path, vocabulary: int) -> None:
     print(f"{len(files)} file(s), {len(whole):,} bytes, of which {len(whole) - cut:,} validate; vocabulary in {out}")
 
 
-def configuration(given: argparse.Namespace) -> TrainingConfig:
+def configuration(options: argparse.Namespace) -> TrainingConfig:
     """What `dist-attn train` would read from a file; examples/train-books.toml says more of each key."""
     from dist_attn.text import load_tokeniser
 
-    heads = max(1, given.width // 64)
+    heads = max(1, options.width // 64)
     mixer = {
         "kind": "rfa_gate",
-        "hidden_size": given.width,
+        "hidden_size": options.width,
         "num_heads": heads,
         "num_random": 64,
         "short_convolution": 4,
@@ -80,31 +80,31 @@ def configuration(given: argparse.Namespace) -> TrainingConfig:
     return TrainingConfig.model_validate(
         {
             "model": {
-                "vocab_size": load_tokeniser(given.out).vocab_size,  # less than asked for, if little repeats
-                "hidden_size": given.width,
-                "num_layers": given.layers,
-                "mlp_size": 4 * given.width,
+                "vocab_size": load_tokeniser(options.out).vocab_size,  # less than asked for, if little repeats
+                "hidden_size": options.width,
+                "num_layers": options.layers,
+                "mlp_size": 4 * options.width,
                 "mixer": mixer,
             },
             "data": {
-                "folder": given.out,
+                "folder": options.out,
                 "train": ["train.txt"],
                 "validation": "validation.txt",
-                "tokeniser": given.out,
-                "batch": given.batch,
-                "segment": given.segment,
+                "tokeniser": options.out,
+                "batch": options.batch,
+                "segment": options.segment,
             },
             "optimiser": {
                 "kind": "muon",
                 "learning_rate": 4e-3,
                 "matrix_learning_rate": 3e-3,
-                "warmup_steps": min(20, given.steps),
+                "warmup_steps": min(20, options.steps),
             },
             "run": {
-                "folder": given.out / "run",
-                "steps": given.steps,
-                "evaluate_every": max(1, given.steps // 5),
-                "checkpoint_every": max(1, given.steps // 5),
+                "folder": options.out / "run",
+                "steps": options.steps,
+                "evaluate_every": max(1, options.steps // 5),
+                "checkpoint_every": max(1, options.steps // 5),
             },
         }
     )

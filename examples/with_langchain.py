@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--model", default="books-6m", help="the id of the served model")
     parser.add_argument("--key", default="none", help="a key, where the service asks for one")
     parser.add_argument("--tokens", type=int, default=40)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
         from langchain_core.prompts import PromptTemplate
         from langchain_core.vectorstores import InMemoryVectorStore
@@ -27,8 +27,8 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"with_langchain: {error}; pip install langchain-openai")
 
-    place = {"base_url": f"{given.url.rstrip('/')}/v1", "api_key": given.key, "model": given.model}
-    writer = OpenAI(**place, max_tokens=given.tokens, temperature=0.8, seed=1)
+    place = {"base_url": f"{options.url.rstrip('/')}/v1", "api_key": options.key, "model": options.model}
+    writer = OpenAI(**place, max_tokens=options.tokens, temperature=0.8, seed=1)
 
     print("--- streamed")
     for piece in writer.stream("It was the best of times"):

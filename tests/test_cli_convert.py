@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dist_attn.conversion.convert import ARCHITECTURES
-from dist_attn.shipped.foreign import CONVERTIBLE
+from dist_attn.shipped import CONVERTIBLE
 from tests.support.command_line import finish, run_here, start_command
 from tests.support.hugging_face import change_config, write_foreign_folder
 from tests.support.programs import free_port

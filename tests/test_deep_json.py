@@ -13,9 +13,8 @@ from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.conversion.source import read_source_config, read_source_weights
 from dist_attn.costs import calibration_file, model_kind, read_calibration, read_model_costs
 from dist_attn.errors import ConfigError, ModelFolderError
-from dist_attn.shipped.manifest import check_manifest
-from dist_attn.text import load_tokeniser
-from dist_attn.text.folder import read_foreign
+from dist_attn.shipped import check_manifest
+from dist_attn.text import load_tokeniser, read_foreign
 from tests.support.models import write_small_folder
 
 DEEP = b"[" * 200_000

@@ -8,7 +8,7 @@ import torch
 
 from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.shipped import SHIPPED, resolve_model_folder
-from dist_attn.training.retrieval import window_rows
+from dist_attn.training.chapters import window_rows
 
 NAMES = sorted(path.parent.name for path in SHIPPED.glob("*/config.json"))
 

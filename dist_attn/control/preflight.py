@@ -7,8 +7,7 @@ from pathlib import Path
 from dist_attn.costs import model_kind, read_model_costs
 from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError, extra_hint
 from dist_attn.launchers import lacks_for_mpi
-from dist_attn.shipped.foreign import refuse_foreign
-from dist_attn.shipped.manifest import check_manifest
+from dist_attn.shipped import check_manifest, refuse_foreign
 from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.choices import WeightPrecision

@@ -1,15 +1,19 @@
-"""BERT as an encoder: learned positions, token types, a norm behind every sublayer, biases everywhere.
+"""BERT as an encoder, and what a folder of sentence-transformers says beside its weights: how it pools, where it cuts.
 
-Reference: Devlin et al. 2019.
+BERT has learned positions, token types, a norm behind every sublayer and biases everywhere. The folder's modules.json,
+1_Pooling/config.json and sentence_bert_config.json are read.
+
+Reference: Devlin et al. 2019 (BERT); Reimers and Gurevych 2019 (sentence-transformers).
 """
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from dist_attn.conversion.source import ACTIVATIONS, SourceConfig, SourceWeights
-
-__all__ = ["bert_config", "bert_weights"]
+from dist_attn.errors import ModelFolderError
 
 # Heads for other tasks, and what is computed from the configuration.
 NOT_OF_THE_ENCODER = (
@@ -89,3 +93,101 @@ def bert_weights(source: SourceConfig, weights: SourceWeights) -> dict[str, torc
             for name, their_name in names.items():
                 own[f"{ours}.{name}.{kind}"] = weights.take(f"{theirs}.{their_name}.{kind}")
     return own
+
+
+MODULES = "modules.json"
+# Newer folders name a pooling, older ones have a switch for each.
+POOLINGS = {"mean": "mean", "cls": "first"}
+SWITCHES = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+
+
+def transformer_folder(folder: Path) -> Path:
+    """Where the encoder itself lies: in the folder, or in one of its own as modules.json says.
+
+    Raises: ModelFolderError for parts that are not supported.
+    """
+    return folder / _modules(folder).get("Transformer", "")
+
+
+def read_sentence_encoder(folder: Path, source: SourceConfig) -> dict[str, Any]:
+    """`pooling`, `normalise` and `max_tokens` of our config.json.
+
+    A folder without modules.json is read as sentence-transformers reads it: the mean, not normalised.
+
+    Raises: ModelFolderError for a pooling or an option that would compute something else.
+    """
+    modules = _modules(folder)
+    prompts = _read(folder / "config_sentence_transformers.json")
+    if prompts.get("default_prompt_name") is not None:
+        raise ModelFolderError(
+            f"{folder} puts a prompt before every text (default_prompt_name "
+            f"{prompts['default_prompt_name']!r}); supported is none: set it to null and send the prompt with the text"
+        )
+    pooling = "mean"
+    if "Pooling" in modules:
+        pooling = _pooling(folder / modules["Pooling"] / "config.json")
+    about = _read(transformer_folder(folder) / "sentence_bert_config.json")
+    if about.get("do_lower_case"):
+        raise ModelFolderError(
+            f"{folder}: sentence_bert_config.json asks for do_lower_case; supported is null or false, with the "
+            "lower case in tokenizer.json's normalizer"
+        )
+    return {"pooling": pooling, "normalise": "Normalize" in modules, "max_tokens": _max_tokens(folder, source, about)}
+
+
+def _modules(folder: Path) -> dict[str, str]:
+    """The folders of the parts by the name of their class."""
+    path = folder / MODULES
+    if not path.is_file():
+        return {}
+    try:
+        parts = json.loads(path.read_bytes())
+        named = [(str(part["type"]).rpartition(".")[2], str(part["path"])) for part in parts]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ModelFolderError(f"{path} is not a list of modules with a type and a path each") from None
+    names = [name for name, _ in named]
+    if names not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ModelFolderError(
+            f"{path} lists {', '.join(names) or 'nothing'}; supported are Transformer, Pooling and, last, Normalize"
+        )
+    if any(Path(place).name != place for _, place in named):
+        raise ModelFolderError(f"{path} names a folder that is not directly in {folder}")
+    return dict(named)
+
+
+def _pooling(path: Path) -> str:
+    values = _read(path)
+    if not values:
+        raise ModelFolderError(f"{path} is missing, which says how the model pools")
+    mode = values.get("pooling_mode")
+    if mode is None:
+        on = [key for key, value in values.items() if key.startswith("pooling_mode_") and value is True]
+        mode = SWITCHES.get(on[0], on[0]) if len(on) == 1 else on
+    mode = mode[0] if isinstance(mode, list | tuple) and len(mode) == 1 else mode
+    if not isinstance(mode, str) or mode not in POOLINGS:
+        raise ModelFolderError(f"{path}: the pooling is {mode!r}; supported is mean or cls, one of them")
+    return POOLINGS[mode]
+
+
+def _max_tokens(folder: Path, source: SourceConfig, about: dict[str, Any]) -> int:
+    """Where texts are cut: at max_seq_length or, without one, as the tokeniser says; never beyond the positions."""
+    positions = source.integer("max_position_embeddings", 512)
+    limit = about.get("max_seq_length")
+    if limit is None:
+        limit = _read(transformer_folder(folder) / "tokenizer_config.json").get("model_max_length", positions)
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or limit < 1:
+        raise ModelFolderError(f"{folder}: max_seq_length is {limit!r}; needed is a whole number of at least 1")
+    return int(min(limit, positions))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The values of a file; none where there is no file."""
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelFolderError(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ModelFolderError(f"{path} is not an object of options")
+    return values

@@ -11,11 +11,15 @@ from pydantic import ValidationError
 from torch import nn
 
 from dist_attn.checkpoints import save_model
-from dist_attn.conversion.bert import bert_config, bert_weights
-from dist_attn.conversion.gpt2 import gpt2_config, gpt2_weights
-from dist_attn.conversion.gpt_neox import gpt_neox_config, gpt_neox_weights
-from dist_attn.conversion.llama import llama_config, llama_weights
-from dist_attn.conversion.sentence_encoder import read_sentence_encoder, transformer_folder
+from dist_attn.conversion.bert import bert_config, bert_weights, read_sentence_encoder, transformer_folder
+from dist_attn.conversion.language_models import (
+    gpt2_config,
+    gpt2_weights,
+    gpt_neox_config,
+    gpt_neox_weights,
+    llama_config,
+    llama_weights,
+)
 from dist_attn.conversion.source import SourceConfig, SourceWeights, read_source_config, read_source_weights
 from dist_attn.errors import InputError, ModelFolderError
 from dist_attn.models import LanguageModelConfig, TextEncoderConfig, build_model

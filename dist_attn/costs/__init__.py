@@ -12,25 +12,17 @@ from dist_attn.costs.counts import parse_count
 from dist_attn.costs.estimate import Estimate, MemoryPerRank, OutputFormat, Rates, estimate, output_bytes
 from dist_attn.costs.exchanges import (
     Link,
+    ScanCost,
     all_gather_bytes,
     all_gather_seconds,
     all_reduce_bytes,
-    all_to_all_bytes,
-    broadcast_bytes,
-    reduce_scatter_bytes,
-)
-from dist_attn.costs.layers import LayerCosts, layer_costs
-from dist_attn.costs.models import LanguageModelCosts, model_kind, read_model_costs
-from dist_attn.costs.operations import (
-    diagonal_scan_bytes,
     halo_bytes,
-    realignment_bytes,
-    relative_attention_bytes,
-    relative_state_numbers,
     reshuffle_back_bytes,
     reshuffle_bytes,
+    scan_cost,
+    scan_seconds,
 )
-from dist_attn.costs.scans import ScanCost, scan_cost, scan_seconds
+from dist_attn.costs.models import LanguageModelCosts, LayerCosts, layer_costs, model_kind, read_model_costs
 from dist_attn.model_config.figures import ScanMessage, TokenFlops
 
 __all__ = [
@@ -49,11 +41,8 @@ __all__ = [
     "all_gather_bytes",
     "all_gather_seconds",
     "all_reduce_bytes",
-    "all_to_all_bytes",
-    "broadcast_bytes",
     "calibration_file",
     "default_exchange",
-    "diagonal_scan_bytes",
     "estimate",
     "halo_bytes",
     "layer_costs",
@@ -62,10 +51,6 @@ __all__ = [
     "parse_count",
     "read_calibration",
     "read_model_costs",
-    "realignment_bytes",
-    "reduce_scatter_bytes",
-    "relative_attention_bytes",
-    "relative_state_numbers",
     "reshuffle_back_bytes",
     "reshuffle_bytes",
     "scan_cost",

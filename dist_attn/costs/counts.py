@@ -16,14 +16,14 @@ def parse_count(text: str, what: str = "tokens") -> int:
 
     Raises: InputError for anything else.
     """
-    given = repr(text[:40])
+    shown = repr(text[:40])
     match = _COUNT.fullmatch(text.strip()) if len(text) <= _LONGEST else None
     if match is None:
-        raise InputError(f"{given} is not a number of {what}; write it like 2M, 500k, 1.5M or 1_000_000")
+        raise InputError(f"{shown} is not a number of {what}; write it like 2M, 500k, 1.5M or 1_000_000")
     digits, fraction, suffix = match.groups()
     value = Decimal(digits.replace("_", "").replace(",", "") + (fraction or "")) * _SUFFIXES[suffix.lower()]
     if value != int(value):
-        raise InputError(f"{given} is {value} {what}; needed is a whole number, like 2M, 500k or 1_000_000")
+        raise InputError(f"{shown} is {value} {what}; needed is a whole number, like 2M, 500k or 1_000_000")
     if not 1 <= value <= _LARGEST:
-        raise InputError(f"{given} {what} were given; needed are at least 1 and at most 2^53")
+        raise InputError(f"{shown} {what} were given; needed are at least 1 and at most 2^53")
     return int(value)

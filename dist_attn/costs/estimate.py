@@ -5,9 +5,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dist_attn.costs.calibration import default_exchange
-from dist_attn.costs.exchanges import Link, all_gather_bytes, all_gather_seconds, handing_seconds
+from dist_attn.costs.exchanges import (
+    Link,
+    all_gather_bytes,
+    all_gather_seconds,
+    handing_seconds,
+    scan_cost,
+    scan_seconds,
+)
 from dist_attn.costs.models import LanguageModelCosts
-from dist_attn.costs.scans import scan_cost, scan_seconds
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.model_config.figures import FLOAT_BYTES, Traffic
 from dist_attn.model_config.mixer import MixerConfig

@@ -10,9 +10,8 @@ from fractions import Fraction
 from math import ceil
 from pathlib import Path
 
-from dist_attn.costs.exchanges import all_gather_bytes, all_reduce_bytes
-from dist_attn.costs.layers import LayerCosts
-from dist_attn.costs.operations import halo_bytes
+from dist_attn.costs.exchanges import all_gather_bytes, all_reduce_bytes, halo_bytes
+from dist_attn.costs.models import LayerCosts
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.model_config.figures import FLOAT_BYTES
 from dist_attn.model_config.folder import read_any_config

@@ -1,12 +1,10 @@
 """Text from a model: draws, beam search, and decoding step by step from the recurrent state."""
 
 from dist_attn.generation.beam_search import BeamSpec, Hypothesis, beam_search, length_penalty
-from dist_attn.generation.captured_step import CapturedStep, StepMode, takes_captured_steps
+from dist_attn.generation.captured_step import CapturedStep, StepGraphs, StepMode, takes_captured_steps
 from dist_attn.generation.decode import generate
-from dist_attn.generation.logprobs import sequence_scores, token_logprobs
-from dist_attn.generation.sampling import generator_for, sample
+from dist_attn.generation.sampling import generator_for, sample, sequence_scores, token_logprobs
 from dist_attn.generation.state_snapshot import Restored, computation_of, identity_of, pack_state, restore_state
-from dist_attn.generation.step_graphs import StepGraphs
 
 __all__ = [
     "BeamSpec",

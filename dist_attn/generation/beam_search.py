@@ -1,4 +1,7 @@
-"""Beam search: the likeliest continuations that a search of some width finds, over any state that can be reordered."""
+"""Beam search: the likeliest continuations that a search of some width finds, over any state that can be reordered.
+
+Letters: B sequences, W beams of each, N = B W rows of a step, V vocabulary, L tokens of a prompt.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +13,6 @@ from dist_attn.errors import EngineError, InputError
 from dist_attn.generation.decode import prefill
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.text.base import Tokens
-
-__all__ = ["BeamSpec", "Hypothesis", "Reorderable", "beam_search", "length_penalty", "search"]
 
 
 class Reorderable(Protocol):

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 import dist_attn
 from dist_attn.errors import InputError, ShapeError, StateMismatchError
 from dist_attn.mixers.softmax import SoftmaxState
-from dist_attn.model_config.hybrid import mixers_of_layers
+from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models import LanguageModel, ModelState, weight_precision_of
 from dist_attn.ops.processor import flushes_denormals
-from dist_attn.shipped.manifest import sha256
+from dist_attn.shipped import sha256
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.manifest import (
     Computation,

@@ -10,8 +10,6 @@ from dist_attn.generation.beam_search import BeamSpec, Hypothesis, search
 from dist_attn.models import EncoderDecoder
 from dist_attn.text.base import Tokens
 
-__all__ = ["translate"]
-
 _AT_ONCE = 32
 
 

@@ -1,5 +1,6 @@
 """Token mixers: one template, one file per family."""
 
+from dist_attn.mixers.all_keys import CrossAttention, MemoryState
 from dist_attn.mixers.base import (
     MixerState,
     Paradigm,
@@ -8,15 +9,13 @@ from dist_attn.mixers.base import (
     require_own,
     state_zeros,
 )
-from dist_attn.mixers.cross import CrossAttention, MemoryState
 from dist_attn.mixers.feature_map_attention import RandomFeatureAttention
 from dist_attn.mixers.random_matrices import redraw_pools
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
 from dist_attn.model_config.figures import ScanMessage, TokenFlops, Traffic, Weights, linear
 from dist_attn.model_config.mixer import MixerConfig, register_mixer
-from dist_attn.model_config.mixers.all_keys import BidirectionalConfig, CrossConfig
+from dist_attn.model_config.mixers.attention import BidirectionalConfig, CrossConfig, ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.convolutions import ConvolutionConfig, FourierConfig, SgConvConfig, TokenMlpConfig
-from dist_attn.model_config.mixers.exact import SoftmaxConfig
 from dist_attn.model_config.mixers.heads import DenominatorConfig, RelativeConfig, RotaryConfig
 from dist_attn.model_config.mixers.kernels import (
     EfficientConfig,
@@ -25,7 +24,6 @@ from dist_attn.model_config.mixers.kernels import (
     RandomFeatureConfig,
     StaticKernelConfig,
 )
-from dist_attn.model_config.mixers.scaleformer import ScaleformerConfig
 from dist_attn.model_config.mixers.state_spaces import HippoConfig, LsslConfig, S4Config, S4DConfig
 
 __all__ = [

@@ -1,22 +1,45 @@
-"""Self-attention in which every token sees every other, and the kernels for it, which cross attention has too."""
+"""Attention that sees all keys: of a sequence to itself, and of a decoder's tokens over a memory (cross attention).
 
+The memory is the encoder's tokens, which may be cut otherwise across ranks.
+
+Letters: B batch, H heads, L queries on this rank, S keys, K head size, V values per head, M features, D model width.
+"""
+
+from dataclasses import dataclass
 from typing import NoReturn, final
 
 import torch
 from torch import nn
 
 from dist_attn.errors import InputError
-from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, PositiveRatios, elu_plus_one
+from dist_attn.feature_maps import EluPlusOne, PositiveRatios, elu_plus_one
 from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer
-from dist_attn.mixers.feature_softmax import efficient_attention, log_key_sizes, query_features
-from dist_attn.mixers.heads import RelativeRows, merge_heads, split_heads
-from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights, stable_key_weights
-from dist_attn.mixers.random_matrices import RandomMatrices
+from dist_attn.mixers.efficient import efficient_attention, log_key_sizes, query_features
+from dist_attn.mixers.heads import (
+    HeadInputs,
+    RelativeRows,
+    log_key_weights,
+    log_positive_weights,
+    merge_heads,
+    split_heads,
+    stable_key_weights,
+)
+from dist_attn.mixers.random_matrices import RandomMatrices, random_features
 from dist_attn.mixers.whole_sequence import NoState
-from dist_attn.model_config.mixers.all_keys import RANDOM_KERNELS, BidirectionalConfig, CrossConfig
+from dist_attn.model_config.mixers.attention import RANDOM_KERNELS, BidirectionalConfig, CrossConfig
 from dist_attn.model_config.mixers.heads import DenominatorConfig
-from dist_attn.ops import Denominator, FeatureMap, LinearState, SequenceOps, linear_attention_read
+from dist_attn.ops import (
+    Denominator,
+    FeatureMap,
+    LinearState,
+    LocalSequenceOps,
+    RelativePositions,
+    SequenceOps,
+    linear_attention_read,
+    softmax_attention,
+)
 from dist_attn.ops.running_maximum import NO_TOKENS
+from dist_attn.ops.softmax_attention import Placement
 
 # The weights of the others are positive: those of elu are divided as they are, the rest may underflow together.
 NEVER_ZERO = DenominatorConfig(kind="floor", eps=1e-12)
@@ -57,10 +80,7 @@ class AllKeys(RandomMatrices):
             return PositiveRatios(self.config.softmax_scale * self.matrices())
         if self.config.attention != "rfa":
             return EluPlusOne()
-        w_HDK = self.sigma_H1K * self.matrices()
-        if self.config.feature == "gaussian":
-            return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
-        return ArcCosine(w_HDK, unit_norm=True)
+        return random_features(self.config, self.sigma_H1K * self.matrices())
 
     def forward(
         self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, ops: SequenceOps
@@ -80,16 +100,8 @@ class AllKeys(RandomMatrices):
             unit_BH = torch.full(k_BHSK.shape[:2], NO_TOKENS, dtype=torch.float64, device=k_BHSK.device)
             log_gate, key_scale, _ = stable_key_weights(weights_BHS, ops, unit_BH)
         if self.config.attention == "efficient":
-            return efficient_attention(
-                q_BHLK,
-                k_BHSK,
-                v_BHSV,
-                ops,
-                log_gate_BHS=log_gate,
-                key_scale_BHS=key_scale,
-                causal=False,
-                denominator=self.denominator,
-            )
+            heads = HeadInputs(q_BHLK, k_BHSK, v_BHSV, log_gate, key_scale)
+            return efficient_attention(heads, ops, causal=False, denominator=self.denominator)
         return ops.linear_attention(
             q_BHLK,
             k_BHSK,
@@ -151,3 +163,114 @@ class BidirectionalAttention(TokenMixer):
 
     def initial_state(self, batch: int) -> NoState:
         return NoState()
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """What later queries need of the memory.
+
+    Of `scaleformer` and `softmax` it is all keys and values, or None where they are spread over ranks; of the others a
+    state of constant size, equal on all ranks.
+    """
+
+    sums: LinearState | None
+    kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def select(self, index: list[int]) -> "MemoryState":
+        """The memory of some of the sequences, in any order."""
+        sums = None if self.sums is None else self.sums.select(index)
+        return MemoryState(sums, None if self.kept is None else (self.kept[0][index], self.kept[1][index]))
+
+
+class CrossAttention(nn.Module):
+    """Multi-head attention over a memory; queries from the decoder, keys and values from the memory.
+
+    Reference: Random Feature Attention, Algorithm 2; Scaleformer, Sec. 2.3 with L_Q != L_K.
+    """
+
+    def __init__(self, config: CrossConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, values = config.hidden_size, config.num_heads * config.value_size
+        self.sizes = (size, values)
+        self.q = nn.Linear(size, size, bias=False)
+        self.kv = nn.Linear(size, sum(self.sizes), bias=False)
+        self.out = nn.Linear(values, size, bias=False)
+        self.attend = AllKeys(config)
+
+    def forward(
+        self, x_BLD: torch.Tensor, memory_BSD: torch.Tensor, ops: SequenceOps
+    ) -> tuple[torch.Tensor, MemoryState]:
+        """The tokens' view of the memory, and what later tokens need of it.
+
+        `ops` have the layout of x and, as memory layout, that of the memory.
+
+        Shapes: x [B, L, D], memory [B, S, D] -> [B, L, D].
+        Cost: across ranks, where the memory is a state, one exchange of 4 B H (M (V + 1) + 2) bytes per rank; of
+            `efficient` a second one, of 4 B H (M + 3).
+        """
+        heads = self.config.num_heads
+        k, v = (split_heads(t, heads) for t in self.kv(memory_BSD).split(self.sizes, dim=-1))
+        out_BHLV, sums = self.attend(split_heads(self.q(x_BLD), heads), k, v, ops)
+        kept = (k, v) if sums is None and ops.whole else None
+        if sums is not None and not torch.is_grad_enabled():
+            # Every later token reads all of it: faster in order than as a part of what the blocks carried.
+            sums = LinearState(*(t.contiguous() for t in sums.tensors()))
+        return self.out(merge_heads(out_BHLV)), MemoryState(sums, kept)
+
+    def read(self, x_BLD: torch.Tensor, state: MemoryState, positions_BL: torch.Tensor) -> torch.Tensor:
+        """`forward` for later tokens, at these positions, over a memory that was absorbed before: no exchange.
+
+        Cost: O(1) per token in the length of the memory where it is a state, O(S) for the others.
+        Raises: InputError where keys are needed and spread over ranks.
+        """
+        q_BHLK = split_heads(self.q(x_BLD), self.config.num_heads)
+        if state.sums is not None:
+            out_BHLV = self.attend.read(q_BHLK, state.sums)
+        elif state.kept is None:
+            raise InputError(
+                f"{self.config.attention} cross attention reads every key of the memory, which is spread over ranks; "
+                "decode on one rank, or take another kernel, whose memory is a state"
+            )
+        elif self.config.attention == "scaleformer":
+            out_BHLV = self._read_scaleformer(q_BHLK, *state.kept, positions_BL)
+        elif self.attend.relative is not None:
+            out_BHLV = self._read_relative(q_BHLK, *state.kept, positions_BL, self.attend.relative())
+        else:
+            out_BHLV, _ = self.attend(q_BHLK, *state.kept, LocalSequenceOps())
+        out_BLD: torch.Tensor = self.out(merge_heads(out_BHLV))
+        return out_BLD
+
+    def _read_relative(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        positions_BL: torch.Tensor,
+        relative: RelativePositions,
+    ) -> torch.Tensor:
+        """Softmax with relative positions, a sequence at a time: each may stand elsewhere."""
+        keys_S = torch.arange(k_BHSK.shape[2])
+        outs = [
+            softmax_attention(
+                *(t[row : row + 1] for t in (q_BHLK, k_BHSK, v_BHSV)),
+                causal=False,
+                placement=Placement(positions_L.cpu(), keys_S),
+                relative=relative,
+            )
+            for row, positions_L in enumerate(positions_BL)
+        ]
+        return torch.cat(outs) if outs else q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BHSV.shape[3]))
+
+    def _read_scaleformer(
+        self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, positions_BL: torch.Tensor
+    ) -> torch.Tensor:
+        """Scaleformer's weights by definition, for queries that may stand anywhere."""
+        reach = self.config.reach
+        phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.attend.positions_HRK))
+        keys_S = torch.arange(k_BHSK.shape[2], device=positions_BL.device)
+        row_BLS = (keys_S - positions_BL[..., None]).clamp(-reach, reach) + reach
+        near_BHLR = phi_q @ phi_rp.transpose(-1, -2)
+        scores_BHLS = phi_q @ phi_k.transpose(-1, -2)
+        scores_BHLS = scores_BHLS + near_BHLR.gather(-1, row_BLS[:, None].expand_as(scores_BHLS))
+        return scores_BHLS @ v_BHSV / scores_BHLS.sum(-1, keepdim=True)

@@ -103,21 +103,21 @@ def require_own(state: MixerState, own: type[State], kind: str, shapes: Sequence
 
     Raises: InputError for a state of another kind or with other sizes, with what was given and what is needed.
     """
-    given = [tuple(tensor.shape) for tensor in state.tensors()]
+    own_shapes = [tuple(tensor.shape) for tensor in state.tensors()]
     left_by = getattr(state, "kind", kind)
-    if not isinstance(state, own) or left_by != kind or not _fit(given, shapes):
+    if not isinstance(state, own) or left_by != kind or not _fit(own_shapes, shapes):
         name = type(state).__name__ if not hasattr(state, "kind") else f"{type(state).__name__} of {left_by}"
         raise InputError(
-            f"a {name} with tensors {_words(given)} was given to {kind}; it needs its own state, a {own.__name__} with "
-            f"tensors {_words(shapes)}"
+            f"a {name} with tensors {_words(own_shapes)} was given to {kind}; it needs its own state, a {own.__name__} "
+            f"with tensors {_words(shapes)}"
         )
     return state
 
 
-def _fit(given: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int | None, ...]]) -> bool:
-    return len(given) == len(shapes) and all(
+def _fit(own_shapes: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int | None, ...]]) -> bool:
+    return len(own_shapes) == len(shapes) and all(
         len(has) == len(needs) and all(need is None or size == need for size, need in zip(has, needs, strict=True))
-        for has, needs in zip(given, shapes, strict=True)
+        for has, needs in zip(own_shapes, shapes, strict=True)
     )
 
 

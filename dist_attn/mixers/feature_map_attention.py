@@ -6,10 +6,10 @@ from typing import final
 import torch
 from torch import nn
 
-from dist_attn.feature_maps import ArcCosine, EluPlusOne, Gaussian, PositiveRatios
+from dist_attn.feature_maps import EluPlusOne, PositiveRatios
+from dist_attn.mixers.heads import HeadInputs, log_key_weights, log_positive_weights
 from dist_attn.mixers.kernel_attention import CausalKernelAttention
-from dist_attn.mixers.key_weights import log_key_weights, log_positive_weights
-from dist_attn.mixers.random_matrices import RandomMatrices
+from dist_attn.mixers.random_matrices import RandomMatrices, random_features
 from dist_attn.model_config.mixers.kernels import EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.ops import FeatureMap, LinearState, SequenceOps, linear_attention_step
 from dist_attn.ops.running_maximum import NO_TOKENS
@@ -22,45 +22,28 @@ class FeatureMapAttention(CausalKernelAttention):
     def feature_map(self) -> FeatureMap:
         """phi, with what is learned of it."""
 
-    def attend(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        ops: SequenceOps,
-        state: LinearState,
-        log_gate_BHL: torch.Tensor | None,
-        key_scale_BHL: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, LinearState]:
+    def attend(self, heads: HeadInputs, ops: SequenceOps, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         return ops.linear_attention(
-            q_BHLK,
-            k_BHLK,
-            v_BHLV,
+            heads.q,
+            heads.k,
+            heads.v,
             feature_map=self.feature_map(),
-            log_gate_BHS=log_gate_BHL,
-            key_scale_BHS=key_scale_BHL,
+            log_gate_BHS=heads.log_gate,
+            key_scale_BHS=heads.key_scale,
             causal=True,
             state=state,
             denominator=self.denominator,
         )
 
-    def attend_step(
-        self,
-        q_BHK: torch.Tensor,
-        k_BHK: torch.Tensor,
-        v_BHV: torch.Tensor,
-        state: LinearState,
-        log_gate_BH: torch.Tensor | None,
-        key_scale_BH: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, LinearState]:
+    def attend_step(self, heads: HeadInputs, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         return linear_attention_step(
-            q_BHK,
-            k_BHK,
-            v_BHV,
+            heads.q,
+            heads.k,
+            heads.v,
             state,
             feature_map=self.feature_map(),
-            log_gate_BH=log_gate_BH,
-            key_scale_BH=key_scale_BH,
+            log_gate_BH=heads.log_gate,
+            key_scale_BH=heads.key_scale,
             denominator=self.denominator,
         )
 
@@ -81,16 +64,9 @@ class RandomFeatureAttention(FeatureMapAttention, RandomMatrices):
         self.sigma_H1K = nn.Parameter(torch.full((config.num_heads, 1, config.head_size), config.first_sigma))
         self.hold_matrices()
 
-    @property
-    def num_features(self) -> int:
-        return self.config.num_random * (2 if self.config.feature == "gaussian" else 1)
-
     def feature_map(self) -> FeatureMap:
         """phi with the learned sigma multiplied in (RFA Eq. 8); float32 always."""
-        w_HDK = self.sigma_H1K * self.matrices()
-        if self.config.feature == "gaussian":
-            return Gaussian(w_HDK, unit_norm=self.config.weighting == "unit_norm")
-        return ArcCosine(w_HDK, unit_norm=True)
+        return random_features(self.config, self.sigma_H1K * self.matrices())
 
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
         return log_key_weights(k, self.sigma_H1K) if self.config.weighting == "norm" else None
@@ -117,10 +93,6 @@ class PerformerAttention(FeatureMapAttention, RandomMatrices):
         super().__init__(config)
         self.hold_matrices()
 
-    @property
-    def num_features(self) -> int:
-        return self.config.num_random
-
     def feature_map(self) -> FeatureMap:
         """The ratios of positive features, with softmax's temperature in the random vectors."""
         return PositiveRatios(self.config.softmax_scale * self.matrices())
@@ -143,10 +115,6 @@ class EluAttention(FeatureMapAttention):
     """
 
     config: EluConfig
-
-    @property
-    def num_features(self) -> int:
-        return self.config.head_size
 
     def feature_map(self) -> FeatureMap:
         return EluPlusOne()

@@ -7,9 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
-from dist_attn.mixers.heads import ShortConvolution, linear_float32, merge_heads, rotate, split_heads
-from dist_attn.mixers.key_weights import stable_key_weights, step_key_weights
+from dist_attn.mixers.base import MixerState, require_own
+from dist_attn.mixers.heads import (
+    HeadInputs,
+    ProjectedAttention,
+    linear_float32,
+    merge_heads,
+    rotate,
+    stable_key_weights,
+    step_key_weights,
+)
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.kernels import EfficientConfig, EluConfig, PerformerConfig, RandomFeatureConfig
 from dist_attn.ops import Denominator, LinearState, SequenceOps
@@ -60,21 +67,17 @@ def attention_shapes(batch: int, heads: int, features: int, values: int) -> list
 GATE_BIAS_RANGE = (-1.0, 5.0)
 
 
-class CausalKernelAttention(TokenMixer):
+class CausalKernelAttention(ProjectedAttention):
     """Multi-head attention over a state of constant size; a kind of it says how it attends, and by which features.
 
     Reference: Random Feature Attention, Eq. 6; with gates Eq. 7, which begin over a spread of time scales.
     """
 
-    paradigm = Paradigm.LEARNED_DEPENDENT
+    config: RandomFeatureConfig | EluConfig | PerformerConfig | EfficientConfig
 
     def __init__(self, config: RandomFeatureConfig | EluConfig | PerformerConfig | EfficientConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size, heads = config.hidden_size, config.num_heads
-        self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
-        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
         self.gate: nn.Linear | None = None
         if config.gated:
             self.gate = nn.Linear(size, 1 if config.shared_gate else heads)
@@ -83,11 +86,6 @@ class CausalKernelAttention(TokenMixer):
                 biases = torch.linspace(*GATE_BIAS_RANGE, heads)
                 self.gate.bias.copy_(biases.mean() if config.shared_gate else biases)
         self.denominator = Denominator(config.denominator.kind, config.denominator.eps)
-
-    @property
-    @abstractmethod
-    def num_features(self) -> int:
-        """Numbers in phi of a head's key."""
 
     def log_key_weights(self, k: torch.Tensor) -> torch.Tensor | None:
         """Logarithms of the weights of keys [B, H, S, K] or, of one token, [B, H, K]; None where all weigh the same."""
@@ -98,38 +96,19 @@ class CausalKernelAttention(TokenMixer):
         return None
 
     @abstractmethod
-    def attend(
-        self,
-        q_BHLK: torch.Tensor,
-        k_BHLK: torch.Tensor,
-        v_BHLV: torch.Tensor,
-        ops: SequenceOps,
-        state: LinearState,
-        log_gate_BHL: torch.Tensor | None,
-        key_scale_BHL: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, LinearState]:
+    def attend(self, heads: HeadInputs, ops: SequenceOps, state: LinearState) -> tuple[torch.Tensor, LinearState]:
         """What the queries see, [B, H, L, V], and the state after the last global token."""
 
     @abstractmethod
-    def attend_step(
-        self,
-        q_BHK: torch.Tensor,
-        k_BHK: torch.Tensor,
-        v_BHV: torch.Tensor,
-        state: LinearState,
-        log_gate_BH: torch.Tensor | None,
-        key_scale_BH: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, LinearState]:
-        """`attend` for one token."""
+    def attend_step(self, heads: HeadInputs, state: LinearState) -> tuple[torch.Tensor, LinearState]:
+        """`attend` for one token, [B, H, V]."""
 
     def forward(
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, KernelState]:
         before = self._own(state, x_BLD.shape[0])
-        tail_BKD = before.tail_BKD
-        if self.convolution is not None:
-            x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
+        x_BLD, tail_BKD = self.convolved(x_BLD, ops, before.tail_BKD)
+        q, k, v, *_ = self.heads(x_BLD)
         if before.position_B is not None:
             positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1]).to(x_BLD.device)
             q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
@@ -139,18 +118,15 @@ class CausalKernelAttention(TokenMixer):
             log_gate, key_scale, unit_BH = stable_key_weights(
                 weights, ops, unit_BH, log_gate_BHS=log_gate, key_scale_BHS=key_scale
             )
-        out_BHLV, attention = self.attend(q, k, v, ops, before.attention, log_gate, key_scale)
+        out_BHLV, attention = self.attend(HeadInputs(q, k, v, log_gate, key_scale), ops, before.attention)
         total = ops.total_length(x_BLD.shape[1])
         return self.out(merge_heads(out_BHLV)), before.advanced(attention, tail_BKD, total, unit_BH)
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, KernelState]:
         before = self._own(state, x_BD.shape[0])
-        tail_BKD = before.tail_BKD
-        if self.convolution is not None:
-            x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
-        q, k, v = (
-            t.unflatten(-1, (self.config.num_heads, -1)) for t in self.qkv(x_BD).split(self.config.qkv_sizes, dim=-1)
-        )
+        x_BD, tail_BKD = self.convolved_step(x_BD, before.tail_BKD)
+        sizes, heads = self.config.qkv_sizes, self.config.num_heads
+        q, k, v = (t.unflatten(-1, (heads, -1)) for t in self.qkv(x_BD).split(sizes, dim=-1))
         if before.position_B is not None:
             q, k = (rotate(t[:, :, None], before.position_B[:, None], self.config.rotary).squeeze(2) for t in (q, k))
         log_gate, key_scale = self._gates(x_BD)
@@ -159,14 +135,14 @@ class CausalKernelAttention(TokenMixer):
             log_gate, key_scale, unit_BH = step_key_weights(
                 weights, unit_BH, log_gate_BH=log_gate, key_scale_BH=key_scale
             )
-        out_BHV, attention = self.attend_step(q, k, v, before.attention, log_gate, key_scale)
+        out_BHV, attention = self.attend_step(HeadInputs(q, k, v, log_gate, key_scale), before.attention)
         return self.out(out_BHV.flatten(1)), before.advanced(attention, tail_BKD, 1, unit_BH)
 
     def initial_state(self, batch: int) -> KernelState:
         config, like = self.config, empty_output(self.qkv)
         dtype = torch.promote_types(like.dtype, torch.float32)
         attention = LinearState.identity(
-            batch, config.num_heads, self.num_features, config.value_size, dtype=dtype, device=like.device
+            batch, config.num_heads, config.num_features, config.value_size, dtype=dtype, device=like.device
         )
         position_B = unit_BH = None
         if config.rotary is not None:
@@ -174,11 +150,7 @@ class CausalKernelAttention(TokenMixer):
         unit = self.first_unit()
         if unit is not None:
             unit_BH = torch.full((batch, config.num_heads), unit, dtype=torch.float64, device=like.device)
-        if self.convolution is None:
-            tail_BKD = state_zeros(like, (batch, 0, config.hidden_size))
-        else:
-            tail_BKD = self.convolution.initial_tail(batch)
-        return KernelState(attention, tail_BKD, config.kind, position_B, unit_BH)
+        return KernelState(attention, self.initial_tail(batch), config.kind, position_B, unit_BH)
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """log g and 1 - g, [..., H], each from the logit itself so that neither loses digits near 0 or 1."""
@@ -194,7 +166,7 @@ class CausalKernelAttention(TokenMixer):
             return self.initial_state(batch)
         config = self.config
         shapes = [
-            *attention_shapes(batch, config.num_heads, self.num_features, config.value_size),
+            *attention_shapes(batch, config.num_heads, config.num_features, config.value_size),
             (batch, max(0, config.short_convolution - 1), config.hidden_size),
         ]
         if config.rotary is not None:

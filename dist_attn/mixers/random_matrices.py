@@ -1,30 +1,15 @@
 """Random vectors of feature maps, a set per head: Gaussian or orthogonal, fixed or of a pool at every step."""
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import nn
 
-
-class MatrixConfig(Protocol):
-    """What says which random matrices the heads of a mixer have."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def head_size(self) -> int: ...
-    @property
-    def num_random(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def orthogonal(self) -> bool: ...
-    @property
-    def pool(self) -> int: ...
+from dist_attn.feature_maps import ArcCosine, Gaussian
+from dist_attn.model_config.mixers.heads import FeaturesConfig, MatricesConfig
+from dist_attn.ops import FeatureMap
 
 
-def matrices_at_test(config: MatrixConfig) -> torch.Tensor:
+def matrices_at_test(config: MatricesConfig) -> torch.Tensor:
     """One fixed matrix per head, [H, D, K]: the first ones of the pool, where there is one."""
     heads, num_random, size = config.num_heads, config.num_random, config.head_size
     if config.pool:
@@ -35,7 +20,7 @@ def matrices_at_test(config: MatrixConfig) -> torch.Tensor:
     return torch.randn(heads, num_random, size, generator=generator)
 
 
-def matrices_of_step(config: MatrixConfig, step: int) -> torch.Tensor:
+def matrices_of_step(config: MatricesConfig, step: int) -> torch.Tensor:
     """The pool's matrices that the heads take at a training step, [H, D, K]."""
     return _from_pool(config, draw_from_pool(config.seed, step, config.num_heads, config.pool))
 
@@ -74,7 +59,7 @@ def orthogonal_rows(num_random: int, size: int, generator: torch.Generator) -> t
     return w_DK.float()
 
 
-def _from_pool(config: MatrixConfig, indices: list[int]) -> torch.Tensor:
+def _from_pool(config: MatricesConfig, indices: list[int]) -> torch.Tensor:
     sizes = (config.num_random, config.head_size)
     return torch.stack([pool_matrix(config.seed, i, *sizes, orthogonal=config.orthogonal) for i in indices])
 
@@ -87,7 +72,7 @@ def _generator(*key: int) -> torch.Generator:
 class RandomMatrices(nn.Module):
     """What a module with random features has beside its own: a matrix per head, at a training step one of a pool."""
 
-    config: MatrixConfig
+    config: MatricesConfig
     w_HDK: torch.Tensor
     # The pool's matrices of this training step; None at test, and without a pool.
     _drawn_HDK: torch.Tensor | None = None
@@ -106,6 +91,13 @@ class RandomMatrices(nn.Module):
             return False
         self._drawn_HDK = matrices_of_step(self.config, step).to(self.w_HDK)
         return True
+
+
+def random_features(config: FeaturesConfig, w_HDK: torch.Tensor) -> FeatureMap:
+    """phi of the Gaussian or the arc-cosine kernel over these random vectors."""
+    if config.feature == "gaussian":
+        return Gaussian(w_HDK, unit_norm=config.weighting == "unit_norm")
+    return ArcCosine(w_HDK, unit_norm=True)
 
 
 def redraw_pools(model: nn.Module, step: int) -> bool:

@@ -1,4 +1,7 @@
-"""S4: a diagonal plus low-rank state space for every feature, walked along the sequence or taken as one convolution."""
+"""S4D and S4: a diagonal, or diagonal plus low-rank, state space for every feature, as a scan or as one convolution.
+
+Letters: B batch, L tokens on this rank, D model width, N numbers (or complex pairs) of a feature's state.
+"""
 
 import math
 from typing import final
@@ -9,10 +12,84 @@ from torch import nn
 from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, state_zeros
 from dist_attn.mixers.state_space import Readout, StateSpaceState, own_state
 from dist_attn.mixers.whole_sequence import WholeSequenceMixer
-from dist_attn.model_config.mixers.state_spaces import S4Config
+from dist_attn.model_config.mixers.state_spaces import S4Config, S4DConfig
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.dense_space import matrix_power
-from dist_attn.ops.state_space import discretise_dense, dplr_kernel, legs_eigenvalues, real_form
+from dist_attn.ops.state_space import (
+    diagonal_kernel,
+    discretise,
+    discretise_dense,
+    dplr_kernel,
+    initial_eigenvalues,
+    initial_inputs,
+    legs_eigenvalues,
+    real_form,
+)
+
+
+class DiagonalSpace(nn.Module):
+    """The parameters of one diagonal system per feature; real parts stay negative.
+
+    B is fixed, for C learns the product: 1, or for the spectrum `legs` HiPPO's, which a model folder then has as well.
+
+    Reference: A Unified View of Long-Sequence Models, Sec. 7; Gu et al. 2022 (S4D).
+    """
+
+    b_N: torch.Tensor
+
+    def __init__(self, config: S4DConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, pairs = config.hidden_size, config.state_size // 2
+        low, high = math.log(config.dt_min), math.log(config.dt_max)
+        a_N = initial_eigenvalues(config.spectrum, pairs)
+        self.log_dt_D = nn.Parameter(low + (high - low) * torch.rand(size))
+        self.log_decay_DN = nn.Parameter((-a_N.real).log().float().expand(size, pairs).clone())
+        self.frequency_DN = nn.Parameter(a_N.imag.float().expand(size, pairs).clone())
+        self.c_DN2 = nn.Parameter(torch.randn(size, pairs, 2) * 0.5**0.5)
+        b_N = initial_inputs(config.spectrum, pairs).float()
+        self.register_buffer("b_N", b_N, persistent=config.spectrum == "legs")
+
+    def discrete(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """a, b, c [D, N] of x_t = a x_{t-1} + b u_t, y_t = 2 Re(c x_t)."""
+        a_DN = torch.complex(-self.log_decay_DN.exp(), self.frequency_DN)
+        a, b = discretise(a_DN, self.b_N.to(a_DN.dtype).expand_as(a_DN), self.log_dt_D.exp(), self.config.rule)
+        return a, b, torch.view_as_complex(self.c_DN2)
+
+    def kernel(self, length: int) -> torch.Tensor:
+        """The response to a unit input, [length, D]."""
+        return diagonal_kernel(*self.discrete(), length)
+
+
+@final
+class S4DScan(TokenMixer):
+    """The recurrent form: causal, with a state of constant size."""
+
+    paradigm = Paradigm.LEARNED_DEPENDENT
+
+    def __init__(self, config: S4DConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.space = DiagonalSpace(config)
+        self.readout = Readout(config.hidden_size)
+
+    def forward(
+        self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
+    ) -> tuple[torch.Tensor, StateSpaceState]:
+        before = own_state(state, self.initial_state(x_BLD.shape[0]))
+        y_BLD, after = ops.diagonal_scan(x_BLD, *self.space.discrete(), state=torch.view_as_complex(before.x))
+        return self.readout(y_BLD, x_BLD), before.replace((torch.view_as_real(after),))
+
+    def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, StateSpaceState]:
+        before = own_state(state, self.initial_state(x_BD.shape[0]))
+        a, b, c = self.space.discrete()
+        after = a * torch.view_as_complex(before.x) + b * x_BD[..., None]
+        y_BD = 2 * (c * after).sum(-1).real
+        return self.readout(y_BD.to(x_BD.dtype), x_BD), before.replace((torch.view_as_real(after),))
+
+    def initial_state(self, batch: int) -> StateSpaceState:
+        return StateSpaceState(state_zeros(self.space.c_DN2, (batch, *self.space.c_DN2.shape)), self.config.kind)
+
 
 Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -85,18 +162,18 @@ class S4Scan(TokenMixer):
 
 
 @final
-class S4Convolution(WholeSequenceMixer):
+class StateSpaceConvolution(WholeSequenceMixer):
     """The convolution form, over a sequence that is there whole; with a second system for what comes after a token."""
 
     paradigm = Paradigm.LEARNED_DEPENDENT
 
     name = "a state space as a convolution"
 
-    def __init__(self, config: S4Config) -> None:
+    def __init__(self, config: S4DConfig | S4Config) -> None:
         super().__init__()
         self.config = config
-        self.space = LowRankSpace(config)
-        self.space_ahead = LowRankSpace(config) if config.bidirectional else None
+        self.space = _space(config)
+        self.space_ahead = _space(config) if config.bidirectional else None
         self.readout = Readout(config.hidden_size)
 
     def mix(self, x_BLD: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
@@ -107,6 +184,15 @@ class S4Convolution(WholeSequenceMixer):
         return mixed
 
 
+def _space(config: S4DConfig | S4Config) -> DiagonalSpace | LowRankSpace:
+    return DiagonalSpace(config) if isinstance(config, S4DConfig) else LowRankSpace(config)
+
+
+def s4d(config: S4DConfig) -> TokenMixer:
+    """The form that the configuration asks for."""
+    return S4DScan(config) if config.form == "scan" else StateSpaceConvolution(config)
+
+
 def s4(config: S4Config) -> TokenMixer:
     """The form that the configuration asks for."""
-    return S4Scan(config) if config.form == "scan" else S4Convolution(config)
+    return S4Scan(config) if config.form == "scan" else StateSpaceConvolution(config)

@@ -10,7 +10,7 @@ from dist_attn.feature_maps import elu_plus_one
 from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own
 from dist_attn.mixers.heads import merge_heads, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.model_config.mixers.scaleformer import ScaleformerConfig
+from dist_attn.model_config.mixers.attention import ScaleformerConfig
 from dist_attn.ops import RelativeState, SequenceOps, relative_attention_step
 from dist_attn.ops.relative_attention import WindowState
 

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import nn
 
-from dist_attn.mixers.base import MixerState, Paradigm, TokenMixer, require_own, state_zeros
-from dist_attn.mixers.heads import RelativeRows, ShortConvolution, merge_heads, rotate, split_heads
+from dist_attn.mixers.base import MixerState, require_own, state_zeros
+from dist_attn.mixers.heads import ProjectedAttention, RelativeRows, merge_heads, rotate, split_heads
 from dist_attn.mixers.narrow_layers import empty_output
-from dist_attn.model_config.mixers.exact import SoftmaxConfig
+from dist_attn.model_config.mixers.attention import SoftmaxConfig
 from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, softmax_attention
 from dist_attn.ops.softmax_attention import Placement
 
@@ -35,21 +34,16 @@ class SoftmaxState:
 
 
 @final
-class SoftmaxAttention(TokenMixer):
+class SoftmaxAttention(ProjectedAttention):
     """Multi-head causal softmax attention, the exact baseline of every kernel mixer.
 
     `step` goes on from a state that holds all keys.
     """
 
-    paradigm = Paradigm.LEARNED_DEPENDENT
+    config: SoftmaxConfig
 
     def __init__(self, config: SoftmaxConfig) -> None:
-        super().__init__()
-        self.config = config
-        size = config.hidden_size
-        self.convolution = ShortConvolution(size, config.short_convolution) if config.short_convolution else None
-        self.qkv = nn.Linear(size, sum(config.qkv_sizes), bias=config.projection_bias)
-        self.out = nn.Linear(config.qkv_sizes[2], size, bias=config.projection_bias)
+        super().__init__(config)
         self.relative: RelativeRows | None = None
         if config.relative is not None:
             sizes = (config.num_heads, config.head_size, config.value_size)
@@ -59,10 +53,8 @@ class SoftmaxAttention(TokenMixer):
         self, x_BLD: torch.Tensor, ops: SequenceOps, state: MixerState | None = None
     ) -> tuple[torch.Tensor, SoftmaxState]:
         before = self._own(state, x_BLD.shape[0])
-        tail_BKD = before.tail_BKD
-        if self.convolution is not None:
-            x_BLD, tail_BKD = self.convolution(x_BLD, ops, tail_BKD)
-        q, k, v = (split_heads(t, self.config.num_heads) for t in self.qkv(x_BLD).split(self.config.qkv_sizes, dim=-1))
+        x_BLD, tail_BKD = self.convolved(x_BLD, ops, before.tail_BKD)
+        q, k, v, *_ = self.heads(x_BLD)
         positions_1L = ops.positions(x_BLD.shape[1])[None] + before.cache.tokens
         q, k = (rotate(t, positions_1L, self.config.rotary) for t in (q, k))
         out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache, relative=self._rows())
@@ -70,12 +62,9 @@ class SoftmaxAttention(TokenMixer):
 
     def step(self, x_BD: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, SoftmaxState]:
         before = self._own(state, x_BD.shape[0])
-        tail_BKD = before.tail_BKD
-        if self.convolution is not None:
-            x_BD, tail_BKD = self.convolution.step(x_BD, tail_BKD)
-        q, k, v = (
-            split_heads(t[:, None], self.config.num_heads) for t in self.qkv(x_BD).split(self.config.qkv_sizes, dim=-1)
-        )
+        x_BD, tail_BKD = self.convolved_step(x_BD, before.tail_BKD)
+        sizes, heads = self.config.qkv_sizes, self.config.num_heads
+        q, k, v = (split_heads(t[:, None], heads) for t in self.qkv(x_BD).split(sizes, dim=-1))
         before.cache.require_whole()
         q, k = (rotate(t, torch.tensor([[before.cache.tokens]]), self.config.rotary) for t in (q, k))
         cache = before.cache.appended(k, v)
@@ -94,9 +83,7 @@ class SoftmaxAttention(TokenMixer):
             state_zeros(like, (*none, config.head_size)),
             state_zeros(like, (*none, config.value_size)),
         )
-        if self.convolution is None:
-            return SoftmaxState(cache, state_zeros(like, (batch, 0, config.hidden_size)))
-        return SoftmaxState(cache, self.convolution.initial_tail(batch))
+        return SoftmaxState(cache, self.initial_tail(batch))
 
     def _rows(self) -> RelativePositions | None:
         return None if self.relative is None else self.relative()

@@ -4,10 +4,16 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dist_attn.model_config.hybrid import StackMixer, check_streams, check_uses_all
-from dist_attn.model_config.language_model import MAX_LAYERS, BlockConfig, TokenPositions
+from dist_attn.model_config.language_model import (
+    MAX_LAYERS,
+    BlockConfig,
+    StackMixer,
+    TokenPositions,
+    check_streams,
+    check_uses_all,
+)
 from dist_attn.model_config.mixer import FrozenConfig
-from dist_attn.model_config.mixers.all_keys import CrossConfig
+from dist_attn.model_config.mixers.attention import CrossConfig
 
 
 class EncoderConfig(FrozenConfig):

@@ -1,12 +1,93 @@
-"""What a model is made of: the frozen value that a model folder's config.json holds."""
+"""What a language model is made of: the frozen value in config.json, the mixer of each layer, and named sizes.
 
-from typing import Any, Literal
+The presets are tiny, small (about 38M parameters) and big (about 242M).
+"""
 
-from pydantic import Field, model_validator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
-from dist_attn.model_config.hybrid import StackMixer, check_streams, check_uses_all
-from dist_attn.model_config.mixer import FrozenConfig
-from dist_attn.shipped.foreign import OUR_MODEL_TYPE
+from pydantic import Field, PlainValidator, SerializeAsAny, model_validator
+
+from dist_attn.errors import ConfigError
+from dist_attn.model_config.mixer import AnyMixer, FrozenConfig, MixerConfig, mixer_config_class
+from dist_attn.shipped import OUR_MODEL_TYPE
+
+Config = TypeVar("Config", bound=FrozenConfig)
+
+
+class HybridConfig(FrozenConfig):
+    """Layer after layer takes the next mixer of `pattern`, which begins again behind its last one.
+
+    With one mixer for each layer it is a list of them.
+    """
+
+    kind: Literal["hybrid"] = "hybrid"
+    pattern: tuple[AnyMixer, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _one_width(self) -> "HybridConfig":
+        sizes = [mixer.hidden_size for mixer in self.pattern]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"the mixers of the pattern have the hidden_size {sizes}; they must have the same")
+        return self
+
+    @property
+    def hidden_size(self) -> int:
+        """That of every mixer."""
+        return self.pattern[0].hidden_size
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one, in any layer."""
+        return all(mixer.causal for mixer in self.pattern)
+
+
+def _one_or_several(values: Any) -> MixerConfig | HybridConfig:
+    if isinstance(values, HybridConfig) or (isinstance(values, Mapping) and values.get("kind") == "hybrid"):
+        return HybridConfig.model_validate(values)
+    return MixerConfig.model_validate(values)
+
+
+StackMixer = Annotated[SerializeAsAny[MixerConfig | HybridConfig], PlainValidator(_one_or_several)]
+"""The mixer of all layers, or a pattern of them."""
+
+
+def check_uses_all(mixer: FrozenConfig, num_layers: int) -> None:
+    """Raises: ValueError for a pattern with mixers that no layer takes."""
+    if isinstance(mixer, HybridConfig) and len(mixer.pattern) > num_layers:
+        raise ValueError(
+            f"the mixer's pattern has {len(mixer.pattern)} entries for {num_layers} layers; it needs one for each, or "
+            "fewer, which repeat"
+        )
+
+
+def check_streams(mixer: MixerConfig | HybridConfig, model: str) -> None:
+    """Raises: ValueError where a layer could not go on from a state, as `model` must to generate."""
+    for place, one in enumerate(pattern_of(mixer)):
+        if not one.streams:
+            where = f" in entry {place} of the pattern" if isinstance(mixer, HybridConfig) else ""
+            raise ValueError(
+                f"a mixer of kind {one.kind} as configured{where} takes a sequence whole; a {model} needs one that "
+                "goes on from a state, as rfa_gate, scaleformer, convolution or s4d as a scan do"
+            )
+
+
+def mixers_of_layers(mixer: MixerConfig | HybridConfig, num_layers: int) -> tuple[MixerConfig, ...]:
+    """The mixer of each layer, with that layer's seed."""
+    pattern = pattern_of(mixer)
+    return tuple(with_layer_seed(pattern[layer % len(pattern)], layer) for layer in range(num_layers))
+
+
+def with_layer_seed(mixer: Config, layer: int) -> Config:
+    """The mixer of one layer: the same random vectors everywhere would correlate the layers' estimation errors."""
+    return mixer.model_copy(update={"seed": mixer.seed + layer}) if hasattr(mixer, "seed") else mixer
+
+
+def pattern_of(mixer: MixerConfig | HybridConfig) -> tuple[MixerConfig, ...]:
+    """The mixers that layers take in turn."""
+    return mixer.pattern if isinstance(mixer, HybridConfig) else (mixer,)
+
 
 MAX_LAYERS = 10_000
 """More are a mistake: they would be built one by one until memory ends."""
@@ -91,3 +172,66 @@ class LanguageModelConfig(FrozenConfig):
         check_uses_all(self.mixer, self.num_layers)
         check_streams(self.mixer, "language model")
         return self
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The sizes of a model; its vocabulary is that of the tokeniser."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_size: int
+
+
+# small and big: widths of the transformer's base and big models; with 38,500 tokens, embeddings counted, their layers
+# come to the paper's 38M and 242M, for which it does not print the parts.
+PRESETS = {
+    "tiny": Preset(hidden_size=128, num_layers=4, num_heads=4, mlp_size=512),
+    "small": Preset(hidden_size=512, num_layers=6, num_heads=8, mlp_size=2048),
+    "big": Preset(hidden_size=1024, num_layers=16, num_heads=16, mlp_size=4096),
+}
+
+HYBRID_PATTERN = ("rfa_gate", "rfa_gate", "rfa_gate", "softmax")
+"""Mostly states of constant size, and now and then a look at every token so far."""
+
+
+def expand_preset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a model's configuration with those of its `preset` where nothing else is said.
+
+    The mixer is `rfa_gate` with 64 random vectors unless the values name another. Of kind `hybrid` it is three of these
+    and then `softmax`, unless a pattern is given, whose entries may be just the names of kinds.
+
+    Raises: ConfigError for a preset or a kind of mixer that there is not, and for a pattern that is no list.
+    Reference: Random Feature Attention, Sec. 4.1: about 38M and 242M parameters.
+    """
+    options = dict(values)
+    if "preset" not in options:
+        return options
+    name = options.pop("preset")
+    preset = PRESETS.get(name) if isinstance(name, str) else None
+    if preset is None:
+        raise ConfigError(f"there is no preset {name!r} of a model; there are {', '.join(PRESETS)}")
+    sizes = {
+        "hidden_size": preset.hidden_size,
+        "num_layers": preset.num_layers,
+        "mlp_size": preset.mlp_size,
+    }
+    expanded: dict[str, Any] = {**sizes, **options}
+    expanded["mixer"] = _expand_mixer(options.get("mixer", {}), expanded["hidden_size"], preset.num_heads)
+    return expanded
+
+
+def _expand_mixer(mixer: Any, hidden_size: int, num_heads: int) -> Any:
+    """With the width and, where the kind has them, the heads; so too every mixer of a pattern, which may be a word."""
+    if not isinstance(mixer, Mapping):
+        return mixer
+    if "pattern" in mixer or mixer.get("kind") == "hybrid":
+        pattern = mixer.get("pattern", HYBRID_PATTERN)
+        if not isinstance(pattern, list | tuple):
+            raise ConfigError(f"the mixer's pattern is {pattern!r}; a pattern is a list of mixers or of their kinds")
+        named = [{"kind": one} if isinstance(one, str) else one for one in pattern]
+        return {"kind": "hybrid", **mixer, "pattern": [_expand_mixer(one, hidden_size, num_heads) for one in named]}
+    own: dict[str, Any] = {"kind": "rfa_gate", "hidden_size": hidden_size, **mixer}
+    heads = mixer_config_class(own["kind"]).model_fields.get("num_heads")
+    return {**({"num_heads": num_heads} if heads is not None and heads.is_required() else {}), **own}

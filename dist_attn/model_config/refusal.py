@@ -1,9 +1,12 @@
-"""Why a configuration was refused, in one line: the key as it stands in the file, the rule, and what was given."""
+"""Why a configuration was refused, in one line: the key as it stands in the file, the rule, what was given or meant."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+
+from dist_attn.model_config.mixer import MixerConfig, registered_mixers
 
 GIVEN_CHARACTERS = 80
 PLAIN = {"missing": "it is missing", "extra_forbidden": "there is no such key; leave it out"}
@@ -24,9 +27,9 @@ def refusal(error: ValidationError, values: Any) -> tuple[str, str]:
     words = ", or ".join(
         dict.fromkeys(PLAIN.get(one["type"], one["msg"].removeprefix("Value error, ")) for one in chosen)
     )
-    given = repr(chosen[0]["input"])
-    if chosen[0]["type"] not in WITHOUT_GIVEN and len(given) <= GIVEN_CHARACTERS:
-        words += f"; given is {given}"
+    input_text = repr(chosen[0]["input"])
+    if chosen[0]["type"] not in WITHOUT_GIVEN and len(input_text) <= GIVEN_CHARACTERS:
+        words += f"; given is {input_text}"
     return ".".join(deepest), words
 
 
@@ -41,3 +44,51 @@ def _key(place: Sequence[int | str], values: Any, *, missing: bool) -> list[str]
             continue
         parts.append(str(part))
     return parts
+
+
+Place = tuple[int | str, ...]
+"""Where pydantic says that an error is: keys, and the kinds of sections between them."""
+
+
+def key_of(config: type[BaseModel], place: Place, *, unknown: bool = False) -> str:
+    """The key of a place as a file names it; `unknown` for one whose last part is no key of `config`."""
+    parts = [
+        str(part)
+        for number, (part, sections) in enumerate(_walk(config, place), 1)
+        if any(part in section.model_fields for section in sections)
+        or not any(_is_kind(section, part) for section in sections)
+        or (unknown and number == len(place))
+    ]
+    return ".".join(parts)
+
+
+def nearest_key(config: type[BaseModel], place: Place) -> str | None:
+    """The key of `config` in the section of `place` whose name is most like its last part; None if none is."""
+    *_, (unknown, sections) = _walk(config, place)
+    names = sorted({name for section in sections for name in section.model_fields})
+    return next(iter(get_close_matches(str(unknown), names, 1)), None)
+
+
+def _walk(config: type[BaseModel], place: Place) -> Iterator[tuple[int | str, list[type[BaseModel]]]]:
+    """Every part of a place, with the sections in which it may be a key."""
+    sections: list[type[BaseModel]] = [config]
+    for part in place:
+        yield part, sections
+        inner = [
+            kind for s in sections if part in s.model_fields for kind in _models(s.model_fields[str(part)].annotation)
+        ]
+        sections = inner or [s for s in sections if _is_kind(s, part)] or sections
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """Every configuration in a type, however it is wrapped."""
+    if annotation is MixerConfig:
+        return [*dict.fromkeys(registered_mixers().values())]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models(part)]
+
+
+def _is_kind(section: type[BaseModel], kind: int | str) -> bool:
+    field = section.model_fields.get("kind")
+    return field is not None and kind in get_args(field.annotation)

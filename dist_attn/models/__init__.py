@@ -1,5 +1,7 @@
 """Models over any token mixer, local or sharded."""
 
+from typing import Any, overload
+
 from dist_attn.model_config.encoders import (
     DecoderConfig,
     EncoderConfig,
@@ -11,16 +13,15 @@ from dist_attn.model_config.encoders import (
     VisionClassifierConfig,
 )
 from dist_attn.model_config.folder import ModelConfig
-from dist_attn.model_config.hybrid import HybridConfig
 from dist_attn.model_config.language_model import (
     BlockConfig,
+    HybridConfig,
     LanguageModelConfig,
     LearnedPositions,
     MlpConfig,
     NormConfig,
 )
 from dist_attn.model_config.million import MillionConfig
-from dist_attn.models.build import Model, build_model
 from dist_attn.models.classifier import TextClassifier
 from dist_attn.models.encoder import Encoder
 from dist_attn.models.encoder_decoder import DecoderState, EncoderDecoder
@@ -71,3 +72,35 @@ __all__ = [
     "weight_bytes",
     "weight_precision_of",
 ]
+
+Model = (
+    LanguageModel | TextEncoder | TextClassifier | VisionClassifier | MaskedAutoencoder | EncoderDecoder | MillionModel
+)
+
+_MODELS: dict[type, Any] = {
+    LanguageModelConfig: LanguageModel,
+    TextEncoderConfig: TextEncoder,
+    TextClassifierConfig: TextClassifier,
+    VisionClassifierConfig: VisionClassifier,
+    MaskedAutoencoderConfig: MaskedAutoencoder,
+    EncoderDecoderConfig: EncoderDecoder,
+    MillionConfig: MillionModel,
+}
+
+
+@overload
+def build_model(config: LanguageModelConfig) -> LanguageModel: ...
+
+
+@overload
+def build_model(config: TextEncoderConfig) -> TextEncoder: ...
+
+
+@overload
+def build_model(config: ModelConfig) -> Model: ...
+
+
+def build_model(config: ModelConfig) -> Model:
+    """The model that `config.kind` names, with fresh parameters."""
+    model: Model = _MODELS[type(config)](config)
+    return model

@@ -1,16 +1,66 @@
 """The block: x + mixer(norm(x)), x + MLP(norm(x)), or norm(x + mixer(x)), norm(x + MLP(x)); norms of each token.
 
-Turner's printed normalisation runs over the sequence instead, which would leak the future into a causal model.
+Turner's printed normalisation runs over the sequence instead, which would leak the future into a causal model. A block
+can do without its activations (activation checkpointing): `recompute_layers`.
+
+Letters: B batch, L tokens on this rank, D model width.
 """
+
+from collections.abc import Callable, Iterator
+from typing import TypeVar, TypeVarTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from dist_attn.mixers import MixerConfig, MixerState, build_mixer
 from dist_attn.model_config.language_model import BlockConfig, NormConfig
-from dist_attn.models.recomputation import Recomputable
-from dist_attn.ops import SequenceOps
+from dist_attn.ops import SequenceOps, current_watch, watching
+
+Given = TypeVarTuple("Given")
+Result = TypeVar("Result")
+
+
+class Recomputable(nn.Module):
+    """A layer that can do without its activations; `recompute_layers` makes it so."""
+
+    recomputes = False
+
+    def _run(self, compute: Callable[[*Given], Result], *args: *Given) -> Result:
+        """What `compute` returns; where this layer recomputes, its backward pass calls it once more."""
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return compute(*args)
+        again = False
+
+        def run(*args: *Given) -> Result:
+            nonlocal again
+            if not again:
+                again = True
+                return compute(*args)
+            with watching(None):  # it was watched the first time
+                return compute(*args)
+
+        # No layer draws random numbers, so there is no generator to wind back. `checkpoint` stops once it has the last
+        # tensor that it needs: one of the MLP's, which lies behind every exchange of the layer, on every rank.
+        result: Result = checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
+        return result
+
+
+def recompute_layers(model: nn.Module, recomputes: bool = True) -> int:
+    """Let every layer of the model recompute its activations in the backward pass, or none; how many layers it has.
+
+    Losses and gradients are bitwise those without. Across ranks the recomputation exchanges what the forward pass did,
+    under the same labels: every rank enters it at the same place of its backward pass, empty ranks included.
+
+    Cost: one more forward pass of each layer, and its exchanges once more; of a layer's activations only its input
+    stays until the backward pass.
+    Reference: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost.
+    """
+    layers = [module for module in model.modules() if isinstance(module, Recomputable)]
+    for layer in layers:
+        layer.recomputes = recomputes
+    return len(layers)
 
 
 def build_norm(config: NormConfig, size: int) -> nn.LayerNorm | nn.RMSNorm:
@@ -88,3 +138,12 @@ class Block(Recomputable):
                 return F.silu(x)
             case "relu":
                 return F.relu(x)
+
+
+def watched(blocks: nn.ModuleList) -> Iterator[Block]:
+    """The blocks in order; whoever watches hears which layer runs."""
+    watch = current_watch()
+    for layer, block in enumerate(cast(list[Block], list(blocks))):
+        if watch is not None:
+            watch.layer = layer
+        yield block

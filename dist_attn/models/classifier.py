@@ -9,9 +9,7 @@ from torch import nn
 
 from dist_attn.errors import ShapeError
 from dist_attn.model_config.encoders import TextClassifierConfig
-from dist_attn.models.encoder import Encoder, initialise
-from dist_attn.models.pooling import Pooling
-from dist_attn.models.tokens import check_tokens
+from dist_attn.models.encoder import Encoder, Pooling, check_tokens, initialise
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 

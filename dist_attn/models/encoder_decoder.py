@@ -10,12 +10,9 @@ from torch import nn
 from dist_attn.errors import ShapeError
 from dist_attn.mixers import BidirectionalConfig, CrossAttention, MemoryState, MixerConfig, MixerState
 from dist_attn.model_config.encoders import DecoderConfig, EncoderDecoderConfig
-from dist_attn.model_config.hybrid import mixers_of_layers, with_layer_seed
-from dist_attn.models.blocks import Block, build_norm
-from dist_attn.models.encoder import Encoder, initialise
-from dist_attn.models.positions import position_layers, with_positions
-from dist_attn.models.recomputation import Recomputable
-from dist_attn.models.tokens import check_tokens
+from dist_attn.model_config.language_model import mixers_of_layers, with_layer_seed
+from dist_attn.models.blocks import Block, Recomputable, build_norm
+from dist_attn.models.encoder import Encoder, check_tokens, initialise, position_layers, with_positions
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 

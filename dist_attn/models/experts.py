@@ -1,6 +1,11 @@
-"""A layer of experts: a router sends each token to one or two of them; inside one, all tokens attend to each other."""
+"""What is sparse in the million-scale model: a Selector of tokens, and layers of experts that a router sends them to.
+
+Letters: L tokens on this rank, N kept ones, D model width, E experts, K choices of a token, R rows of an expert.
+"""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import cast
 
@@ -9,10 +14,160 @@ import torch.nn.functional as F
 from torch import nn
 
 from dist_attn.mixers.heads import linear_float32, merge_heads, split_heads
-from dist_attn.model_config.million import RouterConfig
-from dist_attn.models.recomputation import Recomputable
+from dist_attn.model_config.million import RouterConfig, SelectorConfig
+from dist_attn.models.blocks import Recomputable
 from dist_attn.ops import SequenceOps
 from dist_attn.ops.softmax_attention import softmax_attention
+
+# SplitMix64, whose 64-bit constants are written here as the signed numbers that torch knows.
+GOLDEN_GAMMA, FIRST, SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+MASK_53 = (1 << 53) - 1
+
+
+def uniform_at(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    """Numbers in (0, 1), one for each position, [L] float64.
+
+    Reference: Steele et al. 2014, Fast Splittable Pseudorandom Number Generators (SplitMix64).
+    """
+    state_L = position_L.to(torch.int64)
+    for seed in seeds:
+        # As a signed 64-bit number, whatever was given.
+        folded = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
+        state_L = _mixed(state_L ^ _mixed(torch.tensor(folded, dtype=torch.int64, device=state_L.device)))
+    bits_L = _shifted(_mixed(state_L), 11) & MASK_53
+    return (bits_L.double() + 0.5) / float(1 << 53)
+
+
+def logistic_noise(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
+    """The difference of two Gumbel variables for each position, [L] float64."""
+    u_L = uniform_at(position_L, seeds)
+    return torch.log(u_L) - torch.log1p(-u_L)
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    x = x + GOLDEN_GAMMA
+    x = (x ^ _shifted(x, 30)) * FIRST
+    x = (x ^ _shifted(x, 27)) * SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """To the right with zeros from the left, which torch does not do to signed numbers."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+# The stretch of the hard-concrete distribution (Louizos et al. 2018, Sec. 2.2).
+LOW, HIGH = -0.1, 1.1
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Of every token here: what decides about it, what it weighs when it is kept, and how open its gate is."""
+
+    score_L: torch.Tensor
+    weight_L: torch.Tensor
+    open_L: torch.Tensor
+    threshold: float
+    at_most: int | None
+
+
+class Selector(nn.Module):
+    """p = sigmoid(f(norm(x))), token by token, and the gates of `SelectorConfig` over it.
+
+    With `against` it is learnt against what everything else is learnt for: the gradient of what kept tokens weigh is
+    turned round, and goes no further than here. Its rate term stays as it is.
+
+    Reference: A Unified View of Long-Sequence Models, Eq. 26 to 28; Jang et al. 2017 (Gumbel); Louizos et al. 2018.
+    """
+
+    def __init__(self, config: SelectorConfig, size: int, *, against: bool = False) -> None:
+        super().__init__()
+        self.config, self.against = config, against
+        self.step = 0
+        self.norm = nn.LayerNorm(size)
+        self.map_in = None if config.hidden_size is None else nn.Linear(size, config.hidden_size)
+        self.score = nn.Linear(config.hidden_size or size, 1)
+        with torch.no_grad():
+            self.score.bias.fill_(config.initial_logit + self.limit)
+        if config.frozen:
+            self.requires_grad_(False)
+
+    @property
+    def limit(self) -> float:
+        """The threshold as a logit."""
+        return math.log(self.config.threshold / (1.0 - self.config.threshold))
+
+    @property
+    def temperature(self) -> float:
+        """How soft gates are at this step of training."""
+        first, last = self.config.temperature, self.config.final_temperature
+        done = min(1.0, self.step / self.config.anneal_steps)
+        return first if last is None else float(first * (last / first) ** done)
+
+    def forward(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> Gates:
+        """The gates of this process's tokens at `position_L` of `total`; `draw` numbers the noise of training."""
+        gates = self._gates(x_LD, position_L, total, draw)
+        return replace(gates, weight_L=_turn_round(gates.weight_L)) if self.against else gates
+
+    def _gates(self, x_LD: torch.Tensor, position_L: torch.Tensor, total: int, draw: int) -> Gates:
+        logit_L = self._logits(x_LD)
+        p_L = torch.sigmoid(logit_L)
+        most = self.config.most_tokens
+        if self.config.gate == "top_k":
+            # The decimal number as it is written: the floats' 0.07 * 100 lies above 7.
+            count = max(1, math.ceil(Fraction(str(self.config.rate)) * total))
+            least = -math.inf
+            return Gates(p_L, p_L, p_L, least, count if most is None else min(count, most))
+        if not self.training:
+            return Gates(p_L, torch.ones_like(p_L), p_L, self.config.threshold, most)
+        above_L = logit_L - self.limit
+        match self.config.gate:
+            case "straight_through":
+                soft_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
+                # In the rate term a closed gate counts 0: the soft one never gets there, and would close all others.
+                kept_L = (p_L >= self.config.threshold).to(soft_L)
+                open_L = kept_L + (soft_L - soft_L.detach())
+                return Gates(p_L, _straight_through(soft_L), open_L, self.config.threshold, most)
+            case "soft":
+                open_L = torch.sigmoid((p_L - self.config.threshold) / self.temperature)
+                return Gates(p_L, open_L, open_L, 0.0, most)
+        noisy_L = torch.sigmoid((above_L + self._noise(above_L, position_L, draw)) / self.temperature)
+        if self.config.gate == "gumbel":
+            # The noise is above -a with probability sigmoid(a).
+            return Gates(noisy_L, _straight_through(noisy_L), torch.sigmoid(above_L), 0.5, most)
+        stretched_L = (noisy_L * (HIGH - LOW) + LOW).clamp(0.0, 1.0)
+        open_L = torch.sigmoid(above_L - self.temperature * math.log(-LOW / HIGH))
+        return Gates(stretched_L, stretched_L, open_L, torch.finfo(stretched_L.dtype).tiny, most)
+
+    def rate_loss(self, share: torch.Tensor) -> torch.Tensor:
+        """What the share of open gates costs of one sequence; nothing where a fixed share is kept."""
+        if self.config.gate == "top_k":
+            return 0.0 * share
+        over = share - self.config.rate
+        if self.config.rate_penalty == "above":
+            over = over.clamp(min=0.0)
+        counts = min(1.0, self.step / self.config.rate_warmup) if self.config.rate_warmup else 1.0
+        return counts * self.config.rate_weight * over.square()
+
+    def _logits(self, x_LD: torch.Tensor) -> torch.Tensor:
+        h_LD = self.norm(x_LD.detach() if self.against else x_LD)
+        if self.map_in is not None:
+            h_LD = torch.relu(linear_float32(self.map_in, h_LD))
+        return linear_float32(self.score, h_LD)[:, 0]
+
+    def _noise(self, like_L: torch.Tensor, position_L: torch.Tensor, draw: int) -> torch.Tensor:
+        return logistic_noise(position_L, (self.config.seed, draw)).to(like_L)
+
+
+def _straight_through(open_L: torch.Tensor) -> torch.Tensor:
+    """1 with the gradient of the gate."""
+    return 1.0 + (open_L - open_L.detach())
+
+
+def _turn_round(x: torch.Tensor) -> torch.Tensor:
+    """x with the opposite gradient."""
+    return 2.0 * x.detach() - x
+
 
 # A token that weighs less counts as one that weighs this much: its logarithm is a number in any precision.
 LEAST_WEIGHT = 1e-6

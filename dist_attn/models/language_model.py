@@ -1,7 +1,6 @@
 """The causal language model: encode, score, and decode from a state."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self, cast
 
@@ -12,12 +11,10 @@ from torch import nn
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
-from dist_attn.model_config.hybrid import mixers_of_layers
-from dist_attn.model_config.language_model import LanguageModelConfig
-from dist_attn.models.blocks import Block, build_norm
-from dist_attn.models.positions import position_layers, with_positions
-from dist_attn.models.tokens import check_tokens
-from dist_attn.ops import LocalSequenceOps, SequenceOps, current_watch
+from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
+from dist_attn.models.blocks import Block, build_norm, watched
+from dist_attn.models.encoder import check_tokens, position_layers, with_positions
+from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
 @dataclass(frozen=True)
@@ -101,9 +98,9 @@ class LanguageModel(nn.Module):
         positions_L = ops.positions(tokens_BL.shape[1])
         x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L.to(tokens_BL.device), position_B)
         layers = []
-        for block, before in zip(self._blocks_told(), state.layers, strict=True):
+        for block, before in zip(watched(self.blocks), state.layers, strict=True):
             x_BLD, after = block(x_BLD, ops, before)
-            layers.append(_settled(after))
+            layers.append(_contiguous(after))
         return self.norm(x_BLD), ModelState(tuple(layers), position_B)
 
     def readout(self, h: torch.Tensor) -> torch.Tensor:
@@ -166,9 +163,9 @@ class LanguageModel(nn.Module):
     ) -> tuple[torch.Tensor, tuple[MixerState, ...]]:
         """The other part, the same operations whatever the numbers are: logits [B, vocabulary], the layers' states."""
         states = []
-        for block, before in zip(self._blocks_told(), layers, strict=True):
+        for block, before in zip(watched(self.blocks), layers, strict=True):
             x_BD, after = block.step(x_BD, before)
-            states.append(_settled(after))
+            states.append(_contiguous(after))
         return self.readout(self.norm(x_BD)), tuple(states)
 
     def _embed(self, tokens: torch.Tensor, positions: torch.Tensor, end_B: torch.Tensor) -> torch.Tensor:
@@ -179,14 +176,6 @@ class LanguageModel(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
-
-    def _blocks_told(self) -> Iterator[Block]:
-        """The blocks in order; whoever watches is told which layer runs."""
-        watch = current_watch()
-        for layer, block in enumerate(self._blocks()):
-            if watch is not None:
-                watch.layer = layer
-            yield block
 
     def _check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> None:
         check_tokens(tokens, dims, self.config.vocab_size)
@@ -206,7 +195,7 @@ class LanguageModel(nn.Module):
                 nn.init.zeros_(parameter)
 
 
-def _settled(state: MixerState) -> MixerState:
+def _contiguous(state: MixerState) -> MixerState:
     """The same values, each tensor in order in memory.
 
     How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.

@@ -10,12 +10,9 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.model_config.million import MillionConfig
-from dist_attn.models.encoder import initialise
-from dist_attn.models.experts import ExpertLayer
-from dist_attn.models.positions import sinusoidal
-from dist_attn.models.recomputation import Recomputable
-from dist_attn.models.selector import Selector
-from dist_attn.models.tokens import check_tokens
+from dist_attn.models.blocks import Recomputable
+from dist_attn.models.encoder import check_tokens, initialise, sinusoidal
+from dist_attn.models.experts import ExpertLayer, Selector
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 from dist_attn.ops.sequence_ops import SelectedTokens
 from dist_attn.ops.upsampling import Interpolation

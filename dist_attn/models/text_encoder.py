@@ -6,8 +6,7 @@ from torch import nn
 
 from dist_attn.errors import InputError
 from dist_attn.model_config.encoders import TextEncoderConfig
-from dist_attn.models.encoder import Encoder, initialise
-from dist_attn.models.tokens import check_tokens
+from dist_attn.models.encoder import Encoder, check_tokens, initialise
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 

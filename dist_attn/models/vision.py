@@ -5,8 +5,7 @@ from torch import nn
 
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.model_config.encoders import ImageConfig, MaskedAutoencoderConfig, VisionClassifierConfig
-from dist_attn.models.encoder import Encoder, initialise
-from dist_attn.models.pooling import Pooling
+from dist_attn.models.encoder import Encoder, Pooling, initialise
 from dist_attn.ops import LocalSequenceOps, SequenceOps
 
 
@@ -15,9 +14,9 @@ def to_patches(images_BCHW: torch.Tensor, config: ImageConfig) -> torch.Tensor:
 
     Raises: ShapeError for images of another size.
     """
-    wanted = (config.channels, config.height, config.width)
-    if images_BCHW.dim() != 4 or tuple(images_BCHW.shape[1:]) != wanted:
-        raise ShapeError(f"images of shape {tuple(images_BCHW.shape)} were given; needed is [batch, {wanted}]")
+    size = (config.channels, config.height, config.width)
+    if images_BCHW.dim() != 4 or tuple(images_BCHW.shape[1:]) != size:
+        raise ShapeError(f"images of shape {tuple(images_BCHW.shape)} were given; needed is [batch, {size}]")
     patch = config.patch
     rows = images_BCHW.unflatten(3, (-1, patch)).unflatten(2, (-1, patch))  # [B, C, H/p, p, W/p, p]
     patches_BTN: torch.Tensor = rows.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)

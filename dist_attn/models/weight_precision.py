@@ -89,8 +89,8 @@ def hold_weights_as(model: nn.Module, precision: WeightPrecision) -> WeightRepor
 
 def weight_precision_of(model: nn.Module) -> WeightPrecision:
     """In which precision the weights lie that are not always float32."""
-    found = {module.precision for module in model.modules() if isinstance(module, NarrowLayer)}
-    return found.pop() if found else "float32"
+    precisions = {module.precision for module in model.modules() if isinstance(module, NarrowLayer)}
+    return precisions.pop() if precisions else "float32"
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -120,8 +120,8 @@ def _check_finite(name: str, module: nn.Module, precision: WeightPrecision) -> N
 
 def _products(model: nn.Module) -> dict[str, int]:
     """How many layers are multiplied in which way."""
-    found = Counter[str]()
+    counts = Counter[str]()
     for layer in (module for module in model.modules() if isinstance(module, NarrowLayer)):
         device, inputs = layer.weight.device, layer.weight.shape[1]
-        found[int8_product(device, inputs) if layer.precision == "int8" else bfloat16_product(device)] += 1
-    return dict(found)
+        counts[int8_product(device, inputs) if layer.precision == "int8" else bfloat16_product(device)] += 1
+    return dict(counts)

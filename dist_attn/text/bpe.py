@@ -1,26 +1,62 @@
-"""Byte-level BPE over a stream: our own bounded cut into pieces, then the merges of the `tokenizers` library.
+"""This project's own tokenisers: one token per byte, and byte-level BPE over a stream, learnt from files.
+
+BPE is our own bounded cut into pieces, then the merges of the `tokenizers` library.
 
 Reference: Sennrich et al. 2016 (byte pair encoding); Radford et al. 2019 (on bytes, with a printable alphabet).
 """
 
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 from typing import final as final_class
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.trainers import BpeTrainer
 
-from dist_attn.errors import TokenError
-from dist_attn.text.base import Bytes, Tokens
-from dist_attn.text.bytes import BYTE_PIECES
+from dist_attn.errors import InputError, TokenError
+from dist_attn.text.base import Bytes, TableTokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import printable, write_tokenizer_json
 from dist_attn.text.pieces import PATTERN, TEXT_PATTERN, cut_blocks
-from dist_attn.text.vocabulary import Vocabulary
 
-__all__ = ["BpeTokeniser", "Merges"]
+BYTE_PIECES = tuple(bytes([value]) for value in range(256))
+
+
+class _OwnTokeniser(TableTokeniser):
+    """A tokeniser whose end token has the highest id."""
+
+    @property
+    def end_token(self) -> int:
+        """The id that ends a document; it stands for no bytes."""
+        return self._vocabulary.end_token
+
+
+@final_class
+class ByteTokeniser(_OwnTokeniser):
+    """Ids 0 to 255 are the bytes, 256 is the end token."""
+
+    def __init__(self) -> None:
+        self._vocabulary = Vocabulary(BYTE_PIECES)
+        self.digest = hashlib.sha256(b"dist-attn byte tokeniser 1").hexdigest()
+
+    def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
+        """The bytes as ids; all are consumed at once, whether `final` or not.
+
+        Raises: TokenError if `data` is not bytes.
+        """
+        check_bytes(data)
+        return np.frombuffer(data, dtype=np.uint8).astype(np.int32), len(data)
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` into the folder, which is made if needed."""
+        write_tokenizer_json(folder, self._vocabulary, merges=(), split_pattern=None)
+
 
 Merges: TypeAlias = tuple[tuple[bytes, bytes], ...]
 
@@ -29,7 +65,7 @@ _CACHE_ENTRIES = 1 << 16
 
 
 @final_class
-class BpeTokeniser:
+class BpeTokeniser(_OwnTokeniser):
     """Ids 0 to 255 are the bytes, then one id for each merge that gave a new token, then the end token.
 
     One value may serve any number of threads.
@@ -53,16 +89,6 @@ class BpeTokeniser:
         """The bytes of every id."""
         return self._vocabulary
 
-    @property
-    def vocab_size(self) -> int:
-        """How many ids there are, the end token included."""
-        return self._vocabulary.size
-
-    @property
-    def end_token(self) -> int:
-        """The id that ends a document; it stands for no bytes."""
-        return self._vocabulary.end_token
-
     def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
         """The tokens of the next piece of a stream, and how many of its bytes they cover.
 
@@ -76,32 +102,6 @@ class BpeTokeniser:
             out += b"".join(map(self._cached.__getitem__, part.pieces))
             consumed = part.stop
         return np.frombuffer(out, dtype=np.int32), consumed
-
-    def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends."""
-        tokens, consumed = self.encode_piece(data, final=final)
-        return tokens, np.cumsum(self.byte_lengths(tokens)), consumed
-
-    def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text.
-
-        Raises: TokenError if `data` is not bytes.
-        """
-        return self.encode_piece(data, final=True)[0]
-
-    def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
-        """How many bytes each token stands for; 0 for the end token.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        return self._vocabulary.byte_lengths(tokens)
-
-    def decode(self, tokens: Tokens) -> bytes:
-        """The bytes that the tokens stand for.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        return self._vocabulary.decode(tokens)
 
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` into the folder, which is made if needed."""
@@ -145,3 +145,71 @@ def _digest(merges: Merges) -> str:
         "merges": [[first.hex(), second.hex()] for first, second in merges],
     }
     return hashlib.sha256(json.dumps(canonical, sort_keys=True).encode()).hexdigest()
+
+
+_READ_BYTES = 1 << 20
+_REPEATS_AT_ONCE = 1 << 12
+
+
+def train_bpe(paths: Sequence[Path], vocab_size: int) -> BpeTokeniser:
+    """Learn a vocabulary from the bytes of these files; the same files always give the same ids.
+
+    `vocab_size` counts the 256 bytes and the end token. Text with too little repetition gives a smaller one.
+
+    Raises: InputError for a size below 258, an unreadable file, or text in which nothing repeats.
+    """
+    if vocab_size < 258:
+        raise InputError(
+            f"vocab_size is {vocab_size}; it has to hold 256 bytes, the end token and a merge: give 258 or more"
+        )
+    counts = _count_pieces(paths)
+    alphabet = [printable(piece) for piece in BYTE_PIECES]
+    trainer = BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=alphabet,
+        limit_alphabet=256,
+    )
+    learner = Tokenizer(BPE())
+    learner.pre_tokenizer = WhitespaceSplit()
+    learner.train_from_iterator(_repeated(counts), trainer)
+    back = {character: value for value, character in enumerate(alphabet)}
+    merges = tuple(
+        (bytes(back[c] for c in first), bytes(back[c] for c in second))
+        for first, second in json.loads(learner.to_str())["model"]["merges"]
+    )
+    if not merges:
+        raise InputError(
+            f"nothing repeats in the text of {len(paths)} file(s), so there is nothing to learn; give more"
+        )
+    return BpeTokeniser(merges)
+
+
+def _count_pieces(paths: Sequence[Path]) -> Counter[bytes]:
+    """How often each piece occurs; a piece never reaches over the end of a file."""
+    counts: Counter[bytes] = Counter()
+    for path in paths:
+        tail = b""
+        try:
+            with Path(path).open("rb") as file:
+                while block := file.read(_READ_BYTES):
+                    tail += block
+                    stop = 0
+                    for part in cut_blocks(tail, final=False):
+                        counts.update(part.pieces)
+                        stop = part.stop
+                    tail = tail[stop:]
+        except OSError as error:
+            raise InputError(f"training text {path} cannot be read: {error.strerror}") from None
+        for part in cut_blocks(tail, final=True):
+            counts.update(part.pieces)
+    return counts
+
+
+def _repeated(counts: Counter[bytes]) -> Iterator[str]:
+    """Each piece as often as it was counted, parted by blanks: the printable alphabet has none."""
+    for piece, count in sorted(counts.items()):
+        text = printable(piece)
+        for done in range(0, count, _REPEATS_AT_ONCE):
+            yield " ".join([text] * min(_REPEATS_AT_ONCE, count - done))

@@ -10,49 +10,19 @@ import re
 from typing import Any
 from typing import final as final_class
 
-import numpy as np
-from numpy.typing import NDArray
+from dist_attn.text.base import TAIL_BYTES
+from dist_attn.text.foreign import MAX_PIECE_BYTES, PiecewiseTokeniser, ids_of
+from dist_attn.text.hugging_face import printable, raw
 
-from dist_attn.text.base import TAIL_BYTES, Bytes, check_bytes
-from dist_attn.text.foreign import ForeignTokeniser, ids_of
-from dist_attn.text.hugging_face import FILE_NAME, printable, raw
-
-__all__ = ["MAX_PIECE_BYTES", "ByteLevelTokeniser"]
-
-MAX_PIECE_BYTES = TAIL_BYTES - 8
-"""A character that is cut at the end of the bytes looked at, and one that a pattern looks ahead to, fit behind it."""
-
-_BLOCK_BYTES = 1 << 16
-_CACHE_ENTRIES = 1 << 16
 # Valid text, or one byte that is no UTF-8 (decoded to a lone surrogate).
 _SPANS = re.compile("[^\udc80-\udcff]+|[\udc80-\udcff]")
 
 
 @final_class
-class ByteLevelTokeniser(ForeignTokeniser):
+class ByteLevelTokeniser(PiecewiseTokeniser):
     """Byte-level BPE with the cut of its own file."""
 
     supported = "byte-level BPE as of GPT-2, Llama 3 and Pythia"
-
-    def __init__(self, contents: dict[str, Any], end_text: str | None, name: str = FILE_NAME) -> None:
-        super().__init__(contents, end_text, name)
-        self._cached: dict[str, bytes] = {}
-
-    def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
-
-        The caller keeps `data[consumed:]`, fewer than TAIL_BYTES, and puts it in front of the next piece. With
-        `final` every byte is consumed.
-
-        Raises: TokenError if `data` is not bytes.
-        """
-        check_bytes(data)
-        out, size, start = bytearray(), len(data), 0
-        while start < size and (final or size - start >= TAIL_BYTES):
-            end = min(start + _BLOCK_BYTES, size)
-            stop = self._encode_block(bytes(data[start:end]), final and end == size, out)
-            start += stop
-        return np.frombuffer(bytes(out), dtype=np.int32), start
 
     def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
         """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
@@ -86,16 +56,6 @@ class ByteLevelTokeniser(ForeignTokeniser):
         if "\udc80" <= span[0] <= "\udcff":
             return [printable(bytes([ord(span[0]) - 0xDC00]))]
         return [piece for piece, _ in self._tokenizer.pre_tokenizer.pre_tokenize_str(span)]
-
-    def _ids(self, piece: str) -> bytes:
-        """The ids of a piece as raw int32."""
-        ids = self._cached.get(piece)
-        if ids is None:
-            ids = np.array([t.id for t in self._tokenizer.model.tokenize(piece)], dtype=np.int32).tobytes()
-            if len(self._cached) >= _CACHE_ENTRIES:
-                self._cached.clear()
-            self._cached[piece] = ids
-        return ids
 
     @staticmethod
     def _check(contents: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.text.base import Bytes, Tokens
+from dist_attn.text.base import TAIL_BYTES, Bytes, TableTokeniser, Vocabulary, check_bytes
 from dist_attn.text.hugging_face import FILE_NAME, write_tokenizer_config
-from dist_attn.text.vocabulary import Vocabulary
 
-__all__ = ["ForeignTokeniser", "ids_of"]
+MAX_PIECE_BYTES = TAIL_BYTES - 8
+"""A character that is cut at the end of the bytes looked at, and one that a pattern looks ahead to, fit behind it."""
+
+_BLOCK_BYTES = 1 << 16
+_CACHE_ENTRIES = 1 << 16
 
 
-class ForeignTokeniser(ABC):
+class ForeignTokeniser(TableTokeniser):
     """The tokens of a foreign tokenizer.json; its special tokens, the end token among them, stand for no bytes.
 
     One value may serve any number of threads.
@@ -49,47 +52,9 @@ class ForeignTokeniser(ABC):
         return self._contents
 
     @property
-    def vocab_size(self) -> int:
-        """How many ids there are, special and unused ones included."""
-        return self._vocabulary.size
-
-    @property
     def end_token(self) -> int | None:
         """The id that ends a document, if the folder names one."""
         return self._end_token
-
-    @abstractmethod
-    def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
-
-        Raises: TokenError if `data` is not bytes.
-        """
-
-    def encode_with_ends(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-        """`encode_piece`, and where in `data` each of the tokens ends."""
-        tokens, consumed = self.encode_piece(data, final=final)
-        return tokens, np.cumsum(self.byte_lengths(tokens)), consumed
-
-    def encode(self, data: Bytes) -> NDArray[np.int32]:
-        """The tokens of a whole text.
-
-        Raises: TokenError if `data` is not bytes.
-        """
-        return self.encode_piece(data, final=True)[0]
-
-    def byte_lengths(self, tokens: Tokens) -> NDArray[np.int64]:
-        """How many bytes each token stands for; 0 for special tokens.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        return self._vocabulary.byte_lengths(tokens)
-
-    def decode(self, tokens: Tokens) -> bytes:
-        """The bytes that the tokens stand for.
-
-        Raises: TokenError for an id outside the vocabulary.
-        """
-        return self._vocabulary.decode(tokens)
 
     def padded(self, vocab_size: int) -> Self:
         """With unused ids up to `vocab_size`: models are often padded to a round number of tokens.
@@ -130,6 +95,39 @@ class ForeignTokeniser(ABC):
     @abstractmethod
     def _table(contents: dict[str, Any]) -> tuple[bytes, ...]:
         """The bytes of every id; none for special tokens and for numbers that no token has."""
+
+
+class PiecewiseTokeniser(ForeignTokeniser):
+    """A foreign tokeniser whose text is cut into short pieces, each of which has the same tokens wherever it stands."""
+
+    def __init__(self, contents: dict[str, Any], end_text: str | None, name: str = FILE_NAME) -> None:
+        super().__init__(contents, end_text, name)
+        self._cached: dict[str, bytes] = {}  # raw int32; emptied when full
+
+    def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
+        check_bytes(data)
+        out, size, start = bytearray(), len(data), 0
+        while start < size and (final or size - start >= TAIL_BYTES):
+            end = min(start + _BLOCK_BYTES, size)
+            start += self._encode_block(bytes(data[start:end]), final and end == size, out)
+        return np.frombuffer(bytes(out), dtype=np.int32), start
+
+    @abstractmethod
+    def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
+        """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
+
+    def _ids(self, piece: str) -> bytes:
+        """The ids of a piece as raw int32."""
+        ids = self._cached.get(piece)
+        if ids is None:
+            ids = np.array(self._tokenise(piece), dtype=np.int32).tobytes()
+            if len(self._cached) >= _CACHE_ENTRIES:
+                self._cached.clear()
+            self._cached[piece] = ids
+        return ids
+
+    def _tokenise(self, piece: str) -> list[int]:
+        return [token.id for token in self._tokenizer.model.tokenize(piece)]
 
 
 def ids_of(contents: dict[str, Any]) -> dict[str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dist_attn.errors import ModelFolderError
-from dist_attn.text.vocabulary import Vocabulary
+from dist_attn.text.base import Vocabulary
 
 __all__ = [
     "CONFIG_NAME",

@@ -15,21 +15,11 @@ from itertools import pairwise
 from typing import Any
 from typing import final as final_class
 
-import numpy as np
-from numpy.typing import NDArray
-
-from dist_attn.text.base import TAIL_BYTES, Bytes, check_bytes
-from dist_attn.text.foreign import ForeignTokeniser, ids_of
+from dist_attn.text.base import TAIL_BYTES
+from dist_attn.text.foreign import MAX_PIECE_BYTES, PiecewiseTokeniser, ids_of
 from dist_attn.text.hugging_face import FILE_NAME
 
-__all__ = ["MAX_PIECE_BYTES", "SentencePieceTokeniser"]
-
-MAX_PIECE_BYTES = TAIL_BYTES - 8
-"""A character that is cut at the end of the bytes looked at fits behind it."""
-
 _BLANK = "\u2581"
-_BLOCK_BYTES = 1 << 16
-_CACHE_ENTRIES = 1 << 16
 _ALONE = "\udc80-\udcff" + _BLANK  # bytes that are no UTF-8, and the character that a blank would be mistaken for
 _WORDS = re.compile(f"[{_ALONE}]| *[^ {_ALONE}]+| +")
 _WORDS_OF_ONE_BLANK = re.compile(f"[{_ALONE}]| ?[^ {_ALONE}]+| ")
@@ -37,7 +27,7 @@ _REACHES_OVER = re.compile(f"[^{_BLANK}]{_BLANK}")
 
 
 @final_class
-class SentencePieceTokeniser(ForeignTokeniser):
+class SentencePieceTokeniser(PiecewiseTokeniser):
     """BPE or Unigram over text in which blanks are a character of their own."""
 
     supported = "BPE or Unigram of SentencePiece with byte fallback, blanks as \u2581 and no other normaliser"
@@ -50,22 +40,6 @@ class SentencePieceTokeniser(ForeignTokeniser):
         # Where such a name begins; the library may find it in the vocabulary: it is cut behind its first character.
         self._names = re.compile("(?=" + "|".join(["<0x[0-9A-F]{2}>", *special]) + ")")
         self._pieces = _WORDS_OF_ONE_BLANK if _splits(contents) else _WORDS
-        self._cached: dict[str, bytes] = {}
-
-    def encode_piece(self, data: Bytes, *, final: bool) -> tuple[NDArray[np.int32], int]:
-        """The tokens of the next piece of a stream, and how many of its bytes they cover.
-
-        The caller keeps `data[consumed:]`, fewer than TAIL_BYTES, and puts it in front of the next piece. With
-        `final` every byte is consumed.
-
-        Raises: TokenError if `data` is not bytes.
-        """
-        check_bytes(data)
-        out, size, start = bytearray(), len(data), 0
-        while start < size and (final or size - start >= TAIL_BYTES):
-            end = min(start + _BLOCK_BYTES, size)
-            start += self._encode_block(bytes(data[start:end]), final and end == size, out)
-        return np.frombuffer(bytes(out), dtype=np.int32), start
 
     def _encode_block(self, data: bytes, final: bool, out: bytearray) -> int:
         """Append the tokens of the pieces that these bytes decide; how many bytes they cover."""
@@ -79,21 +53,12 @@ class SentencePieceTokeniser(ForeignTokeniser):
                 start += len(part.encode("utf-8", "surrogateescape"))
         return start
 
-    def _ids(self, piece: str) -> bytes:
-        """The ids of a piece as raw int32."""
-        ids = self._cached.get(piece)
-        if ids is None:
-            if piece == _BLANK or "\udc80" <= piece <= "\udcff":
-                numbers = [self._byte_ids[value] for value in piece.encode("utf-8", "surrogateescape")]
-            else:
-                cuts = [0, *(match.start() + 1 for match in self._names.finditer(piece)), len(piece)]
-                parts = [piece[a:b].replace(" ", _BLANK) for a, b in pairwise(cuts) if b > a]
-                numbers = [token.id for part in parts for token in self._tokenizer.model.tokenize(part)]
-            ids = np.array(numbers, dtype=np.int32).tobytes()
-            if len(self._cached) >= _CACHE_ENTRIES:
-                self._cached.clear()
-            self._cached[piece] = ids
-        return ids
+    def _tokenise(self, piece: str) -> list[int]:
+        if piece == _BLANK or "\udc80" <= piece <= "\udcff":
+            return [self._byte_ids[value] for value in piece.encode("utf-8", "surrogateescape")]
+        cuts = [0, *(match.start() + 1 for match in self._names.finditer(piece)), len(piece)]
+        parts = [piece[a:b].replace(" ", _BLANK) for a, b in pairwise(cuts) if b > a]
+        return [token.id for part in parts for token in self._tokenizer.model.tokenize(part)]
 
     @staticmethod
     def _check(contents: dict[str, Any]) -> None:

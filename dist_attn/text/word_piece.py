@@ -91,10 +91,10 @@ class WordPieceTokeniser(ForeignTokeniser):
                 break
             places = _byte_ends(text) + start
             for begin, piece in self._cut(text):
-                found = self._tokenizer.encode(_NOT_UTF8.sub("\ufffd", piece), add_special_tokens=False)
-                if found.ids:
-                    ids.append(np.array(found.ids, dtype=np.int32))
-                    ends.append(places[np.array(found.offsets)[:, 1] + (begin - 1)])
+                encoding = self._tokenizer.encode(_NOT_UTF8.sub("\ufffd", piece), add_special_tokens=False)
+                if encoding.ids:
+                    ids.append(np.array(encoding.ids, dtype=np.int32))
+                    ends.append(places[np.array(encoding.offsets)[:, 1] + (begin - 1)])
             start = int(places[-1])
         return np.concatenate(ids), np.concatenate(ends), start
 

@@ -61,15 +61,15 @@ def average_folders(folders: Sequence[Path], out: Path) -> dict[str, Any]:
     """
     if out.exists():
         raise ConfigError(f"{out} is there already; give --out a folder that is not")
-    found = [_read(folder) for folder in folders]
+    origins = [_read(folder) for folder in folders]
     models = []
-    for folder, origin in zip(folders, found, strict=True):
+    for folder, origin in zip(folders, origins, strict=True):
         models.append(build_model(origin.config))
         if (folder / "progress.json").is_file():
             load_checkpoint_weights(models[-1], folder)
         else:
             load_weights(models[-1], folder / "model.safetensors")
-    averaged, first = average_models(models), found[0]
+    averaged, first = average_models(models), origins[0]
     facts = {"average_of": [folder.name for folder in folders]}
     save_model(
         averaged,

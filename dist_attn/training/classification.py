@@ -1,14 +1,25 @@
-"""What classifying tasks have in common: cross entropy that ranks share, and the tally of a validation."""
+"""Tasks over numbered examples, such as labelled ones: their order, their losses over ranks, and their validation.
 
+Letters: N examples, C classes.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dist_attn.training.task import Share
+from dist_attn.mixers import redraw_pools
+from dist_attn.training.config import TrainingConfig
+from dist_attn.training.datasets.examples import check_enough, examples_of_step
+from dist_attn.training.task import Criterion, Share, Task, first_model, rows_to_read
 
-__all__ = ["Tally", "cross_entropy"]
+Examples = TypeVar("Examples", bound=Sized)
 
 
 def cross_entropy(logits_NC: Tensor, classes_N: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -37,3 +48,59 @@ class Tally:
         loss, right, examples = share.sum(own_N * share.replica_weight).tolist()
         examples = round(examples)  # thirds that were added up
         return {"accuracy": right / examples, "validation_loss": loss / examples, "examples": examples}
+
+
+class ExamplesTask(Task, Generic[Examples]):
+    """A task over examples that have numbers: each comes once an epoch, in an order drawn from the run's seed."""
+
+    called = "examples"
+
+    def __init__(
+        self, config: TrainingConfig, share: Share, train: Examples, validation: Examples | None, criterion: Criterion
+    ) -> None:
+        self._config, self._share, self._train, self._validation = config, share, train, validation
+        check_enough(len(train), config.data.batch, self.called)
+        super().__init__(first_model(config.model, config.run.begin_from).to(share.device), config.data.batch)
+        self.criterion = None if validation is None else criterion
+
+    def prepare(self, step: int) -> None:
+        redraw_pools(self.model, step)
+
+    def seen(self, steps: int) -> int:
+        return steps * self.batch
+
+    def _numbers(self, step: int) -> NDArray[np.int64]:
+        """Which examples the whole batch of a step has, [batch]."""
+        return examples_of_step(step, self.batch, len(self._train), self._config.run.seed)
+
+    def _validation_batches(self, examples: Examples) -> Iterator[tuple[range, slice, bool]]:
+        """The examples in batches: the numbers of each, which of them are read here, and whether they count."""
+        for start in range(0, len(examples), self.batch):
+            numbers = range(start, min(start + self.batch, len(examples)))
+            yield numbers, *rows_to_read(self._share, len(numbers))
+
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._share.device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16)
+
+
+class ClassificationTask(ExamplesTask[Examples]):
+    """The mean cross entropy of the classes of a batch; validated by accuracy."""
+
+    @abstractmethod
+    def _classify(self, examples: Examples, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        """Logits [N, C] and classes [N] of some examples, equal on all ranks that share them."""
+
+    def loss(self, step: int, rows: slice) -> Tensor:
+        logits_NC, classes_N = self._classify(self._train, self._numbers(step)[rows])
+        smoothing = self._config.objective.label_smoothing
+        return cross_entropy(logits_NC, classes_N, smoothing) * (self._share.replica_weight / self.batch)
+
+    def validate(self) -> dict[str, float | int]:
+        if self._validation is None:
+            return {}
+        tally = Tally()
+        for numbers, own, counts in self._validation_batches(self._validation):
+            scored = self._classify(self._validation, np.array(numbers)[own])
+            if counts:
+                tally.add(*scored)
+        return tally.scores(self._share)

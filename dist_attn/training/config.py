@@ -9,11 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.folder import ModelConfig, read_any_config
-from dist_attn.model_config.presets import expand_preset
-from dist_attn.model_config.refusal import refusal
+from dist_attn.model_config.language_model import expand_preset
+from dist_attn.model_config.refusal import key_of, nearest_key, refusal
 from dist_attn.shipped import SHIPPED
 from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
-from dist_attn.training.key_names import key_of, nearest_key
 
 __all__ = [
     "DATA_OF",

@@ -1,14 +1,19 @@
-"""Bits per byte of a text under a language model: as one stream with the state carried on, or in windows."""
+"""What a language model pays for tokens: its loss in training, and bits per byte of a text, in a stream or windows.
+
+Letters: N scored tokens, P of a piece, B windows, L tokens of a window on this rank, D model width, V vocabulary.
+"""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import InputError
@@ -19,6 +24,28 @@ from dist_attn.wire.choices import WeightPrecision
 __all__ = ["Score", "evaluate_file", "score_tokens"]
 
 _BLOCK_TOKENS = 4096
+
+
+# Tokens whose logits exist at the same time.
+LOSS_PIECE = 512
+
+
+def token_loss(readout: Callable[[Tensor], Tensor], h_ND: Tensor, targets_N: Tensor) -> Tensor:
+    """The sum of cross entropies in pieces that are recomputed backward: whole logits leave the cache: 2 x slower.
+
+    Half-precision logits go through the softmax in float32; an autocast around the call holds in the recomputation.
+
+    Shapes: h [N, D], targets [N] int64 -> scalar.
+    """
+
+    def piece(h_PD: Tensor, targets_P: Tensor) -> Tensor:
+        logits_PV = readout(h_PD)
+        wide = torch.promote_types(logits_PV.dtype, torch.float32)
+        return F.cross_entropy(logits_PV.to(wide), targets_P, reduction="sum")
+
+    pieces = zip(h_ND.split(LOSS_PIECE), targets_N.split(LOSS_PIECE), strict=True)
+    losses = [checkpoint(piece, h, targets, use_reentrant=False) for h, targets in pieces]
+    return torch.stack(losses).sum()
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,58 @@ from torch import Tensor
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, InputError
-from dist_attn.models.recomputation import recompute_layers
+from dist_attn.models.blocks import recompute_layers
 from dist_attn.ops.processor import denormals_flushed
-from dist_attn.training.best_checkpoint import find_best, keep_best
-from dist_attn.training.build_task import build_task
+from dist_attn.training.chapters import ContrastiveTask
 from dist_attn.training.checkpointing import latest_checkpoint, read_weights, restore, save
 from dist_attn.training.config import EXECUTION, TrainingConfig
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
+from dist_attn.training.ending import Standing
 from dist_attn.training.finite import check_finite
+from dist_attn.training.image_tasks import MaskedAutoencoderTask, VisionTask
+from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers, schedule
 from dist_attn.training.parallel import place
-from dist_attn.training.report import Tell, open_log
-from dist_attn.training.run_folder import METRICS, check_folder, claim_folder, hold_folder, read_metrics, release_folder
-from dist_attn.training.run_log import Metrics, RunLog
-from dist_attn.training.standing import Standing
-from dist_attn.training.storage import writing
-from dist_attn.training.task import Task
+from dist_attn.training.run_folder import (
+    METRICS,
+    check_folder,
+    claim_folder,
+    find_best,
+    hold_folder,
+    keep_best,
+    read_metrics,
+    release_folder,
+    writing,
+)
+from dist_attn.training.run_log import Metrics, RunLog, Tell, open_log
+from dist_attn.training.task import Share, Task
+from dist_attn.training.text_tasks import MillionTask, TextClassificationTask
+from dist_attn.training.translation_task import TranslationTask
 
-__all__ = ["train"]
+
+def build_task(config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> Task:
+    """The task of `config` for this share of its batches; it reads the data and makes the model.
+
+    `progress` hears of text that is tokenised.
+
+    Raises: ConfigError for data that is missing or does not fit the model.
+    """
+    match config.model.kind:
+        case "text_classifier":
+            return TextClassificationTask(config, share, progress)
+        case "million":
+            return MillionTask(config, share, progress)
+        case "vision_classifier":
+            return VisionTask(config, share)
+        case "masked_autoencoder":
+            return MaskedAutoencoderTask(config, share)
+        case "encoder_decoder":
+            return TranslationTask(config, share, progress)
+    if config.contrast is not None:
+        return ContrastiveTask(config, share, progress)
+    return LanguageTask(config, share, progress)
+
 
 Report = Callable[[Metrics], None]
 

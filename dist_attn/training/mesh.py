@@ -35,10 +35,10 @@ def mesh_shape(size: int, data_ranks: int | None, sequence_ranks: int | None) ->
     data = data_ranks or size // (sequence_ranks or 1)
     sequence = sequence_ranks or (size // data if data_ranks else 1)
     if data * sequence != size:
-        given = [f"run.data_ranks = {data_ranks}"] if data_ranks else []
-        given += [f"run.sequence_ranks = {sequence_ranks}"] if sequence_ranks else []
+        asked_for = [f"run.data_ranks = {data_ranks}"] if data_ranks else []
+        asked_for += [f"run.sequence_ranks = {sequence_ranks}"] if sequence_ranks else []
         raise ConfigError(
-            f"{' and '.join(given)} do not make a mesh of the {size} process{'es' if size > 1 else ''} that "
+            f"{' and '.join(asked_for)} do not make a mesh of the {size} process{'es' if size > 1 else ''} that "
             f"{'were' if size > 1 else 'was'} started; start as many as their product, or leave one of them out"
         )
     return data, sequence

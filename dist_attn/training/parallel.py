@@ -4,19 +4,17 @@ Either way gradients are sums over all ranks, since losses are shares of the who
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
 
+from dist_attn.comm import Communicator
 from dist_attn.errors import CommError, ConfigError
-from dist_attn.models.recomputation import Recomputable
-from dist_attn.training.gradients import sum_gradients
+from dist_attn.models.blocks import Recomputable
 from dist_attn.training.mesh import Mesh
-
-__all__ = ["Parameters", "Replicated", "Sharded", "is_sharded", "place", "whole"]
 
 Result = TypeVar("Result")
 
@@ -106,11 +104,11 @@ class _Root(nn.Module):
 
 def _layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model; not those inside one, which gathers their parameters with its own."""
-    found: dict[str, nn.Module] = {}
+    layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():  # outer ones first
-        if isinstance(module, Recomputable) and not any(name.startswith(f"{outer}.") for outer in found):
-            found[name] = module
-    return list(found.values())
+        if isinstance(module, Recomputable) and not any(name.startswith(f"{outer}.") for outer in layers):
+            layers[name] = module
+    return list(layers.values())
 
 
 @final
@@ -185,3 +183,42 @@ class Sharded:
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; then it is a call of all ranks."""
     return cast(Any, tensor).full_tensor() if is_sharded(tensor) else tensor
+
+
+BUCKET_BYTES = 32 << 20
+
+
+def sum_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+    """Replace every gradient by its sum over the ranks; the losses are shares, so nothing is divided.
+
+    A parameter without a gradient on some ranks has a zero one there, and none if it has none on any.
+
+    Cost: each rank sends and receives 2 (P-1)/P of the gradients' bytes.
+    """
+    if comm.size == 1:
+        return
+    learned = [p for p in parameters if p.requires_grad]
+    present_N = torch.tensor([p.grad is not None for p in learned], dtype=torch.int32)
+    ranks_with_one = comm.all_reduce_sum(present_N, label="which gradients").tolist()
+    bucket: list[nn.Parameter] = []
+    for parameter in (p for p, ranks in zip(learned, ranks_with_one, strict=True) if ranks):
+        if bucket and (_bytes(bucket) + _bytes([parameter]) > bucket_bytes or bucket[0].dtype != parameter.dtype):
+            _sum_bucket(comm, bucket)
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        _sum_bucket(comm, bucket)
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _sum_bucket(comm: Communicator, bucket: Sequence[nn.Parameter]) -> None:
+    flat_N = comm.all_reduce_sum(torch.cat([_gradient(p).reshape(-1) for p in bucket]), label="gradients")
+    for parameter, sum_N in zip(bucket, flat_N.split([p.numel() for p in bucket]), strict=True):
+        parameter.grad = sum_N.view_as(parameter)
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,4 +1,10 @@
-"""The folder of a run: whose it is, and what stands in it when a run begins or goes on."""
+"""The folder of a run: whose it is, what is in it when a run begins or goes on, which checkpoint in it is the best.
+
+`checkpoints/best` is a link to `checkpoints/best-NNNNNN`, whose files are those of `step-NNNNNN` under hard links, or
+copies where the file system has none, so pruning the others does not touch them. A folder is made beside its place and
+renamed, and the link is replaced in one step, so whoever is killed at any moment leaves a whole best checkpoint, the
+one before or the new one.
+"""
 
 import contextlib
 import errno
@@ -6,16 +12,18 @@ import fcntl
 import json
 import math
 import os
+import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from safetensors import SafetensorError
 
-from dist_attn.errors import ConfigError
+from dist_attn.errors import ConfigError, StorageError
+from dist_attn.training.checkpointing import latest_checkpoint
 from dist_attn.training.config import EXECUTION, TrainingConfig
-
-__all__ = ["METRICS", "check_folder", "claim_folder", "hold_folder", "read_metrics", "release_folder"]
 
 METRICS = "metrics.jsonl"
 
@@ -124,3 +132,64 @@ def _write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text)
     beside.replace(path)
+
+
+def keep_best(checkpoints: Path, step: int) -> bool:
+    """Make the checkpoint of `step` the best one; whether it is there."""
+    source, folder, link = (checkpoints / name for name in (f"step-{step:06d}", f"best-{step:06d}", "best"))
+    if not folder.is_dir():
+        if not source.is_dir():
+            return False
+        temporary = checkpoints / f".{folder.name}.writing"
+        shutil.rmtree(temporary, ignore_errors=True)
+        try:
+            shutil.copytree(source, temporary, copy_function=_link)
+            temporary.rename(folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    beside = checkpoints / ".best.new"
+    beside.unlink(missing_ok=True)
+    beside.symlink_to(folder.name)
+    if link.is_dir() and not link.is_symlink():
+        shutil.rmtree(link)  # a copy of the run that followed links
+    beside.replace(link)
+    for other in checkpoints.glob("best-*"):
+        if other != folder:
+            shutil.rmtree(other)
+    return True
+
+
+def find_best(checkpoints: Path, step: int) -> Path:
+    """The best checkpoint, which is that of `step`.
+
+    Raises: ConfigError where it is not there any more.
+    """
+    folder = checkpoints / f"best-{step:06d}"
+    if not folder.is_dir():
+        raise ConfigError(f"the checkpoint of the best validation, {folder}, is gone; resume with run.export = last")
+    return folder
+
+
+def _link(source: str, target: str) -> None:
+    with contextlib.suppress(OSError):
+        os.link(source, target)
+        return
+    shutil.copy2(source, target)
+
+
+@contextlib.contextmanager
+def writing(what: str, run_folder: Path) -> Iterator[None]:
+    """While `what` is written into the folder of a run.
+
+    Raises: StorageError for an error of the file system, with the checkpoint from which the run can go on.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        # safetensors puts the system's words into its own.
+        reason = getattr(error, "strerror", None) or re.sub(r"^.*I/O error: (.*) \(os error \d+\)$", r"\1", str(error))
+        newest = latest_checkpoint(run_folder / "checkpoints")
+        sound = "there is no checkpoint yet" if newest is None else f"{newest} is sound"
+        way = "go on with --resume" if (run_folder / "config.json").exists() else "start again"
+        raise StorageError(f"{what} could not be written: {reason}; {sound}: make room and {way}") from error

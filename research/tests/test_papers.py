@@ -105,7 +105,7 @@ def test_what_all_jobs_lack_ends_the_experiment(tmp_path: Path) -> None:
 
 
 def _tiny_training(tmp_path: Path, measured: list[Path]) -> Job:
-    from dist_attn.text.bytes import ByteTokeniser
+    from dist_attn.text.bpe import ByteTokeniser
 
     (tmp_path / "text.txt").write_text("a small text about nothing much " * 60)
     ByteTokeniser().save(tmp_path / "tokeniser")

@@ -45,8 +45,7 @@ def test_logits_are_those_of_transformers(shape: str, tmp_path: Path) -> None:
     torch.testing.assert_close(torch.cat(streamed, 1), want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("shape", ["gpt2", "llama", "gpt_neox"])
-@pytest.mark.parametrize("to", ["softmax", "rfa"])
+@pytest.mark.parametrize(("shape", "to"), [("gpt2", "rfa"), ("llama", "softmax")])
 def test_ranks_change_nothing(shape: str, to: str, tmp_path: Path) -> None:
     """Converted models give the same hidden states over uneven ranks, an empty one too, block after block."""
     write_foreign_folder(tmp_path / "theirs", shape)

@@ -83,8 +83,7 @@ def test_hidden_states_are_those_of_transformers(tmp_path: Path) -> None:
             torch.testing.assert_close(model.hidden(tokens[:, :length]), want, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("to", ["softmax", "rfa", "elu"])
-@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(("to", "pooling"), [("softmax", "cls"), ("elu", "mean")])
 def test_ranks_change_nothing(to: str, pooling: str, tmp_path: Path) -> None:
     """Over uneven ranks, an empty one too, vectors and every gradient are those of one process."""
     write_sentence_encoder(tmp_path / "theirs", pooling=pooling)

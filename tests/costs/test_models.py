@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_attn.costs import LanguageModelCosts, read_model_costs
 from dist_attn.errors import ConfigError
 from dist_attn.mixers import RandomFeatureConfig, ScaleformerConfig
-from dist_attn.model_config.mixers import exact, kernels, state_spaces
+from dist_attn.model_config.mixers import attention, kernels, state_spaces
 from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
 from dist_attn.ops import legs as legs_module
@@ -38,20 +38,12 @@ def test_numbers_held(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
     assert costs.weights_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (70, 3)])
-def test_state_bytes(pair: tuple[LanguageModelCosts, LanguageModel], tokens: int, batch: int) -> None:
-    """The state after any number of tokens has exactly the bytes that the formula says."""
-    costs, model = pair
-    with torch.inference_mode():
-        _, state = model.hidden(torch.zeros(batch, tokens, dtype=torch.int64))
-    assert costs.state_bytes(tokens, batch) == state.num_bytes()
-
-
 def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
-    """The memory behind a state's tensors is the state's and not the block's that they were cut from."""
+    """A state has exactly the bytes of the formula, and no memory behind them: not the block's it was cut from."""
     costs, model = pair
     with torch.inference_mode():
         _, state = model.hidden(torch.zeros(1, 300, dtype=torch.int64))
+    assert costs.state_bytes(300) == state.num_bytes()
     storages = [tensor.untyped_storage() for layer in state.layers for tensor in layer.tensors()]
     assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) <= costs.state_bytes(300)
 
@@ -118,7 +110,7 @@ def test_constants_are_those_of_the_kernel() -> None:
     """Chunk, block and tile sizes in the formulas are those that the blocked and the tiled forms use."""
     assert kernels.CHUNK_TOKENS == streaming.CHUNK_TOKENS == chunk_scores.CHUNK_TOKENS
     assert kernels.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
-    tiles = (exact.TILE_QUERIES, exact.TILE_KEYS, exact.TILE_ELEMENTS)
+    tiles = (attention.TILE_QUERIES, attention.TILE_KEYS, attention.TILE_ELEMENTS)
     assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)
     assert (state_spaces.CHUNK_TOKENS, state_spaces.STATE_BLOCK_CHUNKS) == (
         diagonal.CHUNK_TOKENS,

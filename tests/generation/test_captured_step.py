@@ -8,12 +8,11 @@ import torch
 
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.generation import CapturedStep, StepGraphs, generate, takes_captured_steps
+from dist_attn.generation.captured_step import Replayed
 from dist_attn.generation.decode import prefill
-from dist_attn.generation.step_graphs import Replayed
 from dist_attn.model_config.mixer import MixerConfig
-from dist_attn.model_config.mixers.exact import SoftmaxConfig
+from dist_attn.model_config.mixers.attention import ScaleformerConfig, SoftmaxConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
-from dist_attn.model_config.mixers.scaleformer import ScaleformerConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState, build_model
 from dist_attn.ops import Watch, watching
 from dist_attn.rank.decode_slots import DecodeSlots

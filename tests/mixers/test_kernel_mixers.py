@@ -20,10 +20,9 @@ from dist_attn.mixers import (
     redraw_pools,
 )
 from dist_attn.mixers.all_keys import AllKeys
-from dist_attn.mixers.efficient import EfficientAttention
+from dist_attn.mixers.efficient import EfficientAttention, efficient_attention, log_key_sizes
 from dist_attn.mixers.feature_map_attention import PerformerAttention
-from dist_attn.mixers.feature_softmax import efficient_attention, log_key_sizes
-from dist_attn.mixers.key_weights import stable_key_weights
+from dist_attn.mixers.heads import HeadInputs, stable_key_weights
 from dist_attn.ops import Denominator, LinearState, LocalSequenceOps, SequenceOps, softmax_attention
 from dist_attn.ops.running_maximum import NO_TOKENS
 from tests.support.closeness import assert_close
@@ -198,7 +197,7 @@ def _attend_efficiently(
     ops, nothing = LocalSequenceOps(), torch.full(k.shape[:2], NO_TOKENS, dtype=torch.float64)
     gate, scale, _ = stable_key_weights(log_key_sizes(k), ops, nothing)
     policy = Denominator("floor", 1e-12)
-    return efficient_attention(q, k, v, ops, log_gate_BHS=gate, key_scale_BHS=scale, causal=causal, denominator=policy)
+    return efficient_attention(HeadInputs(q, k, v, gate, scale), ops, causal=causal, denominator=policy)
 
 
 @pytest.mark.parametrize("causal", [True, False])

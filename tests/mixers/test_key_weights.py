@@ -11,7 +11,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.feature_maps import Gaussian
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import BidirectionalConfig, CrossAttention, CrossConfig, RandomFeatureConfig, build_mixer
-from dist_attn.mixers.key_weights import log_key_weights, stable_key_weights
+from dist_attn.mixers.heads import log_key_weights, stable_key_weights
 from dist_attn.ops import Denominator, LocalSequenceOps, linear_attention, softmax_attention
 from dist_attn.ops.linear_attention import linear_attention_naive
 from dist_attn.sharded import ShardedSequenceOps

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from dist_attn.checkpoints import load_any_model, save_model
-from dist_attn.mixers.sgconv import StructuredConvolution
+from dist_attn.mixers.convolution import StructuredConvolution
 from dist_attn.models import TextClassifier, TextClassifierConfig
 
 SIZE = 6

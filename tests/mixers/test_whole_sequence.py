@@ -12,7 +12,7 @@ from dist_attn.errors import InputError
 from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, build_mixer
 from dist_attn.mixers.contract import check_autocast
-from dist_attn.mixers.sgconv import stretched_kernel
+from dist_attn.mixers.convolution import stretched_kernel
 from dist_attn.model_config.language_model import BlockConfig, MlpConfig, NormConfig
 from dist_attn.models import LanguageModelConfig
 from dist_attn.models.blocks import Block

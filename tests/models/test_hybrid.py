@@ -14,7 +14,7 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import ConfigError, InputError
 from dist_attn.generation import generate
 from dist_attn.layout import SequenceLayout
-from dist_attn.model_config.presets import expand_preset
+from dist_attn.model_config.language_model import expand_preset
 from dist_attn.models import EncoderConfig, LanguageModel, LanguageModelConfig, TextClassifierConfig, build_model
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps

@@ -16,8 +16,7 @@ from dist_attn.generation import generate
 from dist_attn.layout import SequenceLayout
 from dist_attn.model_config.million import RouterConfig
 from dist_attn.models import MillionConfig, MillionModel, build_model
-from dist_attn.models.experts import Expert, ExpertLayer
-from dist_attn.models.selector import uniform_at
+from dist_attn.models.experts import Expert, ExpertLayer, uniform_at
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.wire.messages import SamplingSpec

@@ -7,7 +7,7 @@ import pytest
 
 from dist_attn.costs import read_model_costs
 from dist_attn.errors import ConfigError
-from dist_attn.model_config.presets import PRESETS, expand_preset
+from dist_attn.model_config.language_model import PRESETS, expand_preset
 from dist_attn.models import LanguageModelConfig, build_model
 from dist_attn.training.config import read_config
 from tests.support.training import small_run, write_toml

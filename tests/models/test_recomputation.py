@@ -19,7 +19,7 @@ from dist_attn.models import (
     TextClassifierConfig,
     build_model,
 )
-from dist_attn.models.recomputation import recompute_layers
+from dist_attn.models.blocks import recompute_layers
 from dist_attn.ops import LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.sharded import ShardedSequenceOps
 from tests.support.models import small_config

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import load_tokeniser, read_foreign
-from dist_attn.text.byte_level import MAX_PIECE_BYTES
+from dist_attn.text.foreign import MAX_PIECE_BYTES
 from tests.support.tokenisers import LLAMA_PATTERN, PROSE, foreign_bpe, foreign_contents
 
 HARD = PROSE + "  \n\n \t x\u00a0y 12345 a" + " " * 40 + "b\u3000\u65e5\u672c\r\n'S IT'LL \u00e9" * 3

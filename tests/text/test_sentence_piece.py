@@ -11,7 +11,7 @@ from dist_attn.checkpoints import load_model_and_tokeniser
 from dist_attn.conversion import convert_folder
 from dist_attn.errors import ModelFolderError
 from dist_attn.text import SentencePieceTokeniser, read_foreign
-from dist_attn.text.sentence_piece import MAX_PIECE_BYTES
+from dist_attn.text.foreign import MAX_PIECE_BYTES
 from tests.support.hugging_face import write_foreign_folder
 from tests.support.tokenisers import PROSE, sentence_piece, sentence_piece_contents
 

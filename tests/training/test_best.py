@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 
 from dist_attn.checkpoints import load_model
 from dist_attn.errors import ConfigError
-from dist_attn.training import TrainingConfig, best_checkpoint, loop, train
-from dist_attn.training.best_checkpoint import keep_best
-from dist_attn.training.standing import Standing
+from dist_attn.training import TrainingConfig, loop, run_folder, train
+from dist_attn.training.ending import Standing
+from dist_attn.training.run_folder import keep_best
 from dist_attn.training.task import Criterion
 from tests.support.training import small_run
 
@@ -144,7 +144,7 @@ def test_whoever_is_killed_leaves_a_whole_best_checkpoint(tmp_path, monkeypatch,
             def killed(*_, **__):
                 raise Killed
 
-            patched.setattr(best_checkpoint.shutil if at == "copytree" else best_checkpoint.Path, at, killed)
+            patched.setattr(run_folder.shutil if at == "copytree" else run_folder.Path, at, killed)
             whole(checkpoints, step)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
@@ -163,7 +163,7 @@ def test_without_hard_links_files_are_copied(tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError
 
-    monkeypatch.setattr(best_checkpoint.os, "link", refuse)
+    monkeypatch.setattr(run_folder.os, "link", refuse)
     (tmp_path / "step-000003").mkdir()
     (tmp_path / "step-000003" / "progress.json").write_text("{}")
     assert keep_best(tmp_path, 3)

@@ -9,9 +9,9 @@ import torch
 
 from dist_attn.errors import ConfigError
 from dist_attn.text import ByteTokeniser
-from dist_attn.training import data
-from dist_attn.training.data import SegmentStream, tokenise_files
+from dist_attn.training import language_task
 from dist_attn.training.datasets import text_sources, token_cache
+from dist_attn.training.language_task import SegmentStream, tokenise_files
 
 
 def test_streams_are_contiguous_and_targets_are_the_next_tokens():
@@ -71,7 +71,7 @@ def test_the_cache_is_used_until_a_file_changes(tmp_path, monkeypatch):
     path.write_text("one")
     first = tokenise_files((path,), ByteTokeniser(), tmp_path / "cache")
     with monkeypatch.context() as patched:
-        patched.setattr(data, "documents", lambda *_: pytest.fail("the cache was not used"))
+        patched.setattr(language_task, "documents", lambda *_: pytest.fail("the cache was not used"))
         assert np.array_equal(tokenise_files((path,), ByteTokeniser(), tmp_path / "cache"), first)
     path.write_text("two")
     assert not np.array_equal(tokenise_files((path,), ByteTokeniser(), tmp_path / "cache"), first)

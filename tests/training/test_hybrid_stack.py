@@ -7,7 +7,7 @@ import torch
 
 from dist_attn.checkpoints import load_model
 from dist_attn.training import train
-from dist_attn.training.data import SegmentStream
+from dist_attn.training.language_task import SegmentStream
 from tests.support.models import SIZE, small_config
 from tests.support.training import small_run
 

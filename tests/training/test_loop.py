@@ -17,9 +17,8 @@ from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel
 from dist_attn.training import TrainingConfig, checkpointing, language_task, train
 from dist_attn.training.config import read_config
-from dist_attn.training.data import SegmentStream
-from dist_attn.training.first_model import first_model
-from dist_attn.training.language_task import LanguageTask
+from dist_attn.training.language_task import LanguageTask, SegmentStream
+from dist_attn.training.task import first_model
 from tests.support.hugging_face import write_foreign_folder
 from tests.support.models import small_config, write_small_folder
 from tests.support.training import small_run

@@ -12,9 +12,9 @@ from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import CommError, ConfigError, EngineError
 from dist_attn.models import build_model
 from dist_attn.training import TrainingConfig, language_task, train
-from dist_attn.training.gradients import sum_gradients
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.mesh import Mesh, mesh_shape
+from dist_attn.training.parallel import sum_gradients
 from tests.support.closeness import assert_close
 from tests.support.models import small_config, write_small_folder
 from tests.support.over_ranks import randomised

@@ -11,9 +11,8 @@ from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
 from dist_attn.models import MillionModel
 from dist_attn.training import train
-from dist_attn.training.first_model import first_model
-from dist_attn.training.million_task import MillionTask
-from dist_attn.training.task import Whole
+from dist_attn.training.task import Whole, first_model
+from dist_attn.training.text_tasks import MillionTask
 from tests.support.tasks import small_task
 
 

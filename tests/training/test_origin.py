@@ -11,8 +11,8 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.errors import DistAttnError, EngineError
 from dist_attn.ops import LocalSequenceOps
 from dist_attn.training import train
+from dist_attn.training.finite import Search
 from dist_attn.training.language_task import LanguageTask
-from dist_attn.training.origin import Search
 from tests.support.training import small_run
 
 AT = 4

@@ -7,9 +7,8 @@ import sys
 import pytest
 
 from dist_attn.errors import extra_hint
-from dist_attn.training import loss_plot, report, train
-from dist_attn.training.loss_plot import draw
-from dist_attn.training.report import Spare
+from dist_attn.training import run_log, train
+from dist_attn.training.run_log import Spare, draw
 from dist_attn.training.task import Criterion
 from tests.support.training import small_run
 
@@ -90,13 +89,13 @@ def test_a_resumed_run_takes_back_later_events(tmp_path, monkeypatch):
 def test_a_run_leaves_a_picture(tmp_path, monkeypatch):
     """loss.png is drawn at every validation and at the end, from the whole run, and put in place whole."""
     pytest.importorskip("matplotlib", reason="needs pip install -e '.[plot]'")
-    drawn, whole = [], loss_plot.draw
+    drawn, whole = [], run_log.draw
 
     def counted(reports, out, *rest):
         drawn.append([r["step"] for r in reports])
         whole(reports, out, *rest)
 
-    monkeypatch.setattr(loss_plot, "draw", counted)
+    monkeypatch.setattr(run_log, "draw", counted)
     train(small_run(tmp_path, plot=True))
     assert drawn == [[2, 4, 4], [2, 4, 4, 6, 6], [2, 4, 4, 6, 6]]
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -145,7 +144,7 @@ def test_other_ranks_have_no_sinks(tmp_path, monkeypatch):
     """Only the rank that writes opens files."""
     from dist_attn.comm import run_simulated
 
-    opened, whole = [], report.open_log
+    opened, whole = [], run_log.open_log
     config = small_run(tmp_path, data_ranks=2)
     monkeypatch.setattr("dist_attn.training.loop.open_log", lambda *args: opened.append(1) or whole(*args))
     run_simulated(lambda comm: train(config, comm=comm), 2)

@@ -12,13 +12,13 @@ from dist_attn.comm import Communicator, run_simulated
 from dist_attn.comm.local import LocalCommunicator
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
-from dist_attn.models.recomputation import recompute_layers
+from dist_attn.models.blocks import recompute_layers
 from dist_attn.training import TrainingConfig, language_task, train
 from dist_attn.training.averaging import average_folders
-from dist_attn.training.build_task import build_task
 from dist_attn.training.checkpointing import latest_checkpoint, load_checkpoint_weights, restore, save
 from dist_attn.training.config import read_config
 from dist_attn.training.language_task import LanguageTask
+from dist_attn.training.loop import build_task
 from dist_attn.training.mesh import Mesh
 from dist_attn.training.optim import build_optimisers
 from dist_attn.training.parallel import place

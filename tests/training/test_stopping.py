@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from dist_attn.comm import run_simulated
 from dist_attn.training import train
-from dist_attn.training.stopping import stop_on_signals
+from dist_attn.training.ending import stop_on_signals
 from tests.support.training import small_run, write_toml
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from dist_attn.ops import LocalSequenceOps
-from dist_attn.training import build_task, loop, train
+from dist_attn.training import loop, train
 from dist_attn.training.language_task import LanguageTask
 from dist_attn.training.task import Criterion, Task, Whole
 from tests.support.closeness import assert_close
@@ -73,7 +73,7 @@ def test_the_loop_trains_whatever_a_task_is(tmp_path, monkeypatch):
 def test_micro_batches_of_a_language_task_add_up(tmp_path):
     """The losses and gradients of two parts of the rows add up to those of all, and so does the state they leave."""
     config = small_run(tmp_path, bf16=False)
-    whole, parts = (build_task.build_task(config, Whole()) for _ in range(2))
+    whole, parts = (loop.build_task(config, Whole()) for _ in range(2))
     assert isinstance(whole, LanguageTask)
     parts.model.load_state_dict(whole.model.state_dict())
     for step in range(2):

@@ -208,6 +208,8 @@ class _PositiveConfig(_ProjectedConfig):
     def _gates_fit(self) -> "_PositiveConfig":
         if self.shared_gate and not self.gated:
             raise ValueError("shared_gate was given to a mixer without gates; set gated = true")
+        if self.weighs_keys:
+            check_key_weights(self.denominator, "attention by weighted keys")
         return self
 
 
@@ -240,11 +242,6 @@ class EfficientConfig(_PositiveConfig):
         """The second walk makes two more."""
         return super().tensors + 2
 
-    @model_validator(mode="after")
-    def _divisor_fits(self) -> "EfficientConfig":
-        check_key_weights(self.denominator, "attention by weighted keys")
-        return self
-
 
 class PerformerConfig(_PositiveConfig, MatricesConfig):
     """Causal attention by positive random features."""
@@ -271,11 +268,6 @@ class PerformerConfig(_PositiveConfig, MatricesConfig):
         """The weights of keys are found first, by the random vectors once more."""
         parts = super().prefill_flops(tokens, ranks)
         return replace(parts, features=parts.features + 2.0 * self.hidden_size * self.num_random)
-
-    @model_validator(mode="after")
-    def _divisor_fits(self) -> "PerformerConfig":
-        check_key_weights(self.denominator, "attention by weighted keys")
-        return self
 
 
 class StaticKernelConfig(MatricesConfig, KernelCosts):

@@ -250,7 +250,7 @@ def _dense_activations(size: int, state_size: int, outputs: int, tokens: int, ba
     return FLOAT_BYTES * max((5 + 2 * outputs) * each, (3 + outputs) * each + powers + 2 * toeplitz)
 
 
-register_mixer(HippoConfig, "dist_attn.mixers.hippo:LegsMemory")
-register_mixer(LsslConfig, "dist_attn.mixers.lssl:LinearStateSpace")
-register_mixer(S4DConfig, "dist_attn.mixers.s4d:s4d")
+register_mixer(HippoConfig, "dist_attn.mixers.state_space:LegsMemory")
+register_mixer(LsslConfig, "dist_attn.mixers.state_space:LinearStateSpace")
+register_mixer(S4DConfig, "dist_attn.mixers.s4:s4d")
 register_mixer(S4Config, "dist_attn.mixers.s4:s4")

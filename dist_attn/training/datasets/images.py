@@ -1,20 +1,21 @@
-"""Images as arrays: `.npy` or `.npz`, [N, H, W] or [N, H, W, C], with labels or without."""
+"""Images as arrays (`.npy` or `.npz`, [N, H, W] or [N, H, W, C]) and as a task takes them, with classes or without."""
 
 import threading
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError  # of numpy, which reads a header as Python
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dist_attn.errors import ConfigError
 from dist_attn.models import ImageConfig
-from dist_attn.training.datasets.labels import Label, LabelNames
-
-__all__ = ["Images", "PixelScale", "class_numbers", "read_images", "read_labels"]
+from dist_attn.training.datasets.config import ImageDataConfig
+from dist_attn.training.datasets.examples import Label, LabelNames
 
 _STATISTICS_IMAGES = 10_000
 _ONE_HEADER = threading.Lock()
@@ -59,8 +60,8 @@ def read_images(path: Path, key: str, config: ImageConfig) -> Images:
     if array.dtype.kind not in "uif":
         raise ConfigError(f"{path} holds {array.dtype}; images are whole numbers (uint8) or floats")
     array = array[..., None] if array.ndim == 3 else array
-    wanted = (config.height, config.width, config.channels)
-    if array.ndim != 4 or array.shape[1:] != wanted:
+    size = (config.height, config.width, config.channels)
+    if array.ndim != 4 or array.shape[1:] != size:
         raise ConfigError(
             f"{path} holds an array {list(array.shape)}; model.image needs [N, {config.height}, {config.width}"
             + (f", {config.channels}]" if config.channels > 1 else "] or [N, H, W, 1]")
@@ -114,3 +115,61 @@ def _array(path: Path, key: str) -> NDArray[np.generic]:
     except (OSError, ValueError, EOFError, SyntaxError, TokenError, zipfile.BadZipFile) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path} cannot be read as .npy or .npz: {reason}") from None
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images and, for a classifier, their classes."""
+
+    images: Images
+    classes_N: NDArray[np.int64] | None
+    scale: PixelScale
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def pixels(self, numbers: NDArray[np.int64]) -> Tensor:
+        """Some of the images as a model takes them, [B, C, H, W]."""
+        return self.scale(self.images.array_NHWC[numbers])
+
+
+@dataclass(frozen=True)
+class ImageSets:
+    """The images to train on, held-out ones, and the names of their classes."""
+
+    train: ImageSet
+    validation: ImageSet | None
+    labels: LabelNames | None
+
+    def facts(self) -> dict[str, Any]:
+        """What somebody needs to know who gives the trained model images of their own."""
+        scale = self.train.scale
+        facts: dict[str, Any] = {"pixel_mean": list(scale.mean_C), "pixel_deviation": list(scale.deviation_C)}
+        return facts if self.labels is None else {"labels": list(self.labels.names), **facts}
+
+
+def read_image_sets(data: ImageDataConfig, image: ImageConfig, num_classes: int | None) -> ImageSets:
+    """The images that [data] names, with labels where `num_classes` says that there are classes.
+
+    Raises: ConfigError for files that are missing, unusable, or do not fit the model.
+    """
+    images = read_images(data.train_files[0], data.images_key, image)
+    scale, names, classes = PixelScale.of(images), None, None
+    if num_classes is not None:
+        labels = read_labels(data.train_files[1], data.labels_key, len(images))
+        names = LabelNames.of(labels)
+        names.check(num_classes)
+        classes = class_numbers(labels, names, data.train_files[1])
+    train = ImageSet(images, classes, scale)
+    held_out = None if data.validation_files is None else _held_out(data, data.validation_files, image, names, scale)
+    return ImageSets(train, held_out, names)
+
+
+def _held_out(
+    data: ImageDataConfig, files: tuple[Path, Path], image: ImageConfig, names: LabelNames | None, scale: PixelScale
+) -> ImageSet:
+    images = read_images(files[0], data.images_key, image)
+    if names is None:
+        return ImageSet(images, None, scale)
+    labels = read_labels(files[1], data.labels_key, len(images))
+    return ImageSet(images, class_numbers(labels, names, files[1]), scale)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from dist_attn.errors import ConfigError
 from dist_attn.text import Tokeniser
-from dist_attn.training.datasets.order import permutation
+from dist_attn.training.datasets.examples import permutation
 from dist_attn.training.datasets.text_sources import lines
 from dist_attn.training.datasets.token_cache import Progress, TokenTable, cached_texts, digest_of, reading
 

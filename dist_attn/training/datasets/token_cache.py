@@ -162,13 +162,13 @@ def reading(paths: Sequence[Path], progress: Progress, what: str = "tokenising")
     total, last = sum(sizes), time.monotonic()
 
     def of(path: Path) -> OnRead:
-        def told(done: int) -> None:
+        def on_read(done: int) -> None:
             nonlocal last
             now = time.monotonic()
             if now - last >= _TELL_EVERY_S or before[path] + done == total:
                 last = now
                 progress(what, before[path] + done, total)
 
-        return told
+        return on_read
 
     return of

@@ -6,8 +6,8 @@ import torch
 
 from dist_attn.generation import CapturedStep
 from dist_attn.model_config.mixer import MixerConfig
+from dist_attn.model_config.mixers.attention import ScaleformerConfig
 from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
-from dist_attn.model_config.mixers.scaleformer import ScaleformerConfig
 from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
 from dist_attn.ops import Watch, watching
 from dist_attn_research.gpu.cases import ACCEPTED, DEVICE, Row, largest_errors, seconds

@@ -12,7 +12,7 @@ from benchmarks.report import file_finding
 from benchmarks.setting import look_around
 from benchmarks.verify import why_red
 from dist_attn.errors import DistAttnError
-from dist_attn.training.stopping import stop_on_signals
+from dist_attn.training.ending import stop_on_signals
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job
 from dist_attn_research.papers.experiments import EXPERIMENTS
 from dist_attn_research.papers.finding import TableFinding

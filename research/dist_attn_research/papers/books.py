@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dist_attn.checkpoints import load_model_and_tokeniser
-from dist_attn.text.train import train_bpe
+from dist_attn.text.bpe import train_bpe
 from dist_attn.training.run_log import Metrics
 from dist_attn_research.papers.experiment import Budget, Job, Scores, Watch
 from dist_attn_research.papers.made_once import make_once

@@ -8,7 +8,7 @@ import torch
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.models import LanguageModel, LanguageModelConfig
-from dist_attn.training.token_loss import token_loss
+from dist_attn.training.evaluation import token_loss
 from dist_attn_research.papers.arms import first_scores, of_arm
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread

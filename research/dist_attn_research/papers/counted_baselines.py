@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dist_attn.training.datasets.listops import ListOps
+from dist_attn.training.datasets.made_up import ListOps
 
 __all__ = ["byte_histogram_accuracy", "first_operator_accuracy", "logistic_accuracy", "pair_histogram_accuracy"]
 

@@ -13,7 +13,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.mixers import MixerConfig, MixerState, TokenMixer, build_mixer
 from dist_attn.mixers.all_keys import BidirectionalAttention
 from dist_attn.model_config.million import MillionConfig
-from dist_attn.model_config.mixers.all_keys import BidirectionalConfig
+from dist_attn.model_config.mixers.attention import BidirectionalConfig
 from dist_attn.models.million import MillionModel
 from dist_attn.ops import SequenceOps
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.measured import Axes, Table
 from dist_attn.checkpoints import load_any_model
-from dist_attn.training.datasets.listops import NUM_CLASSES, VOCAB_SIZE
+from dist_attn.training.datasets.made_up import NUM_CLASSES, VOCAB_SIZE
 from dist_attn.training.run_folder import read_metrics
 from dist_attn.training.run_log import Metrics
 from dist_attn_research.papers import books

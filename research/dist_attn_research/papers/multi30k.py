@@ -10,7 +10,7 @@ from dist_attn.generation import BeamSpec
 from dist_attn.generation.translation import translate
 from dist_attn.models import EncoderDecoder
 from dist_attn.text import Tokeniser
-from dist_attn.text.train import train_bpe
+from dist_attn.text.bpe import train_bpe
 from dist_attn_research.papers.made_once import make_once
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from benchmarks.measured import Axes, Table
 from benchmarks.timing import interleaved
 from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
-from dist_attn.training.datasets.needles import Needles
+from dist_attn.training.datasets.made_up import Needles
 from dist_attn_research.papers.arms import first_scores, of_arm
 from dist_attn_research.papers.experiment import Budget, Done, Experiment, Job, Scores, Watch
 from dist_attn_research.papers.finding import Report, mean_and_spread

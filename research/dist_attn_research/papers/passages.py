@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dist_attn.errors import ConfigError
-from dist_attn.text.bytes import ByteTokeniser
+from dist_attn.text.bpe import ByteTokeniser
 from dist_attn_research.papers.made_once import make_once
 from dist_attn_research.papers.novels import FOLDER, find_novel
 

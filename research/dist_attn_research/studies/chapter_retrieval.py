@@ -18,8 +18,7 @@ from benchmarks.verify import ROOT
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.errors import ConfigError
 from dist_attn.text import Tokeniser
-from dist_attn.training.chapters import find_chapters
-from dist_attn.training.retrieval import chapters_of_windows, nearest_rows, window_rows
+from dist_attn.training.chapters import chapters_of_windows, find_chapters, nearest_rows, window_rows
 
 __all__ = ["TESTS", "Book", "ChapterRetrieval", "Scores", "measure", "rank_rows", "read_books"]
 

@@ -5,8 +5,8 @@ import pytest
 
 from dist_attn.errors import ConfigError
 from dist_attn.models import ImageConfig
+from dist_attn.training.datasets.examples import LabelNames
 from dist_attn.training.datasets.images import PixelScale, class_numbers, read_images, read_labels
-from dist_attn.training.datasets.labels import LabelNames
 
 GREY = ImageConfig(height=4, width=6, channels=1, patch=2)
 COLOUR = ImageConfig(height=4, width=6, channels=3, patch=2)

@@ -9,8 +9,8 @@ import pytest
 from dist_attn.errors import ConfigError, StorageError
 from dist_attn.text import ByteTokeniser
 from dist_attn.training.datasets import labelled_text
+from dist_attn.training.datasets.examples import LabelNames
 from dist_attn.training.datasets.labelled_text import read_labelled_texts
-from dist_attn.training.datasets.labels import LabelNames
 from dist_attn.training.datasets.text_sources import expand
 from dist_attn.training.datasets.token_cache import nothing_shown
 from tests.support.tokenisers import small_bpe

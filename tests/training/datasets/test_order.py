@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from dist_attn.training.datasets.order import examples_of_step
+from dist_attn.training.datasets.examples import examples_of_step
 
 
 def test_every_example_comes_once_an_epoch():

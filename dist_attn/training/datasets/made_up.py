@@ -1,14 +1,4 @@
-"""ListOps: nested lists of digits under operators, as many as one likes, each a function of seed and index.
-
-An expression is `[OP x1 x2 … ]`, where each x is a digit or an expression and OP is MIN, MAX, MED (the median, rounded
-down) or SM (the sum modulo 10); its class is its value. A token is a digit, an operator with its bracket, or a closing
-bracket:
-
-    0 to 9   the digits        10  [MIN     11  [MAX     12  [MED     13  [SM     14  ]
-
-Reference: Nangia and Bowman 2018 (ListOps); Tay et al. 2020, Long Range Arena, Sec. 2.2.1 (lengths 500 to 2,000, depth
-and arguments up to 10; an argument is an expression with probability 1/4).
-"""
+"""Labelled sequences that are made up as they are read, as many as one likes, each a function of seed and index."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,8 +10,6 @@ from numpy.typing import NDArray
 
 from dist_attn.errors import ConfigError
 
-__all__ = ["NUM_CLASSES", "TOKEN_NAMES", "VOCAB_SIZE", "ListOps"]
-
 TOKEN_NAMES = (*"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 VOCAB_SIZE, NUM_CLASSES = len(TOKEN_NAMES), 10
 _MIN, _MAX, _MED, _SM, _CLOSE = range(10, 15)
@@ -31,10 +19,17 @@ _TRIES = 100_000
 
 @dataclass(frozen=True)
 class ListOps:
-    """Expressions of min_length to max_length tokens, nested up to max_depth, with 2 to max_args arguments.
+    """Nested lists of digits under operators: min_length to max_length tokens, max_depth deep, 2 to max_args arguments.
+
+    An expression is `[OP x1 x2 … ]`, where each x is a digit or an expression and OP is MIN, MAX, MED (the median,
+    rounded down) or SM (the sum modulo 10); its class is its value. A token is a digit (0 to 9), an operator with its
+    bracket (10 to 13) or a closing bracket (14): `TOKEN_NAMES`.
 
     The outermost list has depth 1 and its arguments depth 2; what has depth max_depth is a digit. Drawn by rejection:
     expressions are drawn from the grammar until the length of one fits.
+
+    Reference: Nangia and Bowman 2018; Tay et al. 2020, Long Range Arena, Sec. 2.2.1 (lengths 500 to 2,000, depth and
+    arguments up to 10; an argument is an expression with probability 1/4).
     """
 
     seed: int
@@ -86,3 +81,41 @@ def _apply(operator: int, values: Sequence[int]) -> int:
         case 12:
             return int(median(values))
     return sum(values) % 10
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Sequences of `length` tokens, 2 `copies` of which matter: needles in noise.
+
+    Of all tokens `copies` are one symbol a of the first alphabet and `copies` one symbol b of the second, at random
+    places; all others are noise. The class is a + b, so both needles have to be found, however far apart they lie: who
+    finds one of them alone, or none, is right once in `symbols` times at best. Tokens are
+
+        0 to noise - 1    noise        noise + a    the first alphabet        noise + symbols + b    the second
+    """
+
+    seed: int
+    length: int
+    noise: int = 64
+    symbols: int = 4
+    copies: int = 4
+
+    def __call__(self, index: int) -> tuple[NDArray[np.int64], int]:
+        """The tokens of sequence `index`, and its class."""
+        random = np.random.default_rng((self.seed, index))
+        tokens = random.integers(0, self.noise, self.length, dtype=np.int64)
+        first, second = random.integers(0, self.symbols, 2).tolist()
+        places = random.choice(self.length, 2 * self.copies, replace=False)
+        tokens[places[: self.copies]] = self.noise + first
+        tokens[places[self.copies :]] = self.noise + self.symbols + second
+        return tokens, first + second
+
+    @property
+    def classes(self) -> int:
+        """Sums that there are."""
+        return 2 * self.symbols - 1
+
+    @property
+    def vocab_size(self) -> int:
+        """Noise and both alphabets."""
+        return self.noise + 2 * self.symbols

@@ -1,26 +1,108 @@
-"""Classification by the million-scale model: every text is a sequence of its own, read by all its ranks together."""
+"""Classification of texts: packed into one sequence per micro-batch, or each read alone by the million-scale model."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
 from dist_attn.errors import ConfigError
-from dist_attn.models import MillionConfig, MillionModel
+from dist_attn.mixers import (
+    EfficientConfig,
+    EluConfig,
+    HippoConfig,
+    LsslConfig,
+    PerformerConfig,
+    RandomFeatureConfig,
+    S4Config,
+    ScaleformerConfig,
+    TokenMlpConfig,
+)
+from dist_attn.model_config.language_model import mixers_of_layers
+from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
 from dist_attn.models.million import Reading
-from dist_attn.training.classification import Tally, cross_entropy
+from dist_attn.training.classification import ClassificationTask, ExamplesTask, Tally, cross_entropy
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
-from dist_attn.training.datasets.order import check_enough, examples_of_step
+from dist_attn.training.datasets.labelled_text import ReaderSizes, TextExamples, read_text_sets
 from dist_attn.training.datasets.token_cache import Progress, nothing_shown
-from dist_attn.training.first_model import first_model
-from dist_attn.training.task import Criterion, Share, Task, rows_to_read
-from dist_attn.training.text_examples import ReaderSizes, TextExamples, read_text_sets
+from dist_attn.training.task import Criterion, Share
 
-__all__ = ["MillionTask"]
+
+class _TextTask(ExamplesTask[TextExamples]):
+    """A task over labelled texts."""
+
+    unit, called = "texts", "labelled texts"
+    loss_unit = "nats per text"
+
+    def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
+        data = cast(LabelledTextConfig | ListOpsConfig | NeedlesConfig, config.data)
+        model = cast(TextClassifierConfig | MillionConfig, config.model)
+        if model.num_classes is None:
+            raise ConfigError("model.num_classes is missing; a million model is trained as a classifier")
+        sizes = ReaderSizes(model.vocab_size, model.num_classes, getattr(model, "texts", 1))
+        self._sets = read_text_sets(data, sizes, config.run.folder / "cache", progress)
+        super().__init__(config, share, self._sets.train, self._sets.validation, Criterion("accuracy", "higher"))
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
+        model = cast(TextClassifier | MillionModel, self.model)
+        facts = {"labels": list(self._sets.labels), **facts}
+        save_model(model, folder, tokeniser=self._sets.tokeniser, half=True, facts=facts, weights=weights)
+
+
+class TextClassificationTask(ClassificationTask[TextExamples], _TextTask):
+    """Classification of texts and of pairs of texts, of any lengths.
+
+    Nothing is padded: the texts of a micro-batch lie one after the other, as documents that do not see each other, so a
+    text has the logits that it has alone, whatever it is packed with. Ranks along the sequence cut the whole row.
+
+    Reference: Random Feature Attention, Sec. 4.4 (Long Range Arena).
+    """
+
+    model: TextClassifier
+
+    def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
+        _check_packs(cast(TextClassifierConfig, config.model))
+        super().__init__(config, share, progress)
+
+    def _classify(self, examples: TextExamples, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
+        texts, classes = zip(*(examples[number] for number in numbers.tolist()), strict=True)
+        tokens_1T, starts = self.model.pack([text for own in texts for text in own])
+        total, device = tokens_1T.shape[1], self._share.device
+        own_1L = tokens_1T[:, self._share.tokens(total)].to(device)
+        with self._autocast():
+            logits_NC = self.model.classify_packed(own_1L, self._share.ops(total, documents=starts))
+        return logits_NC, torch.tensor(classes, device=device)
+
+
+def _check_packs(model: TextClassifierConfig) -> None:
+    """Raises ConfigError for mixers that would tell packed texts from single ones."""
+    for mixer in mixers_of_layers(model.encoder.mixer, model.encoder.num_layers):
+        if isinstance(mixer, ScaleformerConfig):
+            raise ConfigError(
+                "model.encoder.mixer scaleformer is causal and takes no packed texts; take kind bidirectional with "
+                'attention = "scaleformer", or another mixer'
+            )
+        if isinstance(mixer, HippoConfig | LsslConfig | TokenMlpConfig) or (
+            isinstance(mixer, S4Config) and mixer.form == "scan"
+        ):
+            raise ConfigError(
+                f"model.encoder.mixer {mixer.kind} takes no packed texts; take s4d, s4 as a convolution, or another "
+                "mixer"
+            )
+        if (
+            isinstance(mixer, EfficientConfig | EluConfig | PerformerConfig | RandomFeatureConfig)
+            and mixer.rotary is not None
+        ):
+            raise ConfigError(
+                f"model.encoder.mixer {mixer.kind} has rotary positions, so its features depend on where in a batch a "
+                "text is packed; leave rotary out and take model.encoder.positions, or take softmax"
+            )
+
 
 # A Selector keeps at least one token of each text: with hardly more, it has dropped all that could be dropped.
 FEW_PER_TEXT = 1.5
@@ -28,7 +110,7 @@ FEW_PER_TEXT = 1.5
 NEARLY_ALL = 0.95
 
 
-class MillionTask(Task):
+class MillionTask(_TextTask):
     """The mean cross entropy of the classes, the Selector's rate term and the experts' balance; validated by accuracy.
 
     Validation also counts which share of the tokens is kept, how many of a text, and which share of the assignments to
@@ -38,43 +120,31 @@ class MillionTask(Task):
     """
 
     model: MillionModel
-    unit = "texts"
-    loss_unit = "nats per text"
 
     def __init__(self, config: TrainingConfig, share: Share, progress: Progress = nothing_shown) -> None:
-        data = cast(LabelledTextConfig | ListOpsConfig | NeedlesConfig, config.data)
-        model = cast(MillionConfig, config.model)
-        if model.num_classes is None:
-            raise ConfigError("model.num_classes is missing; a million model is trained as a classifier")
-        self._config, self._share = config, share
-        sizes = ReaderSizes(model.vocab_size, model.num_classes)
-        self._sets = read_text_sets(data, sizes, config.run.folder / "cache", progress)
-        check_enough(len(self._sets.train), data.batch, "labelled texts")
-        super().__init__(first_model(model, config.run.begin_from).to(share.device), data.batch)
-        self.criterion = None if self._sets.validation is None else Criterion("accuracy", "higher")
+        super().__init__(config, share, progress)
         self._ending = ""  # as `_ends` last said
 
     def prepare(self, step: int) -> None:
         self.model.prepare(step)
 
     def loss(self, step: int, rows: slice) -> Tensor:
-        numbers = examples_of_step(step, self.batch, len(self._sets.train), self._config.run.seed)[rows].tolist()
+        numbers = self._numbers(step)[rows].tolist()
         # The noise of a text belongs to its place in the run, whichever rank reads it.
         draws = range(step * self.batch + rows.start, step * self.batch + rows.stop)
-        logits_NC, classes_N, readings = self._classify(self._sets.train, numbers, draws)
+        logits_NC, classes_N, readings = self._read(self._train, numbers, draws)
         likelihood = cross_entropy(logits_NC, classes_N, self._config.objective.label_smoothing)
         beside = torch.stack([self.model.side_loss(reading) for reading in readings]).sum()
         return (likelihood + beside) * (self._share.replica_weight / self.batch)
 
     def validate(self) -> dict[str, float | int]:
-        examples = self._sets.validation
+        examples = self._validation
         if examples is None:
             return {}
         tally, became_4 = Tally(), torch.zeros(4, dtype=torch.float64)
-        for start in range(0, len(examples), self.batch):
-            own, counts = rows_to_read(self._share, min(self.batch, len(examples) - start))
-            numbers = range(start + own.start, start + own.stop)
-            logits_NC, classes_N, readings = self._classify(examples, numbers, numbers)
+        for batch, own, counts in self._validation_batches(examples):
+            numbers = batch[own]
+            logits_NC, classes_N, readings = self._read(examples, numbers, numbers)
             if counts:
                 tally.add(logits_NC, classes_N)
                 for reading in readings:
@@ -115,14 +185,7 @@ class MillionTask(Task):
         judged = not selector.frozen and selector.rate < NEARLY_ALL and 2 * step >= self._config.run.steps
         return "everything" if judged and scores["kept_share"] > NEARLY_ALL else ""
 
-    def seen(self, steps: int) -> int:
-        return steps * self.batch
-
-    def export(self, folder: Path, weights: Mapping[str, Tensor], facts: dict[str, Any]) -> None:
-        facts = {"labels": list(self._sets.labels), **facts}
-        save_model(self.model, folder, tokeniser=self._sets.tokeniser, half=True, facts=facts, weights=weights)
-
-    def _classify(
+    def _read(
         self, examples: TextExamples, numbers: Sequence[int], draws: Sequence[int]
     ) -> tuple[Tensor, Tensor, list[Reading]]:
         """Logits, classes and readings of some examples."""
@@ -132,7 +195,7 @@ class MillionTask(Task):
             (tokens_T,), label = examples[number]
             ops = self._share.ops(len(tokens_T))
             own_L = tokens_T[self._share.tokens(len(tokens_T))].to(device)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16):
+            with self._autocast():
                 readings.append(self.model.read(own_L, ops, draw))
                 logits.append(self.model.classify(readings[-1], ops))
             classes.append(label)

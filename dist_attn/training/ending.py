@@ -1,15 +1,16 @@
-"""Which validation of a run was the best, and for how many there has been none better: read off its metrics."""
+"""When a run ends before its last step: no validation gets better, or a signal asks it to stop."""
 
+import contextlib
 import math
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from types import FrameType
 from typing import final
 
 from dist_attn.errors import ConfigError
 from dist_attn.training.config import RunConfig
 from dist_attn.training.run_log import Metrics
 from dist_attn.training.task import Criterion
-
-__all__ = ["Standing"]
 
 
 @final
@@ -21,11 +22,11 @@ class Standing:
     """
 
     def __init__(self, criterion: Criterion | None, run: RunConfig) -> None:
-        wanted = [
-            f"run.{key}" for key, given in (("patience", run.patience), ("export", run.export == "best")) if given
+        asking = [
+            f"run.{key}" for key, is_set in (("patience", run.patience), ("export", run.export == "best")) if is_set
         ]
-        if wanted and criterion is None:
-            raise ConfigError(f"{wanted[0]} asks for the best validation; this run has none: give data.validation")
+        if asking and criterion is None:
+            raise ConfigError(f"{asking[0]} asks for the best validation; this run has none: give data.validation")
         self._criterion, self._patience, self._min_delta = criterion, run.patience, run.min_delta
         self._reference = math.inf
         self.best: Metrics | None = None
@@ -61,3 +62,43 @@ class Standing:
         assert self._criterion is not None
         value = float(metrics[self._criterion.metric])
         return value if self._criterion.better == "lower" else -value
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@final
+class StopRequest:
+    """Whether, and by which signal, the run was asked to stop."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __call__(self) -> bool:
+        """Whether to stop after this step."""
+        return self.signal is not None
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Inside, the first SIGINT or SIGTERM is a request to stop; a second one does what it did outside.
+
+    Only the main thread may enter.
+    """
+    request = StopRequest()
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        request.signal = signal.Signals(number)
+        restore()
+
+    for number in SIGNALS:
+        signal.signal(number, ask)
+    try:
+        yield request
+    finally:
+        restore()

@@ -1,0 +1,286 @@
+"""Attention that is exact or sees all keys: softmax, Scaleformer, both directions by any kernel, and over a memory.
+
+Letters: B batch, D model size, H heads, K head size (as many features), V values per head, L tokens, P ranks, k reach
+of relative positions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dist_attn.model_config.figures import FLOAT_BYTES, POSITION_BYTES, TokenFlops, Traffic, Weights, linear
+from dist_attn.model_config.mixer import MixerConfig, mixer_config_class, register_mixer
+from dist_attn.model_config.mixers.heads import (
+    DenominatorConfig,
+    FeaturesConfig,
+    HeadsConfig,
+    HeadSizes,
+    RelativeConfig,
+    check_key_weights,
+)
+from dist_attn.model_config.mixers.kernels import BLOCK_GROUP_TOKENS, CHUNK_TOKENS
+
+TILE_QUERIES, TILE_KEYS, TILE_ELEMENTS = 256, 1024, 1 << 19  # of exact attention with relative positions
+
+
+class SoftmaxConfig(HeadsConfig, MixerConfig):
+    """Exact softmax attention."""
+
+    kind: Literal["softmax"]
+    relative: RelativeConfig | None = None
+
+    def weights(self) -> Weights:
+        """q, k, v and output, taps K D, a row per distance back for keys and values."""
+        size, values, bias = self.hidden_size, self.values_size, self.projection_bias
+        rows = 0 if self.relative is None else self.relative_weights(self.relative.reach + 1)
+        own = Weights(others=self.short_convolution * size + rows)
+        return linear(size, 2 * size + values, bias=bias) + linear(values, size, bias=bias) + own
+
+    def relative_weights(self, rows: int) -> int:
+        """Numbers in so many rows of relative positions."""
+        if self.relative is None:
+            return 0
+        return rows * self._row_numbers // (self.num_heads if self.relative.shared else 1)
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """A key and a value per token, and the edge tokens of the convolution."""
+        return FLOAT_BYTES * batch * position * (self.hidden_size + self.values_size) + self._edge_bytes(batch)
+
+    def kept_tokens(self, position: int, ranks: int) -> int:
+        """Its share of every block."""
+        return -(-position // ranks)
+
+    def traffic(self, batch: int = 1) -> Traffic:
+        """Edge tokens, and heads there and back by the reshuffle, for heads that P divides."""
+        return Traffic(
+            edge_bytes=self._edge_bytes(batch),
+            columns=2 * self.hidden_size + self.values_size,
+            columns_back=self.values_size,
+            column_bytes=FLOAT_BYTES * batch,
+            columns_are="heads",
+        )
+
+    def key_bytes_sent(self, tokens: int, ranks: int, block_tokens: int) -> int:
+        """The first block by head reshuffle, (P - 1) / P of 2 L (D + H V) numbers; then queries and partial outputs.
+
+        These are (P - 1) L (D + H V + H) numbers for L tokens of each rank. For heads that P divides.
+        """
+        if ranks == 1:
+            return 0
+        first, width = min(tokens, ranks * block_tokens), self.hidden_size + self.values_size
+        heads = (ranks - 1) * first * 2 * width // ranks**2
+        partial = (ranks - 1) * (tokens - first) * (width + self.num_heads) // ranks
+        return FLOAT_BYTES * (heads + partial)
+
+    def key_exchange_bytes(self, ranks: int, block_tokens: int) -> int:
+        """The queries of a block, and its partial outputs when they are joined and when they are sent."""
+        if ranks == 1:
+            return 0
+        return FLOAT_BYTES * ranks * block_tokens * (self.hidden_size + 2 * self.values_size + 2 * self.num_heads)
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Every token looks at half of the others, and at the rows of relative positions."""
+        scores = 1.0 * (self.hidden_size + self.values_size) * tokens + self._row_flops
+        return TokenFlops(projections=2.0 * self.weights().matrices, scores=scores)
+
+    def decode_flops(self, position: int) -> TokenFlops:
+        """One query over all keys and values so far."""
+        return self.prefill_flops(2 * position)
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """About nine tensors of [B, L, D]; the fused kernel never holds the scores.
+
+        With relative positions a tile: its scores two and a half times, its rows of 8 bytes three times, and what each
+        query has for each row twice.
+        """
+        widest = max(self.values_size, self.hidden_size)
+        around = FLOAT_BYTES * batch * tokens * (5 * self.hidden_size + 4 * widest)
+        if self.relative is None:
+            return around
+        rows = min(tokens, TILE_QUERIES)
+        pairs = rows * min(tokens, TILE_KEYS)
+        heads = min(batch * self.num_heads, max(1, TILE_ELEMENTS // max(1, pairs)))
+        tile = heads * (5 * pairs // 2 + 2 * rows * (2 * self.relative.reach + 1))
+        return around + FLOAT_BYTES * tile + 3 * POSITION_BYTES * pairs
+
+    def _edge_bytes(self, batch: int) -> int:
+        return FLOAT_BYTES * batch * max(0, self.short_convolution - 1) * self.hidden_size
+
+    @property
+    def _row_numbers(self) -> int:
+        """Of one row of every head."""
+        return self.hidden_size + (self.values_size if self.relative is not None and self.relative.values else 0)
+
+    @property
+    def _row_flops(self) -> float:
+        """A query by each of 2 k + 1 rows of keys, and the weights of each distance by as many rows of values."""
+        return 0.0 if self.relative is None else 2.0 * (2 * self.relative.reach + 1) * self._row_numbers
+
+
+register_mixer(SoftmaxConfig, "dist_attn.mixers.softmax:SoftmaxAttention")
+
+
+class ScaleformerConfig(HeadSizes, MixerConfig):
+    """Causal kernel attention (elu + 1) with Shaw's relative positions, clipped at `reach` tokens."""
+
+    kind: Literal["scaleformer"]
+    reach: int = Field(default=16, ge=0, le=1024)
+
+    def weights(self) -> Weights:
+        """Projections, and k + 1 rows of positions."""
+        size, values = self.hidden_size, self.values_size
+        rows = Weights(others=(self.reach + 1) * size)
+        return linear(size, 2 * size + values) + linear(values, size) + rows
+
+    def sums_bytes(self, batch: int, windows: int = 1) -> int:
+        """4 B H (K + n max(k, 1)) (V + 1): the kernel sum of every head, and its n windows."""
+        numbers = (self.head_size + windows * max(self.reach, 1)) * (self.value_size + 1)
+        return FLOAT_BYTES * batch * self.num_heads * numbers
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """The kernel sum and a window, whatever the length."""
+        return self.sums_bytes(batch)
+
+    def traffic(self, batch: int = 1) -> Traffic:
+        """The state, by an all-gather whatever the exchange."""
+        return Traffic(gathered_bytes=self.sums_bytes(batch))
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """The windowed form; with several ranks each reads its keys a second time, for the state it sends."""
+        size, width = self.head_size, self.value_size + 1
+        passes = 2 if ranks == 1 else 3
+        return TokenFlops(
+            projections=2.0 * self.weights().matrices,
+            features=2.0 * self.num_heads * size * (self.reach + 1),
+            scores=1.0 * self.num_heads * CHUNK_TOKENS * (size + width),
+            state=2.0 * self.num_heads * width * (passes * size + max(1, self.reach)),
+        )
+
+    def decode_flops(self, position: int) -> TokenFlops:
+        """One update and one read-out of the state, and the scores of all positions: the same for every token."""
+        size, width = self.head_size, self.value_size + 1
+        return TokenFlops(
+            projections=2.0 * self.weights().matrices,
+            features=2.0 * self.num_heads * size * (2 * self.reach + 1),
+            state=2.0 * self.num_heads * width * (2 * size + max(1, self.reach)),
+        )
+
+    def activation_bytes(self, tokens: int, batch: int = 1) -> int:
+        """About twelve tensors of [B, L, D] around the attention; scores, windows and sums of one block."""
+        groups = batch * self.num_heads
+        chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * groups)))
+        width = self.value_size + 1
+        scores = 5 * CHUNK_TOKENS + 2 * self.reach + 1
+        block = (scores + 2 * width) * min(tokens, chunks * CHUNK_TOKENS)
+        around = batch * tokens * (6 * self.hidden_size + 6 * max(self.values_size, self.hidden_size))
+        sums = (2 + chunks) * max(width, self.head_size + 1) * width
+        return FLOAT_BYTES * (around + groups * (block + sums))
+
+
+register_mixer(ScaleformerConfig, "dist_attn.mixers.scaleformer:ScaleformerAttention")
+
+
+RANDOM_KERNELS = ("rfa", "performer")
+
+
+class AttentionConfig(FeaturesConfig):
+    """Attention that sees all keys, by one of the kernels; the options of features are those of `rfa`."""
+
+    attention: Literal["rfa", "elu", "performer", "efficient", "scaleformer", "softmax"]
+    # Of rfa, elu, performer and efficient. None: the default floor for rfa; exact division for elu, whose weights are
+    # positive; a floor that only keeps 0 / 0 away for performer and efficient.
+    denominator: DenominatorConfig | None = None
+    reach: int = Field(default=16, ge=0, le=1024)  # of scaleformer
+    relative: RelativeConfig | None = None  # of softmax
+
+    @model_validator(mode="before")
+    @classmethod
+    def _performer_is_orthogonal(cls, values: Any) -> Any:
+        """Unless it is said otherwise, as for the causal mixer."""
+        if isinstance(values, Mapping) and values.get("attention") == "performer":
+            return {"orthogonal": True, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _options_fit(self) -> "AttentionConfig":
+        if self.weighting == "norm" or self.attention in ("performer", "efficient"):
+            check_key_weights(self.denominator, "attention by weighted keys")
+        if self.attention != "rfa" and self.weighting != "unit_norm":
+            raise ValueError(f"weighting is an option of 'rfa'; attention is {self.attention!r}")
+        if self.attention not in RANDOM_KERNELS and (self.pool or self.orthogonal):
+            raise ValueError(
+                f"pool and orthogonal are options of 'rfa' and 'performer'; attention is {self.attention!r}"
+            )
+        if self.relative is not None and self.attention != "softmax":
+            raise ValueError(
+                f"relative positions in the manner of Shaw were given to attention {self.attention!r}; take 'softmax', "
+                "or 'scaleformer', which has its own"
+            )
+        return self
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return False
+
+
+class BidirectionalConfig(AttentionConfig, MixerConfig):
+    """Self-attention in which every token sees every other: for encoders and classifiers."""
+
+    forms = {  # noqa: RUF012
+        attention: {"attention": attention}
+        for attention in ("rfa", "elu", "performer", "efficient", "scaleformer", "softmax")
+    }
+
+    kind: Literal["bidirectional"] = "bidirectional"
+    projection_bias: bool = False  # of q, k, v and the output
+
+    def weights(self) -> Weights:
+        """Those of the causal kind, and rows for later keys too."""
+        causal = self._causal()
+        bias = 3 * self.hidden_size + self.values_size if self.projection_bias else 0
+        match causal:
+            case ScaleformerConfig():
+                return causal.weights() + Weights(others=causal.reach * self.hidden_size + bias)
+            case SoftmaxConfig(relative=RelativeConfig(reach=reach)):
+                return causal.weights() + Weights(others=causal.relative_weights(reach))
+        return causal.weights()
+
+    def state_bytes(self, position: int = 0, batch: int = 1) -> int:
+        """None: a later token could not go on from it."""
+        return 0
+
+    def traffic(self, batch: int = 1) -> Traffic:
+        """What the causal kind sends; of `scaleformer` windows on both sides."""
+        causal = self._causal()
+        if isinstance(causal, ScaleformerConfig):
+            return Traffic(gathered_bytes=causal.sums_bytes(batch, windows=2))
+        return causal.traffic(batch)
+
+    def prefill_flops(self, tokens: int, ranks: int = 1) -> TokenFlops:
+        """Of softmax twice the scores; of kernels no scores inside a chunk, and no second walk over keys."""
+        causal = self._causal()
+        parts = causal.prefill_flops(tokens)
+        if isinstance(causal, SoftmaxConfig):
+            return replace(parts, scores=2 * parts.scores)
+        if isinstance(causal, ScaleformerConfig):
+            ahead = 2.0 * self.num_heads * (self.value_size + 1) * max(0, self.reach - 1)
+            return replace(parts, features=2 * parts.features, scores=0.0, state=parts.state + ahead)
+        return replace(parts, scores=0.0)
+
+    def _causal(self) -> MixerConfig:
+        """The causal mixer by the same kernel, without a short convolution."""
+        kind = mixer_config_class(self.attention)
+        named = {**self.model_dump(exclude={"denominator"}), "kind": self.attention, "short_convolution": 0}
+        return kind.model_validate({name: value for name, value in named.items() if name in kind.model_fields})
+
+
+class CrossConfig(AttentionConfig):
+    """Attention of a decoder's tokens over all tokens of a memory."""
+
+    kind: Literal["cross"] = "cross"
+
+
+register_mixer(BidirectionalConfig, "dist_attn.mixers.all_keys:BidirectionalAttention")
