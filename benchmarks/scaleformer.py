@@ -14,9 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.ops import linear_attention
-from dist_attn.ops.relative_attention.both_sides import numerators_around
-from dist_attn.ops.relative_attention.causal import numerators
-from dist_attn.ops.relative_attention.chunk_scores import CHUNK_TOKENS
+from dist_attn.ops.relative_attention.numerators import CHUNK_TOKENS, numerators, numerators_around
 
 __all__ = [
     "kernel_flops",

@@ -7,13 +7,11 @@ last document's kernel state and window, earlier ranks of the first one's state 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from dist_attn.layout import SequenceLayout
-from dist_attn.ops.relative_attention import RelativeState, WindowState, packed_relative_attention
-from dist_attn.ops.relative_attention.both_sides import numerators_around
-from dist_attn.ops.relative_attention.causal import numerators
-from dist_attn.ops.relative_attention.state import check_relative_shapes, normalised
+from dist_attn.ops.relative_attention import RelativeCall, RelativeState, WindowState, packed_relative_attention
+from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
+from dist_attn.ops.relative_attention.state import normalised
 from dist_attn.sharded.document_exchange import Heard, hear_from
 from dist_attn.sharded.sharding import Sharding
 
@@ -37,11 +35,9 @@ def sharded_packed_relative_attention(
         same the other way. No document over a cut: nothing.
     """
     comm, layout = sharding.comm, sharding.layout
-    check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
-    dtype = torch.promote_types(v_BHLV.dtype, torch.float32)
-    q, k, rp_HRK = (t.to(dtype) for t in (phi_q_BHLK, phi_k_BHLK, phi_rp_HRK))
-    v1 = F.pad(v_BHLV.to(dtype), (0, 1), value=1.0)
-    width = max(rp_HRK.shape[1] // 2 - 1, 0)
+    call = RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, causal)
+    call.check()
+    (q, k, v1, rp_HRK), width = call.widened(), call.width
     rank, length, starts = comm.rank, v1.shape[2], layout.documents_on(comm.rank)
     head, tail = (starts[0], starts[-1]) if starts else (length, 0)
     goes_on = not causal and bool(starts) and bool(layout.ranks_after(rank))
@@ -56,7 +52,7 @@ def sharded_packed_relative_attention(
     first = q[:, :, :head], k[:, :, :head], v1[:, :, :head]
     outs = []
     if causal:
-        num = numerators(*first, rp_HRK[:, : rp_HRK.shape[1] // 2 + 1], own=True, before=before)
+        num = numerators(*first, rp_HRK[:, : call.reach + 1], own=True, before=before)
     else:
         after = parts.after(rank) if not starts else parts.nothing
         sums = before.sz_BHMW + mirrored_first.sz_BHMW + after.sz_BHMW

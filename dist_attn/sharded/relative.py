@@ -19,17 +19,18 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops.relative_attention import (
+    RelativeCall,
     RelativeState,
     WindowState,
     check_relative_choice,
     relative_attention,
     relative_attention_streaming,
 )
-from dist_attn.ops.relative_attention.both_sides import numerators_around
-from dist_attn.ops.relative_attention.causal import numerators
-from dist_attn.ops.relative_attention.state import check_relative_shapes, check_relative_state, normalised
-from dist_attn.sharded.redistribution import realign_tokens
-from dist_attn.sharded.sharding import Sharding
+from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
+from dist_attn.ops.relative_attention.state import normalised
+from dist_attn.sharded.realignment import realign_tokens
+
+__all__ = ["sharded_relative_attention", "sharded_relative_attention_streaming"]
 
 
 def sharded_relative_attention(
@@ -60,7 +61,8 @@ def sharded_relative_attention(
         )
     if implementation in ("triton", "native"):
         raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
-    check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
+    call = RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal)
+    call.check()
     dtype = torch.promote_types(v_BHSV.dtype, torch.float32)
     q, k, v, rp_HRK = (t.to(dtype) for t in (phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK))
     aligned = realign_tokens(comm, memory, layout, torch.cat([k, v], dim=3) if causal else v, label="memory")
@@ -70,9 +72,8 @@ def sharded_relative_attention(
     v1_BHLW = F.pad(F.pad(v_BHLV, (0, 1), value=1.0), missing)
     if causal:
         k_BHLK = F.pad(k_BHLK, missing)
-        width = max(rp_HRK.shape[1] // 2 - 1, 0)
-        before, _ = _scan_states(comm, layout, RelativeState.of(k_BHLK, v1_BHLW, width), None)
-        num = numerators(q, k_BHLK, v1_BHLW, rp_HRK[:, : rp_HRK.shape[1] // 2 + 1], own=True, before=before)
+        before, _ = _scan_states(comm, layout, RelativeState.of(k_BHLK, v1_BHLW, call.width), None)
+        num = numerators(q, k_BHLK, v1_BHLW, rp_HRK[:, : call.reach + 1], own=True, before=before)
     else:
         num = _bidirectional(sharding, q, k, F.pad(v, (0, 1), value=1.0), v1_BHLW, rp_HRK)
     return normalised(num, v_BHSV.dtype)
@@ -100,14 +101,11 @@ def sharded_relative_attention_streaming(
         return relative_attention_streaming(
             phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state, implementation=implementation
         )
-    check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
-    dtype = torch.promote_types(v_BHLV.dtype, torch.float32 if state is None else state.sz_BHMW.dtype)
-    reach = phi_rp_HRK.shape[1] // 2
-    k, v1 = phi_k_BHLK.to(dtype), F.pad(v_BHLV.to(dtype), (0, 1), value=1.0)
-    if state is not None:
-        check_relative_state(state, k, v1, reach)
-    check_relative_choice(implementation, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state)
-    before, after = _scan_states(comm, sharding.layout, RelativeState.of(k, v1, max(reach - 1, 0)), state)
+    call = RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
+    call.check()
+    check_relative_choice(call)
+    wide = call.widened()
+    before, after = _scan_states(comm, sharding.layout, RelativeState.of(wide.k_BHSK, wide.v1_BHSW, call.width), state)
     # Kernels take no empty slice, which must not be refused for that; everything else was checked on every rank.
     by = implementation if v_BHLV.shape[2] else "streaming"
     out, _ = relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, before, implementation=by)

@@ -11,7 +11,7 @@ from benchmarks.cases import CASES, OURS
 from benchmarks.memory import peak_bytes
 from benchmarks.race import measure
 from benchmarks.timing import interleaved
-from dist_attn.ops.relative_attention.causal import numerators
+from dist_attn.ops.relative_attention.numerators import numerators
 from tests.support.closeness import assert_close
 from tests.support.sharded_call import random_tensor
 

@@ -15,7 +15,7 @@ from dist_attn.models import LanguageModel, hold_weights_as
 from dist_attn.ops import diagonal
 from dist_attn.ops import legs as legs_module
 from dist_attn.ops.linear_attention import implementation, streaming
-from dist_attn.ops.relative_attention import chunk_scores
+from dist_attn.ops.relative_attention import numerators
 from dist_attn.ops.softmax_attention import tiled
 from dist_attn.wire.choices import WeightPrecision
 from tests.support.model_cases import MODEL_CASES, kinds_of, small_model, write_config
@@ -108,7 +108,7 @@ def test_peak_of_activations(
 
 def test_constants_are_those_of_the_kernel() -> None:
     """Chunk, block and tile sizes in the formulas are those that the blocked and the tiled forms use."""
-    assert kernels.CHUNK_TOKENS == streaming.CHUNK_TOKENS == chunk_scores.CHUNK_TOKENS
+    assert kernels.CHUNK_TOKENS == streaming.CHUNK_TOKENS == numerators.CHUNK_TOKENS
     assert kernels.BLOCK_GROUP_TOKENS == streaming.BLOCK_GROUP_TOKENS
     tiles = (attention.TILE_QUERIES, attention.TILE_KEYS, attention.TILE_ELEMENTS)
     assert tiles == (tiled.TILE_QUERIES, tiled.TILE_KEYS, tiled.TILE_ELEMENTS)

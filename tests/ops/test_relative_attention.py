@@ -13,7 +13,7 @@ from dist_attn.ops.relative_attention import (
     relative_attention_step,
     relative_attention_streaming,
 )
-from dist_attn.ops.relative_attention.both_sides import numerators_around, numerators_of_all
+from dist_attn.ops.relative_attention.numerators import numerators_around, numerators_of_all
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 

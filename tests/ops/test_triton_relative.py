@@ -1,14 +1,12 @@
 """GPU kernels of relative attention against the oracle; without a GPU in Triton's interpreter, at small sizes."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import LocalSequenceOps, RelativeState, relative_attention, relative_attention_streaming
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
-from dist_attn.ops.relative_attention import choose_relative, relative_attention_naive
+from dist_attn.ops.relative_attention import RelativeCall, choose_relative, relative_attention_naive
 from tests.support.closeness import assert_close
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
@@ -20,6 +18,16 @@ pytestmark = pytest.mark.slow
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The smallest that matrix units take: a few tokens are several chunks, and a few columns several blocks.
 SMALL = Tiles(chunk=16, block_d=16, block_k=16, block_v=16)
+
+
+def causal_or_full(q, k, v, rp, *, causal):
+    """Attention by the kernels, with small tiles."""
+    return kernels.triton_relative_attention(RelativeCall(q, k, v, rp, causal), tiles=SMALL)
+
+
+def stream(q, k, v, rp, state):
+    """The streaming form by the kernels, with small tiles."""
+    return kernels.triton_relative_attention_streaming(RelativeCall(q, k, v, rp, state=state), tiles=SMALL)
 
 
 def inputs(queries, keys, reach, size=5, values=4):
@@ -36,7 +44,7 @@ def assert_like_the_oracle(given, *, causal, dtypes=(torch.float32,) * 4):
     """Output and gradients of the kernels on inputs of these types equal those of the oracle in float64."""
     given = [x.to(dtype) for x, dtype in zip(given, dtypes, strict=True)]
     found = []
-    by_kernels = partial(kernels.triton_relative_attention, tiles=SMALL)
+    by_kernels = causal_or_full
     for attention, cast in ((relative_attention_naive, torch.Tensor.double), (by_kernels, lambda x: x.to(DEVICE))):
         leaves = [cast(x).detach().clone().requires_grad_() for x in given]
         out = attention(*leaves, causal=causal)
@@ -84,7 +92,7 @@ def test_no_weight_on_any_key_gives_zeros():
     given = [x.to(DEVICE).requires_grad_() for x in inputs(20, 20, 2)]
     silent = torch.ones_like(given[0])
     silent[:, :, 2] = 0
-    out = kernels.triton_relative_attention(given[0] * silent, *given[1:], causal=True, tiles=SMALL)
+    out = causal_or_full(given[0] * silent, *given[1:], causal=True)
     out.square().sum().backward()
     assert not out[:, :, 2].any()
     assert not given[0].grad[:, :, 2].any()
@@ -95,7 +103,7 @@ def test_no_weight_on_any_key_gives_zeros():
 def test_a_stream_goes_on_as_in_torch(cuts, reach):
     """Blocks with the state passed on give torch's outputs, final state, and all gradients back to the first block."""
     found = []
-    by_kernels = partial(kernels.triton_relative_attention_streaming, tiles=SMALL)
+    by_kernels = stream
     for streaming, device in ((relative_attention_streaming, "cpu"), (by_kernels, DEVICE)):
         leaves = [x.to(device).requires_grad_() for x in inputs(sum(cuts), sum(cuts), reach)]
         state, outs = None, []
@@ -115,7 +123,7 @@ def test_a_stream_goes_on_as_in_torch(cuts, reach):
 def test_second_derivatives(causal):
     """A backward pass that is differentiated again gives the windowed form's second derivatives."""
     found = []
-    by_kernels = partial(kernels.triton_relative_attention, tiles=SMALL)
+    by_kernels = causal_or_full
     for attention, device in ((relative_attention, "cpu"), (by_kernels, DEVICE)):
         q, *others = (x.to(device) for x in inputs(6, 6, 2))
         leaf = q.clone().requires_grad_()
@@ -136,15 +144,15 @@ def test_kernels_by_name_through_the_operations(monkeypatch):
     state = RelativeState.identity(1, 2, 5, 4, 2)
     if DEVICE == "cpu":
         assert_close(ops.relative_attention_streaming(*moved, state)[0].cpu(), want)
-        assert "on cpu" in choose_relative("auto", *given).reason
-    assert choose_relative("triton", *moved).reason == "asked for by name"
+        assert "on cpu" in choose_relative(RelativeCall(*given)).reason
+    assert choose_relative(RelativeCall(*moved, implementation="triton")).reason == "asked for by name"
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"form": "naive"}, "the form 'naive'"),
-        ({"packed": True}, "several documents"),
+        ({"documents": (0,)}, "several documents"),
         ({"phi_q_BHLK": torch.zeros(1, 2, 0, 5)}, "no tokens"),
         ({"v_BHSV": torch.zeros(1, 2, 3, 4, dtype=torch.float64)}, "torch.float64"),
         ({"state": RelativeState.identity(1, 2, 5, 4, 1, dtype=torch.float64)}, "sums are float32"),
@@ -155,7 +163,9 @@ def test_what_kernels_cannot_take_is_an_error_that_says_why(change, words, monke
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     names = ("phi_q_BHLK", "phi_k_BHSK", "v_BHSV", "phi_rp_HRK")
     with pytest.raises(ConfigError, match=words):
-        choose_relative("triton", **(dict(zip(names, inputs(3, 3, 1), strict=True)) | change))
+        choose_relative(
+            RelativeCall(**(dict(zip(names, inputs(3, 3, 1), strict=True)) | change), implementation="triton")
+        )
 
 
 def test_a_state_of_another_window_is_refused():

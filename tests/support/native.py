@@ -8,8 +8,9 @@ import torch
 
 from dist_attn import feature_maps
 from dist_attn.ops import FeatureMap, LinearState, linear_attention
-from dist_attn.ops.linear_attention import half_products, implementation, linear_attention_naive, native_passes
+from dist_attn.ops.linear_attention import half_products, implementation, linear_attention_naive
 from dist_attn.ops.linear_attention.implementation import why_no_library
+from dist_attn.ops.linear_attention.native_call import KernelCall
 from tests.support.attention import weighted_sum
 from tests.support.closeness import Kind, assert_close
 
@@ -48,13 +49,13 @@ def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The C functions that were called, in order."""
     names: list[str] = []
-    run = native_passes._run
+    run = KernelCall.run
 
-    def noted(kernel: Callable[..., None], call: object, *, backward: bool) -> None:
-        names.append(kernel.__name__)
-        run(kernel, call, backward=backward)
+    def noted(call: KernelCall, name: str, *, backward: bool = False) -> None:
+        names.append(f"dist_attn_{name}")
+        run(call, name, backward=backward)
 
-    monkeypatch.setattr(native_passes, "_run", noted)
+    monkeypatch.setattr(KernelCall, "run", noted)
     yield names
 
 

@@ -15,12 +15,11 @@ from dist_attn.ops.linear_attention.implementation import (
     check_choice,
     check_implementation,
     choose,
-    choose_step,
     why_no_library,
 )
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
+from dist_attn.ops.linear_attention.native import TwoWalks
 from dist_attn.ops.linear_attention.native_call import half_products
-from dist_attn.ops.linear_attention.native_walks import TwoWalks
 from dist_attn.ops.linear_attention.split import complete_sums, local_sums, tokens_until_forgotten
 from dist_attn.ops.linear_attention.split_sequence import SplitSequence
 from dist_attn.ops.linear_attention.step import linear_attention_read, linear_attention_step
@@ -40,7 +39,6 @@ __all__ = [
     "check_implementation",
     "check_prefix",
     "choose",
-    "choose_step",
     "complete_sums",
     "half_products",
     "linear_attention",

@@ -61,6 +61,11 @@ class LinearCall:
         return self.k_BHSK.shape[2]
 
     @property
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        return self.q_BHLK, self.k_BHSK, self.v_BHSV
+
+    @property
     def sequence(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """q, k, v, log gate and key scale: what lies along the tokens."""
         return self.q_BHLK, self.k_BHSK, self.v_BHSV, self.log_gate_BHS, self.key_scale_BHS
@@ -69,6 +74,11 @@ class LinearCall:
     def map_tensors(self) -> tuple[torch.Tensor, ...]:
         """The feature map's parameters."""
         return () if self.feature_map is None else self.feature_map.tensors()
+
+    @property
+    def map_tensor(self) -> torch.Tensor | None:
+        """The only one of these, of maps that kernels know."""
+        return next(iter(self.map_tensors), None)
 
     def features(self, x_BHLK: torch.Tensor) -> torch.Tensor:
         """phi(x) [B, H, L, M]; x itself without a feature map."""

@@ -1,26 +1,20 @@
-"""What implementations by kernels share: named tensors, the state behind a call, gradients of gradients.
+"""Linear attention as an operation of kernels: its tensors by name, its results, and the state behind a call.
 
-Kernels have a backward pass of their own, which autograd cannot look into. A gradient that is to be differentiated
-again therefore goes through the same function in the streaming form, all of whose operations autograd knows.
+Shape letters: B batch, H heads, L tokens, V values, M features.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self
 
 import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, present
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.call import LinearCall, OutputBuffers
 from dist_attn.ops.linear_attention.streaming import stream_absorb, stream_attention, stream_sums
-from dist_attn.ops.scan import plain_gradients
 from dist_attn.ops.state import LinearState
-from dist_attn.ops.watch import watching
-
-Each = TypeVar("Each")
-Named = TypeVar("Named", bound=tuple[torch.Tensor | None, ...])
 
 
 class Inputs(NamedTuple, Generic[Each]):
@@ -39,7 +33,7 @@ class Inputs(NamedTuple, Generic[Each]):
     w: Each
 
 
-Tensors = Inputs[torch.Tensor | None]
+LinearTensors = Inputs[torch.Tensor | None]
 
 
 class Results(NamedTuple):
@@ -49,10 +43,16 @@ class Results(NamedTuple):
     s: torch.Tensor
     zm: torch.Tensor
 
+    @staticmethod
+    def of(tensors: Tensors) -> "Results":
+        """The results of an operation, or their gradients."""
+        out, s, zm = tensors
+        return Results(out, present(s), present(zm))
+
 
 @dataclass(frozen=True)
-class Terms:
-    """What a call is about beside its tensors: all of it that a graph may hold on to."""
+class Terms(KernelOperation[LinearTensors]):
+    """Attention of one call: what it is about beside its tensors, which is all that a graph may hold on to."""
 
     feature_map: FeatureMap | None
     denominator: Denominator
@@ -60,11 +60,17 @@ class Terms:
     undivided: bool = False  # outputs are numerators, denominators and masses
     buffers: OutputBuffers | None = None
 
-    def for_backward(self) -> "Terms":
+    @classmethod
+    def of(cls, call: LinearCall, *, undivided: bool = False, **more: Any) -> Self:
+        """The terms of a call, and `more` fields of a subclass."""
+        policy = Denominator("one") if undivided else call.denominator
+        return cls(call.feature_map, policy, call.documents, undivided, call.buffers, **more)
+
+    def for_backward(self) -> Self:
         """Without the buffer of outputs: a graph that held its own output would never be freed."""
         return self if self.buffers is None else replace(self, buffers=self.buffers._replace(out=None))
 
-    def call(self, x: Tensors) -> LinearCall:
+    def call(self, x: LinearTensors) -> LinearCall:
         """The call of these tensors."""
         k, v, s, zm = present(x.k), present(x.v), present(x.s), present(x.zm)
         return LinearCall(
@@ -73,37 +79,37 @@ class Terms:
             v,
             x.log_gate,
             x.key_scale,
-            feature_map=self.map_of(x.w),
+            feature_map=map_of(self.feature_map, x.w),
             state=state_of(s, zm),
             denominator=self.denominator,
             documents=self.documents,
         )
 
-    def map_of(self, w: torch.Tensor | None) -> FeatureMap | None:
-        """The feature map over this value of its tensor."""
-        if self.feature_map is None or w is None:
-            return self.feature_map
-        return self.feature_map.with_tensors(w)
-
-    def replay(self, x: Tensors) -> tuple[torch.Tensor | None, ...]:
-        """The results of these tensors, by operations that autograd knows."""
+    def replay(self, x: LinearTensors) -> Tensors:
         call = self.call(x)
         if x.q is None:
             return None, *sums_of(stream_absorb(call))
         out, after = stream_sums(call) if self.undivided else stream_attention(call)
         return out, *sums_of(after)
 
+    def attend(self, call: LinearCall, before: LinearState) -> tuple[torch.Tensor, LinearState]:
+        """Outputs of the call from this state, and the state after the last key."""
+        results = Results.of(self(inputs_of(call, before)))
+        return present(results.out), state_after(before, results, call)
 
-def inputs_of(call: LinearCall, state: LinearState) -> Tensors:
+    def absorb(self, call: LinearCall, before: LinearState) -> LinearState:
+        """The state after the last key of the call, from this one."""
+        return state_after(before, Results.of(self(inputs_of(call, before)._replace(q=None))), call)
+
+
+def inputs_of(call: LinearCall, state: LinearState) -> LinearTensors:
     """The tensors of a call from this state."""
-    w = next(iter(call.map_tensors), None)
-    return Inputs(*call.sequence, *sums_of(state), w)
+    return Inputs(*call.sequence, *sums_of(state), call.map_tensor)
 
 
-def present(x: torch.Tensor | None) -> torch.Tensor:
-    """A tensor that is never left out."""
-    assert x is not None
-    return x
+def map_of(feature_map: FeatureMap | None, w: torch.Tensor | None) -> FeatureMap | None:
+    """The feature map over this value of its tensor."""
+    return feature_map if feature_map is None or w is None else feature_map.with_tensors(w)
 
 
 def state_after(before: LinearState, results: Results, call: LinearCall) -> LinearState:
@@ -128,16 +134,6 @@ def sums_of(state: LinearState) -> tuple[torch.Tensor, torch.Tensor]:
     return state.s_BHMV, torch.cat([state.z_BHM, state.mass_BH[..., None]], dim=-1)
 
 
-def gradients_of_replay(
-    replay: Callable[[Named], tuple[torch.Tensor | None, ...]],
-    tensors: Named,
-    needs: Sequence[bool],
-    grads: Sequence[torch.Tensor | None],
-) -> Named:
-    """The gradients of all tensors as differentiable functions of the tensors and of `grads`, those of the results."""
-    # Aliases, so that gradients stop here and do not run on into what the inputs were computed from.
-    aliases = (t.view_as(t) if need and t is not None else t for t, need in zip(tensors, needs, strict=True))
-    inputs = type(tensors)(*aliases)  # type: ignore[arg-type]  # a named tuple takes its fields one by one
-    with watching(None):
-        results = replay(inputs)
-    return type(tensors)(*plain_gradients(results, tuple(grads), inputs, needs))  # type: ignore[arg-type]
+def converted(grad: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor | None:
+    """A gradient in the type of its tensor, where there are both."""
+    return None if grad is None or like is None else grad.to(like.dtype)

@@ -10,10 +10,9 @@ import torch
 
 from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
-from dist_attn.ops.feature_map import FeatureMap, HasFusedForm
+from dist_attn.ops.feature_map import HasFusedForm
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
-from dist_attn.ops.state import LinearState
 
 IMPLEMENTATIONS = get_args(Implementation)
 # Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
@@ -113,32 +112,20 @@ def resolve(
     return Choice("triton", "the tensors are on a GPU") if reason is None else Choice("streaming", reason)
 
 
-def choose_step(
-    implementation: Implementation,
-    q_BHK: torch.Tensor,
-    k_BHK: torch.Tensor,
-    v_BHV: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None = None,
-) -> Choice:
+def choose_step(call: LinearCall) -> Choice:
     """As `choose`, of a decode step: the kernel has no backward pass.
 
     Raises: as `choose`.
     """
-    if implementation in ("auto", "native") and v_BHV.device.type != "cuda":
-        # One token leaves nothing to win by C kernels, and every step on a CPU pays for what is asked here.
-        return Choice("streaming", f"the tensors are on {v_BHV.device.type}")
-    q, k, v = (t[:, :, None] for t in (q_BHK, k_BHK, v_BHV))
-    tensors = () if feature_map is None else feature_map.tensors()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v, *tensors, *state.tensors())):
-        if implementation == "triton":
+    state = () if call.state is None else call.state.tensors()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (*call.qkv, *call.map_tensors, *state)):
+        if call.implementation == "triton":
             raise ConfigError(
                 "implementation='triton' was asked for, but gradients are needed, and the kernel of a step has none; "
                 "use torch.no_grad(), 'auto' or 'streaming'"
             )
         return Choice("streaming", "gradients are needed")
-    return choose(LinearCall(q, k, v, feature_map=feature_map, state=state, implementation=implementation))
+    return choose(call)
 
 
 def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:

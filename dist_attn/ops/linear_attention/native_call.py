@@ -1,7 +1,9 @@
-"""A call of the C kernels as they read it: `csrc/call.h`, field by field, filled from tensors."""
+"""A call of the C kernels as they read it: `csrc/call.h`, field by field, filled from tensors.
+
+Shape letters: B batch, H heads, L tokens, K head size, D projections, M features; N chunks.
+"""
 
 import ctypes
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -133,28 +135,66 @@ def _form(feature_map: FeatureMap) -> FusedForm:
     return feature_map.fused_form()
 
 
-def new_call(
-    shape: Sequence[int],
-    values: int,
-    *,
-    feature_map: FeatureMap | None,
-    policy: Denominator,
-    chunks: Chunks,
-    w_HDK: torch.Tensor | None,
-) -> Call:
-    """A call for queries or keys of this shape, [B, H, L, K]. The tensors given here must outlive it."""
-    batch, heads, tokens, size = shape
-    call = Call(batch, heads, tokens, size, values)
-    call.projections = size if w_HDK is None else w_HDK.shape[1]
-    call.features = num_features(feature_map, size)
-    if feature_map is not None:
-        form = _form(feature_map)
-        call.kind, call.unit_norm = KINDS[form.kind], form.unit_norm
-    call.policy, call.eps, call.threads = POLICIES[policy.kind], policy.eps, torch.get_num_threads()
-    call.num_chunks = chunks.number
-    blocks = -(-call.num_chunks // BLOCK)
-    call.save_every = BLOCK * max(1, -(-blocks // KEPT_STATES))
-    if chunks.starts is not None and chunks.fresh is not None:
-        call.chunks, call.fresh = chunks.starts.data_ptr(), chunks.fresh.data_ptr()
-    call.w = None if w_HDK is None else w_HDK.data_ptr()
-    return call
+class KernelCall:
+    """A call being filled in: it keeps alive the tensors that it points to, and runs."""
+
+    def __init__(self, tokens: torch.Tensor, values: int, chunks: Chunks) -> None:
+        """For queries or keys of this shape, [B, H, L, K], and so many values."""
+        batch, heads, length, size = tokens.shape
+        self.fields = Call(batch, heads, length, size, values)
+        self._alive: list[torch.Tensor | None] = []
+        self.fields.threads, self.fields.num_chunks = torch.get_num_threads(), chunks.number
+        blocks = -(-chunks.number // BLOCK)
+        self.fields.save_every = BLOCK * max(1, -(-blocks // KEPT_STATES))
+        self.point(chunks=chunks.starts, fresh=chunks.fresh)
+
+    def compute(self, feature_map: FeatureMap | None, w_HDK: torch.Tensor | None, policy: Denominator) -> None:
+        """By which features and with which denominators."""
+        fields = self.fields
+        fields.projections = fields.size if w_HDK is None else w_HDK.shape[1]
+        fields.features = num_features(feature_map, fields.size)
+        if feature_map is not None:
+            form = _form(feature_map)
+            fields.kind, fields.unit_norm = KINDS[form.kind], form.unit_norm
+        fields.policy, fields.eps = POLICIES[policy.kind], policy.eps
+        self.point(w=None if w_HDK is None else w_HDK.float())
+
+    def point(self, **tensors: torch.Tensor | None) -> None:
+        """Fields that are pointers to whole tensors; None: not there."""
+        for name, tensor in tensors.items():
+            whole = None if tensor is None else tensor.detach().contiguous()
+            self._alive.append(whole)
+            setattr(self.fields, name, None if whole is None else whole.data_ptr())
+
+    def read(self, **tensors: torch.Tensor | None) -> None:
+        """Fields that are views of [B, H, L] or [B, H, L, size], copied where they are not of the kernels' kind."""
+        for name, tensor in tensors.items():
+            x = tensor
+            if x is not None:
+                x = x.detach()
+                x = x.contiguous() if x.dim() == 4 and x.stride(-1) != 1 else x
+                x = x if x.dtype in TYPES else x.float()
+            self.write(**{name: x})
+
+    def write(self, **tensors: torch.Tensor | None) -> None:
+        """Fields that are views of memory for results, or of what is as the kernels take it; None: nowhere."""
+        for name, tensor in tensors.items():
+            self._alive.append(tensor)
+            setattr(self.fields, name, View() if tensor is None else view(tensor))
+
+    def states(self) -> torch.Tensor:
+        """Memory for the states that a backward pass begins with, at most 16 of each head."""
+        fields = self.fields
+        saved = (fields.num_chunks - 1) // fields.save_every
+        return torch.empty(fields.batch * fields.heads, saved, kernels().dist_attn_state_floats(ctypes.byref(fields)))
+
+    def run(self, name: str, *, backward: bool = False) -> None:
+        """The kernel of this name, in working memory of its own."""
+        library, fields = kernels(), self.fields
+        count = library.dist_attn_backward_floats if backward else library.dist_attn_forward_floats
+        fields.memory_floats = count(ctypes.byref(fields))
+        # No more threads than there are heads to work on, and no memory for more.
+        fields.threads = max(1, min(fields.threads, fields.batch * fields.heads))
+        memory = torch.empty(fields.threads, fields.memory_floats)
+        fields.memory = memory.data_ptr()
+        getattr(library, f"dist_attn_{name}")(ctypes.byref(fields))

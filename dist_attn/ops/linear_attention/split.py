@@ -65,9 +65,10 @@ def complete_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Tensor:
 
 
 def _complete_by_triton(call: LinearCall, before: LinearState, sums_BHLX: torch.Tensor) -> torch.Tensor:
-    from dist_attn.ops.linear_attention.triton_full import triton_read_undivided
+    from dist_attn.ops.linear_attention.triton_full import triton_read
 
-    num, den = triton_read_undivided(call.q_BHLK, before, feature_map=call.feature_map)
+    num, den = triton_read(call, undivided=True)
+    assert den is not None  # given where nothing was divided
     mass = before.mass_BH[..., None].expand_as(den)
     if call.log_gate_BHS is not None:
         kept = bounded(call.log_gate_BHS, sums_BHLX.dtype).cumsum(-1).exp()

@@ -5,7 +5,7 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
-from dist_attn.ops.linear_attention.call import Implementation, state_dtype
+from dist_attn.ops.linear_attention.call import Implementation, LinearCall, state_dtype
 from dist_attn.ops.linear_attention.implementation import choose_step
 from dist_attn.ops.state import LinearState
 
@@ -33,21 +33,24 @@ def linear_attention_step(
     Reference: Random Feature Attention, Eq. 6 and 7.
     """
     policy = Denominator() if denominator is None else denominator
-    choice = choose_step(implementation, q_BHK, k_BHK, v_BHV, state, feature_map=feature_map)
-    if choice.implementation == "triton":
-        # Not at the top: a machine without a GPU need not have triton.
-        from dist_attn.ops.linear_attention.triton_decode import triton_linear_attention_step
-
-        return triton_linear_attention_step(
-            q_BHK,
-            k_BHK,
-            v_BHV,
-            state,
+    # One token leaves nothing to win by C kernels, and every step on a CPU would pay for the choice.
+    if v_BHV.device.type == "cuda" or implementation not in ("auto", "native"):
+        step = LinearCall(
+            q_BHK[:, :, None],
+            k_BHK[:, :, None],
+            v_BHV[:, :, None],
+            None if log_gate_BH is None else log_gate_BH[:, :, None],
+            None if key_scale_BH is None else key_scale_BH[:, :, None],
             feature_map=feature_map,
-            log_gate_BH=log_gate_BH,
-            key_scale_BH=key_scale_BH,
+            state=state,
             denominator=policy,
+            implementation=implementation,
         )
+        if choose_step(step).implementation == "triton":
+            # Not at the top: a machine without a GPU need not have triton.
+            from dist_attn.ops.linear_attention.triton_decode import triton_linear_attention_step
+
+            return triton_linear_attention_step(step)
     dtype = state.s_BHMV.dtype
     # Projections, sums and denominators keep the state's precision under autocast, as in the streaming form.
     with torch.autocast(v_BHV.device.type, enabled=False):

@@ -5,28 +5,34 @@ over the chunks, outputs. As many tokens form a stretch as have states of at mos
 outputs is bounded for any length. The backward pass makes the states again.
 
 Importing this module needs triton; `implementation.choose` says whether a call can come here.
+
+Shape letters: B batch, H heads, L tokens, K head size, V values, M features; G = B H, N chunks of T tokens.
 """
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.documents import document_numbers
+from dist_attn.ops.kernel_operation import Tensors, present
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.linear_attention.differentiable import (
-    Inputs,
-    Results,
-    Tensors,
-    Terms,
-    gradients_of_replay,
-    inputs_of,
-    present,
-    state_after,
-)
+from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Results, Terms, converted
 from dist_attn.ops.linear_attention.triton_backward import given_rows, policy_rows, stretch_gradients
-from dist_attn.ops.linear_attention.triton_forward import Plan, Stretch, gates, make_plan, on_device, outputs, states
+from dist_attn.ops.linear_attention.triton_forward import (
+    Attended,
+    Plan,
+    Stretch,
+    Sums,
+    blocks,
+    gates,
+    on_device,
+    outputs,
+    rowwise,
+    states,
+)
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import current_watch
@@ -34,142 +40,108 @@ from dist_attn.ops.watch import current_watch
 STATE_BYTES = 2**30
 
 
-class _Launch(NamedTuple):
-    plan: Plan
-    terms: Terms
-
-
-class _Kept(NamedTuple):
-    """What a forward pass leaves for the backward pass: outputs where they were divided, states before stretches."""
-
-    divided: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # outputs, denominators and masses
-    starts: list[tuple[torch.Tensor, torch.Tensor]]
-
-
 def triton_linear_attention(
     call: LinearCall, *, undivided: bool = False, tiles: Tiles | None = None
 ) -> tuple[torch.Tensor, LinearState]:
-    """`linear_attention` of as many queries as keys, causal; `undivided`, as `local_sums`.
+    """`linear_attention` of a causal call with as many queries as keys; `undivided`, as `local_sums`.
 
     Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, or float32
         [B, H, L, V + 2] of numerators, denominators and masses; the float32 state after.
     """
-    q, _, v, _, _ = call.sequence
-    batch, heads, _, size = q.shape
-    terms = Terms(call.feature_map, call.denominator, call.documents)
-    if undivided:
-        terms = replace(terms, denominator=Denominator("one"), undivided=True)
-    tiles = tiles or tiles_for(q, v, call.feature_map)
-    plan = make_plan(size, v.shape[3], call.feature_map, terms.denominator, tiles)
-    state = call.state
-    if state is None:
-        state = LinearState.identity(batch, heads, plan.features, v.shape[3], device=v.device)
-    state.check(batch, heads, plan.features, v.shape[3])
-    results = Results(*_Kernels.apply(_Launch(plan, terms), *inputs_of(call, state)))  # type: ignore[no-untyped-call]
-    return present(results.out), state_after(state, results, call)
+    q, v = call.q_BHLK, call.v_BHSV
+    size, values = q.shape[3], v.shape[3]
+    policy = Denominator("one") if undivided else call.denominator
+    plan = Plan.of(size, values, call.feature_map, policy, tiles or tiles_for(q, v, call.feature_map))
+    sizes = *q.shape[:2], plan.features, values
+    state = LinearState.identity(*sizes, device=v.device) if call.state is None else call.state
+    state.check(*sizes)
+    attention = _CausalKernels.of(call, undivided=undivided, plan=plan)
+    return attention.attend(call, state)
 
 
-class _Kernels(torch.autograd.Function):
-    """Tensors of an attention -> outputs, S and z beside the mass."""
+class _Part(NamedTuple):
+    """A stretch, and the range of tokens that it covers."""
 
-    @staticmethod
-    def forward(ctx: Any, launch: _Launch, *tensors: torch.Tensor | None) -> Any:
-        plan, terms = launch
-        inputs: Tensors = Inputs(*tensors)
-        v, s, zm = present(inputs.v), present(inputs.s), present(inputs.zm)
-        result = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-        if terms.undivided:
-            result = torch.empty((*v.shape[:3], v.shape[3] + 2), device=v.device)
-        out = result[..., : v.shape[3]]
-        state, zm_state = s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous()
-        starts, dens, masses = [], [], []
+    tokens: slice
+    stretch: Stretch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _CausalKernels(Terms):
+    plan: Plan
+
+    def forward(self, x: LinearTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
+        v, s, zm = present(x.v), present(x.s), present(x.zm)
+        values, policy = v.shape[3], self.denominator
+        width, dtype = (values + 2, torch.float32) if self.undivided else (values, v.dtype)
+        result = torch.empty((*v.shape[:3], width), dtype=dtype, device=v.device)
+        state = Sums(s.flatten(0, 1).contiguous(), zm.flatten(0, 1).contiguous())
+        den, mass = (torch.empty(v.shape[:3], device=v.device) for _ in range(2))
+        starts: list[torch.Tensor] = []
         with on_device(v.device):
-            for (first, last), stretch in _stretches(launch, inputs):
-                starts += [state, zm_state]
-                gate = gates(plan, stretch)
-                chunks = states(plan, stretch, gate, state, zm_state)
-                den, mass = outputs(plan, stretch, gate, chunks, out[:, :, first:last])
-                state, zm_state = chunks.end, chunks.zm_end
-                dens.append(den)
-                masses.append(mass)
-        den, mass = torch.cat(dens, dim=-1).view(v.shape[:3]), torch.cat(masses, dim=-1).view(v.shape[:3])
+            for tokens, stretch in self._stretches(x):
+                starts += state
+                gate = gates(stretch)
+                scanned = states(stretch, gate, state)
+                attended = outputs(stretch, gate, scanned.before, result[:, :, tokens, :values])
+                den[:, :, tokens], mass[:, :, tokens] = attended.den, attended.mass
+                state = scanned.end
         watch = current_watch()
-        if watch is not None and plan.policy.kind not in ("mass", "one"):
-            watch.count(den, plan.policy.guard(den, mass))
-        if terms.undivided:
+        if watch is not None and policy.kind not in ("mass", "one"):
+            watch.count(den, policy.guard(den, mass))
+        if self.undivided:
             result[..., -2], result[..., -1] = den, mass
-        ctx.launch = launch
-        if any(ctx.needs_input_grad):
-            divided = (None, None, None) if terms.undivided else (result, den, mass)
-            ctx.save_for_backward(*inputs, *divided, *starts)
-        return result, state.view_as(s), zm_state.view_as(zm)
+        results = result, state.s.view_as(s), state.zm.view_as(zm)
+        return results, (None, None, None, *starts) if self.undivided else (result, den, mass, *starts)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        launch: _Launch = ctx.launch
-        q, k, v, log_gate, key_scale, s, zm, w, out, den, mass, *starts = ctx.saved_tensors
-        inputs: Tensors = Inputs(q, k, v, log_gate, key_scale, s, zm, w)
-        _, *asked = ctx.needs_input_grad
-        # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
-        if torch.is_grad_enabled():
-            return (None, *gradients_of_replay(launch.terms.replay, inputs, asked, grads))
-        pairs = list(zip(starts[::2], starts[1::2], strict=True))
-        kept = _Kept(None if out is None else (out, den, mass), pairs)
-        with on_device(v.device):
-            return (None, *_gradients(launch, inputs, kept, Inputs(*asked), Results(*grads)))
+    def backward(self, x: LinearTensors, needs: LinearTensors, grads: Tensors, kept: Tensors) -> LinearTensors:
+        """The gradients of all inputs, stretch by stretch from the last to the first."""
+        s, zm, results = present(x.s), present(x.zm), Results.of(grads)
+        with_map = x.w is not None and bool(needs.w)
+        grad_result = rowwise(present(results.out))
+        grad_out = grad_result[..., : present(x.v).shape[3]]
+        out, den, mass, *starts = kept
+        end = Sums(*(g.flatten(0, 1).contiguous() for g in (results.s, results.zm)))
+        along_tokens = x._replace(s=None, zm=None, w=None)
+        totals = Inputs(
+            *(None if t is None or not n else torch.empty_like(t) for t, n in zip(along_tokens, needs, strict=True))
+        )
+        grad_w = None
+        befores = [Sums(*map(present, pair)) for pair in zip(starts[::2], starts[1::2], strict=True)]
+        with on_device(grad_out.device):
+            for (tokens, stretch), start in reversed(list(zip(self._stretches(x), befores, strict=True))):
+                gate = gates(stretch)
+                scanned = states(stretch, gate, start)
+                of_out = grad_out[:, :, tokens]
+                if out is None:
+                    rows = given_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
+                else:
+                    attended = Attended(*(present(t)[:, :, tokens] for t in (out, den, mass)))
+                    rows = policy_rows(stretch, attended, of_out)
+                part = stretch_gradients(stretch, gate, scanned.before, rows, of_out, end, with_map=with_map)
+                end = Sums(present(part.s), present(part.zm))
+                for total, grad in zip(totals, part._replace(s=None, zm=None, w=None), strict=True):
+                    if total is not None and grad is not None:
+                        total[:, :, tokens] = grad
+                grad_w = part.w if grad_w is None or part.w is None else grad_w + part.w
+        return totals._replace(s=end.s.view(s.shape), zm=end.zm.view(zm.shape), w=converted(grad_w, x.w))
 
-
-def _gradients(launch: _Launch, x: Tensors, kept: _Kept, needs: Inputs[bool], grads: Results) -> Tensors:
-    """The gradients of all inputs, stretch by stretch from the last to the first."""
-    plan, s, zm = launch.plan, present(x.s), present(x.zm)
-    grad_result = present(grads.out)
-    grad_result = grad_result if grad_result.stride(-1) == 1 else grad_result.contiguous()
-    grad_out = grad_result[..., :-2] if kept.divided is None else grad_result
-    grad_s, grad_zm = (g.flatten(0, 1).contiguous() for g in (grads.s, grads.zm))
-    along_tokens = x._replace(s=None, zm=None, w=None)
-    totals = Inputs(
-        *(None if t is None or not n else torch.empty_like(t) for t, n in zip(along_tokens, needs, strict=True))
-    )
-    grad_w = None
-    stretches = list(zip(_stretches(launch, x), kept.starts, strict=True))
-    for ((first, last), stretch), (start, zm_start) in reversed(stretches):
-        gate = gates(plan, stretch)
-        chunks = states(plan, stretch, gate, start, zm_start)
-        if kept.divided is None:
-            rows = given_rows(plan, stretch, *grad_result[:, :, first:last, -2:].unbind(-1))
-        else:
-            out, den, mass = (t[:, :, first:last] for t in kept.divided)
-            rows = policy_rows(plan, stretch, (out, den, mass), grad_out[:, :, first:last])
-        ends = (grad_out[:, :, first:last], grad_s, grad_zm)
-        part = stretch_gradients(plan, stretch, gate, chunks, rows, ends, with_map=x.w is not None and needs.w)
-        grad_s, grad_zm = present(part.s), present(part.zm)
-        for total, grad in zip(totals, part._replace(s=None, zm=None, w=None), strict=True):
-            if total is not None and grad is not None:
-                total[:, :, first:last] = grad
-        grad_w = part.w if grad_w is None or part.w is None else grad_w + part.w
-    of_w = None if x.w is None or grad_w is None else grad_w.to(x.w.dtype)
-    return totals._replace(s=grad_s.view(s.shape), zm=grad_zm.view(zm.shape), w=of_w)
-
-
-def _stretches(launch: _Launch, x: Tensors) -> list[tuple[tuple[int, int], Stretch]]:
-    """The token ranges whose states exist at once, and what the kernels are given of each."""
-    plan, documents = launch.plan, launch.terms.documents
-    q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in map(present, (x.q, x.k, x.v)))
-    s, tokens = present(x.s), v.shape[2]
-    chunk_bytes = 8 * max(1, s.numel())
-    step = plan.tiles.chunk * max(1, STATE_BYTES // chunk_bytes)
-    weights = s if x.w is None else x.w.float().contiguous()
-    numbers = document_numbers(documents, tokens, v.device) if documents else None
-    stretches = []
-    for first in range(0, tokens, step):
-        last = min(first + step, tokens)
-        of_documents = None
-        if numbers is not None:
-            before = numbers[first - 1] if first else 0
-            of_documents = (numbers[first:last] - before).to(torch.int32)
-            filled = -(-(last - first) // plan.tiles.chunk) * plan.tiles.chunk
-            of_documents = torch.cat([of_documents, of_documents[-1:].expand(filled - (last - first))])
-        gate, scale = (None if t is None else t[:, :, first:last].contiguous() for t in (x.log_gate, x.key_scale))
-        part_q, part_k, part_v = (t[:, :, first:last] for t in (q, k, v))
-        stretches.append(((first, last), Stretch(part_q, part_k, part_v, weights, gate, scale, of_documents)))
-    return stretches
+    def _stretches(self, x: LinearTensors) -> list[_Part]:
+        """The token ranges whose states exist at once, and what the kernels get of each."""
+        q, k, v = (rowwise(present(t)) for t in (x.q, x.k, x.v))
+        s, tokens, chunk = present(x.s), v.shape[2], self.plan.tiles.chunk
+        step = chunk * max(1, STATE_BYTES // (8 * max(1, s.numel())))
+        weights = s if x.w is None else x.w.float().contiguous()
+        numbers = document_numbers(self.documents, tokens, v.device) if self.documents else None
+        parts = []
+        for first, last in pairwise([*range(0, tokens, step), tokens]):
+            part, of_documents = slice(first, last), None
+            if numbers is not None:
+                before = numbers[first - 1] if first else 0
+                of_documents = (numbers[part] - before).to(torch.int32)
+                behind = blocks(last - first, chunk) * chunk - (last - first)
+                of_documents = torch.cat([of_documents, of_documents[-1:].expand(behind)])
+            gate, scale = (None if t is None else t[:, :, part].contiguous() for t in (x.log_gate, x.key_scale))
+            of_q, of_k, of_v = (t[:, :, part] for t in (q, k, v))
+            parts.append(_Part(part, Stretch(self.plan, of_q, of_k, of_v, weights, gate, scale, of_documents)))
+        return parts

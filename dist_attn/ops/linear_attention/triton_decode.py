@@ -1,19 +1,20 @@
-"""The decode step as one GPU kernel: features of the token, update and read-out in one pass over the state."""
+"""The decode step as one GPU kernel: features of the token, update and read-out in one pass over the state.
+
+Shape letters: B batch, H heads, G = B H, K head size, D projections, M features, V values.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
-from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.kernel_operation import present
+from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.triton_features import features, load_projections
-from dist_attn.ops.linear_attention.triton_forward import either, make_plan, on_device
+from dist_attn.ops.linear_attention.triton_forward import Plan, blocks, either, on_device
 from dist_attn.ops.linear_attention.triton_outputs import guard
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import current_watch
-
-__all__ = ["triton_linear_attention_step"]
 
 # A program keeps [32, 64] of the state in registers at a time; its tiles of w come out of the L2 cache.
 STEP_TILES = Tiles(block_d=32, block_v=64, warps=4, stages=2)
@@ -103,44 +104,35 @@ def step_kernel(
         tl.store(den_ptr + group, den)
 
 
-def triton_linear_attention_step(
-    q_BHK: torch.Tensor,
-    k_BHK: torch.Tensor,
-    v_BHV: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None,
-    log_gate_BH: torch.Tensor | None,
-    key_scale_BH: torch.Tensor | None,
-    denominator: Denominator,
-) -> tuple[torch.Tensor, LinearState]:
-    """`linear_attention_step` without gradients, by one kernel; the state given is left as it is.
+def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention_step` of a call of one token without gradients, by one kernel; its state is left as it is.
 
-    Shapes: q, k [B, H, K], v [B, H, V], gates [B, H] -> o [B, H, V] in v's dtype, the float32 state after.
+    Shapes: q, k [B, H, 1, K], v [B, H, 1, V], gates [B, H, 1] -> o [B, H, V] in v's dtype, the float32 state after.
     Cost: one read and one write of the state, beside w once for every B H.
     """
-    heads, size = q_BHK.shape[1:]
-    values = v_BHV.shape[2]
-    plan = make_plan(size, values, feature_map, denominator, STEP_TILES)
-    state.check(q_BHK.shape[0], heads, plan.features, values)
-    weights = state.s_BHMV if feature_map is None or not feature_map.tensors() else feature_map.tensors()[0]
-    given = [t.detach().contiguous() for t in (q_BHK, k_BHK, v_BHV, weights.float())]
-    gates = [None if t is None else t.contiguous() for t in (log_gate_BH, key_scale_BH)]
+    state, policy = call.state, call.denominator
+    assert state is not None  # a step goes on from one
+    q, k, v, log_gate, key_scale = (None if t is None else t.detach()[:, :, 0].contiguous() for t in call.sequence)
+    q, k, v = map(present, (q, k, v))
+    (batch, heads, size), values = q.shape, v.shape[2]
+    plan = Plan.of(size, values, call.feature_map, policy, STEP_TILES)
+    state.check(batch, heads, plan.features, values)
+    w = state.s_BHMV if call.map_tensor is None else call.map_tensor
     before = [t.detach().contiguous() for t in state.tensors()[:3]]
-    after = [torch.empty_like(t) for t in before]
-    out, den = torch.empty_like(given[2]), torch.empty_like(before[2])
-    with on_device(v_BHV.device):
-        step_kernel[(den.numel(), plan.blocks(values, plan.tiles.block_v))](
-            *given, *(either(gate, den) for gate in gates), *before, out, *after, den,
-            heads, size, plan.projections, plan.features, values, plan.scale, denominator.eps,
-            KIND=denominator.kind, HAS_GATE=log_gate_BH is not None, HAS_SCALE=key_scale_BH is not None,
+    s, z, mass = after = [torch.empty_like(t) for t in before]
+    out, den = torch.empty_like(v), torch.empty_like(mass)
+    with on_device(v.device):
+        step_kernel[(den.numel(), blocks(values, plan.tiles.block_v))](
+            q, k, v, w.detach().float().contiguous(), either(log_gate, den), either(key_scale, den), *before,
+            out, *after, den, heads, size, plan.projections, plan.features, values, plan.scale, policy.eps,
+            KIND=policy.kind, HAS_GATE=log_gate is not None, HAS_SCALE=key_scale is not None,
             MAP=plan.map, UNIT=plan.unit_norm, BLOCK_X=plan.tiles.fitted_inputs(size),
             BLOCK_D=plan.tiles.block_d, BLOCK_V=plan.tiles.block_v, num_warps=plan.tiles.warps,
         )  # fmt: skip
     watch = current_watch()
-    if watch is not None and denominator.kind not in ("mass", "one"):
-        watch.count(den[..., None], denominator.guard(den, after[2])[..., None])
+    if watch is not None and policy.kind not in ("mass", "one"):
+        watch.count(den[..., None], policy.guard(den, mass)[..., None])
     log_decay_BH = state.log_decay_BH
-    if log_gate_BH is not None:
-        log_decay_BH = log_decay_BH + log_gate_BH.to(log_decay_BH.dtype)
-    return out, LinearState(after[0], after[1], after[2], log_decay_BH, state.reset_BH)
+    if log_gate is not None:
+        log_decay_BH = log_decay_BH + log_gate.to(log_decay_BH.dtype)
+    return out, LinearState(s, z, mass, log_decay_BH, state.reset_BH)

@@ -19,19 +19,6 @@ All sums are float32.
 import triton
 import triton.language as tl
 
-__all__ = [
-    "feature_tile",
-    "features",
-    "load_projections",
-    "load_tile",
-    "operand",
-    "product",
-    "project",
-    "projection_gradient",
-    "sine_and_cosine",
-    "store_tile",
-]
-
 
 @triton.jit
 def sine_and_cosine(x):

@@ -1,4 +1,8 @@
-"""Launches of the forward kernels on one stretch of tokens: gates, sums of chunks, their scan, outputs."""
+"""Launches of the forward kernels on one stretch of tokens: gates, sums of chunks, their scan, outputs.
+
+Shape letters: B batch, H heads, L tokens, K head size, V values, D projections, M features; G = B H, N chunks of T
+tokens.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,30 +15,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap, FusedForm, HasFusedForm
 from dist_attn.ops.linear_attention.block import CLOSED
-from dist_attn.ops.linear_attention.triton_outputs import outputs_kernel
-from dist_attn.ops.linear_attention.triton_states import chunk_sums_kernel, gates_kernel, scan_kernel
-from dist_attn.ops.linear_attention.triton_sums import sequence_sums_kernel
+from dist_attn.ops.linear_attention.triton_outputs import outputs_kernel, read_kernel
+from dist_attn.ops.linear_attention.triton_states import gates_kernel, scan_kernel, sums_kernel
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
-
-__all__ = [
-    "INTERPRETED",
-    "Gates",
-    "Plan",
-    "States",
-    "Stretch",
-    "chunk_sums",
-    "either",
-    "gates",
-    "make_plan",
-    "on_device",
-    "options",
-    "outputs",
-    "precision",
-    "scan",
-    "sequence_sums",
-    "states",
-    "tile_dtype",
-]
 
 # Triton decides when the kernels are imported, by TRITON_INTERPRET: the same kernels in numpy, on tensors of the CPU.
 INTERPRETED = isinstance(outputs_kernel, InterpretedFunction)
@@ -53,6 +36,24 @@ class Plan:
     tiles: Tiles
     projections: int  # D
     features: int  # M
+
+    @staticmethod
+    def of(size: int, values: int, feature_map: FeatureMap | None, policy: Denominator, tiles: Tiles) -> "Plan":
+        """How a map of this form and these sizes is computed."""
+        form: FusedForm | None = None
+        tensors: tuple[torch.Tensor, ...] = ()
+        if feature_map is not None:
+            assert isinstance(feature_map, HasFusedForm)  # `choose` lets no other come here
+            form, tensors = feature_map.fused_form(), feature_map.tensors()
+        projections = tensors[0].shape[1] if tensors else size
+        return Plan(
+            map="none" if form is None else form.kind,
+            unit_norm=form is not None and form.unit_norm,
+            policy=policy,
+            tiles=tiles.fitted(size, projections, values),
+            projections=projections,
+            features=2 * projections if form is not None and form.kind == "gaussian" else projections,
+        )
 
     @property
     def scale(self) -> float:
@@ -73,27 +74,6 @@ class Plan:
             "num_stages": self.tiles.stages,
         }
 
-    def blocks(self, size: int, block: int) -> int:
-        return -(-size // block)
-
-
-def make_plan(size: int, values: int, feature_map: FeatureMap | None, policy: Denominator, tiles: Tiles) -> Plan:
-    """How a map of this form and these sizes is computed."""
-    form: FusedForm | None = None
-    tensors: tuple[torch.Tensor, ...] = ()
-    if feature_map is not None:
-        assert isinstance(feature_map, HasFusedForm)  # `choose` lets no other come here
-        form, tensors = feature_map.fused_form(), feature_map.tensors()
-    projections = tensors[0].shape[1] if tensors else size
-    return Plan(
-        map="none" if form is None else form.kind,
-        unit_norm=form is not None and form.unit_norm,
-        policy=policy,
-        tiles=tiles.fitted(size, projections, values),
-        projections=projections,
-        features=2 * projections if form is not None and form.kind == "gaussian" else projections,
-    )
-
 
 class Stretch(NamedTuple):
     """The tokens of one set of launches.
@@ -102,20 +82,56 @@ class Stretch(NamedTuple):
         [B, H, L] contiguous; documents int32 [N T], how many documents have started in this stretch so far.
     """
 
+    plan: Plan
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     w: torch.Tensor
-    log_gate: torch.Tensor | None
-    key_scale: torch.Tensor | None
-    documents: torch.Tensor | None
+    log_gate: torch.Tensor | None = None
+    key_scale: torch.Tensor | None = None
+    documents: torch.Tensor | None = None
 
-    def chunks(self, plan: Plan) -> int:
-        return plan.blocks(self.v.shape[2], plan.tiles.chunk)
+    @property
+    def groups(self) -> int:
+        """G."""
+        return self.v.shape[0] * self.v.shape[1]
+
+    @property
+    def tokens(self) -> int:
+        """L."""
+        return self.v.shape[2]
+
+    @property
+    def chunks(self) -> int:
+        """N."""
+        return blocks(self.tokens, self.plan.tiles.chunk)
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Memory for G = B H groups, on the device of the tokens."""
-        return torch.empty((self.v.shape[0] * self.v.shape[1], *shape), dtype=dtype, device=self.v.device)
+        """Memory for every group, on the device of the tokens."""
+        return torch.empty((self.groups, *shape), dtype=dtype, device=self.v.device)
+
+    def ones(self) -> torch.Tensor:
+        """[G, N T]."""
+        return torch.ones((self.groups, self.chunks * self.plan.tiles.chunk), device=self.v.device)
+
+    def filled(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, H, L] -> float32 [G, N T], with zeros behind."""
+        return F.pad(x.flatten(0, 1).float(), (0, self.chunks * self.plan.tiles.chunk - self.tokens))
+
+    def sizes(self, size: int, values: int) -> tuple[int | float, ...]:
+        """L, N, H, K, D, M, V and the scale of features, as kernels take them."""
+        plan = self.plan
+        heads = self.v.shape[1]
+        return self.tokens, self.chunks, heads, size, plan.projections, plan.features, values, plan.scale
+
+    @property
+    def options(self) -> dict[str, bool]:
+        """Which optional inputs there are."""
+        return {
+            "HAS_GATE": self.log_gate is not None,
+            "HAS_SCALE": self.key_scale is not None,
+            "HAS_DOCUMENTS": self.documents is not None,
+        }
 
 
 class Gates(NamedTuple):
@@ -133,13 +149,40 @@ class Gates(NamedTuple):
         return self.left if self.key_scale is None else self.left * self.key_scale
 
 
-class States(NamedTuple):
-    """The state before each chunk, [G, N, M, V] as it enters products and [G, N, M + 1], and the one after the last."""
+class Weights(NamedTuple):
+    """Of every token [G, N T]: the weights of its values, of its features in z, and of its mass."""
 
-    before: torch.Tensor
-    zm_before: torch.Tensor
-    end: torch.Tensor
-    zm_end: torch.Tensor
+    values: torch.Tensor
+    z: torch.Tensor
+    mass: torch.Tensor
+
+    @staticmethod
+    def all(weight: torch.Tensor) -> "Weights":
+        """The same one three times."""
+        return Weights(weight, weight, weight)
+
+
+class Sums(NamedTuple):
+    """Sums over keys, or what is of their kind: S [..., M, V], and z beside the mass [..., M + 1]."""
+
+    s: torch.Tensor
+    zm: torch.Tensor
+
+
+class Scanned(NamedTuple):
+    """The state before each chunk as it enters products, the one after the last, and [G, N] products of the former."""
+
+    before: Sums
+    end: Sums
+    products: torch.Tensor | None
+
+
+class Attended(NamedTuple):
+    """Outputs [B, H, L, V], denominators before any policy and masses [B, H, L]."""
+
+    out: torch.Tensor
+    den: torch.Tensor
+    mass: torch.Tensor
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -149,129 +192,133 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float16 else "ieee"
 
 
-def gates(plan: Plan, stretch: Stretch) -> Gates:
-    tokens, chunks = stretch.v.shape[2], stretch.chunks(plan)
-    decay, left, read = (stretch.empty(chunks * plan.tiles.chunk) for _ in range(3))
+def gates(stretch: Stretch) -> Gates:
+    """Cumulative gates, and what they leave of keys and states."""
+    chunk, chunks = stretch.plan.tiles.chunk, stretch.chunks
+    decay, left, read = (stretch.empty(chunks * chunk) for _ in range(3))
     gain = stretch.empty(chunks)
     gates_kernel[(gain.numel(),)](
-        either(stretch.log_gate, left), either(stretch.documents, left), decay, left, read, gain, tokens, chunks,
-        HAS_GATE=stretch.log_gate is not None, HAS_DOCUMENTS=stretch.documents is not None,
-        CLOSED=CLOSED_GATE, T=plan.tiles.chunk, num_warps=8,
+        either(stretch.log_gate, left), either(stretch.documents, left), decay, left, read, gain, stretch.tokens,
+        chunks, HAS_GATE=stretch.log_gate is not None, HAS_DOCUMENTS=stretch.documents is not None,
+        CLOSED=CLOSED_GATE, T=chunk, num_warps=8,
     )  # fmt: skip
-    key_scale = stretch.key_scale
-    if key_scale is not None:
-        key_scale = F.pad(key_scale.flatten(0, 1).float(), (0, left.shape[1] - tokens))
-    return Gates(decay, left, read, gain, key_scale)
+    return Gates(decay, left, read, gain, None if stretch.key_scale is None else stretch.filled(stretch.key_scale))
 
 
-def chunk_sums(
-    plan: Plan,
-    stretch: Stretch,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """[G, N, M, V] and [G, N, M + 1]; weights [G, N T] are those of y, of features and of masses.
+def chunk_sums(stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights) -> Sums:
+    """Sums of features of x and values y over each chunk, [G, N, M, V] and [G, N, M + 1].
 
     Where types differ, as relative attention lets them, the precision is that of y, as everywhere in its kernels.
     """
-    heads, size, values = x.shape[1], x.shape[3], y.shape[3]
-    chunks = stretch.chunks(plan)
-    sums = stretch.empty(chunks, plan.features, values)
-    zm = stretch.empty(chunks, plan.features + 1)
-    grid = (
-        chunks * sums.shape[0],
-        plan.blocks(values, plan.tiles.block_v),
-        plan.blocks(plan.projections, plan.tiles.block_d),
-    )
-    chunk_sums_kernel[grid](
-        x, y, stretch.w, *weights, sums, zm, *x.stride()[:3], *y.stride()[:3],
-        x.shape[2], chunks, heads, size, plan.projections, plan.features, values, plan.scale,
-        **plan.constants(y.dtype),
-    )  # fmt: skip
-    return sums, zm
+    return _sums(stretch, x, y, weights, length=1, dtype=y.dtype)
 
 
-def sequence_sums(
-    plan: Plan,
-    stretch: Stretch,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def sequence_sums(stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights) -> Sums:
     """`chunk_sums` of all chunks together, [G, M, V] and [G, M + 1]."""
-    heads, size, values = x.shape[1], x.shape[3], y.shape[3]
-    chunks = stretch.chunks(plan)
-    groups = x.shape[0] * heads
-    blocks = plan.blocks(values, plan.tiles.block_v), plan.blocks(plan.projections, plan.tiles.block_d)
+    tiles = stretch.plan.tiles
+    programs = blocks(y.shape[3], tiles.block_v) * blocks(stretch.plan.projections, tiles.block_d) * stretch.groups
     # Enough programs to fill a GPU, and no more: each leaves sums of its own behind.
-    length = max(1, chunks * groups * blocks[0] * blocks[1] // SUM_PROGRAMS)
-    splits = plan.blocks(chunks, length)
-    sums, zm = stretch.empty(splits, plan.features, values), stretch.empty(splits, plan.features + 1)
-    sequence_sums_kernel[(groups * splits, *blocks)](
-        x, y, stretch.w, *weights, sums, zm, *x.stride()[:3], *y.stride()[:3],
-        x.shape[2], chunks, heads, size, plan.projections, plan.features, values, plan.scale, splits, length,
-        **plan.constants(x.dtype),
+    length = max(1, stretch.chunks * programs // SUM_PROGRAMS)
+    sums = _sums(stretch, x, y, weights, length=length, dtype=x.dtype)
+    return Sums(sums.s.sum(1), sums.zm.sum(1))
+
+
+def _sums(
+    stretch: Stretch, x: torch.Tensor, y: torch.Tensor, weights: Weights, *, length: int, dtype: torch.dtype
+) -> Sums:
+    """Sums over every `length` chunks."""
+    plan, size, values = stretch.plan, x.shape[3], y.shape[3]
+    splits = blocks(stretch.chunks, length)
+    sums = Sums(stretch.empty(splits, plan.features, values), stretch.empty(splits, plan.features + 1))
+    grid = (
+        stretch.groups * splits,
+        blocks(values, plan.tiles.block_v),
+        blocks(plan.projections, plan.tiles.block_d),
+    )
+    sums_kernel[grid](
+        x, y, stretch.w, *weights, *sums, *strides(x, y), *stretch.sizes(size, values), splits, length,
+        **plan.constants(dtype),
     )  # fmt: skip
-    return sums.sum(1), zm.sum(1)
+    return sums
 
 
 def scan(
-    sums: torch.Tensor,
-    start: torch.Tensor,
+    sums: Sums,
+    start: Sums,
     gain: torch.Tensor,
-    *,
     dtype: torch.dtype,
+    *,
     reverse: bool = False,
-    other: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The state before each chunk in `dtype`, the last one, and [G, N] products with `other`; see `scan_kernel`."""
-    groups, chunks = gain.shape
-    elements = start.numel() // groups
-    before = sums if dtype == sums.dtype else torch.empty_like(sums, dtype=dtype)
-    end = torch.empty_like(start)
-    blocks = -(-elements // SCAN_BLOCK)
-    dots = None if other is None else gain.new_empty((groups, chunks, blocks))
-    scan_kernel[(groups, blocks)](
-        sums, start, before, end, gain, either(other, sums), either(dots, sums), chunks, elements,
-        REVERSE=reverse, WITH_DOT=other is not None, BLOCK=SCAN_BLOCK, num_warps=4,
+    other: Sums | None = None,
+) -> Scanned:
+    """The states before all chunks (after them, in reverse) from `start`, for values of this type.
+
+    Products are those with `other`.
+    """
+
+    def one(sums: torch.Tensor, start: torch.Tensor, dtype: torch.dtype, other: torch.Tensor | None) -> Any:
+        groups, chunks = gain.shape
+        elements = start.numel() // groups
+        before = sums if dtype == sums.dtype else torch.empty_like(sums, dtype=dtype)
+        end = torch.empty_like(start)
+        programs = blocks(elements, SCAN_BLOCK)
+        products = None if other is None else gain.new_empty((groups, chunks, programs))
+        scan_kernel[(groups, programs)](
+            sums, start, before, end, gain, either(other, sums), either(products, sums), chunks, elements,
+            REVERSE=reverse, WITH_DOT=other is not None, BLOCK=SCAN_BLOCK, num_warps=4,
+        )  # fmt: skip
+        return before, end, None if products is None else products.sum(-1)
+
+    s, s_end, s_products = one(sums.s, start.s, tile_dtype(dtype), None if other is None else other.s)
+    zm, zm_end, zm_products = one(sums.zm, start.zm, torch.float32, None if other is None else other.zm)
+    return Scanned(Sums(s, zm), Sums(s_end, zm_end), None if other is None else s_products + zm_products)
+
+
+def states(stretch: Stretch, gate: Gates, start: Sums) -> Scanned:
+    """The state before each chunk, from the one before the stretch, [G, M, V] and [G, M + 1]."""
+    sums = chunk_sums(stretch, stretch.k, stretch.v, Weights.all(gate.kept))
+    return scan(sums, start, gate.gain, stretch.v.dtype)
+
+
+def outputs(stretch: Stretch, gate: Gates, state: Sums, out: torch.Tensor) -> Attended:
+    """Fill `out` [B, H, L, V] from the states before all chunks."""
+    (q, k, v), plan = (stretch.q, stretch.k, stretch.v), stretch.plan
+    den, mass = (torch.empty(v.shape[:3], device=v.device) for _ in range(2))
+    outputs_kernel[(stretch.chunks * stretch.groups, blocks(v.shape[3], plan.tiles.block_v))](
+        q, k, v, stretch.w, gate.decay, either(gate.key_scale, den), gate.read, either(stretch.documents, den), *state,
+        out, den, mass, *strides(q, k, v, out), *stretch.sizes(q.shape[3], v.shape[3]), plan.policy.eps,
+        KIND=plan.policy.kind, **stretch.options, **plan.constants(q.dtype),
     )  # fmt: skip
-    return before, end, None if dots is None else dots.sum(-1)
+    return Attended(out, den, mass)
 
 
-def states(plan: Plan, stretch: Stretch, gate: Gates, s: torch.Tensor, zm: torch.Tensor) -> States:
-    """From the state s [G, M, V], zm [G, M + 1] before the stretch."""
-    kept = gate.kept
-    sums, zm_sums = chunk_sums(plan, stretch, stretch.k, stretch.v, (kept, kept, kept))
-    before, end, _ = scan(sums, s, gate.gain, dtype=tile_dtype(stretch.v.dtype))
-    zm_before, zm_end, _ = scan(zm_sums, zm, gate.gain, dtype=torch.float32)
-    return States(before, zm_before, end, zm_end)
-
-
-def outputs(
-    plan: Plan, stretch: Stretch, gate: Gates, state: States, out: torch.Tensor
+def read(
+    stretch: Stretch, x: torch.Tensor, state: Sums, weight: torch.Tensor | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill `out` [B, H, L, V]; denominators before any policy and masses [G, L]."""
-    q, k, v = stretch.q, stretch.k, stretch.v
-    tokens, values, chunks = v.shape[2], v.shape[3], stretch.chunks(plan)
-    den, mass = stretch.empty(tokens), stretch.empty(tokens)
-    outputs_kernel[(chunks * den.shape[0], plan.blocks(values, plan.tiles.block_v))](
-        q, k, v, stretch.w, gate.decay, either(gate.key_scale, den), gate.read, either(stretch.documents, den),
-        state.before, state.zm_before, out, den, mass,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        tokens, chunks, v.shape[1], q.shape[3], plan.projections, plan.features, values, plan.scale, plan.policy.eps,
-        KIND=plan.policy.kind, **options(stretch), **plan.constants(q.dtype),
+    """Outputs [B, H, L, V] in `dtype` and denominators [B, H, L] of x that read one state; see `read_kernel`."""
+    plan, values = stretch.plan, state.s.shape[2]
+    out = torch.empty((*x.shape[:3], values), dtype=dtype, device=x.device)
+    den = torch.empty(x.shape[:3], device=x.device)
+    read_kernel[(stretch.chunks * stretch.groups, blocks(values, plan.tiles.block_v))](
+        x, stretch.w, either(weight, den), *state, out, den, *strides(x, out), *stretch.sizes(x.shape[3], values),
+        plan.policy.eps, KIND=plan.policy.kind, HAS_WEIGHT=weight is not None, **plan.constants(x.dtype),
     )  # fmt: skip
-    return den, mass
+    return out, den
 
 
-def options(stretch: Stretch) -> dict[str, bool]:
-    """Which optional inputs there are."""
-    return {
-        "HAS_GATE": stretch.log_gate is not None,
-        "HAS_SCALE": stretch.key_scale is not None,
-        "HAS_DOCUMENTS": stretch.documents is not None,
-    }
+def blocks(size: int, block: int) -> int:
+    """How many blocks cover so much."""
+    return -(-size // block)
+
+
+def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Of batch, head and token of each."""
+    return tuple(stride for tensor in tensors for stride in tensor.stride()[:3])
+
+
+def rowwise(x: torch.Tensor) -> torch.Tensor:
+    """x as kernels read it: its last dimension in one piece."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def tile_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -284,6 +331,6 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def either(given: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
-    """What a kernel is given in the place of an input that is not there: it never looks at it."""
-    return filler if given is None else given
+def either(x: torch.Tensor | None, filler: torch.Tensor) -> torch.Tensor:
+    """What a kernel gets in the place of an input that is not there: it never looks at it."""
+    return filler if x is None else x

@@ -1,41 +1,67 @@
 """Attention that is not causal by GPU kernels: the sums that all keys leave behind, and queries that read one state.
 
 Neither makes features of the whole sequence, nor a state for each chunk. Gates are weights of keys here: what is left
-of each after the last one, times its scale. Sums and read-outs are functions of their own, because a pass that is cut
+of each after the last one, times its scale. Sums and read-outs are operations of their own, because a pass that is cut
 across ranks exchanges states between them.
+
+Shape letters: B batch, H heads, L queries, S keys, K head size, V values, M features; G = B H, N chunks of T tokens.
 """
 
-from typing import Any, Generic, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Generic, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, present
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.linear_attention.differentiable import Each, gradients_of_replay, present, sums_of
+from dist_attn.ops.linear_attention.differentiable import converted, map_of, sums_of
 from dist_attn.ops.linear_attention.triton_backward import Rows, Side, features_gradient, given_rows, policy_rows
 from dist_attn.ops.linear_attention.triton_forward import (
+    Attended,
     Gates,
     Plan,
     Stretch,
-    either,
-    make_plan,
+    Sums,
+    Weights,
     on_device,
+    read,
+    rowwise,
     sequence_sums,
     tile_dtype,
 )
-from dist_attn.ops.linear_attention.triton_sums import read_kernel
 from dist_attn.ops.linear_attention.triton_tiles import Tiles, tiles_for
 from dist_attn.ops.state import LinearState
 from dist_attn.ops.watch import current_watch
 
-_Optional = tuple[torch.Tensor | None, ...]
+
+class SumInputs(NamedTuple, Generic[Each]):
+    """A value for each tensor of sums over keys; `weight` is what counts of each key."""
+
+    k: Each
+    v: Each
+    weight: Each
+    w: Each
+
+
+class ReadInputs(NamedTuple, Generic[Each]):
+    """A value for each tensor of a read-out; `zm` is z beside the mass."""
+
+    q: Each
+    s: Each
+    zm: Each
+    w: Each
+
+
+SumTensors = SumInputs[torch.Tensor | None]
+ReadTensors = ReadInputs[torch.Tensor | None]
 
 
 def triton_full_attention(call: LinearCall, *, tiles: Tiles | None = None) -> tuple[torch.Tensor, LinearState]:
-    """`linear_attention` that is not causal: every query reads the state after the last key.
+    """`linear_attention` of a call that is not causal: every query reads the state after the last key.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], gates [B, H, S] -> o [B, H, L, V] in v's dtype, the float32
         state after; S may be 0 after a state.
@@ -43,7 +69,7 @@ def triton_full_attention(call: LinearCall, *, tiles: Tiles | None = None) -> tu
     state = call.state
     if state is None or call.keys:
         state = triton_absorb_keys(call, tiles=tiles)
-    out = triton_read(call.q_BHLK, state, feature_map=call.feature_map, denominator=call.denominator, tiles=tiles)
+    out, _ = triton_read(replace(call, state=state), tiles=tiles)
     return out.to(call.v_BHSV.dtype), state
 
 
@@ -53,11 +79,11 @@ def triton_absorb_keys(call: LinearCall, *, tiles: Tiles | None = None) -> Linea
     Shapes: as `triton_full_attention`, S at least 1.
     """
     _, k, v, log_gate, key_scale = call.sequence
-    (batch, heads), size, values, state = k.shape[:2], k.shape[3], v.shape[3], call.state
-    plan = make_plan(size, values, call.feature_map, Denominator("one"), tiles or tiles_for(k, v, call.feature_map))
-    if state is None:
-        state = LinearState.identity(batch, heads, plan.features, values, device=v.device)
-    state.check(batch, heads, plan.features, values)
+    size, values, state = k.shape[3], v.shape[3], call.state
+    plan = Plan.of(size, values, call.feature_map, Denominator("one"), tiles or tiles_for(k, v, call.feature_map))
+    sizes = *k.shape[:2], plan.features, values
+    state = LinearState.identity(*sizes, device=v.device) if state is None else state
+    state.check(*sizes)
     weight = None if key_scale is None else key_scale.float()
     s, z, mass, log_decay = state.s_BHMV, state.z_BHM, state.mass_BH, state.log_decay_BH
     if log_gate is not None:
@@ -68,230 +94,131 @@ def triton_absorb_keys(call: LinearCall, *, tiles: Tiles | None = None) -> Linea
         gain = remaining[:, :, 0].exp()
         s, z, mass = s * gain[..., None, None], z * gain[..., None], mass * gain
         log_decay = log_decay + remaining[:, :, 0]
-    w = next(iter(call.map_tensors), None)
-    sums, zm = _Sums.apply(_Launch(plan, call.feature_map), k, v, weight, w)  # type: ignore[no-untyped-call]
+    sums, zm = map(present, _Sums(plan, call.feature_map)(SumInputs(k, v, weight, call.map_tensor)))
     return LinearState(s + sums, z + zm[..., :-1], mass + zm[..., -1], log_decay, state.reset_BH)
 
 
 def triton_read(
-    q_BHLK: torch.Tensor,
-    state: LinearState,
-    *,
-    feature_map: FeatureMap | None,
-    denominator: Denominator,
-    tiles: Tiles | None = None,
-) -> torch.Tensor:
-    """Outputs [B, H, L, V] in q's dtype of queries that see exactly `state`."""
-    return _read(q_BHLK, state, feature_map, denominator, tiles, undivided=False)[0]
+    call: LinearCall, *, undivided: bool = False, tiles: Tiles | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs [B, H, L, V] in q's dtype of the call's queries, which see exactly its state; no denominators.
+
+    With `undivided` float32 numerators [B, H, L, V] and denominators [B, H, L].
+    """
+    q, state = call.q_BHLK, call.state
+    assert state is not None  # what is read
+    s, zm = sums_of(state)
+    policy = Denominator("one") if undivided else call.denominator
+    tiles = tiles or tiles_for(q, s[:, :, :0].to(q.dtype), call.feature_map)
+    plan = Plan.of(q.shape[3], s.shape[3], call.feature_map, policy, tiles)
+    state.check(*q.shape[:2], plan.features, s.shape[3])
+    out, *den = _Read(plan, call.feature_map, undivided)(ReadInputs(q, s, zm, call.map_tensor))
+    return present(out), den[0] if undivided else None
 
 
-def triton_read_undivided(
-    q_BHLK: torch.Tensor, state: LinearState, *, feature_map: FeatureMap | None, tiles: Tiles | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numerators [B, H, L, V] and denominators [B, H, L] of the same queries, float32."""
-    return _read(q_BHLK, state, feature_map, Denominator("one"), tiles, undivided=True)
+@dataclass(frozen=True)
+class _Sums(KernelOperation[SumTensors]):
+    """Sums of weight phi(k) v^T [B, H, M, V] and of weight [phi(k), 1]."""
 
-
-class _Launch(NamedTuple):
     plan: Plan
     feature_map: FeatureMap | None
-    undivided: bool = False
 
-    def stretch(self, x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor | None, w: torch.Tensor | None) -> Stretch:
-        """x and y of the whole sequence, as kernels take them."""
-        x, y = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, y))
-        return Stretch(x, x, y, x if w is None else w.float().contiguous(), None, weight, None)
-
-    def features(self, x: torch.Tensor, w: torch.Tensor | None) -> torch.Tensor:
-        """All of phi(x), float32: for second derivatives."""
-        if self.feature_map is None:
-            return x.float()
-        return (self.feature_map if w is None else self.feature_map.with_tensors(w))(x.float())
-
-
-class _SumInputs(NamedTuple, Generic[Each]):
-    """A value for each tensor of `_Sums`."""
-
-    k: Each
-    v: Each
-    weight: Each
-    w: Each
-
-
-class _ReadInputs(NamedTuple, Generic[Each]):
-    """A value for each tensor of `_Read`; `zm` is z beside the mass."""
-
-    q: Each
-    s: Each
-    zm: Each
-    w: Each
-
-
-def _read(
-    q: torch.Tensor,
-    state: LinearState,
-    feature_map: FeatureMap | None,
-    denominator: Denominator,
-    tiles: Tiles | None,
-    *,
-    undivided: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    s, zm = sums_of(state)
-    like_v = s[:, :, :0].to(q.dtype)
-    plan = make_plan(q.shape[3], s.shape[3], feature_map, denominator, tiles or tiles_for(q, like_v, feature_map))
-    state.check(q.shape[0], q.shape[1], plan.features, s.shape[3])
-    w = next(iter(() if feature_map is None else feature_map.tensors()), None)
-    out, den = _Read.apply(_Launch(plan, feature_map, undivided), q, s, zm, w)  # type: ignore[no-untyped-call]
-    return out, den
-
-
-class _Sums(torch.autograd.Function):
-    """(k, v, weight, w) -> sums of weight phi(k) v^T [B, H, M, V] and of weight [phi(k), 1]."""
-
-    @staticmethod
-    def forward(ctx: Any, launch: _Launch, *tensors: torch.Tensor | None) -> Any:
-        x: _SumInputs[torch.Tensor | None] = _SumInputs(*tensors)
+    def forward(self, x: SumTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
         v = present(x.v)
-        stretch = launch.stretch(present(x.k), v, x.weight, x.w)
+        stretch = _stretch(self.plan, x.k, v, x.w)
         with on_device(v.device):
-            weights = _weights(launch.plan, stretch)
-            sums, zm = sequence_sums(launch.plan, stretch, stretch.k, stretch.v, (weights, weights, weights))
-        ctx.launch = launch
-        ctx.save_for_backward(*x)
-        return sums.view(*v.shape[:2], *sums.shape[1:]), zm.view(*v.shape[:2], -1)
+            weights = Weights.all(_weights(stretch, x.weight))
+            sums, zm = sequence_sums(stretch, stretch.k, stretch.v, weights)
+        return (sums.view(*v.shape[:2], *sums.shape[1:]), zm.view(*v.shape[:2], -1)), ()
 
-    @staticmethod
-    def backward(ctx: Any, grad_sums: torch.Tensor, grad_zm: torch.Tensor) -> Any:
-        launch: _Launch = ctx.launch
-        x: _SumInputs[torch.Tensor | None] = _SumInputs(*ctx.saved_tensors)
-        _, *asked = ctx.needs_input_grad
-
-        def replay(x: _SumInputs[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
-            phi = launch.features(present(x.k), x.w)
-            weighted = phi if x.weight is None else phi * x.weight[..., None]
-            count = weighted.new_ones(weighted.shape[:3]) if x.weight is None else x.weight
-            zm = torch.cat([weighted.sum(2), count.sum(2, keepdim=True)], dim=-1)
-            return weighted.transpose(-1, -2) @ present(x.v).float(), zm
-
-        # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
-        if torch.is_grad_enabled():
-            return (None, *gradients_of_replay(replay, x, asked, (grad_sums, grad_zm)))
-        plan, v, needs = launch.plan, present(x.v), _SumInputs(*asked)
-        stretch = launch.stretch(present(x.k), v, x.weight, x.w)
-        of_sums = grad_sums.flatten(0, 1).to(tile_dtype(v.dtype)).contiguous()
-        of_zm = grad_zm.flatten(0, 1).contiguous()
+    def backward(self, x: SumTensors, needs: SumTensors, grads: Tensors, kept: Tensors) -> SumTensors:
+        v = present(x.v)
+        stretch = _stretch(self.plan, x.k, v, x.w)._replace(key_scale=x.weight)
         with on_device(v.device):
-            ones = _ones(plan, stretch)
-            gate = _gates(ones, None if x.weight is None else _weights(plan, stretch))
-            side = Side(stretch.k, stretch.k, stretch.v, stretch.v, (ones, ones, ones), of_sums, of_zm, True)
-            with_map = x.w is not None and needs.w
-            grad_k, grad_w, rows, _ = features_gradient(
-                plan, stretch, gate, Rows(ones, ones, ones), side, with_map, pairs=False
-            )
-            grad_v, _ = _launch_read(plan, stretch, stretch.k, of_sums, of_zm, gate.key_scale, v.dtype)
-        grad_weight = None if x.weight is None else rows[:, : v.shape[2]].reshape(v.shape[:3])
-        return (None, *_SumInputs(grad_k, grad_v, grad_weight, _like(grad_w, x.w)))
+            of_sums, ones = _one_state(grads[0], grads[1], v.dtype), stretch.ones()
+            gate = _gates(ones, None if x.weight is None else _weights(stretch, x.weight))
+            side = Side(stretch.k, stretch.k, stretch.v, stretch.v, Weights.all(ones), of_sums, True)
+            with_map = x.w is not None and bool(needs.w)
+            of_k = features_gradient(stretch, gate, Rows(ones, ones, ones), side, with_map, pairs=False)
+            grad_v, _ = read(stretch, stretch.k, of_sums, gate.key_scale, v.dtype)
+        grad_weight = None if x.weight is None else of_k.rows[:, : v.shape[2]].reshape(v.shape[:3])
+        return SumInputs(of_k.x, grad_v, grad_weight, converted(of_k.w, x.w))
+
+    def replay(self, x: SumTensors) -> Tensors:
+        phi = _features(self.feature_map, x.k, x.w)
+        weighted = phi if x.weight is None else phi * x.weight[..., None]
+        count = weighted.new_ones(weighted.shape[:3]) if x.weight is None else x.weight
+        zm = torch.cat([weighted.sum(2), count.sum(2, keepdim=True)], dim=-1)
+        return weighted.transpose(-1, -2) @ present(x.v).float(), zm
 
 
-class _Read(torch.autograd.Function):
-    """(q, S, [z, mass], w) -> outputs [B, H, L, V] and denominators before any policy [B, H, L]."""
+@dataclass(frozen=True)
+class _Read(KernelOperation[ReadTensors]):
+    """Outputs [B, H, L, V]; `undivided` also denominators before any policy [B, H, L]."""
 
-    @staticmethod
-    def forward(ctx: Any, launch: _Launch, *tensors: torch.Tensor | None) -> Any:
-        x: _ReadInputs[torch.Tensor | None] = _ReadInputs(*tensors)
-        q, s, zm = present(x.q), present(x.s), present(x.zm)
-        plan, stretch = launch.plan, launch.stretch(q, q, None, x.w)
-        dtype = torch.float32 if launch.undivided else q.dtype
+    plan: Plan
+    feature_map: FeatureMap | None
+    undivided: bool
+
+    def forward(self, x: ReadTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
+        q, zm, policy = present(x.q), present(x.zm), self.plan.policy
+        stretch = _stretch(self.plan, q, q, x.w)
         with on_device(q.device):
-            state = s.flatten(0, 1).to(tile_dtype(q.dtype)).contiguous()
-            out, den = _launch_read(plan, stretch, stretch.q, state, zm.flatten(0, 1).contiguous(), None, dtype)
+            state = _one_state(x.s, zm, q.dtype)
+            out, den = read(stretch, stretch.q, state, None, torch.float32 if self.undivided else q.dtype)
         watch = current_watch()
-        if watch is not None and not launch.undivided and plan.policy.kind not in ("mass", "one"):
-            watch.count(den, plan.policy.guard(den, zm[..., -1:].expand_as(den)))
-        ctx.launch = launch
-        if any(ctx.needs_input_grad):
-            ctx.save_for_backward(*x, den, None if launch.undivided else out)
-        if not launch.undivided:
-            ctx.mark_non_differentiable(den)
-        return out, den
+        if watch is not None and not self.undivided and policy.kind not in ("mass", "one"):
+            watch.count(den, policy.guard(den, zm[..., -1:].expand_as(den)))
+        return ((out, den), ()) if self.undivided else ((out,), (out, den))
 
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor, grad_den: torch.Tensor) -> Any:
-        launch: _Launch = ctx.launch
-        *tensors, den, out = ctx.saved_tensors
-        x: _ReadInputs[torch.Tensor | None] = _ReadInputs(*tensors)
-        _, *asked = ctx.needs_input_grad
-        plan = launch.plan
-
-        def replay(x: _ReadInputs[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
-            q, s, zm = present(x.q), present(x.s), present(x.zm)
-            phi = launch.features(q, x.w)
-            num, den = phi @ s, (phi * zm[:, :, None, :-1]).sum(-1)
-            if launch.undivided:
-                return num, den
-            out = num / plan.policy.guard(den, zm[..., -1:].expand_as(den))[..., None]
-            return out.to(q.dtype), None
-
-        if torch.is_grad_enabled():  # as in `_Sums`
-            return (None, *gradients_of_replay(replay, x, asked, (grad_out, grad_den)))
-        q, s, zm, needs = present(x.q), present(x.s), present(x.zm), _ReadInputs(*asked)
-        stretch = launch.stretch(q, grad_out, None, x.w)
+    def backward(self, x: ReadTensors, needs: ReadTensors, grads: Tensors, kept: Tensors) -> ReadTensors:
+        q, s, zm, grad_out = present(x.q), present(x.s), present(x.zm), present(grads[0])
+        stretch = _stretch(self.plan, q, grad_out, x.w)
         with on_device(q.device):
-            if launch.undivided:
-                rows = given_rows(plan, stretch, grad_den, torch.zeros_like(den))
+            if self.undivided:
+                grad_den = present(grads[1])
+                rows = given_rows(stretch, grad_den, torch.zeros_like(grad_den))
             else:
-                rows = policy_rows(plan, stretch, (out, den, zm[..., -1:].expand_as(den)), stretch.v)
-            weights = (rows.inverse, rows.grad_den, rows.grad_mass)
-            grad_s, grad_zm = sequence_sums(plan, stretch, stretch.q, stretch.v, weights)
-            state, zm_state = s.flatten(0, 1).to(tile_dtype(q.dtype)).contiguous(), zm.flatten(0, 1).contiguous()
-            side = Side(stretch.q, stretch.q, stretch.v, stretch.v, weights, state, zm_state, False)
-            with_map = x.w is not None and needs.w
-            grad_q, grad_w, _, _ = features_gradient(
-                plan, stretch, _gates(rows.inverse, None), rows, side, with_map, pairs=False
-            )
-        return (None, *_ReadInputs(grad_q, grad_s.view(s.shape), grad_zm.view(zm.shape), _like(grad_w, x.w)))
+                out, den = map(present, kept)
+                rows = policy_rows(stretch, Attended(out, den, zm[..., -1:].expand_as(den)), stretch.v)
+            weights = Weights(*rows)
+            of_state = sequence_sums(stretch, stretch.q, stretch.v, weights)
+            state = _one_state(s, zm, q.dtype)
+            side = Side(stretch.q, stretch.q, stretch.v, stretch.v, weights, state, False)
+            with_map = x.w is not None and bool(needs.w)
+            of_q = features_gradient(stretch, _gates(rows.inverse, None), rows, side, with_map, pairs=False)
+        return ReadInputs(of_q.x, of_state.s.view(s.shape), of_state.zm.view(zm.shape), converted(of_q.w, x.w))
+
+    def replay(self, x: ReadTensors) -> Tensors:
+        q, s, zm = present(x.q), present(x.s), present(x.zm)
+        phi = _features(self.feature_map, q, x.w)
+        num, den = phi @ s, (phi * zm[:, :, None, :-1]).sum(-1)
+        if self.undivided:
+            return num, den
+        return ((num / self.plan.policy.guard(den, zm[..., -1:].expand_as(den))[..., None]).to(q.dtype),)
 
 
-def _like(grad: torch.Tensor | None, x: torch.Tensor | None) -> torch.Tensor | None:
-    return None if grad is None or x is None else grad.to(x.dtype)
+def _stretch(plan: Plan, x: torch.Tensor | None, y: torch.Tensor, w: torch.Tensor | None) -> Stretch:
+    """x and y of the whole sequence, as kernels take them."""
+    x, y = rowwise(present(x)), rowwise(y)
+    return Stretch(plan, x, x, y, x if w is None else w.float().contiguous())
 
 
-def _launch_read(
-    plan: Plan,
-    stretch: Stretch,
-    x: torch.Tensor,
-    state: torch.Tensor,
-    zm: torch.Tensor,
-    weight: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, H, L, V] in `dtype` and denominators [B, H, L]; see `read_kernel`."""
-    batch, heads, tokens, size = x.shape
-    values, chunks = state.shape[2], plan.blocks(tokens, plan.tiles.chunk)
-    out = torch.empty((batch, heads, tokens, values), dtype=dtype, device=x.device)
-    den = torch.empty((batch, heads, tokens), device=x.device)
-    read_kernel[(chunks * batch * heads, plan.blocks(values, plan.tiles.block_v))](
-        x, stretch.w, either(weight, den), state, zm, out, den, *x.stride()[:3], *out.stride()[:3],
-        tokens, chunks, heads, size, plan.projections, plan.features, values, plan.scale, plan.policy.eps,
-        KIND=plan.policy.kind, HAS_WEIGHT=weight is not None, **plan.constants(x.dtype),
-    )  # fmt: skip
-    return out, den
+def _features(feature_map: FeatureMap | None, x: torch.Tensor | None, w: torch.Tensor | None) -> torch.Tensor:
+    """All of phi(x), float32: for second derivatives."""
+    phi, x = map_of(feature_map, w), present(x).float()
+    return x if phi is None else phi(x)
 
 
-def _ones(plan: Plan, stretch: Stretch) -> torch.Tensor:
-    return torch.ones(
-        (stretch.v.shape[0] * stretch.v.shape[1], stretch.chunks(plan) * plan.tiles.chunk), device=stretch.v.device
-    )
+def _one_state(s: torch.Tensor | None, zm: torch.Tensor | None, dtype: torch.dtype) -> Sums:
+    """A state, or the gradient of one, as it enters products: [G, M, V] and [G, M + 1]."""
+    s, zm = present(s).flatten(0, 1), present(zm).flatten(0, 1)
+    return Sums(s.to(tile_dtype(dtype)).contiguous(), zm.contiguous())
 
 
-def _weights(plan: Plan, stretch: Stretch) -> torch.Tensor:
+def _weights(stretch: Stretch, weight: torch.Tensor | None) -> torch.Tensor:
     """Of every key, [G, N T]; 0 behind the last one."""
-    tokens = stretch.v.shape[2]
-    ones = _ones(plan, stretch)
-    ones[:, tokens:] = 0.0
-    if stretch.key_scale is None:
-        return ones
-    return F.pad(stretch.key_scale.flatten(0, 1), (0, ones.shape[1] - tokens))
+    return stretch.filled(torch.ones(stretch.v.shape[:3], device=stretch.v.device) if weight is None else weight)
 
 
 def _gates(ones: torch.Tensor, key_scale: torch.Tensor | None) -> Gates:

@@ -4,6 +4,9 @@ With E_ti = (s_ti (r_t dO_t.v_i + d_t) + m_t) times what is left of key i at que
 over the divisor, and d_t and m_t are the gradients of denominator and mass, the gradient of a key's scale is the sum of
 its column, and that of a cumulative gate its row minus its column. Both are taken inside a chunk, where rounding
 does not add up; from chunk to chunk they go through the states.
+
+Shape letters: B batch, H heads, G = B H, L tokens, N chunks of T tokens, K head size, D projections, M features, V
+values.
 """
 
 import triton
@@ -21,14 +24,6 @@ from dist_attn.ops.linear_attention.triton_features import (
     store_tile,
 )
 from dist_attn.ops.linear_attention.triton_outputs import pair_weights, scores_and_reads
-
-__all__ = [
-    "features_gradient_kernel",
-    "map_gradient_kernel",
-    "row_products_kernel",
-    "through_states",
-    "values_gradient_kernel",
-]
 
 
 @triton.jit
@@ -100,17 +95,17 @@ def values_gradient_kernel(
 
 
 @triton.jit
-def _value_products(
-    own_ptr, own_stride, other_ptr, other_stride, rows, valid, V,
+def pair_products(
+    a_ptr, a_stride, a_valid, b_ptr, b_stride, b_valid, rows, V,
     PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """own other^T, [T, T]."""
+    """a b^T, [T, T]."""
     total = tl.zeros((T, T), tl.float32)
     for first in range(0, V, BLOCK_V):
         values = first + tl.arange(0, BLOCK_V)
-        own = operand(load_tile(own_ptr, rows, values, own_stride, valid, V), PRECISION)
-        other = operand(load_tile(other_ptr, rows, values, other_stride, valid, V), PRECISION)
-        total = product(own, tl.trans(other), total, PRECISION)
+        a = operand(load_tile(a_ptr, rows, values, a_stride, a_valid, V), PRECISION)
+        b = operand(load_tile(b_ptr, rows, values, b_stride, b_valid, V), PRECISION)
+        total = product(a, tl.trans(b), total, PRECISION)
     return total
 
 
@@ -144,7 +139,9 @@ def _towards(
         pairs = pairs * tl.load(key_scale_ptr + tokens)[None, :]
     inverse, grad_den = tl.load(inverse_ptr + tokens), tl.load(grad_den_ptr + tokens)
     grad_mass = tl.load(grad_mass_ptr + tokens)
-    toward = _value_products(own_ptr, own_stride, other_ptr, other_stride, rows, valid, V, PRECISION, T, BLOCK_V)
+    toward = pair_products(
+        own_ptr, own_stride, valid, other_ptr, other_stride, valid, rows, V, PRECISION, T, BLOCK_V
+    )  # fmt: skip
     if KEYS:
         toward = toward * inverse[None, :] + grad_den[None, :]
         masses = tl.sum(pairs * grad_mass[None, :], axis=1)

@@ -1,11 +1,15 @@
-"""The kernel of causal outputs: one chunk of queries reads its own keys and the state before it, and divides once."""
+"""Kernels of outputs: a chunk of queries reads its own keys and the state before it, or one state, and divides once.
+
+The read-out of one state serves the backward pass of sums too: the gradient of values is one.
+
+Shape letters: B batch, H heads, G = B H, L tokens, N chunks of T tokens, K head size, D projections, M features, V
+values.
+"""
 
 import triton
 import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import feature_tile, load_tile, operand, product, store_tile
-
-__all__ = ["guard", "outputs_kernel", "pair_weights", "scores_and_reads"]
 
 
 @triton.jit
@@ -134,3 +138,55 @@ def outputs_kernel(
     if tl.program_id(1) == 0:
         tl.store(denominator_ptr + group * L + tokens, den, mask=valid)
         tl.store(mass_ptr + group * L + tokens, mass, mask=valid)
+
+
+@triton.jit
+def read_kernel(
+    x_ptr, w_ptr, weight_ptr, state_ptr, zm_ptr, out_ptr, denominator_ptr,
+    x_stride_b, x_stride_h, x_stride_l, out_stride_b, out_stride_h, out_stride_l,
+    L, N, H, K, D, M, V, scale, eps,
+    KIND: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """weight_t phi(x_t) S over the divisor, [G, L, V], and phi(x_t) z before any policy, [G, L], of one chunk.
+
+    Shapes: weight [G, N T], state [G, M, V], zm [G, M + 1]. Grid: G N chunks x blocks of values.
+    """
+    program = tl.program_id(0)
+    group, chunk = (program // N).to(tl.int64), program % N
+    batch, head = group // H, group % H
+    start = chunk.to(tl.int64) * T
+    x_ptr += batch * x_stride_b + head * x_stride_h + start * x_stride_l
+    out_ptr += batch * out_stride_b + head * out_stride_h + start * out_stride_l
+    state_ptr += group * M * V
+    zm_ptr += group * (M + 1)
+    rows = tl.arange(0, T)
+    tokens = chunk * T + rows
+    valid = tokens < L
+    values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    num = tl.zeros((T, BLOCK_V), tl.float32)
+    den = tl.zeros((T,), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        outputs = d + tl.arange(0, BLOCK_D)
+        there = (outputs[:, None] < D) & (values[None, :] < V)
+        first, second = feature_tile(
+            x_ptr, x_stride_l, rows, valid, w_ptr + head * D * K, outputs, K, D, scale,
+            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        at = state_ptr + outputs[:, None] * V + values[None, :]
+        num = product(first, operand(tl.load(at, mask=there, other=0.0), PRECISION), num, PRECISION)
+        z = tl.load(zm_ptr + outputs, mask=outputs < D, other=0.0)
+        den += tl.sum(first.to(tl.float32) * z[None, :], axis=1)
+        if MAP == "gaussian":
+            state = tl.load(at + D * V, mask=there, other=0.0)
+            num = product(second, operand(state, PRECISION), num, PRECISION)
+            z = tl.load(zm_ptr + D + outputs, mask=outputs < D, other=0.0)
+            den += tl.sum(second.to(tl.float32) * z[None, :], axis=1)
+    if HAS_WEIGHT:
+        num = num * tl.load(weight_ptr + group * N * T + tokens)[:, None]
+    mass = tl.zeros((T,), tl.float32) + tl.load(zm_ptr + M)
+    divisor = tl.where(valid, guard(den, mass, eps, KIND), 1.0)
+    store_tile(out_ptr, out_stride_l, rows, valid, values, V, num / divisor[:, None])
+    if tl.program_id(1) == 0:
+        tl.store(denominator_ptr + group * L + tokens, den, mask=valid)

@@ -1,16 +1,16 @@
-"""Kernels of what chunks of keys leave behind: cumulative gates, sums of each chunk, and their scan over the chunks.
+"""Kernels of what keys leave behind: cumulative gates, sums over chunks or over all of them, and a scan of the former.
 
 Every tensor of one number a token is float32 [G, N T], G = B H, for N chunks of T tokens, the last filled up with
 zeros. Sums over features are [G, N, M, V] beside [G, N, M + 1]: z, and the mass in the last column. The same kernels
 serve the backward pass, where the sums are those of queries and the scan runs from the last chunk to the first.
+
+Shape letters: B batch, H heads, L tokens, K head size, D projections, M features, V values, E elements of a state.
 """
 
 import triton
 import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import feature_tile, load_tile, operand, product
-
-__all__ = ["chunk_sums_kernel", "gate_gradients_kernel", "gates_kernel", "scan_kernel"]
 
 
 @triton.jit
@@ -80,53 +80,65 @@ def gate_gradients_kernel(
 
 
 @triton.jit
-def chunk_sums_kernel(
+def sums_kernel(
     x_ptr, y_ptr, w_ptr, weight_ptr, z_weight_ptr, mass_weight_ptr, sums_ptr, zm_ptr,
     x_stride_b, x_stride_h, x_stride_l, y_stride_b, y_stride_h, y_stride_l,
-    L, N, H, K, D, M, V, scale,
+    L, N, H, K, D, M, V, scale, splits, length,
     MAP: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Of one chunk: sum of weight_t phi(x_t) y_t^T, sum of z_weight_t phi(x_t), sum of mass_weight_t.
+    """Of each split of `length` chunks: sum of weight_t phi(x_t) y_t^T, of z_weight_t phi(x_t), of mass_weight_t.
 
-    Grid: G N chunks x blocks of values x blocks of projections.
+    Shapes: weights [G, N T]; sums [G, splits, M, V], zm [G, splits, M + 1]. Grid: G splits x blocks of values x blocks
+    of projections.
     """
     program = tl.program_id(0)
-    group, chunk = (program // N).to(tl.int64), program % N
+    group, split = (program // splits).to(tl.int64), program % splits
     batch, head = group // H, group % H
-    start = chunk.to(tl.int64) * T
+    first_chunk = split * length
+    start = first_chunk.to(tl.int64) * T
     x_ptr += batch * x_stride_b + head * x_stride_h + start * x_stride_l
     y_ptr += batch * y_stride_b + head * y_stride_h + start * y_stride_l
     rows = tl.arange(0, T)
-    tokens = chunk * T + rows
-    valid = tokens < L
     values = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     outputs = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
-
-    first, second = feature_tile(
-        x_ptr, x_stride_l, rows, valid, w_ptr + head * D * K, outputs, K, D, scale,
-        MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
-    )  # fmt: skip
-    weight = tl.load(weight_ptr + group * N * T + tokens)
-    y = load_tile(y_ptr, rows, values, y_stride_l, valid, V).to(tl.float32)
-    y = operand(y * weight[:, None], PRECISION)
+    total = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
+    total_second = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
+    z = tl.zeros((BLOCK_D,), tl.float32)
+    z_second = tl.zeros((BLOCK_D,), tl.float32)
+    mass = tl.zeros((T,), tl.float32)
+    for chunk in range(first_chunk, tl.minimum(first_chunk + length, N)):
+        tokens = chunk * T + rows
+        valid = tokens < L
+        first, second = feature_tile(
+            x_ptr, x_stride_l, rows, valid, w_ptr + head * D * K, outputs, K, D, scale,
+            MAP, UNIT, PRECISION, T, BLOCK_D, BLOCK_K,
+        )  # fmt: skip
+        at = group * N * T + tokens
+        y = load_tile(y_ptr, rows, values, y_stride_l, valid, V).to(tl.float32)
+        y = operand(y * tl.load(weight_ptr + at)[:, None], PRECISION)
+        z_weight = tl.load(z_weight_ptr + at)[:, None]
+        total = product(tl.trans(first), y, total, PRECISION)
+        z += tl.sum(first.to(tl.float32) * z_weight, axis=0)
+        if MAP == "gaussian":
+            total_second = product(tl.trans(second), y, total_second, PRECISION)
+            z_second += tl.sum(second.to(tl.float32) * z_weight, axis=0)
+        mass += tl.load(mass_weight_ptr + at)
+        x_ptr += T * x_stride_l
+        y_ptr += T * y_stride_l
 
     there = (outputs[:, None] < D) & (values[None, :] < V)
-    sums_ptr += (group * N + chunk) * M * V
-    at = sums_ptr + outputs[:, None] * V + values[None, :]
-    nothing = tl.zeros((BLOCK_D, BLOCK_V), tl.float32)
-    tl.store(at, product(tl.trans(first), y, nothing, PRECISION), mask=there)
+    at_sums = sums_ptr + (group * splits + split) * M * V + outputs[:, None] * V + values[None, :]
+    tl.store(at_sums, total, mask=there)
     if MAP == "gaussian":
-        tl.store(at + D * V, product(tl.trans(second), y, nothing, PRECISION), mask=there)
+        tl.store(at_sums + D * V, total_second, mask=there)
     if tl.program_id(1) == 0:
-        z_weight = tl.load(z_weight_ptr + group * N * T + tokens)
-        zm_ptr += (group * N + chunk) * (M + 1)
-        tl.store(zm_ptr + outputs, tl.sum(first.to(tl.float32) * z_weight[:, None], axis=0), mask=outputs < D)
+        zm_ptr += (group * splits + split) * (M + 1)
+        tl.store(zm_ptr + outputs, z, mask=outputs < D)
         if MAP == "gaussian":
-            total = tl.sum(second.to(tl.float32) * z_weight[:, None], axis=0)
-            tl.store(zm_ptr + D + outputs, total, mask=outputs < D)
+            tl.store(zm_ptr + D + outputs, z_second, mask=outputs < D)
         if tl.program_id(2) == 0:
-            tl.store(zm_ptr + M, tl.sum(tl.load(mass_weight_ptr + group * N * T + tokens), axis=0))
+            tl.store(zm_ptr + M, tl.sum(mass, axis=0))
 
 
 @triton.jit

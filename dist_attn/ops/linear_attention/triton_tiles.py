@@ -12,18 +12,6 @@ import torch
 from dist_attn.ops.c_library import cache_folder
 from dist_attn.ops.feature_map import FeatureMap
 
-__all__ = [
-    "Tiles",
-    "candidates",
-    "default_tiles",
-    "forget_tiles",
-    "keep_tiles",
-    "kept_tiles",
-    "tiles_file",
-    "tiles_for",
-    "tiles_key",
-]
-
 
 @dataclass(frozen=True)
 class Tiles:

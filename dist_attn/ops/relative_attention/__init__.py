@@ -1,16 +1,17 @@
 """Relative attention (Scaleformer): the oracle, the windowed form in O(L), and the decode step."""
 
-from dist_attn.ops.relative_attention.implementation import check_relative_choice, choose_relative
+from dist_attn.ops.relative_attention.call import RelativeCall, check_relative_choice, choose_relative
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
-from dist_attn.ops.relative_attention.packed import packed_relative_attention
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.relative_attention.windowed import (
+    packed_relative_attention,
     relative_attention,
     relative_attention_step,
     relative_attention_streaming,
 )
 
 __all__ = [
+    "RelativeCall",
     "RelativeState",
     "WindowState",
     "check_relative_choice",

@@ -1,8 +1,9 @@
-"""The oracle of relative attention: the whole score matrix of Scaleformer Eq. 9 to 11, by definition."""
+"""The oracle of relative attention: the whole score matrix of Scaleformer Eq. 9 to 11, by definition.
+
+Shape letters: B batch, H heads, L queries, S keys, K features, V values, R = 2 k + 1 rows of relative positions.
+"""
 
 import torch
-
-__all__ = ["relative_attention_naive"]
 
 
 def relative_attention_naive(

@@ -1,6 +1,9 @@
 """The state of causal relative attention: a kernel state, the values that left the window, the values still in it.
 
-Beside it what every form of relative attention shares: the checks of its inputs and the division of its sums.
+Beside it the division of the sums, which every form of relative attention shares.
+
+Shape letters: B batch, H heads, L tokens, M or K features, V values, W = V + 1 (v and a ones column), T = k - 1 tokens
+of a window, for relative positions clipped at k.
 """
 
 from dataclasses import dataclass
@@ -8,8 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from dist_attn.errors import ShapeError
-
-__all__ = ["RelativeState", "WindowState", "check_relative_shapes", "check_relative_state", "normalised"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,18 @@ class RelativeState:
     sz_BHMW: torch.Tensor
     window: WindowState
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the sums."""
+        return self.sz_BHMW.dtype
+
+    def check(self, batch: int, heads: int, features: int, values: int, width: int) -> None:
+        """Raises: ShapeError unless this is the state of such keys and values, with a window of `width` values."""
+        needed = [(batch, heads, size, values + 1) for size in (features, width)]
+        shapes = [tuple(self.sz_BHMW.shape), tuple(self.window.near_BHTW.shape)]
+        if shapes != needed:
+            raise ShapeError(f"the state's sums and window have shapes {shapes}; these inputs need {needed}")
+
     def combine(self, later: "RelativeState") -> "RelativeState":
         """The state of this stretch followed by `later`."""
         return RelativeState(self.sz_BHMW + later.sz_BHMW, self.window.combine(later.window))
@@ -81,30 +94,3 @@ def normalised(num_BHLW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     nothing_BHL1 = den_BHL1 == 0
     out_BHLV = num_BHLW[..., :-1] / den_BHL1.masked_fill(nothing_BHL1, 1.0)
     return out_BHLV.masked_fill(nothing_BHL1, 0.0).to(dtype)
-
-
-def check_relative_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rp: torch.Tensor) -> None:
-    """Raises ShapeError in words when the inputs of relative attention do not fit together."""
-    if not (q.dim() == k.dim() == v.dim() == 4 and rp.dim() == 3):
-        raise ShapeError(
-            f"phi_q {tuple(q.shape)}, phi_k {tuple(k.shape)}, v {tuple(v.shape)}, phi_rp {tuple(rp.shape)}: needed are "
-            "[B, H, L, K], [B, H, S, K], [B, H, S, V] and [H, R, K]"
-        )
-    if q.shape[:2] != k.shape[:2] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise ShapeError(
-            f"phi_q {tuple(q.shape)}, phi_k {tuple(k.shape)}, v {tuple(v.shape)}: batch, heads and size must be equal, "
-            "the length equal in phi_k and v"
-        )
-    if rp.shape[0] != q.shape[1] or rp.shape[2] != q.shape[3] or rp.shape[1] % 2 == 0:
-        raise ShapeError(
-            f"phi_rp has shape {tuple(rp.shape)}; needed is [{q.shape[1]}, R, {q.shape[3]}] with R = 2 k + 1 odd"
-        )
-
-
-def check_relative_state(state: RelativeState, k_BHLK: torch.Tensor, v1_BHLW: torch.Tensor, reach: int) -> None:
-    """Raises ShapeError when the state is not one of these keys and values, with positions clipped at `reach`."""
-    batch, heads, _, columns = v1_BHLW.shape
-    wanted = [(batch, heads, size, columns) for size in (k_BHLK.shape[3], max(reach - 1, 0))]
-    given = [tuple(state.sz_BHMW.shape), tuple(state.window.near_BHTW.shape)]
-    if given != wanted:
-        raise ShapeError(f"the state's sums and window have shapes {given}; these inputs need {wanted}")

@@ -3,31 +3,17 @@
 With r_t one over the denominator of query t and d_t = -r_t dO_t.o_t the gradient of it, the gradient of the score of
 key i at query t is E_ti = r_t dO_t.v_i + d_t. Sums over keys or queries of chunks beyond the windows go through
 states and through sums of values, as in the forward pass.
+
+Shape letters: B batch, H heads, G = B H, L queries in N chunks, S keys in NK chunks, T tokens of a chunk, K features,
+V values, R rows of relative positions.
 """
 
 import triton
 import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import load_tile, operand, product, store_tile
-from dist_attn.ops.linear_attention.triton_gradients import through_states
+from dist_attn.ops.linear_attention.triton_gradients import pair_products, through_states
 from dist_attn.ops.relative_attention.triton_outputs import window_scores
-
-__all__ = ["positions_gradient_kernel", "relative_features_gradient_kernel", "relative_values_gradient_kernel"]
-
-
-@triton.jit
-def _pair_products(
-    a_ptr, a_stride, a_valid, b_ptr, b_stride, b_valid, rows, V,
-    PRECISION: tl.constexpr, T: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """a b^T, [T, T]."""
-    total = tl.zeros((T, T), tl.float32)
-    for first in range(0, V, BLOCK_V):
-        values = first + tl.arange(0, BLOCK_V)
-        a = operand(load_tile(a_ptr, rows, values, a_stride, a_valid, V), PRECISION)
-        b = operand(load_tile(b_ptr, rows, values, b_stride, b_valid, V), PRECISION)
-        total = product(a, tl.trans(b), total, PRECISION)
-    return total
 
 
 @triton.jit
@@ -77,7 +63,7 @@ def positions_gradient_kernel(
         keys = block * T + rows
         there = (keys >= 0) & (keys < S)
         ones = tl.load(ones_ptr + keys, mask=there, other=0.0)
-        toward = _pair_products(
+        toward = pair_products(
             y_ptr, y_stride_l, valid, v_ptr, v_stride_l, there, rows, V, PRECISION, T, BLOCK_V
         )  # fmt: skip
         toward = toward * inverse[:, None] + grad_den[:, None] * ones[None, :]
@@ -146,7 +132,7 @@ def relative_features_gradient_kernel(
         weight = inverse
         z_weight = grad_den
     if CAUSAL:
-        entering = _pair_products(
+        entering = pair_products(
             own_y_ptr, own_y_stride_l, valid, other_y_ptr, other_y_stride_l, valid, rows, V, PRECISION, T, BLOCK_V
         )  # fmt: skip
         if KEYS:

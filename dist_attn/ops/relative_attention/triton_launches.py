@@ -1,14 +1,31 @@
-"""Launches of relative attention's kernels, forward and backward."""
+"""Launches of relative attention's kernels, forward and backward.
 
-from dataclasses import dataclass
+Shape letters: B batch, H heads, G = B H, L queries in N chunks, S keys in NK chunks, T tokens of a chunk, K features,
+V values, W = V + 1 (values and their count), R rows of relative positions.
+"""
+
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from dist_attn.ops.denominator import Denominator
-from dist_attn.ops.linear_attention.triton_forward import Plan, Stretch, chunk_sums, precision, scan, tile_dtype
-from dist_attn.ops.linear_attention.triton_gradients import map_gradient_kernel, row_products_kernel
+from dist_attn.ops.linear_attention.triton_backward import map_gradient, row_products
+from dist_attn.ops.linear_attention.triton_forward import (
+    Plan,
+    Scanned,
+    Stretch,
+    Sums,
+    Weights,
+    blocks,
+    chunk_sums,
+    precision,
+    rowwise,
+    scan,
+    strides,
+    tile_dtype,
+)
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
 from dist_attn.ops.relative_attention.triton_gradients import (
     positions_gradient_kernel,
@@ -17,12 +34,7 @@ from dist_attn.ops.relative_attention.triton_gradients import (
 )
 from dist_attn.ops.relative_attention.triton_outputs import positions_kernel, relative_outputs_kernel, row_sums_kernel
 
-__all__ = ["Given", "Setting", "Walk", "relative_gradients", "relative_outputs", "walk"]
-
 BLOCK_R = 32  # rows of phi_rp that enter a product at once
-MAP_CHUNKS = 16  # chunks of tokens behind each partial sum of the gradient of phi_rp
-
-_Tensors = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -36,58 +48,97 @@ class Setting:
     @property
     def blocks(self) -> int:
         """How many chunks a window reaches into on a side: all keys beyond are at least `reach` away."""
-        return -(-max(0, self.reach - 1) // self.tiles.chunk)
+        return self.chunks(max(0, self.reach - 1))
 
     def chunks(self, tokens: int) -> int:
-        return -(-tokens // self.tiles.chunk)
+        """How many chunks so many tokens are."""
+        return blocks(tokens, self.tiles.chunk)
 
-    def options(self, dtype: torch.dtype, *, depth: bool = True) -> dict[str, Any]:
-        """What kernels over values of this type are compiled for; `depth` where they walk over features."""
+    def options(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What kernels over values of this type are compiled for."""
         tiles = self.tiles
-        found = {"CAUSAL": self.causal, "PRECISION": precision(dtype), "T": tiles.chunk, "BLOCK_V": tiles.block_v}
-        found |= {"BLOCK_D": tiles.block_d} if depth else {}
-        return {**found, "num_warps": tiles.warps, "num_stages": tiles.stages}
+        return {
+            "CAUSAL": self.causal,
+            "PRECISION": precision(dtype),
+            "T": tiles.chunk,
+            "BLOCK_V": tiles.block_v,
+            "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }
 
 
-class Given(NamedTuple):
-    """The inputs as kernels take them.
-
-    Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], last dimension contiguous; rp [H, R, K], s [G, K, V],
-        zm [G, K + 1], far [G, V + 1] and ones [G, NK T] float32.
-    """
+class RelativeTensors(NamedTuple):
+    """The tensors of a call, or their gradients: S and z are those before the first key, far is a sum of values."""
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     rp: torch.Tensor
     s: torch.Tensor
-    zm: torch.Tensor
+    z: torch.Tensor
+    far: torch.Tensor
+    ones: torch.Tensor
+
+    def like(self, tensors: "RelativeTensors", needs: "RelativeTensors") -> "RelativeTensors":
+        """Gradients in the types of their tensors, None where they are not needed."""
+        triples = zip(self, tensors, needs, strict=True)
+        return RelativeTensors(*(grad.to(x.dtype) if need else None for grad, x, need in triples))  # type: ignore[arg-type]
+
+
+class KernelInputs(NamedTuple):
+    """The inputs as kernels take them.
+
+    Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], last dimension contiguous; rp [H, R, K], state [G, K, V] and
+        [G, K + 1], far [G, V + 1] and ones [G, NK T] float32.
+    """
+
+    setting: Setting
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rp: torch.Tensor
+    state: Sums
     far: torch.Tensor
     ones: torch.Tensor
 
     @staticmethod
-    def of(setting: Setting, tensors: _Tensors) -> "Given":
-        q, k, v, rp, s, z, far, ones = tensors
-        filled = setting.chunks(v.shape[2]) * setting.tiles.chunk - v.shape[2]
-        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-        return Given(
-            q,
-            k,
-            v,
-            rp.float().contiguous(),
-            s.flatten(0, 1).contiguous(),
-            F.pad(z.flatten(0, 1), (0, 1)),
-            far.flatten(0, 1).contiguous(),
-            F.pad(ones.flatten(0, 1), (0, filled)),
+    def of(setting: Setting, x: RelativeTensors) -> "KernelInputs":
+        """What the kernels get of these tensors."""
+        keys = x.v.shape[2]
+        return KernelInputs(
+            setting,
+            q=rowwise(x.q),
+            k=rowwise(x.k),
+            v=rowwise(x.v),
+            rp=x.rp.float().contiguous(),
+            state=Sums(x.s.flatten(0, 1).contiguous(), F.pad(x.z.flatten(0, 1), (0, 1))),
+            far=x.far.flatten(0, 1).contiguous(),
+            ones=F.pad(x.ones.flatten(0, 1), (0, setting.chunks(keys) * setting.tiles.chunk - keys)),
         )
 
     @property
     def groups(self) -> int:
+        """G."""
         return self.v.shape[0] * self.v.shape[1]
 
-    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Memory for G = B H groups, on the device of the tokens."""
-        return torch.empty((self.groups, *shape), dtype=dtype, device=self.v.device)
+    @property
+    def chunks(self) -> int:
+        """N."""
+        return self.setting.chunks(self.q.shape[2])
+
+    @property
+    def key_chunks(self) -> int:
+        """NK."""
+        return self.setting.chunks(self.v.shape[2])
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Memory for every group, on the device of the tokens."""
+        return torch.empty((self.groups, *shape), device=self.v.device)
+
+    @property
+    def window_sizes(self) -> tuple[int, ...]:
+        """R, k and the blocks of a window, as kernels take them."""
+        return self.rp.shape[1], self.setting.reach, self.setting.blocks
 
 
 class Walk(NamedTuple):
@@ -95,124 +146,127 @@ class Walk(NamedTuple):
 
     Shapes: position scores [G, L, R]; the state before each chunk (of all keys, N = 1, where attention is not causal)
         as it enters products [G, N, K, V] and [G, N, K + 1], and the one after the last [G, K, V] and [G, K + 1]; sums
-        of values and keys before and from each chunk [G, NK + 1, V + 1].
+        of values and keys before and from each chunk [G, NK + 1, W].
     """
 
     positions: torch.Tensor
-    before: torch.Tensor
-    zm_before: torch.Tensor
-    s_end: torch.Tensor
-    zm_end: torch.Tensor
+    before: Sums
+    end: Sums
     earlier: torch.Tensor
     later: torch.Tensor
 
 
-def walk(setting: Setting, given: Given) -> Walk:
+class QueryRows(NamedTuple):
+    """Of every query, [G, N T]: one over its denominator (0 without weight on any key), and that one's gradient."""
+
+    inverse: torch.Tensor
+    grad_den: torch.Tensor
+
+
+class _Side(NamedTuple):
+    """What the gradient of queries' or keys' features is made of; see `relative_features_gradient_kernel`."""
+
+    own: torch.Tensor
+    other: torch.Tensor
+    own_y: torch.Tensor
+    other_y: torch.Tensor
+    state: Sums
+    scores: torch.Tensor | None  # the gradient of position scores, of queries alone
+
+
+def walk(x: KernelInputs) -> Walk:
     """Everything that outputs, and later gradients, are made of."""
-    sums, zm = _chunk_sums(setting, given, given.k, given.v, (given.ones, given.ones))
-    s_end, zm_end = sums.sum(1), zm.sum(1)
-    before, zm_before = s_end.to(tile_dtype(given.v.dtype)), zm_end
-    if setting.causal:
-        gain = torch.ones(sums.shape[:2], device=sums.device)
-        before, s_end, _ = scan(sums, given.s, gain, dtype=tile_dtype(given.v.dtype))
-        zm_before, zm_end, _ = scan(zm, given.zm, gain, dtype=torch.float32)
-    count = given.ones.view(given.groups, -1, setting.tiles.chunk).sum(-1, keepdim=True)
-    of_chunks = torch.cat([_row_sums(setting, given, given.v, given.ones), count], dim=-1)
-    earlier = _sums_before(of_chunks, given.far)
-    later = earlier if setting.causal else _sums_from(of_chunks)
-    return Walk(_positions(setting, given), before, zm_before, s_end, zm_end, earlier, later)
+    scanned = _states(x, x.k, x.v, Weights.all(x.ones), x.state)
+    count = x.ones.view(x.groups, -1, x.setting.tiles.chunk).sum(-1, keepdim=True)
+    of_chunks = torch.cat([_row_sums(x, x.v, x.ones), count], dim=-1)
+    earlier = _sums_before(of_chunks, x.far)
+    later = earlier if x.setting.causal else _sums_from(of_chunks)
+    return Walk(_positions(x), scanned.before, scanned.end, earlier, later)
 
 
-def relative_outputs(setting: Setting, given: Given, found: Walk) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs [B, H, L, V] and denominators [G, L]."""
-    q, k, v = given.q, given.k, given.v
+def relative_outputs(x: KernelInputs, walked: Walk) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [B, H, L, V] and denominators [B, H, L]."""
+    q, k, v, tiles = x.q, x.k, x.v, x.setting.tiles
     heads, tokens, size = q.shape[1:]
     keys, values = v.shape[2:]
     out = torch.empty((*q.shape[:3], values), dtype=v.dtype, device=v.device)
-    den = given.empty(tokens)
-    chunks = setting.chunks(tokens)
-    relative_outputs_kernel[(chunks * given.groups, -(-values // setting.tiles.block_v))](
-        q, k, v, found.positions, given.ones, found.before, found.zm_before, found.earlier, found.later, out, den,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        tokens, keys, chunks, setting.chunks(keys), heads, size, values,
-        found.positions.shape[2], setting.reach, setting.blocks, **setting.options(v.dtype),
+    den = torch.empty(q.shape[:3], device=v.device)
+    relative_outputs_kernel[(x.chunks * x.groups, blocks(values, tiles.block_v))](
+        q, k, v, walked.positions, x.ones, *walked.before, walked.earlier, walked.later, out, den,
+        *strides(q, k, v, out), tokens, keys, x.chunks, x.key_chunks, heads, size, values, *x.window_sizes,
+        BLOCK_D=tiles.block_d, **x.setting.options(v.dtype),
     )  # fmt: skip
     return out, den
 
 
 def relative_gradients(
-    setting: Setting, given: Given, out: torch.Tensor, den: torch.Tensor, grads: _Tensors
-) -> list[torch.Tensor]:
-    """The gradients of all eight inputs from those of outputs, S and z; zeros for `ones`."""
-    q, k, v = given.q, given.k, given.v
-    heads, size, values = q.shape[1], q.shape[3], v.shape[3]
-    grad_out = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-    found = walk(setting, given)
-    inverse, grad_den = _rows(setting, out, den, grad_out)
-
+    x: KernelInputs,
+    out: torch.Tensor,
+    den: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_s: torch.Tensor,
+    grad_z: torch.Tensor,
+) -> RelativeTensors:
+    """The gradients of all inputs from those of outputs, S and z; zeros for `ones`."""
+    q, k, v, tiles, (batch, heads, keys, values) = x.q, x.k, x.v, x.setting.tiles, x.v.shape
+    grad_out, walked = rowwise(grad_out), walk(x)
+    rows = _query_rows(x.setting, out, den, grad_out)
     # What queries send back through the states of the keys before them.
-    sums, zm = _chunk_sums(setting, given, q, grad_out, (inverse, grad_den))
-    after, zm_after = sums.sum(1).to(tile_dtype(v.dtype)), zm.sum(1)
-    grad_s, grad_zm = torch.zeros_like(given.s), torch.zeros_like(given.zm)
-    if setting.causal:
-        gain = torch.ones(sums.shape[:2], device=sums.device)
-        of_s = grads[1].flatten(0, 1).float().contiguous()
-        of_zm = F.pad(grads[2].flatten(0, 1).float(), (0, 1))
-        after, grad_s, _ = scan(sums, of_s, gain, dtype=tile_dtype(v.dtype), reverse=True)
-        zm_after, grad_zm, _ = scan(zm, of_zm, gain, dtype=torch.float32, reverse=True)
-
-    scores = _scores_gradient(setting, given, found, grad_out, inverse, grad_den)
-    grad_q = _features_gradient(
-        setting, given, (q, k, grad_out, v), (inverse, grad_den), found.before, found.zm_before, scores
+    grad_end = Sums(grad_s.flatten(0, 1).float().contiguous(), F.pad(grad_z.flatten(0, 1).float(), (0, 1)))
+    weights = Weights(rows.inverse, rows.grad_den, rows.grad_den)
+    after = _states(x, q, grad_out, weights, grad_end, reverse=True)
+    start = after.end if x.setting.causal else Sums(*map(torch.zeros_like, x.state))
+    scores = _scores_gradient(x, walked, grad_out, rows)
+    grad_v, far = _values_gradient(x, walked, grad_out, rows, after.before)
+    return RelativeTensors(
+        q=_features_gradient(x, rows, _Side(q, k, grad_out, v, walked.before, scores)),
+        k=_features_gradient(x, rows, _Side(k, q, v, grad_out, after.before, None)),
+        v=grad_v,
+        rp=map_gradient(scores, q, replace(tiles, block_d=_block_r(scores.shape[2]), block_k=tiles.block_d), v.dtype),
+        s=start.s.unflatten(0, (batch, heads)),
+        z=start.zm[:, :-1].unflatten(0, (batch, heads)),
+        far=F.pad(far, (0, 1)).view(batch, heads, values + 1),  # the count of keys is no function of anything
+        ones=torch.zeros((batch, heads, keys), device=v.device),
     )
-    grad_k = _features_gradient(setting, given, (k, q, v, grad_out), (inverse, grad_den), after, zm_after, None)
-    grad_v, far = _values_gradient(setting, given, found, grad_out, inverse, after)
-    grad_far = F.pad(far, (0, 1))  # the count of keys is no function of anything
-    shape = (v.shape[0], heads)
-    return [
-        grad_q,
-        grad_k,
-        grad_v,
-        _rows_gradient(setting, given, scores),
-        grad_s.view(*shape, size, values),
-        grad_zm[:, :-1].view(*shape, size),
-        grad_far.view(*shape, values + 1),
-        torch.zeros((*shape, v.shape[2]), device=v.device),
-    ]
 
 
-def _positions(setting: Setting, given: Given) -> torch.Tensor:
-    heads, tokens, size = given.q.shape[1:]
-    rows = given.rp.shape[1]
-    found = given.empty(tokens, rows)
-    chunks, block = setting.chunks(tokens), _block_r(rows)
-    positions_kernel[(chunks * given.groups, -(-rows // block))](
-        given.q, given.rp, found, *given.q.stride()[:3], tokens, chunks, heads, size, rows,
-        PRECISION=precision(given.v.dtype), T=setting.tiles.chunk, BLOCK_R=block, BLOCK_D=setting.tiles.block_d,
+def _states(
+    x: KernelInputs, tokens: torch.Tensor, y: torch.Tensor, weights: Weights, start: Sums, *, reverse: bool = False
+) -> Scanned:
+    """The states before all chunks of these tokens, and the one after the last; of all of them if not causal."""
+    size = tokens.shape[3]
+    plan = Plan("none", False, Denominator(), x.setting.tiles, size, size)
+    sums = chunk_sums(Stretch(plan, tokens, tokens, y, y), tokens, y, weights)
+    if x.setting.causal:
+        gain = torch.ones(sums.s.shape[:2], device=sums.s.device)
+        return scan(sums, start, gain, x.v.dtype, reverse=reverse)
+    end = Sums(sums.s.sum(1), sums.zm.sum(1))
+    return Scanned(end._replace(s=end.s.to(tile_dtype(x.v.dtype))), end, None)
+
+
+def _positions(x: KernelInputs) -> torch.Tensor:
+    """Position scores [G, L, R]."""
+    heads, tokens, size = x.q.shape[1:]
+    rows = x.rp.shape[1]
+    positions, block = x.empty(tokens, rows), _block_r(rows)
+    positions_kernel[(x.chunks * x.groups, blocks(rows, block))](
+        x.q, x.rp, positions, *strides(x.q), tokens, x.chunks, heads, size, rows,
+        PRECISION=precision(x.v.dtype), T=x.setting.tiles.chunk, BLOCK_R=block, BLOCK_D=x.setting.tiles.block_d,
         num_warps=4,
     )  # fmt: skip
-    return found
+    return positions
 
 
-def _chunk_sums(
-    setting: Setting, given: Given, x: torch.Tensor, y: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of x y^T [G, N, K, V] and of x [G, N, K + 1] over each chunk, weighted."""
-    size = x.shape[3]
-    plan = Plan("none", False, Denominator(), setting.tiles, size, size)
-    return chunk_sums(plan, Stretch(x, x, y, y, None, None, None), x, y, (*weights, weights[1]))
-
-
-def _row_sums(setting: Setting, given: Given, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _row_sums(x: KernelInputs, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Weighted sums of y over each chunk, [G, N, V]."""
     heads, tokens, values = y.shape[1:]
-    chunks, block = setting.chunks(tokens), setting.tiles.block_v
-    found = given.empty(chunks, values)
-    row_sums_kernel[(chunks * given.groups, -(-values // block))](
-        y, weight, found, *y.stride()[:3], tokens, chunks, heads, values,
-        T=setting.tiles.chunk, BLOCK_V=block, num_warps=4,
+    chunks, block = x.setting.chunks(tokens), x.setting.tiles.block_v
+    sums = x.empty(chunks, values)
+    row_sums_kernel[(chunks * x.groups, blocks(values, block))](
+        y, weight, sums, *strides(y), tokens, chunks, heads, values,
+        T=x.setting.tiles.chunk, BLOCK_V=block, num_warps=4,
     )  # fmt: skip
-    return found
+    return sums
 
 
 def _sums_before(of_chunks: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
@@ -225,103 +279,65 @@ def _sums_from(of_chunks: torch.Tensor) -> torch.Tensor:
     return F.pad(of_chunks.flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
 
 
-def _rows(
-    setting: Setting, out: torch.Tensor, den: torch.Tensor, grad_out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every query, [G, N T]: one over its denominator (0 without weight on any key), and that one's gradient."""
-    heads, tokens, values = out.shape[1:]
-    products = torch.empty_like(den)
-    blocks = -(-tokens // 64)
-    row_products_kernel[(products.shape[0] * blocks,)](
-        grad_out, out, products, *grad_out.stride()[:3], *out.stride()[:3], tokens, blocks, heads, values,
-        T=64, BLOCK_V=setting.tiles.block_v, num_warps=4,
-    )  # fmt: skip
+def _query_rows(setting: Setting, out: torch.Tensor, den: torch.Tensor, grad_out: torch.Tensor) -> QueryRows:
+    products = row_products(grad_out, out, setting.tiles)
     inverse = torch.where(den == 0, 0.0, den.reciprocal())
-    filled = (0, setting.chunks(tokens) * setting.tiles.chunk - tokens)
-    return F.pad(inverse, filled), F.pad(-products * inverse, filled)
+    behind = (0, setting.chunks(out.shape[2]) * setting.tiles.chunk - out.shape[2])
+    return QueryRows(*(F.pad(row.flatten(0, 1), behind) for row in (inverse, -products * inverse)))
 
 
-def _scores_gradient(
-    setting: Setting, given: Given, found: Walk, grad_out: torch.Tensor, inverse: torch.Tensor, grad_den: torch.Tensor
-) -> torch.Tensor:
+def _scores_gradient(x: KernelInputs, walked: Walk, grad_out: torch.Tensor, rows: QueryRows) -> torch.Tensor:
     """Of position scores, [G, L, R]."""
-    v = given.v
-    heads, tokens, values = grad_out.shape[1:]
-    grad = torch.empty_like(found.positions)
-    chunks = setting.chunks(tokens)
-    positions_gradient_kernel[(chunks * given.groups,)](
-        v, grad_out, inverse, grad_den, given.ones, found.earlier, found.later, grad,
-        *v.stride()[:3], *grad_out.stride()[:3], tokens, v.shape[2], chunks, setting.chunks(v.shape[2]), heads, values,
-        grad.shape[2], setting.reach, setting.blocks, **setting.options(v.dtype, depth=False),
+    v, (heads, tokens, values) = x.v, grad_out.shape[1:]
+    grad = torch.empty_like(walked.positions)
+    positions_gradient_kernel[(x.chunks * x.groups,)](
+        v, grad_out, *rows, x.ones, walked.earlier, walked.later, grad, *strides(v, grad_out),
+        tokens, v.shape[2], x.chunks, x.key_chunks, heads, values, *x.window_sizes, **x.setting.options(v.dtype),
     )  # fmt: skip
     return grad
 
 
-def _features_gradient(
-    setting: Setting,
-    given: Given,
-    sides: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    rows: tuple[torch.Tensor, torch.Tensor],
-    state: torch.Tensor,
-    zm: torch.Tensor,
-    scores: torch.Tensor | None,
-) -> torch.Tensor:
-    """dq from the gradient of scores and (q, k, dO, v); dk from (k, q, v, dO) without one."""
-    own, other, own_y, other_y = sides
+def _features_gradient(x: KernelInputs, rows: QueryRows, side: _Side) -> torch.Tensor:
+    """dq, or dk without the gradient of scores."""
+    own, other, own_y, other_y, state, scores = side
     heads, tokens, size = own.shape[1:]
     grad = torch.empty(own.shape, dtype=own.dtype, device=own.device)
-    chunks, rp_rows = setting.chunks(tokens), given.rp.shape[1]
-    relative_features_gradient_kernel[(chunks * given.groups,)](
-        own, other, own_y, other_y, *rows, state, zm, rows[0] if scores is None else scores, given.rp, grad,
-        *own.stride()[:3], *other.stride()[:3], *own_y.stride()[:3], *other_y.stride()[:3], *grad.stride()[:3],
-        tokens, chunks, heads, size, own_y.shape[3], rp_rows,
-        KEYS=scores is None, BLOCK_R=_block_r(rp_rows), **setting.options(given.v.dtype),
+    chunks, rp_rows = x.setting.chunks(tokens), x.rp.shape[1]
+    relative_features_gradient_kernel[(chunks * x.groups,)](
+        own, other, own_y, other_y, *rows, *state, rows.inverse if scores is None else scores, x.rp, grad,
+        *strides(own, other, own_y, other_y, grad), tokens, chunks, heads, size, own_y.shape[3], rp_rows,
+        KEYS=scores is None, BLOCK_R=_block_r(rp_rows), BLOCK_D=x.setting.tiles.block_d,
+        **x.setting.options(x.v.dtype),
     )  # fmt: skip
     return grad
 
 
 def _values_gradient(
-    setting: Setting, given: Given, found: Walk, grad_out: torch.Tensor, inverse: torch.Tensor, after: torch.Tensor
+    x: KernelInputs, walked: Walk, grad_out: torch.Tensor, rows: QueryRows, after: Sums
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dv, and the gradient [G, V] of the sum of values that every query is far from."""
-    q, k, v = given.q, given.k, given.v
+    q, k, v, tiles = x.q, x.k, x.v, x.setting.tiles
     heads, tokens, size = q.shape[1:]
     keys, values = v.shape[2:]
     grad = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    chunks, key_chunks = setting.chunks(tokens), setting.chunks(keys)
 
     def outermost(row: int) -> torch.Tensor:
-        weight = F.pad(found.positions[:, :, row], (0, inverse.shape[1] - tokens)) * inverse
-        return _row_sums(setting, given, grad_out, weight)
+        weight = F.pad(walked.positions[:, :, row], (0, rows.inverse.shape[1] - tokens)) * rows.inverse
+        return _row_sums(x, grad_out, weight)
 
     later = _sums_from(outermost(0))
     earlier = later
-    if not setting.causal:
-        of_chunks = outermost(2 * setting.reach)
+    if not x.setting.causal:
+        of_chunks = outermost(2 * x.setting.reach)
         earlier = _sums_before(of_chunks, torch.zeros_like(of_chunks[:, 0]))
-    relative_values_gradient_kernel[(key_chunks * given.groups, -(-values // setting.tiles.block_v))](
-        q, k, grad_out, found.positions, inverse, after, earlier, later, grad,
-        *q.stride()[:3], *k.stride()[:3], *grad_out.stride()[:3], *grad.stride()[:3],
-        tokens, keys, chunks, key_chunks, heads, size, values,
-        found.positions.shape[2], setting.reach, setting.blocks, **setting.options(v.dtype),
+    relative_values_gradient_kernel[(x.key_chunks * x.groups, blocks(values, tiles.block_v))](
+        q, k, grad_out, walked.positions, rows.inverse, after.s, earlier, later, grad, *strides(q, k, grad_out, grad),
+        tokens, keys, x.chunks, x.key_chunks, heads, size, values, *x.window_sizes,
+        BLOCK_D=tiles.block_d, **x.setting.options(v.dtype),
     )  # fmt: skip
     return grad, later[:, 0]
 
 
-def _rows_gradient(setting: Setting, given: Given, scores: torch.Tensor) -> torch.Tensor:
-    """Of phi_rp's rows, [H, R, K]."""
-    q = given.q
-    batch, heads, tokens, size = q.shape
-    rows = scores.shape[2]
-    chunks, block_r, block_d = setting.chunks(tokens), _block_r(rows), setting.tiles.block_d
-    splits = -(-chunks // MAP_CHUNKS)
-    parts = given.empty(splits, rows, size)
-    map_gradient_kernel[(given.groups * splits, -(-rows // block_r), -(-size // block_d))](
-        scores, q, parts, *q.stride()[:3], tokens, chunks, heads, size, rows, splits,
-        PRECISION=precision(given.v.dtype), T=setting.tiles.chunk, BLOCK_D=block_r, BLOCK_K=block_d, num_warps=4,
-    )  # fmt: skip
-    return parts.view(batch, heads, splits, rows, size).sum((0, 2))
-
-
 def _block_r(rows: int) -> int:
+    """Rows of phi_rp that enter a product at once, of so many."""
     return min(BLOCK_R, max(16, 1 << (rows - 1).bit_length()))

@@ -5,14 +5,15 @@ stand in memory as [G, L, R], a row per query, and are read askew, row r of quer
 never exist. Keys of all chunks further away have the score of the outermost row, so sums of values are enough.
 
 Every tensor of one number a token is float32 [G, N T] for N chunks of T tokens, the last filled up with zeros.
+
+Shape letters: B batch, H heads, G = B H, L queries in N chunks, S keys in NK chunks, T tokens of a chunk, K features,
+V values, R rows of relative positions.
 """
 
 import triton
 import triton.language as tl
 
 from dist_attn.ops.linear_attention.triton_features import load_tile, operand, product, project, store_tile
-
-__all__ = ["positions_kernel", "relative_outputs_kernel", "row_sums_kernel", "window_scores"]
 
 
 @triton.jit

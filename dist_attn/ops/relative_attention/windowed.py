@@ -5,41 +5,31 @@ queries takes the position scores of the chunk's own keys and of the k - 1 keys 
 position score W[i, 0], so a running sum of values is enough (`causal`). Keys after the query are the same thing the
 other way (`both_sides`).
 
+Shape letters: B batch, H heads, L queries, S keys, K or M features, V values, W = V + 1 (v and a ones column), R = 2 k
++ 1 rows of relative positions, T tokens of a window or of a few documents.
+
 Reference: Scaleformer, Eq. 9 to 11 and Algorithm 2, with the sign clip(j - i) that its figure and code use.
 """
 
-from typing import Literal
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 
-from dist_attn.errors import InputError, ShapeError
+from dist_attn.errors import ShapeError
+from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.linear_attention.call import Implementation
-from dist_attn.ops.relative_attention.both_sides import numerators_of_all
-from dist_attn.ops.relative_attention.causal import carry_of, numerators, walk
-from dist_attn.ops.relative_attention.implementation import choose_relative
+from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_relative
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
-from dist_attn.ops.relative_attention.state import (
-    RelativeState,
-    WindowState,
-    check_relative_shapes,
-    check_relative_state,
-    normalised,
-)
+from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
+from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
+from dist_attn.ops.scan import scan
 
-__all__ = [
-    "Form",
-    "check_relative_shapes",
-    "check_relative_state",
-    "normalised",
-    "relative_attention",
-    "relative_attention_step",
-    "relative_attention_streaming",
-]
-
-Form = Literal["windowed", "naive"]
+# So many tokens of whole documents share one masked score matrix.
+TOGETHER_TOKENS = 128
 
 _Tensors = tuple[torch.Tensor, ...]
+_Optional = tuple[torch.Tensor | None, ...]
 
 
 def relative_attention(
@@ -66,28 +56,31 @@ def relative_attention(
     Raises: ShapeError when shapes do not fit together; InputError for an unknown form; ConfigError for an
         implementation that cannot take this call.
     """
-    check_relative_shapes(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
-    if form not in ("windowed", "naive"):
-        raise InputError(f"form {form!r} of relative attention was given; there are 'windowed' and 'naive'")
-    choice = choose_relative(implementation, phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, form=form)
-    if choice.implementation == "triton":
+    return attend(RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal, form, implementation=implementation))
+
+
+def attend(call: RelativeCall) -> torch.Tensor:
+    """`relative_attention` of a call without a state, of one document.
+
+    Raises: as `relative_attention`.
+    """
+    call.check()
+    if choose_relative(call).implementation == "triton":
         # Not at the top: a machine without a GPU need not have triton.
         from dist_attn.ops.relative_attention.triton import triton_relative_attention
 
-        return triton_relative_attention(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal)
-    queries = phi_q_BHLK.shape[2]
-    q, k, v1, rp_HRK = _widened(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK)
-    if form == "naive":
+        return triton_relative_attention(call)
+    q, k, v1, rp_HRK = call.widened()
+    if call.form == "naive":
         with torch.autocast(k.device.type, enabled=False):
-            return relative_attention_naive(q, k, v1[..., :-1], rp_HRK, causal=causal).to(v_BHSV.dtype)
-    reach = rp_HRK.shape[1] // 2
-    if causal:
+            return relative_attention_naive(q, k, v1[..., :-1], rp_HRK, causal=call.causal).to(call.v_BHSV.dtype)
+    if call.causal:
         # Keys after the last query are never seen; queries after the last key see zeros there, which add nothing.
-        k, v1 = _fit(k, queries), _fit(v1, queries)
-        num = numerators(q, k, v1, rp_HRK[:, : reach + 1], own=True)
+        k, v1 = _fit(k, call.queries), _fit(v1, call.queries)
+        num = numerators(q, k, v1, rp_HRK[:, : call.reach + 1], own=True)
     else:
         num = numerators_of_all(q, k, v1, rp_HRK)
-    return normalised(num, v_BHSV.dtype)
+    return normalised(num, call.v_BHSV.dtype)
 
 
 def relative_attention_streaming(
@@ -109,25 +102,67 @@ def relative_attention_streaming(
     Raises: ShapeError when shapes do not fit together, or the state is of another window; ConfigError for an
         implementation that cannot take this call.
     """
-    check_relative_shapes(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK)
-    if phi_q_BHLK.shape[2] != phi_k_BHLK.shape[2]:
-        raise ShapeError(
-            f"{phi_q_BHLK.shape[2]} queries and {phi_k_BHLK.shape[2]} keys; a stream needs one key for each query"
-        )
-    choice = choose_relative(implementation, phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state)
-    if choice.implementation == "triton":
+    call = RelativeCall(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state=state, implementation=implementation)
+    call.check()
+    if call.queries != call.keys:
+        raise ShapeError(f"{call.queries} queries and {call.keys} keys; a stream needs one key for each query")
+    if choose_relative(call).implementation == "triton":
         # Not at the top: a machine without a GPU need not have triton.
         from dist_attn.ops.relative_attention.triton import triton_relative_attention_streaming
 
-        return triton_relative_attention_streaming(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
-    q, k, v1, rp_HRK = _widened(phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, state)
-    reach = rp_HRK.shape[1] // 2
+        return triton_relative_attention_streaming(call)
+    q, k, v1, rp_HRK = call.widened()
     if state is None:
-        state = RelativeState.of(k[:, :, :0], v1[:, :, :0], max(reach - 1, 0))
-    check_relative_state(state, k, v1, reach)
-    num, (sz_BHMW, far_BHW, near_BHTW) = walk(q, k, v1, rp_HRK[:, : reach + 1], True, carry_of(state, v1.dtype))
-    window = WindowState(far_BHW, near_BHTW, state.window.length + v1.shape[2])
-    return normalised(num, v_BHLV.dtype), RelativeState(sz_BHMW, window)
+        state = RelativeState.of(k[:, :, :0], v1[:, :, :0], call.width)
+    num, after = walk(q, k, v1, rp_HRK[:, : call.reach + 1], True, Carry.of(state, v1.dtype))
+    window = WindowState(after.far_BHW, after.near_BHTW, state.window.length + call.keys)
+    return normalised(num, v_BHLV.dtype), RelativeState(after.sz_BHMW, window)
+
+
+def packed_relative_attention(
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHLK: torch.Tensor,
+    v_BHLV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    *,
+    causal: bool,
+    documents: tuple[int, ...],
+    implementation: Implementation = "auto",
+) -> torch.Tensor:
+    """`relative_attention` in which every document attends to itself alone: several short ones at a time.
+
+    Shapes: phi_q, phi_k [B, H, L, K], v [B, H, L, V], phi_rp [H, R, K] -> [B, H, L, V].
+    Cost: O(128) per token of short documents, in one walk whose memory is flat in L; one call per long document.
+    Raises: ShapeError when shapes do not fit together; ConfigError for kernels asked for by name, which take one
+        sequence.
+    """
+    call = RelativeCall(
+        phi_q_BHLK, phi_k_BHLK, v_BHLV, phi_rp_HRK, causal, documents=documents, implementation=implementation
+    )
+    call.check()
+    choose_relative(call)
+    alone = replace(call, documents=(), implementation="auto")
+    dtype = torch.promote_types(v_BHLV.dtype, torch.float32)
+    starts_11L = start_flags(documents, call.queries, phi_q_BHLK.device)[None, None]
+    outputs = []
+    runs = document_runs(documents, call.queries, TOGETHER_TOKENS)
+    parts = split_tokens((*call.tensors[:3], starts_11L), [(a, b) for a, b, _ in runs])
+    for (_, _, groups), (q, k, v, starts) in zip(runs, parts, strict=True):
+        assert q is not None and k is not None and v is not None and starts is not None
+        if not groups:
+            outputs.append(attend(alone.with_qkv(q, k, v)))
+            continue
+        out, _ = scan(
+            _Together(causal, dtype),
+            groups,
+            (q, k, v, starts),
+            (),
+            (phi_rp_HRK,),
+            output_shape=tuple(v.shape),
+            output_dtype=v.dtype,
+        )
+        outputs.append(out)
+    return torch.cat(outputs, dim=2) if outputs else attend(alone)
 
 
 def relative_attention_step(
@@ -156,16 +191,30 @@ def relative_attention_step(
     return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
-def _widened(
-    phi_q: torch.Tensor,
-    phi_k: torch.Tensor,
-    v: torch.Tensor,
-    phi_rp: torch.Tensor,
-    state: RelativeState | None = None,
-) -> _Tensors:
-    """All of them in the precision of the sums, v with a column of ones."""
-    dtype = torch.promote_types(v.dtype, torch.float32 if state is None else state.sz_BHMW.dtype)
-    return phi_q.to(dtype), phi_k.to(dtype), F.pad(v.to(dtype), (0, 1), value=1.0), phi_rp.to(dtype)
+@dataclass(frozen=True)
+class _Together:
+    """The whole score matrix of a few documents, 0 between two of them."""
+
+    causal: bool
+    dtype: torch.dtype
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        q, k, v, starts = sequence
+        assert q is not None and k is not None and v is not None and starts is not None
+        q_BHTK, k_BHTK, v_BHTV, rp_HRK = (t.to(self.dtype) for t in (q, k, v, parameters[0]))
+        reach = rp_HRK.shape[1] // 2
+        at_T = torch.arange(q.shape[2], device=q.device)
+        row_TT = (at_T[None, :] - at_T[:, None]).clamp(-reach, reach) + reach
+        scores_BHTT = q_BHTK @ k_BHTK.transpose(-1, -2)
+        positions_BHTR = q_BHTK @ rp_HRK.transpose(-1, -2)
+        scores_BHTT = scores_BHTT + positions_BHTR.gather(-1, row_TT.expand_as(scores_BHTT))
+        seen_TT = same_document(starts[0, 0])
+        scores_BHTT = scores_BHTT.masked_fill(~(seen_TT.tril() if self.causal else seen_TT), 0.0)
+        return normalised(scores_BHTT @ F.pad(v_BHTV, (0, 1), value=1.0), self.dtype), ()
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return ()
 
 
 def _fit(x_BHLK: torch.Tensor, length: int) -> torch.Tensor:

@@ -38,7 +38,6 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tu
         triton_gradients,
         triton_outputs,
         triton_states,
-        triton_sums,
     )
 
     blocks = {"T": tiles.chunk, "BLOCK_D": tiles.block_d, "BLOCK_K": tiles.block_k, "BLOCK_V": tiles.block_v}
@@ -55,7 +54,7 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tu
     }
     features |= {"BLOCK_D": small.block_d, "BLOCK_K": small.block_k, "BLOCK_V": small.block_v}
     return {
-        "chunk_sums": (triton_states.chunk_sums_kernel, made, tiles),
+        "sums": (triton_states.sums_kernel, made, tiles),
         "scan": (triton_states.scan_kernel, {"REVERSE": False, "WITH_DOT": False, "BLOCK": 1024}, four),
         "scan back": (triton_states.scan_kernel, {"REVERSE": True, "WITH_DOT": True, "BLOCK": 1024}, four),
         "outputs": (triton_outputs.outputs_kernel, {"KIND": "floor", **optional, **made}, tiles),
@@ -67,8 +66,7 @@ def kernels_of(tiles: Tiles, dtype: torch.dtype, head_size: int) -> dict[str, tu
             {name: made[name] for name in ("PRECISION", "T", "BLOCK_D", "BLOCK_K")},
             four,
         ),
-        "full sums": (triton_sums.sequence_sums_kernel, made, tiles),
-        "full read": (triton_sums.read_kernel, {"KIND": "floor", "HAS_WEIGHT": False, **made}, tiles),
+        "full read": (triton_outputs.read_kernel, {"KIND": "floor", "HAS_WEIGHT": False, **made}, tiles),
         "full gradient of queries": (
             triton_gradients.features_gradient_kernel,
             {"KEYS": False, **features, "PAIRS": False, "WITH_ROWS": False, "HAS_GATE": False, "HAS_SCALE": False},
