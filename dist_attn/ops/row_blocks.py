@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from dist_attn.ops.linear_attention.chunkwise import chunk_ranges
+from dist_attn.ops.linear_attention.attention import chunk_ranges
 
 __all__ = ["RowBlocks"]
 

@@ -53,6 +53,20 @@ class StateOnly:
         return self.step(sequence, carry, parameters)
 
 
+@dataclass(frozen=True)
+class OutputOnly:
+    """A body without a carry, made of the `step` that gives a block's output."""
+
+    step: Callable[[_Optional, _Tensors], torch.Tensor]
+    has_output = True
+
+    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+        return self.step(sequence, parameters), ()
+
+    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
+        return ()
+
+
 def _slices(sequence: _Optional, start: int, stop: int) -> _Optional:
     """Tokens [start, stop) of every sequence tensor."""
     return tuple(None if t is None else t[:, :, start:stop] for t in sequence)

@@ -19,7 +19,7 @@ from dist_attn.comm import differentiable as collectives
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LinearState
 from dist_attn.ops.linear_attention import Attend, LinearCall, absorb, check_choice, prefix_then_causal
-from dist_attn.ops.linear_attention.chunkwise import absorb_by_chunks, attend_by_chunks, read_by_chunks
+from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from dist_attn.sharded.carry_scan import sharded_linear_attention
 from dist_attn.sharded.packed_linear import sharded_packed_linear_attention
 from dist_attn.sharded.prefix_scan.exchanges import LABEL, connected, rows_of, tied

@@ -28,9 +28,8 @@ from dist_attn.ops.relative_attention import (
 )
 from dist_attn.ops.relative_attention.numerators import numerators, numerators_around
 from dist_attn.ops.relative_attention.state import normalised
-from dist_attn.sharded.realignment import realign_tokens
-
-__all__ = ["sharded_relative_attention", "sharded_relative_attention_streaming"]
+from dist_attn.sharded.redistribution import realign_tokens
+from dist_attn.sharded.sharding import Sharding
 
 
 def sharded_relative_attention(

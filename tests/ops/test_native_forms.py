@@ -15,7 +15,7 @@ from dist_attn.ops.linear_attention import (
     local_sums,
     tokens_until_forgotten,
 )
-from dist_attn.ops.linear_attention.chunkwise import absorb_by_chunks, attend_by_chunks, read_by_chunks
+from dist_attn.ops.linear_attention.attention import absorb_by_chunks, attend_by_chunks, read_by_chunks
 from tests.support.attention import weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.native import Case, assert_like_the_oracle, by_kernels, needs_kernels

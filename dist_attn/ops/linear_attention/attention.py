@@ -1,7 +1,11 @@
-"""Linear attention: what computes a call, and calls of a prefix or of documents that see all of themselves."""
+"""Linear attention: what computes a call; calls of a prefix, chunk by chunk, of documents that see all of themselves.
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+Shape letters: B batch, H heads, L queries, S keys, K head size, M features, V values, W = V + 1 (v and a ones column),
+T tokens of a few documents.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +18,7 @@ from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR, Implementat
 from dist_attn.ops.linear_attention.implementation import choose
 from dist_attn.ops.linear_attention.native import native_absorb_keys, native_linear_attention
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS, stream_absorb, stream_attention
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import OutputOnly, scan
 from dist_attn.ops.state import LinearState
 
 # Up to this many tokens of whole documents attend by one masked product where attention is not causal. Up to about
@@ -159,6 +163,42 @@ def absorb(call: LinearCall, dtype: torch.dtype = torch.float32) -> LinearState:
     return replace(after, reset_BH=torch.ones_like(after.reset_BH)) if documents else after
 
 
+def attend_by_chunks(call: LinearCall, state: LinearState) -> tuple[torch.Tensor, LinearState]:
+    """Causal attention from `state` chunk by chunk: every product has the same shape wherever a sequence is cut.
+
+    How a matrix product rounds depends on the sizes of its matrices. Here these are those of one chunk, so the result
+    has the same bits in one call and in several calls that are cut between chunks and pass the state on. The backward
+    pass keeps the state before every chunk.
+
+    Shapes: as `linear_attention` with as many queries as keys; the state is that after the last key.
+    """
+    outputs = [_no_outputs(call)]
+    for chunk in _chunks(call):
+        out, state = attend(replace(chunk, state=state))
+        outputs.append(out)
+    return torch.cat(outputs, dim=2), state
+
+
+def absorb_by_chunks(call: LinearCall, state: LinearState) -> LinearState:
+    """The state after the last key, with the bits of `attend_by_chunks`."""
+    for chunk in _chunks(call.of_keys()):
+        state = absorb(replace(chunk, state=state))
+    return state
+
+
+def read_by_chunks(call: LinearCall, state: LinearState) -> torch.Tensor:
+    """Attention of queries [B, H, L, K] that all see exactly `state`; of keys and values only the types count."""
+    reads, outputs = call.reading(state), [_no_outputs(call)]
+    for start, stop in chunk_ranges(call.queries):
+        outputs.append(attend(reads.part(slice(start, stop), slice(0)).contiguous())[0])
+    return torch.cat(outputs, dim=2)
+
+
+def chunk_ranges(tokens: int) -> list[tuple[int, int]]:
+    """Token ranges of the chunks; the last one may be shorter."""
+    return [(start, min(start + CHUNK_TOKENS, tokens)) for start in range(0, tokens, CHUNK_TOKENS)]
+
+
 def _attend_within_documents(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     """Full attention inside every document: long ones by their state, short ones several at a time."""
     dtype, first = call.sums_dtype(), call.documents[0]
@@ -180,18 +220,8 @@ def _attend_within_documents(call: LinearCall) -> tuple[torch.Tensor, LinearStat
             continue
         q, k, v, log_gate, key_scale, _ = part
         assert q is not None and k is not None and v is not None
-        state = call.state if start < first else None
-        alone = replace(
-            call,
-            q_BHLK=q,
-            k_BHSK=k,
-            v_BHSV=v,
-            log_gate_BHS=log_gate,
-            key_scale_BHS=key_scale,
-            state=state,
-            documents=(),
-            buffers=None,
-        )
+        alone = call.with_sequence(q, k, v, log_gate, key_scale)
+        alone = replace(alone, state=call.state if start < first else None, documents=(), buffers=None)
         out, after = attend(alone)
         outputs.append(out)
     if after is None:
@@ -208,32 +238,34 @@ def _attend_together(
 
     Cost: O(T) per token for groups of T tokens; memory flat in L.
     """
-    parameters = () if block.feature_map is None else block.feature_map.tensors()
-    shape = tuple(Tokens.of(sequence).v_BHTV.shape)
-    out, _ = scan(_Together(block), groups, sequence, (), parameters, output_shape=shape, output_dtype=output_dtype)
-    return out
 
-
-@dataclass(frozen=True)
-class _Together:
-    block: AttentionBlock
-    has_output = True
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
+    def together(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
         q, k, v, log_gate, key_scale, starts = Tokens.of(sequence)
         assert q is not None and starts is not None
-        dtype = self.block.dtype
+        dtype = block.dtype
         same_TT = same_document(starts[0, 0])
         weight_BHT = torch.ones_like(v[..., 0], dtype=dtype) if key_scale is None else key_scale.to(dtype)
         if log_gate is not None:
             # Every query reads the state after its document's last key: key i is left with all gates after it.
             weight_BHT = weight_BHT * (bounded(log_gate, dtype) @ same_TT.tril(-1).to(dtype)).exp()
         v1_BHTW = F.pad(v.to(dtype), (0, 1), value=1.0) * weight_BHT[..., None]
-        phi_q, phi_k = self.block.features(q, parameters), self.block.features(k, parameters)
+        phi_q, phi_k = block.features(q, parameters), block.features(k, parameters)
         pairs_BHTT = (phi_q @ phi_k.transpose(-1, -2)).masked_fill(~same_TT, 0.0)
         num_BHTW = pairs_BHTT @ v1_BHTW
         mass_BHT = weight_BHT @ same_TT.to(dtype)
-        return self.block.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT), ()
+        return block.denominator.divide(num_BHTW[..., :-1], num_BHTW[..., -1], mass_BHT)
 
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return ()
+    parameters = () if block.feature_map is None else block.feature_map.tensors()
+    shape = tuple(Tokens.of(sequence).v_BHTV.shape)
+    body = OutputOnly(together)
+    return scan(body, groups, sequence, (), parameters, output_shape=shape, output_dtype=output_dtype)[0]
+
+
+def _chunks(call: LinearCall) -> Iterator[LinearCall]:
+    return (call.tokens(start, stop).contiguous() for start, stop in chunk_ranges(call.keys))
+
+
+def _no_outputs(call: LinearCall) -> torch.Tensor:
+    """The outputs of no tokens, which still depend on q and v: without tokens both get a gradient of no elements."""
+    v = call.v_BHSV
+    return v[:, :, :0] + call.q_BHLK[:, :, :0].sum(-1, keepdim=True).to(v.dtype)

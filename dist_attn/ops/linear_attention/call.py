@@ -70,6 +70,19 @@ class LinearCall:
         """q, k, v, log gate and key scale: what lies along the tokens."""
         return self.q_BHLK, self.k_BHSK, self.v_BHSV, self.log_gate_BHS, self.key_scale_BHS
 
+    def with_sequence(
+        self,
+        q_BHLK: torch.Tensor,
+        k_BHSK: torch.Tensor,
+        v_BHSV: torch.Tensor,
+        log_gate_BHS: torch.Tensor | None = None,
+        key_scale_BHS: torch.Tensor | None = None,
+    ) -> "LinearCall":
+        """The same call of other tensors along the tokens."""
+        return replace(
+            self, q_BHLK=q_BHLK, k_BHSK=k_BHSK, v_BHSV=v_BHSV, log_gate_BHS=log_gate_BHS, key_scale_BHS=key_scale_BHS
+        )
+
     @property
     def map_tensors(self) -> tuple[torch.Tensor, ...]:
         """The feature map's parameters."""
@@ -92,17 +105,9 @@ class LinearCall:
         """The call of some queries over some keys, with the documents that start among these; no prefix, no buffers."""
         first, last, _ = keys.indices(self.keys)
         gate, scale = (None if x is None else x[:, :, keys] for x in (self.log_gate_BHS, self.key_scale_BHS))
-        return replace(
-            self,
-            q_BHLK=self.q_BHLK[:, :, queries],
-            k_BHSK=self.k_BHSK[:, :, keys],
-            v_BHSV=self.v_BHSV[:, :, keys],
-            log_gate_BHS=gate,
-            key_scale_BHS=scale,
-            documents=tuple(at - first for at in self.documents if first <= at < last),
-            prefix=0,
-            buffers=None,
-        )
+        sequence = self.q_BHLK[:, :, queries], self.k_BHSK[:, :, keys], self.v_BHSV[:, :, keys], gate, scale
+        documents = tuple(at - first for at in self.documents if first <= at < last)
+        return replace(self.with_sequence(*sequence), documents=documents, prefix=0, buffers=None)
 
     def reading(self, state: LinearState) -> "LinearCall":
         """The call of the same queries over no keys: all of them read `state`."""
@@ -114,14 +119,14 @@ class LinearCall:
 
     def one_token(self) -> "LinearCall":
         """A call of one token with the same types, sizes and device, without values, for a slice of any length."""
-        q, k, v = (one_token(x) for x in (self.q_BHLK, self.k_BHSK, self.v_BHSV))
-        return replace(self, q_BHLK=q, k_BHSK=k, v_BHSV=v, log_gate_BHS=None, key_scale_BHS=None)
+        q, k, v = map(one_token, self.qkv)
+        return self.with_sequence(q, k, v)
 
     def contiguous(self) -> "LinearCall":
         """The same call of contiguous tensors: products of strided views may round in another way."""
-        q, k, v, gate, scale = (None if x is None else x.contiguous() for x in self.sequence)
-        assert q is not None and k is not None and v is not None
-        return replace(self, q_BHLK=q, k_BHSK=k, v_BHSV=v, log_gate_BHS=gate, key_scale_BHS=scale)
+        q, k, v = (x.contiguous() for x in self.qkv)
+        gate, scale = (None if x is None else x.contiguous() for x in (self.log_gate_BHS, self.key_scale_BHS))
+        return self.with_sequence(q, k, v, gate, scale)
 
     def streaming_if_empty(self) -> "LinearCall":
         """The same call, without queries by the streaming form: kernels take no empty slice.

@@ -1,4 +1,7 @@
-"""Which implementation computes a call of linear attention, and why: by its name or by what the tensors are."""
+"""Which implementation computes a call of linear attention, and why: by its name or by what the tensors are.
+
+Shape letters: B batch, H heads, S keys, V values.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The oracle of linear attention: the recurrence of RFA Eq. 6 and 7, one token after the other."""
+"""The oracle of linear attention: the recurrence of RFA Eq. 6 and 7, one token after the other.
+
+Shape letters: B batch, H heads, L queries, S keys, K head size, V values.
+"""
 
 from dataclasses import replace
 
@@ -7,8 +10,6 @@ import torch
 from dist_attn.ops.denominator import Denominator
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.state import LinearState
-
-__all__ = ["linear_attention_naive"]
 
 
 def linear_attention_naive(

@@ -1,4 +1,7 @@
-"""Linear attention of single tokens: one update of the state and one read-out, or a read-out alone, O(M V) per head."""
+"""Linear attention of single tokens: one update of the state and one read-out, or a read-out alone, O(M V) per head.
+
+Shape letters: B batch, H heads, L queries, K head size, M features, V values.
+"""
 
 import torch
 

@@ -9,6 +9,7 @@ Shape letters: B batch, H heads, L queries, S keys, T tokens of a block, K head 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from dist_attn.ops.documents import start_flags
 from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, Tokens, bounded
 from dist_attn.ops.linear_attention.call import LinearCall
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import OutputOnly, StateOnly, scan
 from dist_attn.ops.state import LinearState
 
 # A block of 512 tokens x 8 heads of features, scores and states stays inside the L2/L3 cache; whole tensors
@@ -35,10 +36,10 @@ def stream_attention(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     carry = stream.carry
     outputs: list[torch.Tensor] = []
     if shared:
-        out, carry = stream.run(_Attend(stream.block), call.part(slice(shared), slice(shared)), carry)
+        out, carry = stream.attend(call.part(slice(shared), slice(shared)), carry)
         outputs.append(out)
     if shared < call.keys:
-        _, carry = stream.run(_Absorb(stream.block), call.part(slice(0), slice(shared, None)), carry)
+        carry = stream.absorb(call.part(slice(0), slice(shared, None)), carry)
     if shared < call.queries or not outputs:
         outputs.append(stream.read(call.q_BHLK[:, :, shared:], carry, call.v_BHSV.dtype))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2), stream.state(carry)
@@ -50,13 +51,13 @@ def stream_absorb(call: LinearCall, dtype: torch.dtype = torch.float32) -> Linea
     Without keys there are no blocks, but the same graph: an empty rank takes part in the backward exchange too.
     """
     stream = _Stream.begin(call, call.of_keys().sums_dtype(dtype))
-    return stream.state(stream.run(_Absorb(stream.block), call, stream.carry)[1])
+    return stream.state(stream.absorb(call, stream.carry))
 
 
 def stream_sums(call: LinearCall, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, LinearState]:
     """Numerators, denominators and masses [B, H, L, V + 2] of causal attention, and the state after the last key."""
     stream = _Stream.begin(call, call.sums_dtype(dtype))
-    sums_BHLX, carry = stream.run(_Sums(stream.block), call, stream.carry)
+    sums_BHLX, carry = stream.attend(call, stream.carry, undivided=True)
     return sums_BHLX, stream.state(carry)
 
 
@@ -103,105 +104,78 @@ class _Stream:
             torch.ones_like(state.reset_BH) if call.documents else state.reset_BH,
         )
 
-    def run(self, body: "_Absorb", call: LinearCall, carry: Carry) -> tuple[torch.Tensor, Carry]:
-        """Outputs, if the body has some, and the carry after the last token."""
-        q, k, v, log_gate, key_scale = call.sequence
-        starts_11L = start_flags(call.documents, call.keys, k.device)[None, None] if call.documents else None
+    def attend(self, call: LinearCall, carry: Carry, *, undivided: bool = False) -> tuple[torch.Tensor, Carry]:
+        """Outputs, or what is to be divided [B, H, L, V + 2], and the carry after the last token."""
+        columns, dtype = (2, self.block.dtype) if undivided else (0, call.v_BHSV.dtype)
+        shape = (*call.v_BHSV.shape[:3], call.v_BHSV.shape[3] + columns)
         out, after = scan(
-            body,
-            block_ranges(v.shape),
-            Tokens(q if body.has_output else None, k, v, log_gate, key_scale, starts_11L),
+            _Attend(self.block, undivided),
+            block_ranges(shape),
+            self._tokens(call, call.q_BHLK),
             carry,
             self.map_tensors,
-            output_shape=body.output_shape(v.shape),
-            output_dtype=body.output_dtype(v.dtype),
+            output_shape=shape,
+            output_dtype=dtype,
         )
         return out, Carry(*after)
 
+    def absorb(self, call: LinearCall, carry: Carry) -> Carry:
+        """The carry after the last key."""
+        body, blocks = StateOnly(partial(_absorb, self.block)), block_ranges(call.v_BHSV.shape)
+        return Carry(*scan(body, blocks, self._tokens(call, None), carry, self.map_tensors)[1])
+
+    def _tokens(self, call: LinearCall, q_BHLK: torch.Tensor | None) -> Tokens:
+        starts_11L = None
+        if call.documents:
+            starts_11L = start_flags(call.documents, call.keys, call.k_BHSK.device)[None, None]
+        return Tokens(q_BHLK, *call.sequence[1:], starts_11L)
+
     def read(self, q_BHLK: torch.Tensor, carry: Carry, dtype: torch.dtype) -> torch.Tensor:
-        """Outputs [B, H, L, V] of queries that all see exactly `carry`."""
-        out, _ = scan(
-            _Read(self.block, len(self.map_tensors)),
+        """Outputs [B, H, L, V] of queries that all see exactly `carry`: a parameter, whose gradients add up."""
+        block, count = self.block, len(self.map_tensors)
+
+        def read(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+            (q,) = sequence
+            assert q is not None
+            return block.read(q, Carry(*parameters[count:]), parameters[:count])
+
+        return scan(
+            OutputOnly(read),
             block_ranges(q_BHLK.shape),
             (q_BHLK,),
             (),
             (*self.map_tensors, *carry),
             output_shape=(*q_BHLK.shape[:3], carry.sz_BHMW.shape[3] - 1),
             output_dtype=dtype,
-        )
-        return out
+        )[0]
 
     def state(self, carry: Carry) -> LinearState:
         sz_BHMW, mass_BH, log_decay_BH = carry
         return LinearState(sz_BHMW[..., :-1], sz_BHMW[..., -1], mass_BH, log_decay_BH, self.reset_BH)
 
 
+def _absorb(block: AttentionBlock, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> Carry:
+    """The carry after a block, without its outputs."""
+    return block.absorb(Tokens.of(sequence), Carry(*carry), parameters)
+
+
 @dataclass(frozen=True)
-class _Absorb:
-    """Blocks of keys alone."""
+class _Attend:
+    """Blocks of causal attention; `undivided`, what is to be divided."""
 
     block: AttentionBlock
-    has_output = False
-
-    def output_shape(self, values: Sequence[int]) -> tuple[int, ...]:
-        return (0,)
-
-    def output_dtype(self, values: torch.dtype) -> torch.dtype:
-        return values
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        return None, self.advance(sequence, carry, parameters)
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return self.block.absorb(Tokens.of(sequence), Carry(*carry), parameters)
-
-
-@dataclass(frozen=True)
-class _Attend(_Absorb):
-    """Blocks of causal attention."""
-
+    undivided: bool
     has_output = True
 
-    def output_shape(self, values: Sequence[int]) -> tuple[int, ...]:
-        return tuple(values)
-
     def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        return self.block.attend(Tokens.of(sequence), Carry(*carry), parameters)
-
-
-@dataclass(frozen=True)
-class _Sums(_Absorb):
-    """Blocks of causal attention that are not divided."""
-
-    has_output = True
-
-    def output_shape(self, values: Sequence[int]) -> tuple[int, ...]:
-        return (*values[:3], values[3] + 2)
-
-    def output_dtype(self, values: torch.dtype) -> torch.dtype:
-        return self.block.dtype
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        num_BHTW, mass_BHT, after = self.block.sums(Tokens.of(sequence), Carry(*carry), parameters)
+        tokens, before = Tokens.of(sequence), Carry(*carry)
+        if not self.undivided:
+            return self.block.attend(tokens, before, parameters)
+        num_BHTW, mass_BHT, after = self.block.sums(tokens, before, parameters)
         return torch.cat([num_BHTW, mass_BHT[..., None]], dim=-1), after
 
-
-@dataclass(frozen=True)
-class _Read:
-    """Blocks of queries that all read one state: it is a parameter, whose gradients add up over the blocks."""
-
-    block: AttentionBlock
-    num_map_tensors: int
-    has_output = True
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        state = Carry(*parameters[self.num_map_tensors :])
-        (q,) = sequence
-        assert q is not None
-        return self.block.read(q, state, parameters[: self.num_map_tensors]), ()
-
     def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return ()
+        return _absorb(self.block, sequence, carry, parameters)
 
 
 @dataclass(frozen=True)

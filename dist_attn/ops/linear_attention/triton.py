@@ -20,7 +20,7 @@ from dist_attn.ops.documents import document_numbers
 from dist_attn.ops.kernel_operation import Tensors, present
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Results, Terms, converted
-from dist_attn.ops.linear_attention.triton_backward import given_rows, policy_rows, stretch_gradients
+from dist_attn.ops.linear_attention.triton_backward import policy_rows, stretch_gradients, undivided_rows
 from dist_attn.ops.linear_attention.triton_forward import (
     Attended,
     Plan,
@@ -114,7 +114,7 @@ class _CausalKernels(Terms):
                 scanned = states(stretch, gate, start)
                 of_out = grad_out[:, :, tokens]
                 if out is None:
-                    rows = given_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
+                    rows = undivided_rows(stretch, *grad_result[:, :, tokens, -2:].unbind(-1))
                 else:
                     attended = Attended(*(present(t)[:, :, tokens] for t in (out, den, mass)))
                     rows = policy_rows(stretch, attended, of_out)

@@ -96,7 +96,7 @@ def stretch_gradients(
     )
 
 
-def given_rows(stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> Rows:
+def undivided_rows(stretch: Stretch, grad_den: torch.Tensor, grad_mass: torch.Tensor) -> Rows:
     """Rows of outputs that were not divided, from the gradients of their denominators and masses [B, H, L]."""
     return Rows(*map(stretch.filled, (torch.ones_like(grad_den), grad_den, grad_mass)))
 

@@ -19,7 +19,7 @@ from dist_attn.ops.kernel_operation import Each, KernelOperation, Tensors, prese
 from dist_attn.ops.linear_attention.block import bounded
 from dist_attn.ops.linear_attention.call import LinearCall
 from dist_attn.ops.linear_attention.differentiable import converted, map_of, sums_of
-from dist_attn.ops.linear_attention.triton_backward import Rows, Side, features_gradient, given_rows, policy_rows
+from dist_attn.ops.linear_attention.triton_backward import Rows, Side, features_gradient, policy_rows, undivided_rows
 from dist_attn.ops.linear_attention.triton_forward import (
     Attended,
     Gates,
@@ -177,7 +177,7 @@ class _Read(KernelOperation[ReadTensors]):
         with on_device(q.device):
             if self.undivided:
                 grad_den = present(grads[1])
-                rows = given_rows(stretch, grad_den, torch.zeros_like(grad_den))
+                rows = undivided_rows(stretch, grad_den, torch.zeros_like(grad_den))
             else:
                 out, den = map(present, kept)
                 rows = policy_rows(stretch, Attended(out, den, zm[..., -1:].expand_as(den)), stretch.v)

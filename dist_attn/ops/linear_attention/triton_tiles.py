@@ -1,4 +1,7 @@
-"""Tile sizes of the GPU kernels: what holds for any size, and what was measured on this machine and kept in a file."""
+"""Tile sizes of the GPU kernels: what holds for any size, and what was measured on this machine and kept in a file.
+
+Shape letters: B batch, H heads, L tokens, K head size, V values.
+"""
 
 import json
 import os

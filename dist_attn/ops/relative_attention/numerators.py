@@ -25,7 +25,7 @@ import torch.nn.functional as F
 
 from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import OutputOnly, scan
 
 CHUNK_TOKENS = 64
 
@@ -131,7 +131,7 @@ def numerators_around(
     shape = (*q_BHNCK.shape[:4], v1_BHSW.shape[3])
     blocks = [(a // chunk, -(-b // chunk)) for a, b in block_ranges((*shape[:2], chunks * chunk))]
     out_BHNCW, _ = scan(
-        _Around(),
+        OutputOnly(_around),
         blocks,
         (q_BHNCK, *values),
         (),
@@ -189,24 +189,16 @@ class _WindowPass:
         return Carry(sz_BHMW, window.far_BHW, window.near_BHTW)
 
 
-@dataclass(frozen=True)
-class _Around:
-    """A few chunks of queries: sequences are [B, H, N, ...], nothing is carried."""
-
-    has_output = True
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        q_BHNCK, *values = (t for t in sequence if t is not None)
-        rp_HRK, *sums = parameters
-        q_BHTK = q_BHNCK.flatten(2, 3)
-        positions_BHNCR = (q_BHTK @ rp_HRK.transpose(-1, -2)).unflatten(2, q_BHNCK.shape[2:4])
-        num_BHNCW = _scores_on_both_sides(positions_BHNCR) @ torch.cat(values, dim=3)
-        for sums_BHKW in sums:
-            num_BHNCW = num_BHNCW + (q_BHTK @ sums_BHKW).unflatten(2, q_BHNCK.shape[2:4])
-        return num_BHNCW, ()
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return ()
+def _around(sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+    """Numerators of a few chunks of queries: sequences are [B, H, N, ...]."""
+    q_BHNCK, *values = (t for t in sequence if t is not None)
+    rp_HRK, *sums = parameters
+    q_BHTK = q_BHNCK.flatten(2, 3)
+    positions_BHNCR = (q_BHTK @ rp_HRK.transpose(-1, -2)).unflatten(2, q_BHNCK.shape[2:4])
+    num_BHNCW = _scores_on_both_sides(positions_BHNCR) @ torch.cat(values, dim=3)
+    for sums_BHKW in sums:
+        num_BHNCW = num_BHNCW + (q_BHTK @ sums_BHKW).unflatten(2, q_BHNCK.shape[2:4])
+    return num_BHNCW
 
 
 def _values(v1_BHSW: torch.Tensor, before: WindowState, after: WindowState, chunks: int, chunk: int) -> _Tensors:

@@ -2,16 +2,17 @@
 
 Score of key j for query i: phi(q_i).phi(k_j) + W[i, clip(j - i, -k, k) + k] with W = phi(q) phi(rp)^T. A chunk of
 queries takes the position scores of the chunk's own keys and of the k - 1 keys before it; every older key has the same
-position score W[i, 0], so a running sum of values is enough (`causal`). Keys after the query are the same thing the
-other way (`both_sides`).
+position score W[i, 0], so a running sum of values is enough. Keys after the query are the same thing the
+other way.
 
-Shape letters: B batch, H heads, L queries, S keys, K or M features, V values, W = V + 1 (v and a ones column), R = 2 k
-+ 1 rows of relative positions, T tokens of a window or of a few documents.
+Shape letters: B batch, H heads, L queries, S keys, K or M features, V values, W = V + 1 (v and a ones column),
+R = 2 k + 1 rows of relative positions, T tokens of a window or of a few documents.
 
 Reference: Scaleformer, Eq. 9 to 11 and Algorithm 2, with the sign clip(j - i) that its figure and code use.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,7 @@ from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_rel
 from dist_attn.ops.relative_attention.naive import relative_attention_naive
 from dist_attn.ops.relative_attention.numerators import Carry, numerators, numerators_of_all, walk
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState, normalised
-from dist_attn.ops.scan import scan
+from dist_attn.ops.scan import OutputOnly, scan
 
 # So many tokens of whole documents share one masked score matrix.
 TOGETHER_TOKENS = 128
@@ -142,7 +143,6 @@ def packed_relative_attention(
     call.check()
     choose_relative(call)
     alone = replace(call, documents=(), implementation="auto")
-    dtype = torch.promote_types(v_BHLV.dtype, torch.float32)
     starts_11L = start_flags(documents, call.queries, phi_q_BHLK.device)[None, None]
     outputs = []
     runs = document_runs(documents, call.queries, TOGETHER_TOKENS)
@@ -153,7 +153,7 @@ def packed_relative_attention(
             outputs.append(attend(alone.with_qkv(q, k, v)))
             continue
         out, _ = scan(
-            _Together(causal, dtype),
+            OutputOnly(partial(_together, causal)),
             groups,
             (q, k, v, starts),
             (),
@@ -191,30 +191,21 @@ def relative_attention_step(
     return normalised(num_BHW, v_BHV.dtype), RelativeState(sz_BHMW, state.window.combine(token))
 
 
-@dataclass(frozen=True)
-class _Together:
-    """The whole score matrix of a few documents, 0 between two of them."""
-
-    causal: bool
-    dtype: torch.dtype
-    has_output = True
-
-    def run(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> tuple[torch.Tensor | None, _Tensors]:
-        q, k, v, starts = sequence
-        assert q is not None and k is not None and v is not None and starts is not None
-        q_BHTK, k_BHTK, v_BHTV, rp_HRK = (t.to(self.dtype) for t in (q, k, v, parameters[0]))
-        reach = rp_HRK.shape[1] // 2
-        at_T = torch.arange(q.shape[2], device=q.device)
-        row_TT = (at_T[None, :] - at_T[:, None]).clamp(-reach, reach) + reach
-        scores_BHTT = q_BHTK @ k_BHTK.transpose(-1, -2)
-        positions_BHTR = q_BHTK @ rp_HRK.transpose(-1, -2)
-        scores_BHTT = scores_BHTT + positions_BHTR.gather(-1, row_TT.expand_as(scores_BHTT))
-        seen_TT = same_document(starts[0, 0])
-        scores_BHTT = scores_BHTT.masked_fill(~(seen_TT.tril() if self.causal else seen_TT), 0.0)
-        return normalised(scores_BHTT @ F.pad(v_BHTV, (0, 1), value=1.0), self.dtype), ()
-
-    def advance(self, sequence: _Optional, carry: _Tensors, parameters: _Tensors) -> _Tensors:
-        return ()
+def _together(causal: bool, sequence: _Optional, parameters: _Tensors) -> torch.Tensor:
+    """Outputs by the whole score matrix of a few documents, 0 between two of them."""
+    q, k, v, starts = sequence
+    assert q is not None and k is not None and v is not None and starts is not None
+    dtype = torch.promote_types(v.dtype, torch.float32)
+    q_BHTK, k_BHTK, v_BHTV, rp_HRK = (t.to(dtype) for t in (q, k, v, parameters[0]))
+    reach = rp_HRK.shape[1] // 2
+    at_T = torch.arange(q.shape[2], device=q.device)
+    row_TT = (at_T[None, :] - at_T[:, None]).clamp(-reach, reach) + reach
+    scores_BHTT = q_BHTK @ k_BHTK.transpose(-1, -2)
+    positions_BHTR = q_BHTK @ rp_HRK.transpose(-1, -2)
+    scores_BHTT = scores_BHTT + positions_BHTR.gather(-1, row_TT.expand_as(scores_BHTT))
+    seen_TT = same_document(starts[0, 0])
+    scores_BHTT = scores_BHTT.masked_fill(~(seen_TT.tril() if causal else seen_TT), 0.0)
+    return normalised(scores_BHTT @ F.pad(v_BHTV, (0, 1), value=1.0), dtype)
 
 
 def _fit(x_BHLK: torch.Tensor, length: int) -> torch.Tensor:
