@@ -220,7 +220,7 @@ class Feeder:
                 await feed.changed(POLL_SECONDS)
                 continue
             stop = min(feed.size, at + self._context.settings.piece_bytes)
-            async with contextlib.aclosing(self._files.read_bytes(feed.segments, at, stop)) as pieces:
+            async with contextlib.aclosing(self._files.read(feed.segments, at, stop)) as pieces:
                 async for piece in pieces:
                     if check is not None:
                         check.push(piece)
@@ -233,7 +233,7 @@ class Feeder:
     async def _check(self, feed: Feed, start: int) -> Utf8Check:
         """A check of what comes from byte `start` on; the character that it lies in began before."""
         before = max(0, start - CHARACTER_BYTES)
-        async with contextlib.aclosing(self._files.read_bytes(feed.segments, before, start)) as pieces:
+        async with contextlib.aclosing(self._files.read(feed.segments, before, start)) as pieces:
             tail = b"".join([piece async for piece in pieces])
         at = next((place for place in reversed(range(len(tail))) if tail[place] & 0xC0 != 0x80), len(tail))
         check = Utf8Check(before + at)

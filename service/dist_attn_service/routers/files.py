@@ -133,7 +133,7 @@ async def get_file_content(request: Request, file_id: str) -> Response:
 
     async def write(writer: ResponseWriter) -> None:
         await writer.start(BYTES, stop - start, headers, 206 if part else 200)
-        async with aclosing(files.read(record, start, stop)) as pieces:
+        async with aclosing(files.read(record.segments, start, stop)) as pieces:
             async for piece in pieces:
                 await writer.write(piece)
         await writer.finish()

@@ -194,7 +194,7 @@ async def named_source(asked: Incoming, text: str | None, file_id: str | None) -
     if text is not None:
         raise BadRequest("input and file_id are two documents; send one of them", param="file_id")
     file = await named_file(asked, file_id)
-    pieces = asked.services.files.read(file)
+    pieces = asked.services.files.read(file.segments, 0, file.size)
     is_text = file.details.mime_type.lower().startswith("text/")
     return Source(pieces=utf8_checked(pieces) if is_text else pieces, stored=True, size=file.size)
 
@@ -213,6 +213,6 @@ async def named_file(asked: Incoming, file_id: str) -> FileRecord:
         raise BadRequest("the file is empty; name one with a text", code=Code.EMPTY_INPUT, param="file_id")
     if file.size > services.settings.body_bytes:
         raise TooLarge(f"the file has {file.size} bytes; a document may have {services.settings.body_bytes}")
-    async with aclosing(services.files.read(file, 0, min(HEAD_BYTES, file.size))) as pieces:
+    async with aclosing(services.files.read(file.segments, 0, min(HEAD_BYTES, file.size))) as pieces:
         refuse_other(b"".join([piece async for piece in pieces]), file.details.mime_type.lower())
     return file

@@ -171,7 +171,7 @@ async def _sample(services: Services, file: FileRecord) -> bytes:
         begins = [(file.size - length) * place // (PIECES - 1) for place in range(PIECES)]
     sample = bytearray()
     for begin in begins:
-        async with aclosing(services.files.read(file, begin, begin + length)) as pieces:
+        async with aclosing(services.files.read(file.segments, begin, begin + length)) as pieces:
             async for piece in pieces:
                 sample += piece
     return bytes(sample)

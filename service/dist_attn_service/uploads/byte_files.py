@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import time
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -33,6 +34,13 @@ HASH_BYTES = 4 << 20
 LOCK_SECONDS = 5.0  # somebody who writes is given to make way
 POLL_SECONDS = 0.05
 WANTED = ".wanted"
+
+
+def this_boot() -> str:
+    """This start of this machine: what a process gave to the system outlives the process, not the system."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return uuid.uuid4().hex
 
 
 @final

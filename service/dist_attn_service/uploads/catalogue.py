@@ -11,13 +11,14 @@ from dist_attn.settings import FileSettings
 from dist_attn.store.ledger import change, changed, moment, salted, secret_of, unknown_beside
 from dist_attn.store.open import lost_catalogue
 from dist_attn.store.ports import Records
-from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError, TooLarge
+from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.ledger import (
     Details,
     FeedRecord,
     FileLedger,
     FileRecord,
+    PartRecord,
     Segment,
     UploadRecord,
     Usage,
@@ -176,6 +177,18 @@ class Catalogue:
             await ledger.drop_upload(name, record)
 
         await self.change(drop)
+
+    async def parts(self, upload: str, part_ids: list[str]) -> tuple[Segment, ...]:
+        """The bytes of these parts of an upload.
+
+        Raises: BadRequest for one that is not there.
+        """
+        names = [f"{upload}/{part}" for part in part_ids]
+        parts = await self.change(lambda ledger: ledger.find_all(PartRecord, names))
+        for part_id, part in zip(part_ids, parts, strict=True):
+            if part is None:
+                raise BadRequest(f"there is no part {part_id[:80]!r} of this upload", param="part_ids")
+        return tuple(part.segment for part in parts if part is not None)
 
     async def complete(
         self, caller: str, name: str, segments: tuple[Segment, ...], made_of: tuple[str, ...] = ()

@@ -1,26 +1,23 @@
 """Files and uploads as routes use them: what a client sends is on disk and recorded when it has its answer."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
+from contextlib import asynccontextmanager
 from typing import final
 
 from dist_attn.store import ExpiryGrace, open_records
 from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import NO_RETRY, BadRequest, Code, ServiceError, TooLarge
-from dist_attn_service.base.logs import Log, warn_of_jump
+from dist_attn_service.base.logs import Log
 from dist_attn_service.base.settings import Settings
 from dist_attn_service.http.exchange import RequestBody
-from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up
+from dist_attn_service.uploads.byte_files import BlobWriter, ByteFolder, Reader, arriving, kept_up, this_boot
 from dist_attn_service.uploads.catalogue import Catalogue, pending
 from dist_attn_service.uploads.ledger import (
     Details,
     FeedRecord,
     FileRecord,
-    PartRecord,
     Segment,
     UploadRecord,
 )
@@ -34,13 +31,6 @@ CATALOGUE, NAMESPACE = "files.sqlite", "dist-attn-files"  # of records in a fold
 FIRST_BYTES = 1  # held at first for a file of which it is not known how long it is
 ROOM_BYTES = 64 << 20  # and how much more at most each time
 FORM_BYTES = 4 << 10  # of a form are likely not those of its file
-
-
-def this_boot() -> str:
-    """This start of this machine: what a process gave to the system outlives the process, not the system."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return uuid.uuid4().hex
 
 
 @final
@@ -69,7 +59,7 @@ class FileService:
                 catalogue = await Catalogue.open(records, settings.files, folder)
                 service = FileService(catalogue, folder, this_boot(), ExpiryGrace(settings.expired_seconds))
                 await service.upkeep.sweep()
-                keeper = asyncio.create_task(service._keep(settings.files.upkeep_s, log))
+                keeper = asyncio.create_task(service.upkeep.repeat(settings.files.upkeep_s, log))
                 try:
                     yield service
                 finally:
@@ -77,15 +67,6 @@ class FileService:
                     await asyncio.gather(keeper, return_exceptions=True)
             finally:
                 await records.close()
-
-    async def _keep(self, every_s: float, log: Log) -> None:
-        while True:
-            await asyncio.sleep(every_s)
-            try:
-                await self.upkeep.sweep()
-                warn_of_jump(log, self.upkeep.grace, "file or upload")
-            except Exception as error:
-                log.warning("files could not be put in order; will try again", exc_info=error)
 
     # ---- uploads -------------------------------------------------------------------------------
 
@@ -196,13 +177,6 @@ class FileService:
         record = await self._reservations.for_stream(caller, name)
         return record, (Segment(record.blob, record.length),), await self.offset(record)
 
-    def read_bytes(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
-        """Bytes of an upload that are there, in pieces.
-
-        Raises: NotFound when it is deleted meanwhile.
-        """
-        return self._folder.read(segments, start, stop)
-
     async def note_feed(
         self, caller: str, name: str, feed: FeedRecord, segments: tuple[Segment, ...] = (), size: int = 0
     ) -> FeedRecord:
@@ -255,7 +229,7 @@ class FileService:
             )
         if len(set(part_ids)) != len(part_ids):
             raise BadRequest("a part is named twice; name each once", param="part_ids")
-        segments = await self._segments(name, part_ids)
+        segments = await self.catalogue.parts(name, part_ids)
         if (size := sum(segment.size for segment in segments)) != record.length:
             raise BadRequest(
                 f"these parts have {size} bytes; the upload was announced with {record.length}", param="part_ids"
@@ -263,14 +237,6 @@ class FileService:
         if md5 is not None and (digest := await self._folder.md5(segments)) != md5.lower():
             raise BadRequest(f"md5 is {md5}; that of the parts in this order is {digest}", param="md5")
         return await self.catalogue.complete(caller, name, segments, tuple(part_ids))
-
-    async def _segments(self, upload: str, part_ids: list[str]) -> tuple[Segment, ...]:
-        names = [f"{upload}/{part}" for part in part_ids]
-        parts = await self.catalogue.change(lambda ledger: ledger.find_all(PartRecord, names))
-        for part_id, part in zip(part_ids, parts, strict=True):
-            if part is None:
-                raise BadRequest(f"there is no part {part_id[:80]!r} of this upload", param="part_ids")
-        return tuple(part.segment for part in parts if part is not None)
 
     # ---- files ---------------------------------------------------------------------------------
 
@@ -304,12 +270,12 @@ class FileService:
             await writer.sync()
             return await self._reservations.into_file(caller, blob, writer.end, described)
 
-    def read(self, record: FileRecord, start: int = 0, stop: int | None = None) -> AsyncGenerator[bytes]:
-        """The bytes of a file, in pieces.
+    def read(self, segments: tuple[Segment, ...], start: int, stop: int) -> AsyncGenerator[bytes]:
+        """Bytes [start, stop) of a file, or of an upload as far as it is there, in pieces.
 
         Raises: NotFound when it is deleted meanwhile.
         """
-        return self._folder.read(record.segments, start, record.size if stop is None else stop)
+        return self._folder.read(segments, start, stop)
 
     @asynccontextmanager
     async def _kept(self, blob: str) -> AsyncIterator[BlobWriter]:

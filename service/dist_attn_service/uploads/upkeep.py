@@ -1,5 +1,6 @@
 """Keeps the folder and its catalogue in order: what has expired goes, and what processes left behind when they died."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import final
 
 from dist_attn.store import ExpiryGrace
 from dist_attn.store.ledger import all_records, every_page, name_in, wrong_sums
+from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.uploads.byte_files import ByteFolder
 from dist_attn_service.uploads.catalogue import Catalogue
 from dist_attn_service.uploads.ledger import BlobRecord, FileLedger, FileRecord, PartRecord, UploadRecord, Usage
@@ -45,6 +47,16 @@ class Upkeep:
         pages = await every_page(lambda after: change(lambda ledger: _end_expired(ledger, after, until)))
         ended = sum(pages, Counter[str]())
         return Swept(ended["upload"], ended["file"], await self._give_up_unwritten() + await self._remove_unknown())
+
+    async def repeat(self, every_s: float, log: Log) -> None:
+        """A round once in a while, until it is cancelled; one that fails is tried again."""
+        while True:
+            await asyncio.sleep(every_s)
+            try:
+                await self.sweep()
+                warn_of_jump(log, self.grace, "file or upload")
+            except Exception as error:
+                log.warning("files could not be put in order; will try again", exc_info=error)
 
     async def _give_up_unwritten(self) -> int:
         """Release what is held for bytes that nobody writes any more."""
