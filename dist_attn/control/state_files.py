@@ -12,8 +12,8 @@ import structlog
 
 from dist_attn.control.processes import is_alive
 from dist_attn.store.private import make_private
+from dist_attn.wire.rank_messages import STATE_PART_BYTES
 
-PART_BYTES = 4 << 20
 PREFIX = "dist-attn-states-"
 
 log = structlog.get_logger("dist_attn.control")
@@ -159,7 +159,7 @@ class StateFiles:
         """Read the last state; where it cannot be read, what is sent is not whole, and the ranks refuse it."""
         try:
             with self._last(request).open("rb") as file:
-                while part := file.read(PART_BYTES):
+                while part := file.read(STATE_PART_BYTES):
                     yield part
         except OSError as error:
             log.error("state cannot be read", request=request, error=str(error))

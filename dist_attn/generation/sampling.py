@@ -12,23 +12,23 @@ from dist_attn.errors import EngineError, ShapeError
 from dist_attn.wire.messages import SamplingSpec, TokenLogprobs
 
 
-def generator_for(spec: SamplingSpec, session: int, draws: int = 0) -> torch.Generator:
-    """The random numbers of one session after `draws` drawn tokens: those of its seed, or fresh ones where it is None.
+def generator_for(spec: SamplingSpec, request: int, draws: int = 0) -> torch.Generator:
+    """The random numbers of one request after `draws` drawn tokens: those of its seed, or fresh ones where it is None.
 
-    The seed alone decides: the same request in another session draws the same tokens.
+    The seed alone decides: two requests with the same seed draw the same tokens.
     """
-    generator = _generator(spec, session)
+    generator = _generator(spec, request)
     if spec.temperature:  # every draw takes one number then, else none
         torch.rand(draws, generator=generator, dtype=torch.float64)
     return generator
 
 
-def _generator(spec: SamplingSpec, session: int) -> torch.Generator:
+def _generator(spec: SamplingSpec, request: int) -> torch.Generator:
     if spec.seed is not None:
         # torch keeps the low 32 bits of a seed: all 64 are mixed first, or -1 and 2**63 - 1 would be one seed.
         mixed = np.random.SeedSequence(spec.seed % (1 << 64)).generate_state(1, np.uint32)
         return torch.Generator().manual_seed(int(mixed[0]))
-    fresh = np.random.SeedSequence(spawn_key=(session,)).generate_state(1, np.uint64)
+    fresh = np.random.SeedSequence(spawn_key=(request,)).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(fresh[0]))
 
 

@@ -12,7 +12,6 @@ from typing import Protocol, final
 import msgspec
 import zmq
 
-from dist_attn.control.state_files import PART_BYTES
 from dist_attn.errors import InputError, WireError
 from dist_attn.rank_link.heartbeat import HeartbeatThread, Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
@@ -20,6 +19,7 @@ from dist_attn.wire.curve import ClientKeys
 from dist_attn.wire.manifest import Manifest
 from dist_attn.wire.messages import PROTOCOL_VERSION
 from dist_attn.wire.rank_messages import (
+    STATE_PART_BYTES,
     CloseOp,
     DecodeOp,
     Drawn,
@@ -282,8 +282,8 @@ def _send_state(op: SaveOp, step: Step, rank: int, executor: Executor, send: Sen
     if result is None:
         return []
     saved, state = result
-    for start in range(0, len(state), PART_BYTES):
-        send(StatePart(step.epoch, rank, op.request, start, state[start : start + PART_BYTES], op.ordinal))
+    for start in range(0, len(state), STATE_PART_BYTES):
+        send(StatePart(step.epoch, rank, op.request, start, state[start : start + STATE_PART_BYTES], op.ordinal))
     return [msgspec.structs.replace(saved, ordinal=op.ordinal)]
 
 

@@ -1,1 +1,1 @@
-"""What rank processes and the control plane share: identities, heartbeats, rows, process ties. Never loads torch."""
+"""What rank processes and the control plane share: settings, heartbeats, rows, process ties. Never loads torch."""

@@ -43,7 +43,7 @@ class ShardedSelection:
         return self.layout.total
 
     def upsample(self, z_ND: torch.Tensor, how: Interpolation) -> torch.Tensor:
-        """See `sharded.upsampling.sharded_upsample`."""
+        """See `sharded_upsample`."""
         return sharded_upsample(self.comm, self.source, self.found, self.layout, z_ND, self.position_N, how)
 
 

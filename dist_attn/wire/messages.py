@@ -199,10 +199,7 @@ class Done(Message, frozen=True):
 class Failed(Message, frozen=True):
     """The request ended without its result.
 
-    `code` is one of dist_attn_api/codes.py. The controller uses: overloaded (too much is open; there may be
-    room in `retry_after_s` seconds), deadline_exceeded (its own deadline has passed),
-    engine_failed (a rank was lost while it held this request), engine_not_ready (no engine in time, or it is stopping),
-    invalid_value and empty_input (the request or its tokens), body_timeout (its tokens stopped coming).
+    `code` is one of dist_attn_api/codes.py; with overloaded there may be room in `retry_after_s` seconds.
     """
 
     request_id: Name

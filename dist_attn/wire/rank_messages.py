@@ -99,6 +99,9 @@ class SaveOp(msgspec.Struct, frozen=True, tag="save"):
 Op = OpenOp | PrefillOp | DecodeOp | CloseOp | SaveOp
 
 
+STATE_PART_BYTES = 4 << 20
+
+
 class StatePart(Message, frozen=True):
     """Bytes [start, start + n) of a request's state, in order; to a rank before the step that restores it."""
 
@@ -184,7 +187,7 @@ class RowPieces(msgspec.Struct, frozen=True):
     """Sums (pooling mean), last vectors or the model's own over ranges of tokens, in order, float32 [n, dim].
 
     A range is a whole row or the part of a row that lies in this rank's slice of the block. Of a completion there is a
-    row for each token, about the one that follows it: see `control.rows.score_width`.
+    row for each token, about the one that follows it: see `rank_link.rows.score_width`.
     """
 
     request: Count

@@ -168,7 +168,7 @@ class UnforeseenError(ServiceError):
 
 
 def engine_error(code: str, message: str, retry_after_seconds: int | None = None) -> ServiceError:
-    """The HTTP answer for a controller's `Failed` message; a code outside the closed set counts as engine_failed."""
+    """The HTTP answer for a controller's `Failed` message; an unknown code counts as engine_failed."""
     known = Code.of(code)
     match known:
         case Code.ENGINE_NOT_READY | Code.ENGINE_UNREACHABLE | Code.STOPPING:
@@ -177,14 +177,7 @@ def engine_error(code: str, message: str, retry_after_seconds: int | None = None
             return ServiceError(message, code=Code.OVERLOADED, headers=retry_after(retry_after_seconds or 1))
         case Code.DEADLINE_EXCEEDED | Code.STATE_MISMATCH:
             return ServiceError(message, code=known, headers=NO_RETRY)
-        case (
-            Code.INVALID_VALUE
-            | Code.EMPTY_INPUT
-            | Code.INVALID_STATE
-            | Code.BODY_TIMEOUT
-            | Code.CONTEXT_LENGTH_EXCEEDED
-            | Code.ENGINE_TIMEOUT
-        ):
-            return ServiceError(message, code=known)
-        case _:
+        case Code.ENGINE_FAILED | None:
             return EngineFailure(message)
+        case _:
+            return ServiceError(message, code=known)
