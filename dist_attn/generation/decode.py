@@ -42,7 +42,7 @@ def generate(
     prompt_L = torch.from_numpy(np.array(prompt_tokens, dtype=np.int64))
     if not len(prompt_L):
         raise InputError("the prompt has no tokens; give at least one, for example the tokeniser's end token")
-    generator = generator_for(spec, session=0)
+    generator = generator_for(spec, request=0)
     device = model.embedding.weight.device
     drawn: list[int] = []
     counts = Counter[int]()
