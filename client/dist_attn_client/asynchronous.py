@@ -23,8 +23,16 @@ from dist_attn_api.types import (
     Tokenized,
 )
 from dist_attn_client.attempts import DEFAULT_RETRY, Retry
-from dist_attn_client.encodings import EncodingProgress, Granularity, Row, RowOptions, RowsPlan
-from dist_attn_client.errors import Overloaded
+from dist_attn_client.encodings import (
+    EncodingProgress,
+    Granularity,
+    Row,
+    RowOptions,
+    RowsPlan,
+    check_keywords,
+    row_query,
+)
+from dist_attn_client.errors import NotOurAnswer, Overloaded
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.files import AsyncFiles
 from dist_attn_client.jobs import AsyncJobs
@@ -86,7 +94,7 @@ class Flows:
         Raises: InputError for a document that cannot be read, ClientError.
         """
         source = one_document(document, file_id)
-        query = cast("dict[str, str | int | None]", options)
+        query = row_query(options)
         headers = _terms(deadline_s, priority)
 
         def call(row: int) -> Call:
@@ -134,7 +142,13 @@ class Flows:
         body = {"input": list(texts), "encoding_format": "base64", **({} if model is None else {"model": model})}
         call = Call("POST", "/v1/embeddings", headers=_terms(deadline_s), json=body, repeatable=True)
         vectors = sorted((await self._exchange.value(call, EmbeddingList, deadline_s)).data, key=lambda v: v.index)
-        return np.stack([np.frombuffer(b64decode(str(v.embedding)), "<f4") for v in vectors]).astype(np.float32)
+        try:
+            rows = [np.frombuffer(b64decode(cast(str, v.embedding), validate=True), "<f4") for v in vectors]
+            return np.stack(rows).astype(np.float32)
+        except (TypeError, ValueError) as error:
+            raise NotOurAnswer(
+                f"POST /v1/embeddings: vectors in base64 were asked for; what came is none: {error}"
+            ) from None
 
     async def tokenise(self, text: str) -> list[int]:
         """The tokens of a text, as the served model has them. Raises: ClientError."""
@@ -151,6 +165,7 @@ class Flows:
 
         `text` beside `size` is a sample of it. Nothing is started. Raises: ClientError.
         """
+        check_keywords("estimate", work, WorkSize)
         names = {"size": "bytes", "text": "input"}  # of the API, where they differ
         body = {names.get(name, name): value for name, value in work.items() if value is not None}
         return await self._exchange.value(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, TypedDict, final
+from typing import Literal, TypedDict, cast, final
 
 import msgspec
 import numpy as np
@@ -23,6 +23,18 @@ class RowOptions(TypedDict, total=False):
     window: int | None
     pooling: Pooling | None
     model: str | None
+
+
+def check_keywords(method: str, options: Mapping[str, object], known: type) -> None:
+    """Raises: TypeError for a keyword that `method` does not have, as one that lists its parameters would."""
+    if unknown := sorted(options.keys() - known.__annotations__.keys()):
+        raise TypeError(f"{method}() has no parameter {unknown[0]!r}; it has {', '.join(known.__annotations__)}")
+
+
+def row_query(options: RowOptions) -> dict[str, str | int | None]:
+    """The query of a request for such rows. Raises: TypeError for an option that does not exist."""
+    check_keywords("encode", options, RowOptions)
+    return dict(cast("Mapping[str, str | int | None]", options))
 
 
 @dataclass(frozen=True, eq=False)

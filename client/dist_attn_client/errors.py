@@ -19,7 +19,7 @@ ClientError (DistAttnError)       anything below; see dist_attn_api/errors.py
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from dist_attn_api.codes import Code
@@ -59,6 +59,7 @@ class Refused(ClientError):
     """
 
     message: str
+    _: KW_ONLY
     status: int | None = None
     code: str = ""
     param: str | None = None
@@ -66,6 +67,9 @@ class Refused(ClientError):
     request_id: str = ""
     retry_after_s: float | None = None
     should_retry: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
 
 
 class Unusable(Refused, InputError):

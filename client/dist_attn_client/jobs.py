@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Unpack, cast, final
+from typing import Any, Unpack, final
 
 import msgspec
 
 from dist_attn_api.types import Completion, EncodingSummary, Job, JobList
-from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan
+from dist_attn_client.encodings import EncodingProgress, Row, RowOptions, RowsPlan, row_query
 from dist_attn_client.errors import NotOurAnswer, error_of_words
 from dist_attn_client.exchange import Exchange
 from dist_attn_client.plan import Call, Decoder, Event, EventDecoder, Finished, Plan, Reached, path_of
@@ -52,7 +52,7 @@ class AsyncJobs:
         Raises: InputError, ClientError.
         """
         source = one_document(document, file_id)
-        query = cast("dict[str, str | int | None]", options)
+        query = row_query(options)
         if source is None:
             body = {name: value for name, value in {**query, "file_id": file_id}.items() if value is not None}
             return await self._exchange.value(Call("POST", "/v1/jobs", json=body), Job, deadline_s)

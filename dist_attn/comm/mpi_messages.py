@@ -16,8 +16,6 @@ from dist_attn.errors import MismatchError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-if TYPE_CHECKING:
-    from mpi4py import MPI
     from mpi4py.typing import Buffer
 
 

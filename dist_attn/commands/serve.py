@@ -78,7 +78,8 @@ def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threadin
     while not stopped.wait(POLL_S):
         code = api.poll()
         if code is not None:
-            return code
+            say(f"dist-attn: the API ended with exit code {_shell_code(code)}; the service ends with it", sys.stderr)
+            return _shell_code(code)
         code = engine.exit_code()
         if code is None:
             continue
@@ -89,6 +90,11 @@ def _watch(engine: EngineHandle, api: subprocess.Popen[bytes], stopped: threadin
         engine.restart()
         say("dist-attn: a new controller is started", sys.stderr)
     return 0
+
+
+def _shell_code(code: int) -> int:
+    """The exit code as a shell says it: 128 + n for a process that signal n ended."""
+    return 128 - code if code < 0 else code
 
 
 def api_stop_deadline_s(settings: Settings) -> float:

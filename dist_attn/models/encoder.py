@@ -61,14 +61,19 @@ def with_positions(
         if position_map is None:
             return x + waves
         return cast(torch.Tensor, position_map(torch.cat([x, waves.expand_as(x)], dim=-1)))
-    # Every rank compares the same end, so that all of them refuse or none.
-    if kind.beyond == "refuse" and not torch.compiler.is_compiling() and int(end_B.max()) > kind.length:
-        raise InputError(
-            f"the sequence reaches {int(end_B.max())} tokens; this model has learned positions for {kind.length}: give "
-            "a shorter one, or train with more, or with positions that go on"
-        )
+    if not torch.compiler.is_compiling():
+        # Every rank compares the same end, so that all of them refuse or none.
+        _check_reach(kind, int(end_B.max()))
     table = cast(nn.Embedding, embedding)
     return x + cast(torch.Tensor, table(positions % kind.length if kind.beyond == "repeat" else positions))
+
+
+def _check_reach(kind: LearnedPositions, tokens: int) -> None:
+    if kind.beyond == "refuse" and tokens > kind.length:
+        raise InputError(
+            f"the sequence reaches {tokens} tokens; this model has learned positions for {kind.length}: give a shorter "
+            "one, or train with more, or with positions that go on"
+        )
 
 
 def sinusoidal(positions_L: torch.Tensor, size: int) -> torch.Tensor:
@@ -179,9 +184,12 @@ class Encoder(nn.Module):
         if self.config.positions != "none":
             places = ops.document_places(x_BLD.shape[1])
             positions_L = places.position_L.to(x_BLD.device)
-            longest_1 = torch.tensor([max(places.lengths_N, default=0)])
+            longest = max(places.lengths_N, default=0)
+            kind = _positions(self.config)
+            if isinstance(kind, LearnedPositions):
+                _check_reach(kind, longest)  # also while it is compiled, which no tensor's value can be read in
             layers = (self.position_embedding, self.position_map)
-            x_BLD = with_positions(x_BLD, positions_L, longest_1, _positions(self.config), layers)
+            x_BLD = with_positions(x_BLD, positions_L, torch.tensor([longest]), kind, layers)
         if self.embedding_norm is not None:
             x_BLD = self.embedding_norm(x_BLD)
         for block in watched(self.blocks):

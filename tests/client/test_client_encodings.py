@@ -168,6 +168,10 @@ def test_what_cannot_be_done_is_said(service: RunningService, client: Client, tm
         client.encode(tmp_path / "no.txt")
     with pytest.raises(InputError, match="either a document or"):
         client.encode()
+    with pytest.raises(TypeError, match="no parameter 'windw'; it has granularity, window"):
+        client.encode(b"abc", windw=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="no parameter 'tokns'"):
+        client.estimate(tokns=5)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="mode 'rb'"):
         list(client.encode(io.StringIO("text")))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="authorization") as hidden, Client(service.url, key="schlüssel") as keyed:

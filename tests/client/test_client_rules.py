@@ -83,6 +83,12 @@ def test_what_is_sent_again(error: Refused, repeatable: bool, other: bool) -> No
                 tries.wait_after(error, repeatable=safe)
 
 
+def test_an_error_made_by_hand_has_its_words() -> None:
+    """The text of a refusal is its message, also by keyword, as code that tests its own handling makes them."""
+    error = Refused(message="no", code="conflict")
+    assert (str(error), error.args, error.code) == ("no", ("no",), "conflict")
+
+
 def test_waits_grow_to_a_bound_and_end() -> None:
     """Each wait is twice the one before, up to the longest; the last try's error is told; progress begins anew."""
     tries = attempts(tries=6)

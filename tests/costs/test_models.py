@@ -38,12 +38,20 @@ def test_numbers_held(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
     assert costs.weights_bytes == sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.mark.parametrize(("tokens", "batch"), [(0, 1), (70, 3)])
+def test_state_bytes(pair: tuple[LanguageModelCosts, LanguageModel], tokens: int, batch: int) -> None:
+    """The state after any number of tokens has exactly the bytes that the formula says."""
+    costs, model = pair
+    with torch.inference_mode():
+        _, state = model.hidden(torch.zeros(batch, tokens, dtype=torch.int64))
+    assert costs.state_bytes(tokens, batch) == state.num_bytes()
+
+
 def test_a_state_keeps_nothing_else_alive(pair: tuple[LanguageModelCosts, LanguageModel]) -> None:
-    """A state has exactly the bytes of the formula, and no memory behind them: not the block's it was cut from."""
+    """The memory behind a state's tensors is the state's and not the block's that they were cut from."""
     costs, model = pair
     with torch.inference_mode():
         _, state = model.hidden(torch.zeros(1, 300, dtype=torch.int64))
-    assert costs.state_bytes(300) == state.num_bytes()
     storages = [tensor.untyped_storage() for layer in state.layers for tensor in layer.tensors()]
     assert sum({s.data_ptr(): s.nbytes() for s in storages}.values()) <= costs.state_bytes(300)
 

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm import Communicator, differentiable, run_simulated
+from dist_attn.errors import InputError
 from dist_attn.feature_maps import elu_plus_one
 from dist_attn.layout import SequenceLayout
-from dist_attn.models import hold_weights_as
-from dist_attn.ops import Watch, relative_attention, watching
+from dist_attn.mixers import BidirectionalConfig
+from dist_attn.models import EncoderConfig, hold_weights_as
+from dist_attn.models.encoder import Encoder
+from dist_attn.ops import LocalSequenceOps, Watch, relative_attention, watching
 from dist_attn.sharded import ShardedSequenceOps
 from dist_attn.wire.choices import WeightPrecision
 from tests.support.closeness import assert_close
@@ -129,3 +132,12 @@ def test_nobody_watches_inside_a_graph() -> None:
     with torch.no_grad(), watching(watch):
         assert_close(compiled(tokens), model.logits(tokens))
     assert watch.denominators == 2 * 10  # of the model as it is, not of the graph
+
+
+def test_a_compiled_encoder_refuses_more_tokens_than_it_has_positions() -> None:
+    """The lengths of documents are plain numbers, which a compiled model compares as the model itself does."""
+    mixer = BidirectionalConfig(attention="softmax", num_heads=2)
+    config = EncoderConfig(hidden_size=16, num_layers=1, mlp_size=32, mixer=mixer, positions="learned", max_length=8)
+    encoder = torch.compile(Encoder(config), backend="eager")
+    with pytest.raises(InputError, match="12 tokens; this model has learned positions for 8"):
+        encoder(torch.zeros(1, 12, 16), LocalSequenceOps())

@@ -49,7 +49,7 @@ def relative_attention(
     Causal with L != S is aligned at the top left. A query with no weight on any key, as one that sees none, has the
     output 0 and no gradient. `form` "naive" takes the whole score matrix, which is faster for a few dozen tokens.
 
-    `implementation` names what computes the windowed form, see `implementation.choose_relative`: "triton" the kernels
+    `implementation` names what computes the windowed form, see `call.choose_relative`: "triton" the kernels
     for a GPU, which "auto" takes by itself only once they have run on one; until then, and elsewhere, torch's own
     operations ("streaming").
 

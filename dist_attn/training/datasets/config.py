@@ -92,7 +92,7 @@ class LabelledTextConfig(_Files):
 
 
 class ListOpsConfig(_Batches):
-    """Expressions made up as Long Range Arena does (`datasets.listops`): `examples` of them, and others to validate."""
+    """Expressions made up as Long Range Arena does (`datasets.made_up`): `examples` of them, and others to validate."""
 
     kind: Literal["listops"] = "listops"
     seed: int = 0
@@ -112,7 +112,7 @@ class ListOpsConfig(_Batches):
 
 
 class NeedlesConfig(_Batches):
-    """Sequences made up of noise and a few tokens that matter (`datasets.needles`), and others to validate."""
+    """Sequences made up of noise and a few tokens that matter (`datasets.made_up`), and others to validate."""
 
     kind: Literal["needles"] = "needles"
     seed: int = Field(default=0, ge=0)

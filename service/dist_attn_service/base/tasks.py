@@ -1,6 +1,7 @@
 """Several things at once: tasks that end together or wait for each other, and work beside the event loop."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
@@ -29,10 +30,25 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 async def beside(pool: Executor | None, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of `work`, which runs beside the event loop, in a thread of `pool` (None: of asyncio's own).
 
-    A thread cannot be stopped: a task that is cancelled meanwhile ends when the work is over, so that nobody else uses
-    or closes what the work still uses.
+    For a task that is cancelled meanwhile, work that waits for a thread is not begun. A thread cannot be stopped: work
+    that has begun is waited for, so that nobody else uses or closes what it still uses.
     """
-    return await unbroken(asyncio.get_running_loop().run_in_executor(pool, lambda: work(*args, **kwargs)))
+    first = threading.Lock()  # held by who came first: the thread that begins, or the task that was cancelled
+
+    def begin() -> T:
+        if not first.acquire(blocking=False):
+            raise asyncio.CancelledError
+        return work(*args, **kwargs)
+
+    future = asyncio.get_running_loop().run_in_executor(pool, begin)
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        if first.acquire(blocking=False):
+            future.cancel()
+        else:
+            await asyncio.wait({future})
+        raise
 
 
 async def unbroken(work: Awaitable[T]) -> T:

@@ -14,7 +14,7 @@ from dist_attn.wire.messages import RowSpec
 from dist_attn_api.types import Job, JobProgress
 from dist_attn_service.base.errors import BadRequest, Code, NotFound, ServiceError, TooLarge
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
 from dist_attn_service.engine.workload import Workload
@@ -65,7 +65,7 @@ class JobApi:
             total, sha256 = await self._receive(name, body, size or 0, lease)
             if not total:
                 raise BadRequest("the body is empty; send a text", code=Code.EMPTY_INPUT, param="input")
-            await beside(None, self._store.files.sync_input, name)
+            await unbroken(beside(None, self._store.files.sync_input, name))
             return name, await self._enqueue(name, total, sha256)
         except BaseException as error:
             await asyncio.shield(self._drop(name))
@@ -115,9 +115,9 @@ class JobApi:
                 reserved, renewed = max(reserved, -(-total // STEP_BYTES) * STEP_BYTES), now
                 await self._catalogue.change(name, _reserving(reserved, now + lease))
             if len(waiting) >= WRITE_BYTES:
-                await beside(None, write, bytes(waiting))
+                await unbroken(beside(None, write, bytes(waiting)))
                 waiting.clear()
-        await beside(None, write, bytes(waiting))
+        await unbroken(beside(None, write, bytes(waiting)))
         return total, digest.hexdigest()
 
     async def _enqueue(self, name: str, total: int, sha256: str) -> JobRecord:

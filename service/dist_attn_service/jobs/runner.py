@@ -13,7 +13,7 @@ from dist_attn.store.ledger import changed
 from dist_attn_service.base.errors import Code, ServiceError, UnforeseenError
 from dist_attn_service.base.logs import Log, warn_of_jump
 from dist_attn_service.base.settings import Settings
-from dist_attn_service.base.tasks import beside, task_group
+from dist_attn_service.base.tasks import beside, task_group, unbroken
 from dist_attn_service.engine.metrics import Metrics
 from dist_attn_service.jobs.catalogue import JobGone, JobPoint, JobRecord, State, end_of, with_event
 from dist_attn_service.jobs.files import JobStore
@@ -207,7 +207,7 @@ class JobRunner:
         Raises: _Stop when it is not wanted here any more.
         """
         async with report.saving:
-            rows = None if report.settle is None else await beside(None, report.settle)
+            rows = None if report.settle is None else await unbroken(beside(None, report.settle))
             await self._catalogue.change(name, lambda record: self._progress(record, report, rows))
 
     def _progress(self, record: JobRecord, report: Report, rows: int | None) -> JobRecord:

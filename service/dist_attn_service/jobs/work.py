@@ -8,7 +8,7 @@ from typing import Any, final
 
 from dist_attn.wire.messages import BeginState, Keep, OpenWork, RowSpec
 from dist_attn_service.base.errors import Code, NotFound, ServiceError
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.encodings.encoding_run import EncodingRun, RowBlock, RunPoint
 from dist_attn_service.engine.run import ServiceContext
 from dist_attn_service.engine.served_model import ServedModel
@@ -87,13 +87,13 @@ class EncodingWork:
         work = OpenWork(name, at, spec, keep=Keep(step, end=True) if step else Keep())
 
         async def put(block: RowBlock) -> None:
-            await beside(None, rows.append, block)
+            await unbroken(beside(None, rows.append, block))
 
         async def keep(at: RunPoint, pieces: AsyncIterator[bytes]) -> None:
             await self._keep(record, report, at, pieces)
 
         try:
-            first = await beside(None, rows.begin, record.rows)
+            first = await unbroken(beside(None, rows.begin, record.rows))
             if first < begin.row:
                 raise NotFound(f"of the {begin.row} rows of this job that were kept {first} are there")
             with self._context.workload.document(size=record.input_bytes, tokens=record.expected_tokens) as load:
@@ -108,9 +108,9 @@ class EncodingWork:
                         await run.work(stream, pieces, state=state, keep=keep if step else None)
                     finally:
                         self._context.metrics.tokens("encoding", max(0, run.tokens - begin.tokens))
-            safe = await beside(None, rows.settle)
+            safe = await unbroken(beside(None, rows.settle))
         finally:
-            await beside(None, rows.close)
+            await unbroken(beside(None, rows.close))
         size = record.input_bytes + safe * rows.bytes_per_row()
         return {"tokens": run.tokens, "rows": safe, "expected_tokens": float(run.tokens), "disk_bytes": size}
 

@@ -106,7 +106,7 @@ class GenerateService:
     async def answer(
         self, session_id: str, work: GenerateWork, record: RequestRecord, gone: asyncio.Event, on_text: OnText
     ) -> Generation:
-        """Go on with the text of a session; `told` gets an empty piece when it begins, then the text in pieces.
+        """Go on with the text of a session; `on_text` gets an empty piece when it begins, then the text in pieces.
 
         A client that is `gone` does not end it at once: it goes on for `detached_seconds`, and what is drawn is kept.
         One that was done before under this key is only said again.

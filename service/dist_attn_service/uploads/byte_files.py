@@ -22,7 +22,7 @@ from typing import ParamSpec, Protocol, TypeVar, final
 
 from dist_attn.store.private import make_private, private_opener, sync_folder
 from dist_attn_service.base.errors import NO_RETRY, Code, NotFound, ServiceError
-from dist_attn_service.base.tasks import beside
+from dist_attn_service.base.tasks import beside, unbroken
 from dist_attn_service.http.exchange import RequestBody
 from dist_attn_service.uploads.ledger import Segment
 
@@ -145,8 +145,8 @@ class ByteFolder:
         return await self.beside(lambda: sorted({path.name.removesuffix(WANTED) for path in self.place.glob("??/*")}))
 
     async def beside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `work`, done in a thread."""
-        return await beside(self._threads, work, *args, **kwargs)
+        """The result of `work`, done in a thread, whatever becomes of the task that asked for it."""
+        return await unbroken(beside(self._threads, work, *args, **kwargs))
 
     def _within(self, segments: Iterable[Segment], start: int, stop: int) -> Iterator[tuple[Path, int, int]]:
         """The parts of segments that lie in [start, stop)."""
