@@ -136,7 +136,7 @@ def test_nobody_watches_inside_a_graph() -> None:
 
 def test_a_compiled_encoder_refuses_more_tokens_than_it_has_positions() -> None:
     """The lengths of documents are plain numbers, which a compiled model compares as the model itself does."""
-    mixer = BidirectionalConfig(attention="softmax", num_heads=2)
+    mixer = BidirectionalConfig(attention="softmax", hidden_size=16, num_heads=2)
     config = EncoderConfig(hidden_size=16, num_layers=1, mlp_size=32, mixer=mixer, positions="learned", max_length=8)
     encoder = torch.compile(Encoder(config), backend="eager")
     with pytest.raises(InputError, match="12 tokens; this model has learned positions for 8"):
