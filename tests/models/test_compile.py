@@ -134,6 +134,7 @@ def test_nobody_watches_inside_a_graph() -> None:
     assert watch.denominators == 2 * 10  # of the model as it is, not of the graph
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_a_compiled_encoder_refuses_more_tokens_than_it_has_positions() -> None:
     """The lengths of documents are plain numbers, which a compiled model compares as the model itself does."""
     mixer = BidirectionalConfig(attention="softmax", hidden_size=16, num_heads=2)
