@@ -73,7 +73,8 @@ class _Kernels(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        x, kept = ctx.named(*ctx.saved_tensors[: ctx.num_inputs]), ctx.saved_tensors[ctx.num_inputs :]
+        saved = ctx.saved_tensors  # read once: where activations are computed again, each reading would do so
+        x, kept = ctx.named(*saved[: ctx.num_inputs]), saved[ctx.num_inputs :]
         needs = ctx.named(*ctx.needs_input_grad[2:])
         # Autograd turns gradients on inside backward if, and only if, this pass is to be differentiated in its turn.
         if torch.is_grad_enabled():
