@@ -160,14 +160,17 @@ class DocumentService:
     ) -> bytes:
         """Feed the engine and collect its rows; returns the last bytes, which say how it ended if they can."""
         outbox, record = document.outbox, document.record
+        spec, dim, first = document.request.spec, self._context.model.hidden_size, document.request.first_row
+        given = first  # the rows before this one are in the outbox, also where the run ended before it counted them
 
         async def format_and_put(block: RowBlock) -> None:
+            nonlocal given
             await outbox.put(await self._context.beside(form.rows, block))
+            given = block.first_row + len(block)
 
         async def put(block: RowBlock) -> None:
             await unbroken(format_and_put(block))  # also where the engine fails meanwhile: bytes of a format go on
 
-        spec, dim, first = document.request.spec, self._context.model.hidden_size, document.request.first_row
         run = EncodingRun(spec, dim, put, first_row=first, load=load)
         try:
             await outbox.put(form.head())
@@ -180,7 +183,7 @@ class DocumentService:
             document.inbox.fail(error)
             record.reason = str(error.code)
             document.broken = form.breaks_off
-            error.facts.setdefault("reached", {"next_row": max(first, run.rows)})
+            error.facts.setdefault("reached", {"next_row": given})
             return form.failed(error)
         finally:
             size = run.text_bytes if document.input_bytes is None else document.input_bytes
