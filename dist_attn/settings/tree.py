@@ -68,8 +68,8 @@ class HttpSettings(Section):
     admin_keys_file: Path | None = Field(default=None, description="file with one admin key per line")
     allowed_hosts: Names = Field(
         default=(),
-        description="names that requests may have in Host while no key is asked for, beside addresses, localhost, "
-        "http.host and this machine's name",
+        description="names that requests may have in Host while no key is asked for, beside addresses, "
+        "names without a dot, http.host and this machine's name",
     )
     served_model_name: Names = Field(
         default=(), description="names that the model answers to in place of its folder's; the first stands in answers"

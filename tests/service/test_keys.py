@@ -208,10 +208,19 @@ def keyless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningService
 
 @pytest.mark.parametrize(
     "host",
-    ["localhost", "LocalHost:8000", "127.0.0.1", "192.168.1.7:80", "[::1]:8000", "api.example:1", "api.example."],
+    [
+        "localhost",
+        "LocalHost:8000",
+        "127.0.0.1",
+        "192.168.1.7:80",
+        "[::1]:8000",
+        "api.example:1",
+        "api.example.",
+        "api:8000",
+    ],
 )
 def test_without_keys_known_names_and_addresses_are_answered(keyless: RunningService, host: str) -> None:
-    """Nobody can make an address point elsewhere, and the rest are names that the operator knows."""
+    """Nobody can make an address, or a name without a dot, point elsewhere; the operator knows the rest."""
     assert asked(keyless, f"Host: {host}")[0] == 200
     assert asked(keyless, f"Host: {socket.gethostname()}")[0] == 200
 

@@ -30,6 +30,7 @@ ADMIN_ROUTES = frozenset({"/metrics", "/v1/status"})
 _KEY = r"[\x21-\x7e]{1,512}"
 _BEARER = re.compile(f"bearer +({_KEY})", re.IGNORECASE)
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^][:@/?#]+)(:[0-9]*)?")
+_LABEL = re.compile(r"[a-z0-9_-]+")
 _CHALLENGE = {"www-authenticate": 'Bearer realm="dist-attn"'}
 
 
@@ -94,10 +95,12 @@ class KeyRing:
         return None
 
     def _wrong_host(self, host: str) -> ServiceError | None:
-        """A name of which nobody knows where it points next is refused; an address points to itself."""
+        """A domain that its owner can point here is refused. An address points to itself, and a name without a dot, as
+        those of compose and of a local network, is no domain that anybody can register.
+        """
         match = _HOST.fullmatch(host.strip())
         name = match[1].strip("[]").rstrip(".").lower() if match else host
-        if not host or name in self.hosts or _is_address(name):
+        if not host or name in self.hosts or _is_address(name) or _LABEL.fullmatch(name):
             return None
         return ServiceError(
             f"Host is {host[:80]!r}, and a service that asks for no key answers only under names that it knows: use "
