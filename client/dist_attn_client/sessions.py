@@ -214,12 +214,12 @@ class AsyncSessions:
 class AppendPlan(Plan[AppendProgress, AppendSummary]):
     """An append under a key: sent again whole, each part of it is in the session once.
 
-    Progress that was told before is passed over then, and does not count as any.
+    Progress that was reported before is left out then.
     """
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._position = self._kept = -1  # the furthest that was told
+        self._position = self._kept = -1  # the furthest that was reported
 
     def call(self) -> Call:
         """The same request with the same key."""

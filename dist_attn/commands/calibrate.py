@@ -27,7 +27,7 @@ DEADLINE_S = 60.0
 
 
 class CalibrateSettings(TrialSettings, frozen=True, kw_only=True):
-    """What one of the processes is told."""
+    """Arguments of one of the processes."""
 
     heads: tuple[int, ...] = HEADS
     rounds: int = ROUNDS

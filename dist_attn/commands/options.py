@@ -44,7 +44,7 @@ DrawingSettings = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeOptions:
-    """What `encode` is told."""
+    """Options of `encode`."""
 
     file: Annotated[Path, typer.Argument(help="The text to encode.")]
     out: Annotated[Path, typer.Option(help="Where the vectors go: a NumPy file (.npy) with one in each row, float32.")]
@@ -72,7 +72,7 @@ class EncodeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
-    """What `generate` is told."""
+    """Options of `generate`."""
 
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None
     prompt_file: Annotated[Path | None, typer.Option(help="A file with the text to continue.")] = None
@@ -92,7 +92,7 @@ class GenerateOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What `plan` is told."""
+    """Options of `plan`."""
 
     tokens: Annotated[str, typer.Option(help="How long the document is: 2M, 500k, 1_000_000.")]
     ranks: Ranks = 1
@@ -108,7 +108,7 @@ class PlanOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What `serve` is told."""
+    """Options of `serve`."""
 
     config: Config = None
     model: Model = None

@@ -25,7 +25,7 @@ ERROR_CHARACTERS = 500
 
 
 class ProbeSettings(TrialSettings, frozen=True, kw_only=True):
-    """What one of the two processes is told."""
+    """Arguments of one of the two processes."""
 
     ranks: int = 2
     model: str = ""

@@ -37,7 +37,7 @@ DEADLINE_S = 120.0
 
 
 class RehearsalSettings(TrialSettings, frozen=True, kw_only=True):
-    """What one of the processes is told."""
+    """Arguments of one of the processes."""
 
     model: str
     block_tokens: int

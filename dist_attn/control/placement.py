@@ -1,4 +1,4 @@
-"""Which agents there are, which hosts share an epoch's ranks, what each is told, and what of them is cleared away."""
+"""Which agents there are, which hosts share an epoch's ranks, how groups start, and what is cleared away after them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -177,11 +177,11 @@ class Placement:
         return ""
 
     def _by_host(self) -> list[tuple[str, range]]:
-        first, found = 0, []
+        first, ranks = 0, []
         for name, host in zip(self.names, self._hosts, strict=True):
-            found.append((name, range(first, first + host.ranks)))
+            ranks.append((name, range(first, first + host.ranks)))
             first += host.ranks
-        return found
+        return ranks
 
 
 def name_ranks(ranks: range) -> str:

@@ -54,14 +54,14 @@ def group_processes(chosen: Choice, reported: Iterable[int] = ()) -> set[int]:
     """
     if not Path("/proc/self/environ").exists():
         return {pid for pid in reported if is_alive(pid)}
-    found = set()
+    marked = set()
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):
                 mark = GroupMark.read(Path(f"/proc/{entry}/environ").read_bytes())
                 if mark is not None and chosen(mark) and is_alive(int(entry)):
-                    found.add(int(entry))
-    return found
+                    marked.add(int(entry))
+    return marked
 
 
 def kill_processes(chosen: Choice, reported: Iterable[int], timeout_s: float) -> set[int]:

@@ -208,15 +208,15 @@ class StepBook:
             orders.decode(rank, numbers)
         for block in plan.blocks:
             orders.prefill(block)
-        given = list(dict.fromkeys(block.request for block in plan.blocks))
-        for number in given:
+        read = list(dict.fromkeys(block.request for block in plan.blocks))
+        for number in read:
             orders.end_blocks(requests[number])
         for rank, numbers in enumerate(plan.decodes):
             orders.decode_again(rank, numbers, plan.rounds)
         for request in requests:
             orders.save_awaited(request)
         self._account(plan, now)
-        return self._messages(orders, requests, states, given)
+        return self._messages(orders, requests, states, read)
 
     def _account(self, plan: Plan, now: float) -> None:
         """The step is under way."""
@@ -228,7 +228,7 @@ class StepBook:
         self._rate.append((now, tokens + sum(map(len, plan.decodes)) * (1 + plan.rounds)))
 
     def _messages(
-        self, orders: _Orders, requests: OpenRequests, states: States, given: list[int]
+        self, orders: _Orders, requests: OpenRequests, states: States, read: list[int]
     ) -> Iterator[tuple[int, AnyMessage]]:
         for rank, number in orders.restores:
             start = 0
@@ -238,7 +238,7 @@ class StepBook:
         for rank, ops in enumerate(orders.ops):
             yield rank, Step(self.epoch, self.last_k, ops, orders.rounds[rank])
         # Only now: an API process that turns out to be gone ends all of its requests, and the step may hold several.
-        for number in given:
+        for number in read:
             if (request := requests.get(number)) is not None:
                 requests.grant(request)
 

@@ -141,7 +141,7 @@ class Block(Recomputable):
 
 
 def watched(blocks: nn.ModuleList) -> Iterator[Block]:
-    """The blocks in order; whoever watches hears which layer runs."""
+    """The blocks in order; the current watch, if any, has the number of the one that runs."""
     watch = current_watch()
     for layer, block in enumerate(cast(list[Block], list(blocks))):
         if watch is not None:

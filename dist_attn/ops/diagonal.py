@@ -252,7 +252,7 @@ def diagonal_scan_naive(
     """x_t = a x_{t-1} + b u_t, y_t = 2 Re(sum_n c x_t), step by step; see `diagonal_scan`."""
     batch, length, channels = u_BLD.shape
     kind = torch.promote_types(torch.promote_types(u_BLD.dtype, torch.complex64), a_DN.dtype)
-    x_BDN = torch.zeros((batch, channels, a_DN.shape[1]), dtype=kind) if state is None else state.to(kind)
+    x_BDN = a_DN.new_zeros((batch, channels, a_DN.shape[1]), dtype=kind) if state is None else state.to(kind)
     outputs = []
     for t in range(length):
         x_BDN = a_DN * x_BDN + b_DN * u_BLD[:, t, :, None]

@@ -133,7 +133,7 @@ class DecodeSlots:
 
     def draw(self, entries: Iterable[DecodeEntry]) -> list[Drawn | RequestFault]:
         """Feed each request its token and draw the next one; those that draw from kept logits feed what they draw."""
-        wanted = []
+        fed = []
         results: list[Drawn | RequestFault] = []
         for entry in entries:
             seat = self._seats[entry.request]
@@ -141,14 +141,14 @@ class DecodeSlots:
                 result = self._draw_kept(entry, seat, seat.logits_V)
                 results += [] if result is None else [result]
                 if isinstance(result, Drawn) and not seat.ended:
-                    wanted.append(entry.request)
+                    fed.append(entry.request)
                 continue
             seat.token = seat.token if entry.token is None else entry.token
             if seat.draws and seat.spec.penalises:
                 # Where it is fed, not where it is drawn: after a loss what counts is the token that was sent.
                 seat.counts[seat.token] += 1
-            wanted.append(entry.request)
-        self._arrange(wanted)
+            fed.append(entry.request)
+        self._arrange(fed)
         for batch in self._batches:
             results += self._draw_batch(batch)
         return results
@@ -195,19 +195,19 @@ class DecodeSlots:
             results.append(result)
         return results
 
-    def _arrange(self, wanted: list[int]) -> None:
+    def _arrange(self, fed: list[int]) -> None:
         """Put exactly these requests into batches, and leave full batches as they are."""
         for batch in list(self._batches):
-            if not set(batch.requests) <= set(wanted):
+            if not set(batch.requests) <= set(fed):
                 self._dissolve(batch)
         seated = {request for batch in self._batches for request in batch.requests}
-        if set(wanted) == seated:
+        if set(fed) == seated:
             return
         for batch in [b for b in self._batches if len(b.requests) < SLOTS]:
             self._dissolve(batch)
         # A key-value cache has the length of its text: only states of one shape go side by side.
         alike: dict[tuple[torch.Size, ...], list[int]] = {}
-        for request in wanted:
+        for request in fed:
             if request in self._apart:
                 alike.setdefault(_shapes(self._apart[request]), []).append(request)
         for requests in alike.values():

@@ -95,8 +95,8 @@ class HeartbeatThread:
         try:
             while dealer.receive() is not None:
                 unanswered = 0
-            told = (pulse.step_done, pulse.phase, time.time(), pulse.progress, peak_rss_bytes())
-            dealer.send(Heartbeat(self._settings.epoch, self._settings.rank, *told))
+            progress = (pulse.step_done, pulse.phase, time.time(), pulse.progress, peak_rss_bytes())
+            dealer.send(Heartbeat(self._settings.epoch, self._settings.rank, *progress))
         except WireError:
             # The queue is full because nobody reads: one more beat without an answer.
             pass

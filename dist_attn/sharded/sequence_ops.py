@@ -84,11 +84,11 @@ class ShardedSequenceOps:
     ) -> None:
         memory = layout if memory_layout is None else memory_layout
         asked = Exchange(exchange) if isinstance(exchange, str) else exchange
-        given = Sharding(comm, layout, memory, asked, softmax, cache, deterministic, implementation)
-        given.check_implementation()
+        sharding = Sharding(comm, layout, memory, asked, softmax, cache, deterministic, implementation)
+        sharding.check_implementation()
         # Messages have one size for any layout: with different ones on the ranks results would be wrong without a word.
-        comm.agree_on("layout and exchange", given.words)
-        self._sharding = replace(given, exchange=settle(comm, asked))
+        comm.agree_on("layout and exchange", sharding.words)
+        self._sharding = replace(sharding, exchange=settle(comm, asked))
         self._comm, self._layout = comm, layout
 
     def linear_attention(

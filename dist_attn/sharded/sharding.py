@@ -46,10 +46,10 @@ class Sharding:
     implementation: Implementation = "auto"
 
     def __post_init__(self) -> None:
-        for given in (self.layout, self.memory):
-            if given.size != self.comm.size:
-                raise ShapeError(f"the layout is for {given.size} ranks, the communicator has {self.comm.size}")
-            off = [cut for cut in given.cuts if cut % CHUNK_TOKENS and cut != given.total]
+        for layout in (self.layout, self.memory):
+            if layout.size != self.comm.size:
+                raise ShapeError(f"the layout is for {layout.size} ranks, the communicator has {self.comm.size}")
+            off = [cut for cut in layout.cuts if cut % CHUNK_TOKENS and cut != layout.total]
             if off and self.deterministic:
                 raise ShapeError(
                     f"the layout has a cut at token {off[0]}; deterministic operations need cuts at multiples of "

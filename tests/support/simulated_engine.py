@@ -1,6 +1,7 @@
 """An engine in one thread: the real controller over fake ranks, and the API's side of what is asked of it."""
 
 import random
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
@@ -217,7 +218,7 @@ class Engine:
 
 
 @dataclass
-class Asker:
+class Asker(ABC):
     """The API's side of one request that begins with a state or hands some out: it answers what it is sent."""
 
     engine: Engine
@@ -241,14 +242,14 @@ class Asker:
     done: Done | None = None
     failed: Failed | None = None
 
+    @abstractmethod
     def opening(self, begin, sampling):
         """The message that opens it."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def ended(self):
         """Whether nothing more will come."""
-        raise NotImplementedError
 
     def open(self):
         """Ask for it."""
