@@ -1,6 +1,7 @@
 """The agent: one per host, starts the host's ranks when told to, watches them, and leaves none alive."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
@@ -50,13 +51,13 @@ def run_agent(settings: ControlSettings) -> int:
     adopt_orphans()
     keys = ClientKeys.find(settings.keys_dir, "agent", settings.rank_address)
     context = zmq.Context[zmq.Socket[bytes]](1)
-    identity = agent_identity(settings.host_name, os.getpid()).decode()
-    again = True
     try:
-        while again:
-            # A connection of its own for each controller: what one did not take is not for the next.
+        # A connection of its own for each controller: what one did not take is not for the next.
+        for connection in itertools.count():
+            identity = agent_identity(settings.host_name, os.getpid(), connection).decode()
             with Dealer(context, settings.rank_address, identity, keys) as dealer:
-                again = _Agent(settings, dealer).run()
+                if not _Agent(settings, dealer).run():
+                    break
         return 0
     finally:
         context.term()
@@ -84,6 +85,7 @@ class _Agent:
                 if time.monotonic() >= next_hello:
                     next_hello = time.monotonic() + HELLO_S
                     self._hello()
+                    continue
                 self._wait()
                 while (message := self._receive()) is not None:
                     self._obey(message)
@@ -92,6 +94,9 @@ class _Agent:
             self._stop = str(error)
         finally:
             log.info("agent stops", reason=self._stop or "an error")
+            if self._again:
+                # Before anything else: a controller that starts now would give its orders to this connection.
+                self._dealer.close(linger_ms=0)
             if self._group is not None:
                 self._group.kill()
             self._clear()
@@ -115,6 +120,8 @@ class _Agent:
         elif self._unanswered * HELLO_S >= self._settings.silence_deadline_s:
             self._stop = f"the controller has been silent for {self._settings.silence_deadline_s:g} s"
             self._again = not self._settings.parent
+        if self._stop:
+            return
         self._unanswered += 1
         with contextlib.suppress(WireError):
             self._address = self._address or address_towards(self._settings.rank_address)

@@ -162,9 +162,9 @@ class Dealer:
             raise WireError(f"a message of {len(frames)} parts; needed is exactly one")
         return decode(frames[0])
 
-    def close(self) -> None:
-        """Send what is queued, within a second in the background, and close."""
-        self.socket.close(CLOSE_LINGER_MS)
+    def close(self, linger_ms: int = CLOSE_LINGER_MS) -> None:
+        """Send what is queued, within that time in the background, and close; with 0 it is dropped."""
+        self.socket.close(linger_ms)
 
     def __enter__(self) -> Self:
         return self
@@ -183,9 +183,9 @@ def _limit(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
 
-def agent_identity(name: str, pid: int) -> bytes:
-    """An agent: its host's name, and its process, so that one that is started again is another one."""
-    return f"agent-{name}-{pid}".encode()
+def agent_identity(name: str, pid: int, connection: int = 0) -> bytes:
+    """An agent: its host's name, and its process and connection, so that one that starts again is another one."""
+    return f"agent-{name}-{pid}-{connection}".encode()
 
 
 def rank_identity(epoch: int, rank: int, engine: str = "") -> bytes:
