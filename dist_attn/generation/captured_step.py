@@ -13,6 +13,7 @@ import torch
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import Watch, current_watch, watching
+from dist_attn.ops.gpu_record import record_of
 
 
 class Replayed(Protocol):
@@ -71,20 +72,19 @@ class StepGraphs:
 
 
 StepMode = Literal["auto", "eager", "captured"]
-# What is captured was only seen operation by operation on a CPU; no GPU was there to replay it on.
-GRAPHS_RAN_ON_A_GPU = False
 
 
 def takes_captured_steps(mode: StepMode, device: torch.device) -> bool:
     """Whether decoding goes through `CapturedStep`: "captured" always, "eager" never.
 
-    "auto" shall do so on a GPU, once graphs have run on one (`GRAPHS_RAN_ON_A_GPU`).
+    "auto" does so on a GPU where captured steps came out right on a device of that name (`ops.gpu_record`).
 
     Raises: ConfigError for another mode.
     """
     if mode not in ("auto", "eager", "captured"):
         raise ConfigError(f"steps {mode!r} are unknown; use auto, eager or captured")
-    return mode == "captured" or (mode == "auto" and device.type == "cuda" and GRAPHS_RAN_ON_A_GPU)
+    record = record_of(device) if mode == "auto" else None
+    return mode == "captured" or (record is not None and record.captured_steps is True)
 
 
 @final

@@ -19,7 +19,7 @@ import triton.language as tl  # noqa: E402
 
 from dist_attn.ops.linear_attention import triton as kernels  # noqa: E402
 from dist_attn.ops.linear_attention.triton_features import sine_and_cosine  # noqa: E402
-from dist_attn.ops.linear_attention.triton_tiles import Tiles, keep_tiles, kept_tiles  # noqa: E402
+from dist_attn.ops.linear_attention.triton_tiles import Tiles  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -283,17 +283,3 @@ def test_a_step_with_gradients_is_not_for_the_kernel():
     state = LinearState.identity(1, 1, 4, 4, device=DEVICE)
     with pytest.raises(ConfigError, match="has none"):
         linear_attention_step(x, x, x, state, implementation="triton")
-
-
-def test_tiles_that_were_measured_are_kept(tmp_path):
-    """Tiles are found again under the key they were kept with; a file that is no JSON counts as empty."""
-    file = tmp_path / "cache" / "tiles.json"
-    keep_tiles(file, "one", SMALL)
-    keep_tiles(file, "two", Tiles())
-    assert kept_tiles(file, "one") == SMALL
-    assert kept_tiles(file, "two") == Tiles()
-    assert kept_tiles(file, "three") is None
-    file.write_text("{")
-    assert kept_tiles(file, "one") is None
-    keep_tiles(file, "one", SMALL)
-    assert kept_tiles(file, "one") == SMALL

@@ -14,12 +14,11 @@ import torch
 from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import HasFusedForm
+from dist_attn.ops.gpu_record import Operation, record_of, why_not_proven
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 
 IMPLEMENTATIONS = get_args(Implementation)
-# Their results are checked in Triton's interpreter and their registers by compiling; no GPU was there to run them on.
-KERNELS_RAN_ON_A_GPU = False
 LARGEST = 256  # head size, values and projections of a map up to which the kernels' tiles are laid out
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -38,8 +37,8 @@ class Choice:
 def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
     """What computes a call: the implementation asked for by name; "auto" takes C kernels for tensors of a CPU.
 
-    Where these cannot take the call, "auto" takes the streaming form. `sums` is the precision that is asked for at
-    least. "auto" shall take Triton's kernels for tensors of a GPU, once they have run on one (`KERNELS_RAN_ON_A_GPU`).
+    For tensors of a GPU it takes Triton's kernels, where these ran right on a device of that name (`gpu_record`). Where
+    kernels cannot take the call, "auto" takes the streaming form. `sums` is the precision that is asked for at least.
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
@@ -52,6 +51,8 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
 
     return resolve(
         call.implementation,
+        "linear",
+        call.v_BHSV.device,
         lambda: (
             why_no_kernels(call.v_BHSV, interpreted_is_fine=call.implementation == "triton")
             or unsupported(any_lengths=False)
@@ -85,10 +86,12 @@ def check_implementation(implementation: Implementation) -> None:
 
 def resolve(
     implementation: Implementation,
+    operation: Operation,
+    device: torch.device,
     why_not_triton: Callable[[], str | None],
     why_not_native: Callable[[], str | None] | None = None,
 ) -> Choice:
-    """Pick the implementation; each callable returns why its kernels cannot take the call, or None.
+    """Pick the implementation of a call on this device; each callable returns why its kernels cannot take it, or None.
 
     Raises: as `choose`.
     """
@@ -109,10 +112,23 @@ def resolve(
             return Choice("native", "the tensors are on a CPU")
         if not reason.startswith(ELSEWHERE):
             return Choice("streaming", reason)
-    reason = why_not_triton()
-    if reason is None and not KERNELS_RAN_ON_A_GPU:
-        reason = "the kernels have not run on a GPU yet: ask for implementation='triton' by name"
+    reason = why_not_triton() or why_not_proven(operation, device)
     return Choice("triton", "the tensors are on a GPU") if reason is None else Choice("streaming", reason)
+
+
+def kernels_taken(device: torch.device) -> str:
+    """What "auto" computes linear attention with on this device, in words for the first line of a command."""
+    if device.type != "cuda":
+        reason = why_no_library() if device.type == "cpu" else f"{device.type} has no kernels"
+        return "C's" if reason is None else f"torch's operations; {reason}"
+    reason = why_no_kernels(torch.empty(0, device=device), interpreted_is_fine=False)
+    reason = reason or why_not_proven("linear", device)
+    if reason is not None:
+        return f"torch's operations; {reason}"
+    ran = record_of(device)
+    return (
+        "Triton's" if ran is None else f"Triton's, which ran right here with Triton {ran.triton}, commit {ran.commit}"
+    )
 
 
 def choose_step(call: LinearCall) -> Choice:

@@ -1,19 +1,14 @@
-"""Tile sizes of the GPU kernels: what holds for any size, and what was measured on this machine and kept in a file.
+"""Tile sizes of the GPU kernels: what holds for any size, and what was fastest on this GPU by its record.
 
 Shape letters: B batch, H heads, L tokens, K head size, V values.
 """
 
-import json
-import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 
-from dist_attn.ops.c_library import cache_folder
 from dist_attn.ops.feature_map import FeatureMap
+from dist_attn.ops.gpu_record import record_of
 
 
 @dataclass(frozen=True)
@@ -68,28 +63,18 @@ def default_tiles(head_size: int, projections: int, values: int, dtype: torch.dt
 def tiles_for(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMap | None) -> Tiles:
     """What was measured for such tensors on this GPU, if it was; else the tiles that fit any."""
     sizes = (q_BHLK.shape[3], _projections(q_BHLK, feature_map), v_BHLV.shape[3])
-    if q_BHLK.device.type == "cuda":
-        measured = _measured(tiles_key(q_BHLK, v_BHLV, feature_map))
-        if measured is not None:
-            return measured.fitted(*sizes)
+    record = record_of(q_BHLK.device)
+    measured = None if record is None else record.tiles.get(tiles_key(q_BHLK, v_BHLV, feature_map))
+    if measured is not None:
+        return Tiles(**measured).fitted(*sizes)
     return default_tiles(*sizes, v_BHLV.dtype)
 
 
 def tiles_key(q_BHLK: torch.Tensor, v_BHLV: torch.Tensor, feature_map: FeatureMap | None) -> str:
-    """What a measurement holds for: the GPU, the type, the map, and the sizes of heads, projections and values."""
+    """What a measurement holds for besides the GPU: the type, the map, the sizes of heads, projections and values."""
     sizes = (q_BHLK.shape[3], _projections(q_BHLK, feature_map), v_BHLV.shape[3])
-    device = torch.cuda.get_device_name(q_BHLK.device) if q_BHLK.device.type == "cuda" else q_BHLK.device.type
-    return f"{device} {q_BHLK.dtype} {type(feature_map).__name__} {'x'.join(map(str, sizes))}"
-
-
-def forget_tiles() -> None:
-    """Look into the file again: somebody has measured."""
-    _measured.cache_clear()
-
-
-@lru_cache(maxsize=256)
-def _measured(key: str) -> Tiles | None:
-    return kept_tiles(tiles_file(os.environ), key)
+    dtype = str(q_BHLK.dtype).removeprefix("torch.")
+    return f"{dtype} {type(feature_map).__name__} {'x'.join(map(str, sizes))}"
 
 
 def _projections(q_BHLK: torch.Tensor, feature_map: FeatureMap | None) -> int:
@@ -109,31 +94,6 @@ def candidates(head_size: int, projections: int, values: int, dtype: torch.dtype
         if chunk == 64 or warps == 8
     ]
     return list(dict.fromkeys(tiles.fitted(head_size, projections, values) for tiles in tried))
-
-
-def tiles_file(environ: Mapping[str, str]) -> Path:
-    """Beside whatever else is kept of this machine."""
-    return cache_folder(environ) / "tiles.json"
-
-
-def kept_tiles(file: Path, key: str) -> Tiles | None:
-    """What was measured for this key; None when it was not, or the file cannot be read."""
-    try:
-        return Tiles(**json.loads(file.read_text())[key])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def keep_tiles(file: Path, key: str, tiles: Tiles) -> None:
-    """Write down what was measured, beside what is there; a file that cannot be read is replaced."""
-    try:
-        kept = json.loads(file.read_text())
-    except (OSError, ValueError, RecursionError):
-        kept = {}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps({**(kept if isinstance(kept, dict) else {}), key: asdict(tiles)}, indent=1))
-    beside.replace(file)
 
 
 def _power(size: int) -> int:

@@ -104,7 +104,7 @@ class RelativeCall:
 def choose_relative(call: RelativeCall) -> Choice:
     """Triton's kernels where they are asked for by name, the windowed form ("streaming") otherwise.
 
-    As with linear attention, "auto" takes the kernels for tensors of a GPU once they have run on one.
+    As with linear attention, "auto" takes the kernels on a GPU where they ran right on a device of that name.
 
     Raises: ConfigError for an implementation that does not exist, and for kernels that were asked for by name and
         cannot take this call; the message says why.
@@ -112,6 +112,8 @@ def choose_relative(call: RelativeCall) -> Choice:
     by_name = call.implementation == "triton"
     return resolve(
         call.implementation,
+        "relative",
+        call.v_BHSV.device,
         lambda: why_no_kernels(call.v_BHSV, interpreted_is_fine=by_name) or _unsupported_call(call),
     )
 

@@ -1,6 +1,5 @@
 """What `gpu_check` runs: correctness over kinds of inputs, times by length, decode steps, and the choice of tiles."""
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from dist_attn.ops import (
     linear_attention_step,
 )
 from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
-from dist_attn.ops.linear_attention.triton_tiles import candidates, forget_tiles, keep_tiles, tiles_file, tiles_key
+from dist_attn.ops.linear_attention.triton_tiles import candidates, tiles_key
 
 __all__ = [
     "ACCEPTED",
@@ -119,7 +118,8 @@ def _correct(
         grads |= {f"grad map {number}": t.grad for number, t in enumerate(tensors)}
         found.append({"out": out, "state": after.s_BHMV, **grads})
     errors = largest_errors(*found)
-    case = f"{way} {kind} {str(dtype).removeprefix('torch.')} {tuple(shape)} gated={gated} documents={len(documents)}"
+    options = f"gated={gated} documents={len(documents)}"
+    case = f"linear {way} {kind} {str(dtype).removeprefix('torch.')} {tuple(shape)} {options}"
     return {"case": case, "errors": errors, "right": all(error < ACCEPTED[dtype] for error in errors.values())}
 
 
@@ -152,7 +152,7 @@ def largest_errors(want: dict[str, torch.Tensor | None], got: dict[str, torch.Te
 
 
 def tune(shape: Shape, length: int, *, few: bool) -> Row:
-    """Forward and backward with each set of tiles; the fastest is kept for all calls of these sizes."""
+    """Forward and backward with each set of tiles: the fastest, and what calls it is for."""
     from dist_attn.ops.linear_attention.triton import triton_linear_attention
 
     given = shape.inputs(length, torch.bfloat16, gated=False)
@@ -172,11 +172,7 @@ def tune(shape: Shape, length: int, *, few: bool) -> Row:
             rows.append({"tiles": asdict(tiles), "error": f"{type(error).__name__}: {error}"[:200]})
     timed = [row for row in rows if "seconds" in row]
     best = min(timed, key=lambda row: float(row["seconds"]))
-    if DEVICE == "cuda":
-        kept = next(t for t in candidates(*sizes, torch.bfloat16) if asdict(t) == best["tiles"])
-        keep_tiles(tiles_file(os.environ), tiles_key(q, v, feature_map), kept)
-        forget_tiles()
-    return {"best": best, "rows": rows}
+    return {"key": tiles_key(q, v, feature_map), "best": best, "rows": rows}
 
 
 def length_row(shape: Shape, length: int, *, tiny: bool) -> Row:

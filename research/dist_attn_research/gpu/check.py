@@ -8,12 +8,14 @@ and forward with backward, beside torch's exact attention, the streaming form, a
 installed), decode (one step, also as a CUDA graph), relative_correctness and relative (relative attention likewise,
 against torch's windowed form), graph_correctness and graph (a model's decode step, captured, against plain ones),
 longest (the longest exact attention that four ranks on the GPU hold, each with 24 GB). A part that fails is filed with
-its error and the next one begins.
+its error and the next one begins. On a GPU each part is brought into the record of devices of its name as soon as it is
+done (`dist_attn.ops.gpu_record`), by which "auto" goes.
 """
 
 import argparse
 import json
 import platform
+import subprocess
 import sys
 import time
 import traceback
@@ -23,6 +25,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.setting import look_around
+from dist_attn.ops.gpu_record import GpuRecord, keep_record
 from dist_attn_research.gpu.cases import Shape, check_correctness, decode_rows, length_row, tune
 from dist_attn_research.gpu.graph import check_graph, graph_rows
 from dist_attn_research.gpu.longest import longest_rows
@@ -91,10 +95,37 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps({name: result[name]}), flush=True)
         if given.json is not None:
             given.json.write_text(json.dumps(result, indent=1))
+        if torch.cuda.is_available() and not given.tiny:
+            keep_record(torch.cuda.get_device_name(), record_from(result))
     checked = [row for name in PARTS if name.endswith("correctness") for row in _rows(result.get(name))]
     wrong = [row["case"] for row in checked if not row["right"]]
     print(f"failed: {', '.join(failed) or 'none'}; wrong: {', '.join(wrong) or 'none'}")
     return 1 if failed or wrong else 0
+
+
+def record_from(result: Result) -> GpuRecord:
+    """What a result says of the device it was taken on."""
+    parts = ("correctness", "relative_correctness")
+    kernels = {row["case"]: _outcome(row) for name in parts for row in _rows(result.get(name))}
+    for name in parts:
+        if name in result and not _rows(result[name]):
+            kernels[f"{'relative' if name.startswith('relative') else 'linear'} cases"] = result[name]["error"]
+    captured, tiles = _rows(result.get("graph_correctness")), result.get("tiles")
+    setting = result["setting"]
+    return GpuRecord(
+        driver=setting["driver"],
+        torch=setting["versions"]["torch"],
+        triton=setting["versions"]["triton"],
+        commit=setting["commit"],
+        kernels=kernels,
+        captured_steps=all(row["right"] for row in captured) if captured else None,
+        tiles={tiles["key"]: tiles["best"]["tiles"]} if isinstance(tiles, dict) and "best" in tiles else {},
+    )
+
+
+def _outcome(row: Result) -> float | str:
+    worst = max(row["errors"].values())
+    return float(worst) if row["right"] else f"errors of {worst:.2g}"
 
 
 def _rows(found: object) -> list[Result]:
@@ -108,9 +139,16 @@ def _setting() -> Result:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": torch.cuda.get_device_name() if on_gpu else f"interpreter on {platform.processor()}",
+        "driver": _driver() if on_gpu else None,
+        "commit": look_around().commit,
         "capability": torch.cuda.get_device_capability() if on_gpu else None,
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
     }
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.split("\n")[0]
 
 
 if __name__ == "__main__":
