@@ -136,7 +136,8 @@ class Traffic:
 
     Bytes are payload, as if every pair of ranks that has something to say exchanges one direct message; what a
     back end adds (headers, trees, copies between devices) is not counted. `exposed_s` is the time this rank spent in
-    exchanges: in blocking calls, launches and waits, but not what an exchange took while the rank computed.
+    exchanges: in blocking calls, launches and waits, but not what an exchange took while the rank computed. Between
+    GPUs a wait does not stop the host, so it is hardly any.
 
     Units: bytes; seconds; messages are the ones this rank sends.
     """

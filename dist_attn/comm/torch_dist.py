@@ -2,17 +2,20 @@
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import Any, TypeVar, cast, final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout
+from torch.futures import Future
 
 from dist_attn.comm.base import Communicator
-from dist_attn.comm.call import Call, Pending
+from dist_attn.comm.call import EVENTS_KEPT, Call, Pending
 from dist_attn.errors import CommError, ConfigError
 
 __all__ = ["TorchDistCommunicator"]
@@ -22,12 +25,30 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 
 POISON = 0xFF  # as any float type, bytes of ones are NaN
 
+# What an NCCL group reads when it is made, where the environment does not say otherwise. An exchange is only queued, so
+# it is not the caller but torch's watchdog thread that finds one which failed or is late.
+_NCCL_VARIABLES = {
+    # It shall abort the communicators (2), so that whoever waits for the GPU wakes up, and leave it to the main thread
+    # to say what failed: by default (3) it ends the process. TORCH_NCCL_BLOCKING_WAIT, which has no watchdog, would
+    # stop the host at every exchange.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # Before it aborts it sleeps four times as long as a dump of past exchanges may take, by default 4 x 15 s.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+# For NCCL to join the ranks, load its kernels and connect them in the first exchange; 4 cold GPUs may take 30 s.
+NCCL_START_S = 300.0
+
 Result = TypeVar("Result")
 
 
 @final
 class TorchDistCommunicator(Communicator):
     """One rank of a torch.distributed process group; use `connect` to make one.
+
+    Over NCCL an exchange is queued on the GPU, as a kernel is: a wait for it holds up what is queued after it and not
+    the host, and its deadline also counts what the GPU has to do before it. `check_exchanges` finds what failed; so do
+    the next exchange, and a wait whose result goes to the host.
 
     `poison` fills receive buffers with NaN first, so that a part which no rank wrote shows in tests.
     """
@@ -41,6 +62,8 @@ class TorchDistCommunicator(Communicator):
         self._owned = owned
         self._poison = poison
         self._failure = ""
+        self._queued: deque[tuple[Call, Future[int]]] = deque(maxlen=EVENTS_KEPT)  # over NCCL, since the last check
+        self._parts: WeakSet[TorchDistCommunicator] = WeakSet()
 
     @classmethod
     def connect(
@@ -62,33 +85,57 @@ class TorchDistCommunicator(Communicator):
         """
         if not dist.is_available() or not dist.is_backend_available(backend):
             raise ConfigError(f"this torch {torch.__version__} has no {backend} back end; use gloo on CPUs")
+        if backend == "nccl" and not hasattr(dist.ProcessGroupNCCL, "get_error"):
+            raise ConfigError(f"torch {torch.__version__} does not say which NCCL exchange failed; install a newer one")
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            device = torch.device("cuda", torch.cuda.current_device())
         owned = not dist.is_initialized()
         url, store = (meeting, None) if isinstance(meeting, str) else (None, meeting)
-        if owned:
-            if backend == "nccl":
-                # Without it a late rank aborts the process from a watchdog thread and nobody can report it.
-                os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-            try:
+        start_s = _start_s(backend, timeout_s)
+        try:
+            if owned:
+                if backend == "nccl":
+                    for name, value in _NCCL_VARIABLES.items():
+                        os.environ.setdefault(name, value)
                 dist.init_process_group(
                     backend,
                     init_method=url,
                     store=store,
                     rank=rank,
                     world_size=size,
-                    timeout=timedelta(seconds=timeout_s),
+                    timeout=timedelta(seconds=start_s),
+                    # With it NCCL's communicators are made now and not by the first exchange.
+                    device_id=device if backend == "nccl" else None,
                 )
-            except (RuntimeError, ValueError) as error:
-                place = f" at {url}" if url else ""
+            group = dist.group.WORLD
+            if group is None:
                 raise CommError(
-                    f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group"
-                    f"{place} within {timeout_s:g} s: {_first_line(error)}; are all ranks started?"
-                ) from error
-        group = dist.group.WORLD
-        if group is None:
-            raise CommError("torch.distributed is initialised but has no default group; leave it to open_communicator")
-        return cls(group, device, timeout_s, owned=owned, poison=poison)
+                    "torch.distributed is initialised but has no default group; leave it to open_communicator"
+                )
+            comm = cls(group, device, timeout_s, owned=owned, poison=poison)
+            comm._meet()
+        except (RuntimeError, ValueError) as error:
+            place = f" at {url}" if url else ""
+            raise CommError(
+                f"rank {_given(rank, 'RANK')} of {_given(size, 'WORLD_SIZE')} could not join the {backend} group"
+                f"{place} within {start_s:g} s: {_first_line(error)}; are all ranks started?"
+            ) from error
+        return comm
+
+    def _meet(self) -> None:
+        """The first exchanges of a group, in which all its ranks take part; from now on waits end at the deadline.
+
+        In these NCCL connects the ranks: the first one of a group must not be a `_send_receive`, which ranks without a
+        partner leave out.
+        """
+        own = torch.zeros(self.size, dtype=torch.uint8, device=self._device)
+        every = own.new_zeros(self.size * self.size)
+        getattr(dist, _ALL_GATHER)(every, own, group=self._group)
+        dist.all_to_all_single(every[: self.size], own, group=self._group)
+        self._raise_queued(Call("the first exchange"))
+        if self._owned:
+            _set_pg_timeout(timedelta(seconds=self.timeout_s), self._group)
 
     def _gather(self, call: Call, sent: Tensor) -> Pending:
         source = sent.to(self._device)
@@ -97,13 +144,7 @@ class TorchDistCommunicator(Communicator):
             return Pending(lambda: received.to(sent.device))
         all_gather = getattr(dist, _ALL_GATHER)
         work = self._guarded(call, lambda: all_gather(received, source, group=self._group, async_op=True))
-
-        def finish() -> Tensor:
-            self._guarded(call, work.wait)
-            self._settle(call)
-            return received.to(sent.device)
-
-        return Pending(finish)
+        return self._pending(call, [work], received, sent)
 
     def _exchange(self, call: Call, sent: Tensor, send_bytes: list[int], recv_bytes: list[int]) -> Pending:
         received = self._buffer(sum(recv_bytes))
@@ -112,13 +153,7 @@ class TorchDistCommunicator(Communicator):
         work = self._guarded(
             call, lambda: all_to_all(received, source, recv_bytes, send_bytes, group=self._group, async_op=True)
         )
-
-        def finish() -> Tensor:
-            self._guarded(call, work.wait)
-            self._settle(call)
-            return received.to(sent.device)
-
-        return Pending(finish)
+        return self._pending(call, [work], received, sent)
 
     def _send_receive(
         self, call: Call, sent: Tensor, send_bytes: Mapping[int, int], recv_bytes: Mapping[int, int]
@@ -131,27 +166,38 @@ class TorchDistCommunicator(Communicator):
             *_partners(dist.irecv, received, recv_bytes, group),
         ]
         works = self._guarded(call, lambda: dist.batch_isend_irecv(steps) if steps else [])
+        return self._pending(call, works, received, sent)
+
+    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
+        copy = sent.to(self._device, copy=True)
+        if not sent.numel():
+            return copy.to(sent.device)
+        work = self._guarded(call, lambda: dist.broadcast(copy, group_src=source, group=self._group, async_op=True))
+        return self._pending(call, [work], copy, sent).wait()
+
+    def _pending(self, call: Call, works: Sequence[dist.Work], received: Tensor, sent: Tensor) -> Pending:
+        """What was launched as `works`; its wait gives `received` on the device of `sent`."""
+        if self.backend == "nccl":
+            # Not the works themselves, which would keep the tensors of a whole step.
+            self._queued.extend((call, cast(Any, work).get_future_result()) for work in works)
 
         def finish() -> Tensor:
             for work in works:
                 self._guarded(call, work.wait)
-            self._settle(call)
-            return received.to(sent.device)
+            result = received.to(sent.device)
+            if result.device.type != self._device.type:
+                # Whoever reads it on the host believes that it has come.
+                self._raise_queued(call)
+            return result
 
         return Pending(finish)
-
-    def _broadcast(self, call: Call, sent: Tensor, source: int) -> Tensor:
-        copy = sent.to(self._device, copy=True)
-        if sent.numel():
-            self._guarded(call, lambda: dist.broadcast(copy, group_src=source, group=self._group))
-            self._settle(call)
-        return copy.to(sent.device)
 
     def _subgroup(self, groups: Sequence[tuple[int, ...]]) -> Communicator:
         own: dist.ProcessGroup | None = None
         for ranks in groups:  # torch wants every rank to make every group
             try:
-                made = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s), backend=self.backend)
+                start_s = _start_s(self.backend, self.timeout_s)
+                made = dist.new_group(list(ranks), timeout=timedelta(seconds=start_s), backend=self.backend)
             except (RuntimeError, ValueError) as error:
                 raise CommError(
                     f"rank {self.rank} of {self.size} could not join the group of ranks {', '.join(map(str, ranks))}: "
@@ -160,7 +206,15 @@ class TorchDistCommunicator(Communicator):
             if self.rank in ranks:
                 own = made
         assert own is not None  # every rank is in one of the groups
-        return TorchDistCommunicator(own, self._device, self.timeout_s, owned=True, poison=self._poison)
+        part = TorchDistCommunicator(own, self._device, self.timeout_s, owned=True, poison=self._poison)
+        part._guarded(Call("the first exchange"), part._meet)
+        self._parts.add(part)
+        return part
+
+    def check_exchanges(self) -> None:
+        call = Call("check_exchanges")
+        for comm in (self, *self._parts):
+            comm._raise_queued(call)
 
     def close(self) -> None:
         """Leave the group and, if it was made here, take it down."""
@@ -178,6 +232,7 @@ class TorchDistCommunicator(Communicator):
         """Run one torch collective; whatever it raises becomes a CommError that names rank and operation."""
         if self._group is None:
             raise CommError(f"rank {self.rank} called {call} after it closed its communicator; close it last")
+        self._find_failure()
         if self._failure:
             raise CommError(f"rank {self.rank} of {self.size} cannot do {call}: {self._failure}")
         began = time.monotonic()
@@ -190,10 +245,44 @@ class TorchDistCommunicator(Communicator):
                 f"{self.timeout_s:g} s or called something else: look at the output of the other ranks"
             ) from error
 
-    def _settle(self, call: Call) -> None:
-        """On a GPU a collective has only been queued so far: wait here, where a failure can still be named."""
-        if self._device.type == "cuda":
+    def _raise_queued(self, call: Call) -> None:
+        """Wait until what was queued is done, and raise what failed by then, or before."""
+        if self._group is not None and self._device.type == "cuda":
             self._guarded(call, torch.cuda.current_stream(self._device).synchronize)
+        self._find_failure()
+        if self._failure:
+            raise CommError(f"rank {self.rank} of {self.size} ({self.backend}): {self._failure}")
+        self._queued.clear()
+
+    def _find_failure(self) -> None:
+        """Remember whether the watchdog of an NCCL group has found an exchange that failed; it does not wait for it.
+
+        The watchdog says so before it aborts what the GPU waits for, so nobody reads a result of it unwarned.
+        """
+        if self._failure or self.backend != "nccl" or self._group is None:
+            return
+        found = cast(Any, self._group._get_backend(self._device)).get_error()
+        if found.name != "SUCCESS":
+            self._failure = (
+                f"{first_failed(self._queued)} failed ({found.name}). A rank died, is late by more than "
+                f"{self.timeout_s:g} s or called something else: look at the output of the other ranks"
+            )
+
+
+def first_failed(queued: Sequence[tuple[Call, Future[int]]]) -> str:
+    """The first exchange that did not end well, in words.
+
+    torch gives an exchange a result some time after its end, 0 where it went well.
+    """
+    for call, result in queued:
+        if result.done() and result.wait() != 0:
+            return str(call)
+    return f"one of {len(queued)} exchanges, the last of them {queued[-1][0]}," if queued else "an exchange"
+
+
+def _start_s(backend: str, timeout_s: float) -> float:
+    """How long ranks may take to come together and to exchange something for the first time."""
+    return max(timeout_s, NCCL_START_S) if backend == "nccl" else timeout_s
 
 
 def _partners(

@@ -280,6 +280,13 @@ class ModelExecutor:
         self._refused.discard(request)
         self._decoding.forget(request)
 
+    def finish_step(self) -> None:
+        """Wait for what the step's operations have exchanged.
+
+        Raises: CommError where something of it failed, so that what was made of it is not answered.
+        """
+        self._comm.check_exchanges()
+
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
         counts = take_counts(self._watch).plus(take_counts(self._decode_watch))
@@ -302,4 +309,5 @@ class ModelExecutor:
         if self._comm.size > 1:
             ops = ShardedSequenceOps(self._comm, SequenceLayout.from_lengths(lengths))
         self._language_model.hidden(torch.zeros(1, 8, dtype=torch.int64, device=self._device), ops)
+        self.finish_step()
         self.state_bytes = state_size(self._language_model)

@@ -93,6 +93,9 @@ class SequenceExecutor:
         """Forget the request; an unknown one is ignored."""
         self._requests.pop(request, None)
 
+    def finish_step(self) -> None:
+        """Nothing to wait for: these ranks exchange nothing."""
+
     def take_guards(self) -> GuardCounts | None:
         """The denominators since this was asked last; None where there were none."""
         counts = take_counts(self._watch)

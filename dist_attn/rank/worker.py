@@ -155,6 +155,8 @@ class Executor(Protocol):
 
     def close(self, request: int) -> None: ...
 
+    def finish_step(self) -> None: ...
+
     def take_guards(self) -> GuardCounts | None: ...
 
     def shut_down(self) -> None: ...
@@ -316,6 +318,7 @@ def perform(step: Step, rank: int, executor: Executor, pulse: Pulse, states: Rec
             case CloseOp():
                 executor.close(op.request)
         pulse.advance()
+    executor.finish_step()
     drawn, more_faults = decoding.kept
     seconds = time.monotonic() - began
     guards = executor.take_guards()

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.futures import Future
 
 from dist_attn.comm import Communicator, differentiable, run_simulated
+from dist_attn.comm.call import Call
+from dist_attn.comm.torch_dist import first_failed
 from dist_attn.errors import CommError, InputError, MismatchError
 from tests.support.ranks import run_processes, run_ranks
 from tests.support.waiting import eventually
@@ -183,6 +186,8 @@ def hangs_on_rank_1(given_up: Path, comm: Communicator) -> str:
         comm.all_gather(torch.zeros(2))
     with pytest.raises(CommError, match="cannot do barrier"):
         comm.barrier()
+    with pytest.raises(CommError, match=r"all_gather\(float32\[2\]\) failed after"):
+        comm.check_exchanges()
     given_up.touch()
     return str(caught.value)
 
@@ -208,3 +213,13 @@ def test_gloo_wait_has_a_deadline(tmp_path: Path) -> None:
     assert outcomes[1] == "late"
     assert "rank 0 of 2 (gloo): all_gather(float32[2]) failed after" in str(outcomes[0])
     assert "2.5 s" in str(outcomes[0])
+
+
+def test_the_first_queued_exchange_that_failed_is_named() -> None:
+    """Of exchanges that a GPU is still to do, the first one that torch gives a bad result is the one that failed."""
+    queued: list[tuple[Call, Future[int]]] = [(Call("all_gather", label=f"layer {n}"), Future()) for n in range(4)]
+    assert first_failed(queued) == "one of 4 exchanges, the last of them all_gather() for layer 3,"
+    for (_, result), said in zip(queued, (0, 1, 2), strict=False):
+        result.set_result(said)
+    assert first_failed(queued) == "all_gather() for layer 1"
+    assert first_failed([]) == "an exchange"

@@ -199,6 +199,9 @@ class FakeExecutor:
         self.position.pop(request, None)
         self.last.pop(request, None)
 
+    def finish_step(self) -> None:
+        pass
+
     def take_guards(self) -> GuardCounts | None:
         """One head in one layer, which guards every denominator."""
         count, self.denominators = self.denominators, 0
