@@ -6,6 +6,7 @@ that every step reads and writes. Tokens are looked up and checked before it, be
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Literal, Protocol, final
 
 import torch
@@ -14,6 +15,7 @@ from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.models import LanguageModel, ModelState
 from dist_attn.ops import Watch, current_watch, watching
 from dist_attn.ops.gpu_record import record_of
+from dist_attn.ops.state import steps_in_place
 
 
 class Replayed(Protocol):
@@ -26,7 +28,7 @@ Capture = Callable[[Callable[[], None], Callable[[], object], torch.device], Rep
 
 
 def cuda_graph(run: Callable[[], None], warm_up: Callable[[], object], device: torch.device) -> Replayed:
-    """The graph of `run`, which is not executed by this; `warm_up` is, and does the same without writing buffers.
+    """The graph of `run`, which is not executed by this; `warm_up` is, and does the same but for what it leaves behind.
 
     Raises: RuntimeError where some operation waits for the GPU or copies from the host; torch's words say which one.
     """
@@ -38,7 +40,8 @@ def cuda_graph(run: Callable[[], None], warm_up: Callable[[], object], device: t
             warm_up()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads may go on: a prefill, or NCCL's watchdog, which asks after events.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
     return graph
 
@@ -207,15 +210,20 @@ class CapturedStep:
             self._run()
 
     def _warm_up(self) -> None:
-        """One step that changes no buffer."""
-        assert self._x_BD is not None
-        with watching(None):
-            self._model.step_layers(self._x_BD, self._state.layers)
+        """What is captured, once, and the state as it was: a kernel that is loaded during a capture may break it."""
+        kept = self._state.select(slice(None))
+        try:
+            self._run_counted()
+        finally:
+            self._keep(kept)
 
     def _run(self) -> None:
-        """One step over the buffers."""
+        """One step over the buffers: states are written where they lie, and what a mixer makes anew is copied there."""
         assert self._x_BD is not None
-        logits_BV, layers = self._model.step_layers(self._x_BD, self._state.layers)
+        watch = current_watch()
+        looked_at = watch is not None and watch.finite is not None  # also at the state before
+        with nullcontext() if looked_at else steps_in_place():
+            logits_BV, layers = self._model.step_layers(self._x_BD, self._state.layers)
         after = ModelState(layers, self._state.position_B)
         if _shapes(after) != _shapes(self._state):
             self._grows = True

@@ -4,6 +4,9 @@ One monoid serves the chunk scan, the scan across ranks, the decode step, sessio
 (Random Feature Attention, Eq. 6 and 7; the scan form (a, S) o (a', S') = (a a', a' S + S')).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import reduce
 
@@ -11,7 +14,24 @@ import torch
 
 from dist_attn.errors import ShapeError
 
-__all__ = ["LinearState"]
+__all__ = ["LinearState", "steps_in_place", "writes_in_place"]
+
+_in_place: ContextVar[bool] = ContextVar("in_place", default=False)
+
+
+@contextmanager
+def steps_in_place() -> Iterator[None]:
+    """Let decode steps without gradients write into the states that they are given, which nobody needs any more."""
+    token = _in_place.set(True)
+    try:
+        yield
+    finally:
+        _in_place.reset(token)
+
+
+def writes_in_place() -> bool:
+    """Whether a step may write into its state now."""
+    return not torch.compiler.is_compiling() and _in_place.get() and not torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
@@ -94,8 +114,12 @@ class LinearState:
         *,
         log_gate_BH: torch.Tensor | None = None,
         key_scale_BH: torch.Tensor | None = None,
+        in_place: bool = False,
     ) -> "LinearState":
-        """The state one token later (RFA Eq. 6; with gate and key scale 1 - g, Eq. 7)."""
+        """The state one token later (RFA Eq. 6; with gate and key scale 1 - g, Eq. 7).
+
+        With `in_place` s_BHMV, nearly all of it, is written over; the bits are the same.
+        """
         dtype = self.s_BHMV.dtype
         phi, v = phi_k_BHM.to(dtype), v_BHV.to(dtype)
         scale_BH: torch.Tensor | float = 1.0
@@ -105,10 +129,11 @@ class LinearState:
         s, z, mass, log_decay = self.s_BHMV, self.z_BHM, self.mass_BH, self.log_decay_BH
         if log_gate_BH is not None:
             gate_BH = log_gate_BH.to(dtype).exp()
-            s, z, mass = gate_BH[..., None, None] * s, gate_BH[..., None] * z, gate_BH * mass
+            s = torch.mul(s, gate_BH[..., None, None], out=s if in_place else None)
+            z, mass = gate_BH[..., None] * z, gate_BH * mass
             log_decay = log_decay + log_gate_BH.to(dtype)
         # One pass over the state: a step is as slow as its way through memory.
-        s = torch.addcmul(s, phi[..., :, None], v[..., None, :])
+        s = torch.addcmul(s, phi[..., :, None], v[..., None, :], out=s if in_place else None)
         return LinearState(s, z + phi, mass + scale_BH, log_decay, self.reset_BH)
 
     def read(self, phi_q_BHLM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ from dist_attn.ops import (
     linear_attention_step,
 )
 from dist_attn.ops.linear_attention import linear_attention_naive
+from dist_attn.ops.state import steps_in_place
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
@@ -100,6 +101,30 @@ def test_every_denominator_policy_is_the_same_function_on_every_path(kind):
         outs.append(out)
     assert_close(torch.stack(outs, 2), want)
     assert_close(state.s_BHMV, after.s_BHMV, kind="state")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_step_in_place_has_the_same_bits(gated):
+    """Where the state may be written over it is, with the bits of a step that leaves it; not where gradients are on."""
+    inputs = Inputs.random(1, 1, gate=gated, scale=gated, state=True)
+    args, kwargs = inputs.arguments()
+    gates = {f"{name}_BH": kwargs[f"{name}_BHS"][:, :, 0] for name in ("log_gate", "key_scale") if gated}
+
+    def step(state):
+        one = [a[:, :, 0] for a in args]
+        return linear_attention_step(*one, state, feature_map=kwargs["feature_map"], **gates)
+
+    state = kwargs["state"]
+    given = [t.clone() for t in state.tensors()]
+    want, after = step(state)
+    with steps_in_place():
+        step(state)
+        assert all(torch.equal(a, b) for a, b in zip(given, state.tensors(), strict=True))
+        with torch.no_grad():
+            out, now = step(state)
+    assert now.s_BHMV is state.s_BHMV
+    assert torch.equal(out, want)
+    assert all(torch.equal(a, b) for a, b in zip(now.tensors(), after.tensors(), strict=True))
 
 
 @pytest.mark.parametrize("queries", [1, 3])

@@ -1,5 +1,6 @@
 """GPU kernels of linear attention against the oracle; without a GPU in Triton's interpreter, at small sizes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ from dist_attn import feature_maps
 from dist_attn.errors import ConfigError
 from dist_attn.ops import Denominator, LinearState, Watch, linear_attention, linear_attention_step, watching
 from dist_attn.ops.linear_attention import LinearCall, linear_attention_naive
+from dist_attn.ops.state import steps_in_place
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
 
@@ -225,7 +227,9 @@ def test_sine_and_cosine():
 
 @pytest.mark.parametrize("kind", ["gaussian", "arc_cosine", "elu"])
 def test_the_step_equals_the_sequence(kind):
-    """One kernel per token gives the outputs and states of the streaming form, and leaves the state it was given."""
+    """One kernel per token gives the outputs and states of the streaming form; it leaves the state it was given, but
+    where it may write over it.
+    """
     (q, k, v), kwargs = few(3, gate=True, scale=True, state=True).arguments()
     w = torch.cat([kwargs["feature_map"].w_HDK] * 6, 1)[:, : 33 if kind == "gaussian" else 12]
     maps = {
@@ -240,21 +244,24 @@ def test_the_step_equals_the_sequence(kind):
     want, after = linear_attention(q, k, v, **{**kwargs, "feature_map": maps[kind], "state": state})
     state = moved(state)
     given = [t.clone() for t in state.tensors()]
-    outs, now = [], state
-    for t in range(3):
-        out, now = linear_attention_step(
-            *(moved(x)[:, :, t] for x in (q, k, v)),
-            now,
-            feature_map=moved(maps[kind]),
-            log_gate_BH=moved(kwargs["log_gate_BHS"])[:, :, t],
-            key_scale_BH=moved(kwargs["key_scale_BHS"])[:, :, t],
-            implementation="triton",
-        )
-        outs.append(out)
-    assert_close(torch.stack(outs, 2).cpu(), want)
-    for got_field, want_field in zip(now.tensors(), after.tensors(), strict=True):
-        assert_close(got_field.cpu(), want_field, kind="state")
-    assert all(torch.equal(a, b) for a, b in zip(given, state.tensors(), strict=True))
+    for in_place in (False, True):
+        outs, now = [], state
+        with torch.no_grad(), steps_in_place() if in_place else nullcontext():
+            for t in range(3):
+                out, now = linear_attention_step(
+                    *(moved(x)[:, :, t] for x in (q, k, v)),
+                    now,
+                    feature_map=moved(maps[kind]),
+                    log_gate_BH=moved(kwargs["log_gate_BHS"])[:, :, t],
+                    key_scale_BH=moved(kwargs["key_scale_BHS"])[:, :, t],
+                    implementation="triton",
+                )
+                outs.append(out)
+        assert_close(torch.stack(outs, 2).cpu(), want)
+        for got_field, want_field in zip(now.tensors(), after.tensors(), strict=True):
+            assert_close(got_field.cpu(), want_field, kind="state")
+        assert (now.s_BHMV is state.s_BHMV) == in_place
+        assert all(torch.equal(a, b) for a, b in zip(given, state.tensors(), strict=True)) != in_place
 
 
 @pytest.mark.parametrize("kind", ["exact", "clamp", "sign_clamp", "mass", "one"])

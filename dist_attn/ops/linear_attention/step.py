@@ -10,7 +10,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall, state_dtype
 from dist_attn.ops.linear_attention.implementation import choose_step
-from dist_attn.ops.state import LinearState
+from dist_attn.ops.state import LinearState, writes_in_place
 
 
 @checked_step
@@ -27,6 +27,8 @@ def linear_attention_step(
     implementation: Implementation = "auto",
 ) -> tuple[torch.Tensor, LinearState]:
     """`linear_attention` for the one token after `state`.
+
+    Inside `ops.state.steps_in_place` the state after is written over the one before.
 
     `implementation="triton"` has one kernel do all of it, for tensors on a GPU that need no gradients; see
     `implementation.choose_step` for when that is the default.
@@ -60,7 +62,13 @@ def linear_attention_step(
         q_BH1K, k_BH1K = q_BHK[:, :, None].to(dtype), k_BHK[:, :, None].to(dtype)
         if feature_map is not None:
             q_BH1K, k_BH1K = feature_map(q_BH1K), feature_map(k_BH1K)
-        state = state.advance(k_BH1K[:, :, 0], v_BHV, log_gate_BH=log_gate_BH, key_scale_BH=key_scale_BH)
+        state = state.advance(
+            k_BH1K[:, :, 0],
+            v_BHV,
+            log_gate_BH=log_gate_BH,
+            key_scale_BH=key_scale_BH,
+            in_place=writes_in_place(),
+        )
         num_BH1V, den_BH1 = state.read(q_BH1K)
         out_BH1V = policy.divide(num_BH1V, den_BH1, state.mass_BH[..., None])
     return out_BH1V[:, :, 0].to(v_BHV.dtype), state

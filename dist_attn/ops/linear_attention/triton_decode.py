@@ -13,7 +13,7 @@ from dist_attn.ops.linear_attention.triton_features import features, load_projec
 from dist_attn.ops.linear_attention.triton_forward import Plan, blocks, either, on_device
 from dist_attn.ops.linear_attention.triton_outputs import guard
 from dist_attn.ops.linear_attention.triton_tiles import Tiles
-from dist_attn.ops.state import LinearState
+from dist_attn.ops.state import LinearState, writes_in_place
 from dist_attn.ops.watch import current_watch
 
 # A program keeps [32, 64] of the state in registers at a time; its tiles of w come out of the L2 cache.
@@ -105,10 +105,12 @@ def step_kernel(
 
 
 def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
-    """`linear_attention_step` of a call of one token without gradients, by one kernel; its state is left as it is.
+    """`linear_attention_step` of a call of one token without gradients, by one kernel.
+
+    Its state is left as it is but inside `steps_in_place`.
 
     Shapes: q, k [B, H, 1, K], v [B, H, 1, V], gates [B, H, 1] -> o [B, H, V] in v's dtype, the float32 state after.
-    Cost: one read and one write of the state, beside w once for every B H.
+    Cost: one read and one write of the state, in place or not, beside w once for every B H.
     """
     state, policy = call.state, call.denominator
     assert state is not None  # a step goes on from one
@@ -120,6 +122,9 @@ def triton_linear_attention_step(call: LinearCall) -> tuple[torch.Tensor, Linear
     w = state.s_BHMV if call.map_tensor is None else call.map_tensor
     before = [t.detach().contiguous() for t in state.tensors()[:3]]
     s, z, mass = after = [torch.empty_like(t) for t in before]
+    if writes_in_place() and state.s_BHMV.is_contiguous():
+        # z and the mass, which programs of other values read too, may not change meanwhile.
+        s = after[0] = state.s_BHMV
     out, den = torch.empty_like(v), torch.empty_like(mass)
     with on_device(v.device):
         step_kernel[(den.numel(), blocks(values, plan.tiles.block_v))](
