@@ -468,6 +468,7 @@ class Rank(Answer):
     progress_age_seconds: float
     peak_rss_bytes: int
     busy_seconds: float = 0.0
+    device: str = ""
 
 
 class Status(Answer):

@@ -6,13 +6,16 @@ several.
 
 import os
 import socket
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 import torch
-from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
+import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous as torchrun_rendezvous
 
 from dist_attn.comm.base import Communicator
 from dist_attn.comm.local import LocalCommunicator
@@ -23,6 +26,7 @@ from dist_attn.launchers import read_launch
 from dist_attn.wire.choices import BACKENDS
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE")
+CPU = torch.device("cpu")
 TORCHRUN_VARIABLES = (*RANK_VARIABLES, "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,11 +55,7 @@ class Rendezvous:
             store.set(f"rank {rank}", "here")
             store.wait([f"rank {other}" for other in range(size)], timedelta(seconds=self.timeout_s))
         except (RuntimeError, OSError) as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CommError(
-                f"rank {rank} of {size} did not meet all other ranks at {self.url} within {self.timeout_s:g} s: "
-                f"{reason}; are all ranks started?"
-            ) from error
+            raise _not_met(rank, size, self.timeout_s, f"at {self.url}", error) from error
         return store
 
     def _connect(self, rank: int, size: int) -> Store:
@@ -87,14 +87,16 @@ def open_communicator(
 ) -> Communicator:
     """The communicator of this process: alone it is local, under torchrun or mpiexec it joins the other ranks.
 
-    Without a `backend`, mpiexec means mpi; under torchrun a CUDA `device` means nccl and anything else gloo.
-    `timeout_s` bounds every wait. Ranks that were started with RANK and WORLD_SIZE alone, without torchrun, meet at a
-    `rendezvous`.
+    Without a `backend` (or with "auto"), mpiexec means mpi; other ranks take nccl where each has a CUDA `device` of its
+    own, and gloo where several share one, or compute on CPUs. `timeout_s` bounds every wait. Ranks that were started
+    with RANK and WORLD_SIZE alone, without torchrun, meet at a `rendezvous`.
 
     Units: timeout_s in seconds.
-    Raises: ConfigError for a back end that is unknown or does not fit how the process was started; CommError if the
-    ranks do not come together in time; MissingExtraError if mpi4py is needed and not installed.
+    Raises: ConfigError for a back end that is unknown or does not fit how the process was started, and for ranks of
+    which some compute on GPUs and some on CPUs; CommError if the ranks do not come together in time; MissingExtraError
+    if mpi4py is needed and not installed.
     """
+    backend = None if backend == "auto" else backend
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"unknown back end {backend!r}; choose one of {', '.join(BACKENDS)}")
     if timeout_s <= 0:
@@ -120,15 +122,61 @@ def open_communicator(
 def _join(
     backend: str | None, timeout_s: float, device: torch.device | None, rendezvous: Rendezvous | None
 ) -> Communicator:
-    chosen = backend or ("nccl" if device is not None and device.type == "cuda" else "gloo")
-    if chosen == "nccl":
-        device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if device.type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(f"back end nccl needs a CUDA device, got {device}; use gloo on CPUs")
-    else:
-        device = torch.device("cpu")
-    if rendezvous is None:
-        return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device)
+    if device is None:
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if backend == "nccl" else CPU
+    if backend == "nccl" and (device.type != "cuda" or not torch.cuda.is_available()):
+        raise ConfigError(f"back end nccl needs a CUDA device, got {device}; use gloo on CPUs")
     rank, size = (int(os.environ[name]) for name in RANK_VARIABLES)
-    met = rendezvous.open_store(rank, size)
-    return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device, meeting=met, rank=rank, size=size)
+    if dist.is_initialized():  # as FSDP makes a group
+        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+        return TorchDistCommunicator.connect(chosen, timeout_s=timeout_s, device=device if chosen == "nccl" else CPU)
+    store = _torchrun_store(rank, size, timeout_s) if rendezvous is None else rendezvous.open_store(rank, size)
+    chosen = _backend_between(_places_of_ranks(store, rank, size, device, timeout_s), backend)
+    device = device if chosen == "nccl" else CPU
+    return TorchDistCommunicator.connect(
+        chosen, timeout_s=timeout_s, device=device, meeting=store, rank=rank, size=size
+    )
+
+
+def _torchrun_store(rank: int, size: int, timeout_s: float) -> Store:
+    try:
+        store: Store = next(torchrun_rendezvous("env://", rank, size, timeout=timedelta(seconds=timeout_s)))[0]
+    except (RuntimeError, ValueError) as error:
+        raise _not_met(rank, size, timeout_s, "where torchrun says", error) from error
+    return store
+
+
+def _places_of_ranks(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> list[str]:
+    """What each rank computes on: "cpu", or the GPU's name among all that there are."""
+    known = PrefixStore("device", store)
+    known.set_timeout(timedelta(seconds=timeout_s))
+    uuid = torch.cuda.get_device_properties(device).uuid if device.type == "cuda" else ""
+    try:
+        known.set(str(rank), f"{device} {uuid} on {socket.gethostname()}" if uuid else device.type)
+        return [known.get(str(other)).decode() for other in range(size)]
+    except RuntimeError as error:
+        raise _not_met(rank, size, timeout_s, "where they tell their devices", error) from error
+
+
+def _backend_between(places: list[str], backend: str | None) -> str:
+    """The back end of ranks that compute there.
+
+    Raises: ConfigError for GPUs beside CPUs, and for nccl between ranks that share a GPU.
+    """
+    kinds = {place.partition(":")[0]: rank for rank, place in enumerate(places)}
+    if len(kinds) > 1:
+        words = ", ".join(f"rank {rank} on {places[rank]}" for rank in sorted(kinds.values()))
+        raise ConfigError(f"ranks compute on different devices, {words}: give each a GPU, or all of them --device cpu")
+    # The same GPU may have another index in each process.
+    shared = [place for place, count in Counter(place.partition(" ")[2] for place in places).items() if count > 1]
+    if "cuda" in kinds and shared and backend == "nccl":
+        raise ConfigError(f"several ranks share the GPU {shared[0]}, and NCCL takes one rank for each: take gloo")
+    return backend or ("nccl" if "cuda" in kinds and not shared else "gloo")
+
+
+def _not_met(rank: int, size: int, timeout_s: float, place: str, error: Exception) -> CommError:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    return CommError(
+        f"rank {rank} of {size} did not meet all other ranks {place} within {timeout_s:g} s: {reason}; "
+        "are all ranks started?"
+    )

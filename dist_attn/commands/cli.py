@@ -11,9 +11,10 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,17 +22,23 @@ from dist_attn import __version__
 from dist_attn.commands import inspect
 from dist_attn.commands.options import (
     AsJson,
+    Device,
+    Dtype,
     EncodeOptions,
+    EngineDevice,
+    EngineDtype,
     GenerateOptions,
     Model,
     ServeOptions,
     Weights,
+    chosen_compute,
     leave_to_service,
     sampling_spec,
     taking,
 )
 from dist_attn.errors import CommError, DistAttnError, InputError, StorageError
 from dist_attn.launchers import ended_in_order, is_first_rank, read_launch
+from dist_attn.wire.specs import SamplingSpec
 
 __all__ = ["app", "main"]
 
@@ -171,7 +178,8 @@ def encode(options: EncodeOptions) -> None:
 
                 report = encode_here(options)
             else:
-                leave_to_service(deterministic=options.deterministic, exchange=options.exchange != "auto")
+                chosen = {"deterministic": options.deterministic, "exchange": options.exchange != "auto"}
+                leave_to_service(**chosen, **chosen_compute(options))
                 from dist_attn.commands.remote import encode_remotely
 
                 report = encode_remotely(options.url, options) if is_first_rank(os.environ) else None
@@ -203,23 +211,30 @@ def generate(options: GenerateOptions) -> None:
             print(text, end="", flush=True)
 
     if options.url is not None:
-        leave_to_service(beams=options.beams > 0, weights=options.weights != "float32")
+        leave_to_service(beams=options.beams > 0, weights=options.weights != "float32", **chosen_compute(options))
         from dist_attn.commands.remote import generate_remotely
 
         result = generate_remotely(options.url, data, spec, model=options.model, on_text=show)
-    elif options.beams:
-        from dist_attn.generation.text import search_text
-
-        result = search_text(
-            options.model, data, width=options.beams, max_tokens=options.max_tokens, penalty=options.length_penalty,
-            weights=options.weights,
-        )  # fmt: skip
-        show(result["text"])
     else:
-        from dist_attn.generation.text import generate_text
-
-        result = generate_text(options.model, data, spec, on_text=show, weights=options.weights)
+        result = _generate_here(options, data, spec, show)
     print(json.dumps(result) if options.as_json else "")
+
+
+def _generate_here(
+    options: GenerateOptions, data: bytes, spec: SamplingSpec, show: Callable[[str], None]
+) -> dict[str, Any]:
+    from dist_attn.devices import choose_compute
+    from dist_attn.generation import BeamSpec
+    from dist_attn.generation.text import generate_text, search_text
+
+    compute = choose_compute(options.device, options.dtype)
+    print(compute.sentence(), file=sys.stderr)
+    if not options.beams:
+        return generate_text(options.model, data, spec, on_text=show, weights=options.weights, compute=compute)
+    search = BeamSpec(options.beams, options.max_tokens, options.length_penalty)
+    result = search_text(options.model, data, search, weights=options.weights, compute=compute)
+    show(result["text"])
+    return result
 
 
 @app.command()
@@ -231,6 +246,8 @@ def evaluate(
     ] = None,
     model: Model = None,
     weights: Weights = "float32",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Bits per byte of a text under a model, read as one stream or in windows.
 
@@ -238,9 +255,12 @@ def evaluate(
     """
     if not is_first_rank(os.environ):
         return
+    from dist_attn.devices import choose_compute
     from dist_attn.training.evaluation import evaluate_file
 
-    print(json.dumps(evaluate_file(file, _read(file), model, context, weights=weights)))
+    compute = choose_compute(device, dtype)
+    print(compute.sentence(), file=sys.stderr)
+    print(json.dumps(evaluate_file(file, _read(file), model, context, weights=weights, compute=compute)))
 
 
 @app.command()
@@ -250,6 +270,8 @@ def train(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key: run.steps=100")
     ] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint of the run folder.")] = False,
+    device: EngineDevice = None,
+    dtype: EngineDtype = None,
 ) -> None:
     """Train a model, alone or over all ranks of torchrun or mpiexec; the run folder gets checkpoints, metrics and it.
 
@@ -258,7 +280,8 @@ def train(
     from dist_attn.commands.train import train_here
     from dist_attn.training.config import read_config
 
-    settings = read_config(config, set_ or ())
+    flags = {"run.device": device, "run.dtype": dtype}
+    settings = read_config(config, [*(set_ or ()), *(f'{key}="{value}"' for key, value in flags.items() if value)])
     with ended_in_order():
         said, code = train_here(settings, resume=resume)
     if said:
@@ -324,6 +347,8 @@ def serve(options: ServeOptions) -> None:
         "http.port": options.port,
         "engine.ranks": options.ranks,
         "engine.backend": options.backend,
+        "engine.device": options.device,
+        "engine.dtype": options.dtype,
         "engine.weights": options.weights,
     }
     raise typer.Exit(run_service(options.config, flags))

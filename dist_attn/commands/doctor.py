@@ -21,7 +21,7 @@ from dist_attn.commands.trial_ranks import last_line, started, trial_command
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.errors import ConfigError, ModelFolderError
 from dist_attn.launchers import find_mpiexec
-from dist_attn.settings import Settings, read_settings
+from dist_attn.settings import EngineSettings, Settings, read_settings
 from dist_attn.shipped import resolve_model_folder
 from dist_attn.wire.choices import WeightPrecision
 
@@ -30,7 +30,6 @@ __all__ = ["doctor", "examine", "probe", "probe_mpi"]
 PROBE = "dist_attn.commands.probe"
 PROBE_DEADLINE_S = 60.0  # torch alone takes 20 s to load beside other work
 QUIETER = "the machine is slow or busy: run it again when it is quieter"
-NEEDED_BY_BACKEND = {"nccl": ("cuda", "nccl"), "mpi": ("mpi",)}  # optional for who takes another back end
 USUAL_MESSAGE_BYTES = 1 << 17
 STYLES = {"ok": "green", "missing": "yellow", "broken": "bold red", "unknown": "yellow"}
 
@@ -78,8 +77,15 @@ def examine(settings: Settings, *, deadline_s: float = PROBE_DEADLINE_S) -> list
     ]
     tried = probe(folder, message_bytes, deadline_s)
     findings = [*at_once, *tried, *problems, probe_mpi(message_bytes, deadline_s), *machine.check_extras()]
-    needed = NEEDED_BY_BACKEND.get(settings.engine.backend, ())
+    needed = _needed_by(settings.engine)
     return [msgspec.structs.replace(f, needed=True) if f.name in needed else f for f in findings]
+
+
+def _needed_by(engine: EngineSettings) -> tuple[str, ...]:
+    """What is optional for who computes elsewhere, or with other ranks."""
+    if engine.backend == "nccl":
+        return "cuda", "nccl"
+    return (*(["cuda"] if engine.device.startswith("cuda") else []), *(["mpi"] if engine.backend == "mpi" else []))
 
 
 def probe(folder: Path | None, message_bytes: int, deadline_s: float) -> list[Finding]:

@@ -28,6 +28,7 @@ class BlockReader(ABC):
 
     grain: int
     dim: int
+    device: torch.device
 
     @abstractmethod
     def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
@@ -54,6 +55,7 @@ class StreamReader(BlockReader):
         deterministic: bool = False,
     ) -> None:
         self.dim = model.config.hidden_size
+        self.device = model.embedding.weight.device
         self._comm, self._model, self._spec = comm, model, spec
         self._exchange, self._deterministic = exchange, deterministic
         self._state = model.initial_state(1)
@@ -85,6 +87,7 @@ class SequenceReader(BlockReader):
         if spec.granularity != "token" and spec.pooling != MODEL_POOLING:
             raise InputError(f"this model pools by itself; pooling {spec.pooling!r} must be {MODEL_POOLING!r}")
         self.dim, self.grain = model.config.encoder.hidden_size, sequence_length(spec, model.config.text_tokens)
+        self.device = model.embedding.weight.device
         self._comm, self._model, self._spec = comm, model, spec
 
     def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
@@ -106,6 +109,7 @@ class WholeReader(BlockReader):
         if deterministic:
             raise InputError("the rows of a million model cannot be deterministic over ranks; leave the option out")
         self.dim, self.grain = model.config.hidden_size, model.config.max_tokens
+        self.device = model.embedding.weight.device
         self._comm, self._model, self._spec = comm, model, spec
 
     def read(self, tokens_T: torch.Tensor, position: int) -> RowPieces:
@@ -179,7 +183,7 @@ def encode_blocks(
             return
         handed_out = time.perf_counter()
         comm.traffic.clear()
-        pieces = reader.read(tokens, position)
+        pieces = reader.read(tokens.to(reader.device, non_blocking=True), position)
         exposed, carry_bytes = comm.traffic.exposed_s, reader.carry_bytes()
         computed = time.perf_counter()
         collected = _collect(comm, pieces, reader.dim)

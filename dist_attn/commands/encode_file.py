@@ -27,6 +27,7 @@ from dist_attn.commands.encode_blocks import (
 )
 from dist_attn.commands.encode_output import RowFile, byte_progress, row_file
 from dist_attn.commands.options import EncodeOptions
+from dist_attn.devices import choose_compute
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, MillionModel, TextEncoder
 from dist_attn.ops.processor import denormals_flushed
@@ -92,13 +93,17 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     Raises: InputError, ModelFolderError, CommError; as `encode_file`.
     """
     folder = resolve_model_folder(options.model)
+    compute = choose_compute(options.device, options.dtype)
     loaded, tokeniser = load_reader_and_tokeniser(folder)
     reading = None
     if isinstance(loaded, TextEncoder):
         reading = SequenceReading(loaded.config.text_tokens, loaded.config.pooling)
     spec = choose_rows(options.granularity, options.window, options.pooling, reading)
     encoding = Encoding(options.file, options.out, spec, options.deterministic, options.exchange)
-    with open_communicator() as comm:
+    with open_communicator(device=compute.device) as comm, compute.autocast():
+        loaded.to(compute.device)
+        if comm.rank == 0:
+            print(compute.sentence(comm), file=sys.stderr)
         # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
         size = options.file.stat().st_size if os.path.isfile(options.file) else 0
         with byte_progress("encoding", size, enabled=comm.rank == 0) as on_progress:

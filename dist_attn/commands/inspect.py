@@ -17,11 +17,13 @@ from dist_attn.commands.options import (
     AsJson,
     Config,
     DataDir,
+    EngineDevice,
     Host,
     Model,
     PlanOptions,
     Port,
     Ranks,
+    chosen_compute,
     leave_to_service,
     taking,
 )
@@ -80,7 +82,7 @@ def plan(options: PlanOptions) -> None:
     if options.url is not None:
         here = {"gflops": options.gflops is not None, "measure": options.measure, "backend": options.backend != "gloo"}
         chosen = {"exchange": options.exchange != "auto", "weights": options.weights != "float32"}
-        leave_to_service(ranks=options.ranks > 1, **chosen, **here)
+        leave_to_service(ranks=options.ranks > 1, **chosen, **here, **chosen_compute(options))
         from dist_attn.commands.remote import plan_remotely
 
         return plan_remotely(options.url, options.tokens, model=options.model, as_json=options.as_json)
@@ -164,6 +166,7 @@ def doctor(
     host: Host = None,
     port: Port = None,
     data_dir: DataDir = None,
+    device: EngineDevice = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Time the exchanges between ranks too, and keep which is fastest.")
     ] = False,
@@ -177,7 +180,7 @@ def doctor(
     """
     from dist_attn.commands.doctor import doctor as examine
 
-    flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir}
+    flags = {"model": model, "http.host": host, "http.port": port, "data_dir": data_dir, "engine.device": device}
     raise typer.Exit(examine(config, flags, as_json=as_json, exchanges=calibrate))
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from dist_attn.commands.tables import byte_size
+from dist_attn.control.preflight import GPU_DRIVERS
 from dist_attn.errors import extra_hint
 from dist_attn.launchers import find_mpiexec
 
@@ -61,7 +62,6 @@ def unknown(name: str, detail: str, advice: str, *, needed: bool = True) -> Find
 OLDEST_PYTHON = (3, 11)
 FREE_DISK_BYTES = 1 << 30
 CGROUP = Path("/sys/fs/cgroup")
-GPU_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # of NVIDIA's driver, on Linux and in WSL
 
 # What the service needs, by the names of pyproject.toml.
 LIBRARIES = (
@@ -108,7 +108,7 @@ def check_extras() -> list[Finding]:
     for extra, (packages, purpose) in EXTRAS.items():
         versions = {name: _version(name) for name in packages}
         installed = ", ".join(f"{name} {version}" for name, version in versions.items())
-        if all(versions.values()) and extra == "gpu" and not any(device.exists() for device in GPU_DEVICES):
+        if all(versions.values()) and extra == "gpu" and not any(device.exists() for device in GPU_DRIVERS):
             findings.append(missing(extra, f"optional, {installed} is installed; no GPU", "models run on the CPU"))
         elif all(versions.values()):
             findings.append(ok(extra, installed))

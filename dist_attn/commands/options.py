@@ -29,6 +29,12 @@ DataDir = Annotated[
     Path | None, typer.Option(help="Where uploads and states are kept (default: dist-attn in your data folder).")
 ]
 Url = Annotated[str | None, typer.Option(help="Let this service do it (a key goes into DIST_ATTN_API_KEY).")]
+_DEVICES = "auto (a GPU where there is one), cpu, cuda (one for each process) or cuda:N (one for all of this machine)."
+Device = Annotated[str, typer.Option(help=f"What computes: {_DEVICES}", metavar="DEVICE")]
+EngineDevice = Annotated[str | None, typer.Option(help=f"What ranks compute on: {_DEVICES}", metavar="DEVICE")]
+_PRECISIONS = "The precision of products; auto: bfloat16 on GPUs, float32 on CPUs."
+Dtype = Annotated[choices.Precision, typer.Option(help=_PRECISIONS)]
+EngineDtype = Annotated[choices.Precision | None, typer.Option(help=_PRECISIONS)]
 Weights = Annotated[choices.WeightPrecision, typer.Option(help="How the model's weights lie in memory.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object in place of text for people.")]
 
@@ -66,6 +72,8 @@ class EncodeOptions:
         bool, typer.Option("--deterministic", help="The same bytes by any number of processes; slower.")
     ] = False
     exchange: StateExchange = "auto"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     model: Model = None
     url: Url = None
 
@@ -86,6 +94,8 @@ class GenerateOptions:
     set_: DrawingSettings = None
     model: Model = None
     weights: Weights = "float32"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object in place of streamed text.")] = False
     url: Url = None
 
@@ -101,6 +111,8 @@ class PlanOptions:
     measure: Annotated[bool, typer.Option("--measure", help="Let that many ranks encode here for a while.")] = False
     backend: Annotated[choices.CpuBackend, typer.Option(help="What carries the bytes between ranks.")] = "gloo"
     exchange: StateExchange = "auto"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
     weights: Weights = "float32"
     as_json: AsJson = False
     url: Url = None
@@ -117,8 +129,10 @@ class ServeOptions:
     ] = None
     backend: Annotated[
         choices.GroupBackend | None,
-        typer.Option(help="How ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs (default: gloo)."),
+        typer.Option(help="How ranks talk to each other: gloo or mpi on CPUs, nccl between GPUs (default: auto)."),
     ] = None
+    device: EngineDevice = None
+    dtype: EngineDtype = None
     weights: Annotated[choices.WeightPrecision | None, typer.Option(help="How the model's weights lie in memory.")] = (
         None
     )
@@ -172,6 +186,11 @@ def sampling_spec(options: GenerateOptions) -> SamplingSpec:
         except msgspec.MsgspecError as error:
             raise InputError(f"--set {assignment[:80]} cannot be used: {error}") from None
     return SamplingSpec(**{name: getattr(options, name) for name in _WITH_FLAGS}, **rare)
+
+
+def chosen_compute(options: EncodeOptions | GenerateOptions | PlanOptions) -> dict[str, bool]:
+    """Which of --device and --dtype were given."""
+    return {"device": options.device != "auto", "dtype": options.dtype != "auto"}
 
 
 def leave_to_service(**flags: bool) -> None:

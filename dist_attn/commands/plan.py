@@ -36,6 +36,7 @@ def plan(options: PlanOptions) -> None:
 
     `gflops` is one rank's matmul rate; with `measure`, that many ranks encode for a few seconds to find all rates.
     `backend`, `exchange` and `weights` are those of the run that is planned: auto is what it would choose here.
+    `device` and `dtype` are those of ranks that measure.
 
     Raises: InputError for a count that cannot be read, ModelFolderError or ConfigError for the model, EngineError or
         MissingExtraError when measuring fails.
@@ -63,7 +64,13 @@ def plan(options: PlanOptions) -> None:
             )
         if gflops is not None:
             raise InputError("--measure and --gflops were given; needed is one of them, or none")
-        rates = measured_rates(folder, costs, ranks, BLOCK_TOKENS, backend=options.backend, exchange=options.exchange)
+        if options.device.startswith("cuda"):
+            from dist_attn.devices import choose_device
+
+            choose_device(options.device)
+        rates = measured_rates(folder, costs, BLOCK_TOKENS, options=options)
+    elif options.device.startswith("cuda") and gflops is None:
+        raise InputError(f"--device {options.device} was given, whose rate is not known: add --measure or --gflops")
     exchange = _chosen(costs, ranks, options.backend) if options.exchange == "auto" else options.exchange
     result = estimate(costs, count, ranks=ranks, block_tokens=BLOCK_TOKENS, rates=rates, exchange=exchange)
     name = folder.resolve().name

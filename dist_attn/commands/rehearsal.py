@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.trial_ranks import TrialSettings, gather_times, join_trial, machine_speeds, read_own, run_trial
 from dist_attn.control.settings import threads_for
 from dist_attn.costs import LanguageModelCosts, Link, Rates
 from dist_attn.errors import EngineError, MissingExtraError, extra_hint
 from dist_attn.launchers import find_mpiexec, lacks_for_mpi
+from dist_attn.wire.choices import Precision
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,6 +45,8 @@ class RehearsalSettings(TrialSettings, frozen=True, kw_only=True):
     block_tokens: int
     message_bytes: int
     exchange: str = "auto"
+    device: str = "cpu"
+    dtype: Precision = "float32"
     read_s: float = READ_S
 
 
@@ -66,26 +70,29 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 def measured_rates(
     folder: Path,
     costs: LanguageModelCosts,
-    ranks: int,
     block_tokens: int,
     read_s: float = READ_S,
     *,
-    backend: str = "gloo",
-    exchange: str = "auto",
+    options: PlanOptions,
 ) -> Rates:
-    """The rates of one rank while `ranks` of them encode on this machine for `read_s` and do a little more.
+    """The rates of one rank while so many encode on this machine for `read_s` and do a little more.
+
+    `options` say over what they exchange, and what they compute on.
 
     Raises: EngineError when the processes cannot be started, fail or are late; MissingExtraError for a back end that is
         not installed.
     """
+    ranks = options.ranks
     message_bytes = max(costs.carry_bytes, 2 * SMALL_MESSAGE_BYTES)
     settings = RehearsalSettings(
         ranks=ranks,
         model=str(folder.resolve()),
         block_tokens=block_tokens,
         message_bytes=message_bytes,
-        backend=backend if ranks > 1 else "gloo",
-        exchange=exchange,
+        backend=options.backend if ranks > 1 else "gloo",
+        exchange=options.exchange,
+        device=options.device,
+        dtype=options.dtype,
         read_s=read_s,
         timeout_s=DEADLINE_S / 2,
     )
@@ -143,10 +150,13 @@ def _run(settings: RehearsalSettings) -> None:
 
     from dist_attn.checkpoints import load_model_and_tokeniser
     from dist_attn.commands.encode_blocks import Seconds, StreamReader, encode_blocks
+    from dist_attn.devices import choose_compute
     from dist_attn.wire.messages import RowSpec
 
+    compute = choose_compute(settings.device, settings.dtype, {"LOCAL_RANK": str(settings.rank)} | os.environ)
     model, tokeniser = load_model_and_tokeniser(settings.model)
-    with torch.inference_mode(), join_trial(settings) as comm:
+    model.to(compute.device)
+    with torch.inference_mode(), compute.autocast(), join_trial(settings, compute.device) as comm:
         text_rate, tokens = _tokenised(tokeniser)
         blocks = _blocks(tokens, settings) if comm.rank == 0 else None
         reader = StreamReader(comm, model, RowSpec(), exchange=settings.exchange)  # type: ignore[arg-type]
@@ -158,7 +168,8 @@ def _run(settings: RehearsalSettings) -> None:
         def gather(size: int) -> float:
             return statistics.median(gather_times(comm, size, rounds=GATHERS, warm_up=WARM_UP_GATHERS))
 
-        own = [text_rate, *machine_speeds(comm.barrier), *map(gather, (SMALL_MESSAGE_BYTES, settings.message_bytes))]
+        gathered = map(gather, (SMALL_MESSAGE_BYTES, settings.message_bytes))
+        own = [text_rate, *machine_speeds(comm.barrier, compute), *gathered]
         of_all = comm.all_gather(torch.tensor(own, dtype=torch.float64)).median(dim=0).values.tolist()
         first = comm.rank == 0
     if first:

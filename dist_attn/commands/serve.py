@@ -40,8 +40,7 @@ def serve(config: Path | None, flags: Mapping[str, Any]) -> int:
         host=settings.http.host,
         port=settings.http.port,
         data_dir=settings.data_dir,
-        backend=settings.engine.backend,
-        weights=settings.engine.weights,
+        engine=settings.engine,
     )
     stopped = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -16,6 +16,7 @@ from rich.progress import (
 )
 
 from dist_attn.comm import open_communicator
+from dist_attn.devices import choose_device
 from dist_attn.training import train
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.ending import stop_on_signals
@@ -27,7 +28,7 @@ def train_here(settings: TrainingConfig, *, resume: bool) -> tuple[str, int]:
     Raises: as `train`.
     """
     with (
-        open_communicator(timeout_s=settings.run.wait_seconds) as comm,
+        open_communicator(timeout_s=settings.run.wait_seconds, device=choose_device(settings.run.device)) as comm,
         training_progress(settings.run.steps, enabled=comm.rank == 0) as shown,
         stop_on_signals() as stop,
     ):

@@ -1,6 +1,7 @@
 """Ranks of this machine that run for a moment, so that a command can measure or try something with real processes."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,10 +18,14 @@ from dist_attn.launchers import find_mpiexec
 from dist_attn.rank_link.tether import die_with_parent
 
 if TYPE_CHECKING:
+    import torch
+
     from dist_attn.comm import Communicator
+    from dist_attn.devices import Compute
 
 END_S = 10.0
 MATMUL_SIZE, COPY_BYTES, SPEED_S = 768, 32 << 20, 0.3
+MATMUL_SIZE_OF_GPU = 4096
 POLL_S = 0.05
 
 
@@ -115,15 +120,20 @@ def gather_times(comm: "Communicator", size: int, *, rounds: int, warm_up: int) 
     return seconds[warm_up:]
 
 
-def machine_speeds(together: Callable[[], object] = lambda: None) -> list[float]:
-    """Operations per second in a product of float32 matrices, and bytes read and written per second in a copy.
+def machine_speeds(together: Callable[[], object] = lambda: None, compute: "Compute | None" = None) -> list[float]:
+    """Operations per second in a product of matrices, and bytes read and written per second in a copy.
 
-    Ranks that meet in `together` are timed at once.
+    Ranks that meet in `together` are timed at once. Without `compute` it is float32 on the CPU.
     """
     import torch
 
-    a, b = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE)
-    source = torch.zeros(COPY_BYTES, dtype=torch.uint8)
+    from dist_attn.devices import ON_CPU
+
+    compute = compute or ON_CPU
+    on_gpu = compute.device.type == "cuda"
+    size = MATMUL_SIZE_OF_GPU if on_gpu else MATMUL_SIZE
+    a, b = torch.randn(2, size, size, device=compute.device, dtype=compute.dtype)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=compute.device)
     target = torch.empty_like(source)
 
     def per_second(work: Callable[[], object]) -> float:
@@ -133,9 +143,11 @@ def machine_speeds(together: Callable[[], object] = lambda: None) -> list[float]
         while time.perf_counter() - began < SPEED_S:
             work()
             times += 1
+            if on_gpu:
+                torch.cuda.synchronize(compute.device)
         return times / (time.perf_counter() - began)
 
-    return [2 * MATMUL_SIZE**3 * per_second(lambda: a @ b), 2 * COPY_BYTES * per_second(lambda: target.copy_(source))]
+    return [2 * size**3 * per_second(lambda: a @ b), 2 * COPY_BYTES * per_second(lambda: target.copy_(source))]
 
 
 def _commands(module: str, settings: TrialSettings) -> list[list[str]]:
@@ -158,22 +170,15 @@ def read_own(arguments: list[str], kind: type[S]) -> S:
     return msgspec.json.decode(text, type=kind)
 
 
-def join_trial(settings: TrialSettings) -> "Communicator":
-    """In one of the processes: meet the others, on CPUs."""
-    import torch
-
-    from dist_attn.comm import open_communicator
-    from dist_attn.comm.torch_dist import TorchDistCommunicator
+def join_trial(settings: TrialSettings, device: "torch.device | None" = None) -> "Communicator":
+    """In one of the processes: meet the others, which compute on such a device too; without one on CPUs."""
+    from dist_attn.comm import Rendezvous, open_communicator
 
     if settings.ranks == 1:
         return open_communicator("local")
     if settings.backend == "mpi":
         return open_communicator("mpi", timeout_s=settings.timeout_s)
-    return TorchDistCommunicator.connect(
-        settings.backend,
-        timeout_s=settings.timeout_s,
-        device=torch.device("cpu"),
-        meeting=(Path(settings.folder) / "store").as_uri(),
-        rank=settings.rank,
-        size=settings.ranks,
-    )
+    os.environ |= {"RANK": str(settings.rank), "WORLD_SIZE": str(settings.ranks)}
+    meeting = Rendezvous((Path(settings.folder) / "store").as_uri(), settings.timeout_s)
+    backend = settings.backend if device is None or device.type == "cpu" else None
+    return open_communicator(backend, settings.timeout_s, device, meeting)

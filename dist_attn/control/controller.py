@@ -259,7 +259,7 @@ class Controller:
             model=model.model if model else self._settings.model,
             hidden_size=model.hidden_size if model else 0,
             vocab_size=model.vocab_size if model else 0,
-            backend=self._settings.backend,
+            backend=(model.backend if model else "") or self._settings.backend,
             epoch=group.epoch,
             step=self._steps.last_k,
             queued=len(self._requests) - active,

@@ -1,17 +1,22 @@
 """What would keep a service from working here, found before anything is started."""
 
+import importlib.metadata
+import os
 import socket
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from dist_attn.costs import model_kind, read_model_costs
 from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError, extra_hint
 from dist_attn.launchers import lacks_for_mpi
+from dist_attn.settings import EngineSettings
 from dist_attn.shipped import check_manifest, refuse_foreign
 from dist_attn.store.private import make_private
 from dist_attn.text import load_tokeniser
 from dist_attn.wire.choices import WeightPrecision
 
+GPU_DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # NVIDIA's, on Linux and in WSL
 MODEL_FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
@@ -21,18 +26,17 @@ def check_before_start(
     host: str,
     port: int,
     data_dir: Path,
-    backend: str = "gloo",
-    weights: WeightPrecision = "float32",
+    engine: EngineSettings,
 ) -> None:
-    """Look at the model folder, the address, the data folder, which is made if needed, and what the back end needs.
-
-    `weights` is how those of the model are to be held.
+    """Look at the model folder, the address, the data folder, which is made if needed, and what the engine needs.
 
     Raises: ModelFolderError for a folder that lacks a file, holds a damaged one or is Hugging Face's, MissingExtraError
-        for a back end that is not installed, ConfigError for the others and for a config.json that describes no model.
+        for a back end that is not installed, ConfigError for the others, for GPUs that are not there and for a
+        config.json that describes no model.
     """
-    if backend == "mpi" and (absent := lacks_for_mpi()):
+    if engine.backend == "mpi" and (absent := lacks_for_mpi()):
         raise MissingExtraError(f"back end mpi needs {' and '.join(absent)}: {extra_hint('mpi')}")
+    check_gpus(engine, os.environ)
     _check_address(host, port)
     _check_data_dir(data_dir)
     refuse_foreign(folder)
@@ -43,7 +47,33 @@ def check_before_start(
     check_manifest(folder)
     if model_kind(folder) in ("", "language_model"):
         read_model_costs(folder)  # reads the same configuration as the ranks will, without torch
-    check_weights_fit(folder, weights)
+    check_weights_fit(folder, engine.weights)
+
+
+def check_gpus(engine: EngineSettings, environ: Mapping[str, str]) -> None:
+    """Raises: ConfigError where GPUs are asked for and the driver shows none, or fewer than this host's ranks need."""
+    asked = "engine.backend is nccl" if engine.backend == "nccl" else f"engine.device is {engine.device}"
+    if engine.device == "cpu" and engine.backend == "nccl":
+        raise ConfigError(f"{asked}, which is for GPUs, and engine.device is cpu: leave one of them out")
+    has_driver = any(device.exists() for device in GPU_DRIVERS)
+    if not has_driver and (engine.device.startswith("cuda") or engine.backend == "nccl"):
+        raise ConfigError(f"{asked}, and this machine shows no driver of NVIDIA GPUs: `dist-attn doctor` tells more")
+    one_each = engine.device == "cuda" or (engine.device == "auto" and has_driver and _torch_has_cuda())
+    gpus = [gpu for gpu in Path("/dev").glob("nvidia*") if gpu.name.removeprefix("nvidia").isdecimal()]
+    count = len(environ["CUDA_VISIBLE_DEVICES"].split(",")) if environ.get("CUDA_VISIBLE_DEVICES") else len(gpus)
+    if one_each and engine.agents == 1 and 0 < count < engine.ranks:
+        raise ConfigError(
+            f"engine.ranks is {engine.ranks}, and there {'is 1 GPU' if count == 1 else f'are {count} GPUs'}: take as "
+            "many ranks, let them share a GPU with --device cuda:0, or compute on CPUs with --device cpu"
+        )
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the torch that is installed was built for GPUs; it is not loaded."""
+    try:
+        return "+cpu" not in importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
 
 
 def check_weights_fit(folder: Path, weights: WeightPrecision) -> None:

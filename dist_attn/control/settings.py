@@ -61,7 +61,7 @@ class ControlSettings(FlagSettings, EngineSettings):
         if not AGENT_NAME.fullmatch(self.host_name):
             raise ConfigError(f"agent_name {self.host_name!r} cannot be used: give letters, digits, dots and dashes")
         if self.ranks > 1 and self.backend == "local":
-            raise ConfigError(f"backend local has no way between {self.ranks} ranks: choose gloo, nccl or mpi")
+            raise ConfigError(f"backend local has no way between {self.ranks} ranks: choose auto, gloo, nccl or mpi")
         if self.heartbeat_deadline_s < 2 * self.heartbeat_s:
             # Every rank would count as dead between two of its signs of life, and be killed again and again.
             raise ConfigError(

@@ -62,6 +62,7 @@ class RankVitals:
             round(now - self.progress_at, 3),
             self.peak_rss_bytes,
             self.busy_s,
+            self.hello.device,
         )
 
 

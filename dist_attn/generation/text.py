@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
+from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
 from dist_attn.generation.beam_search import BeamSpec, beam_search
 from dist_attn.generation.decode import generate
@@ -24,10 +25,11 @@ def generate_text(
     on_text: Callable[[str], None] = lambda _: None,
     *,
     weights: WeightPrecision = "float32",
+    compute: Compute = ON_CPU,
 ) -> dict[str, Any]:
     """Continue the text in `data` under a model folder or shipped model, with a report in plain values.
 
-    `weights` is how the model's lie in memory; the report tells the bytes of all of them.
+    `weights` is how the model's lie in memory; the report tells the bytes of all of them. `compute` is where it works.
     `on_text` gets each piece of text as soon as it is certain: a character split over tokens waits until it is whole.
     `seconds` and the speed are those of prefill and drawing; loading the model is not counted.
 
@@ -46,13 +48,14 @@ def generate_text(
             on_text(text)
 
     started = time.perf_counter()
-    drawn = generate(
-        model,
-        tokeniser.encode(data),
-        spec,
-        end_token=tokeniser.end_token,
-        on_token=lambda token: show(decoder.push(token)),
-    )
+    with compute.autocast():
+        drawn = generate(
+            model.to(compute.device),
+            tokeniser.encode(data),
+            spec,
+            end_token=tokeniser.end_token,
+            on_token=lambda token: show(decoder.push(token)),
+        )
     show(decoder.finish())
     seconds = time.perf_counter() - started
     return {
@@ -69,23 +72,23 @@ def generate_text(
 def search_text(
     model_name: str | None,
     data: bytes,
+    spec: BeamSpec,
     *,
-    width: int,
-    max_tokens: int,
-    penalty: float,
     weights: WeightPrecision = "float32",
+    compute: Compute = ON_CPU,
 ) -> dict[str, Any]:
     """The best continuation that a beam search finds, with a report in plain values.
 
     Raises: as `generate_text`.
     """
-    spec = BeamSpec(width, max_tokens, penalty)
     if not data:
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
     started = time.perf_counter()
-    ((best, *_),) = beam_search(model, [tokeniser.encode(data)], spec, end_token=tokeniser.end_token)
+    prompts, end = [tokeniser.encode(data)], tokeniser.end_token
+    with compute.autocast():
+        ((best, *_),) = beam_search(model.to(compute.device), prompts, spec, end_token=end)
     seconds = time.perf_counter() - started
     return {
         "text": tokeniser.decode(list(best.tokens)).decode(errors="replace"),

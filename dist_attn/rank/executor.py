@@ -13,6 +13,7 @@ import torch
 from dist_attn.checkpoints import kind_of_model, load_model, load_text_encoder
 from dist_attn.comm import Communicator, Rendezvous, open_communicator
 from dist_attn.control.preflight import check_weights_fit
+from dist_attn.devices import choose_compute
 from dist_attn.errors import EngineError, StateMismatchError, WireError
 from dist_attn.generation import computation_of, identity_of
 from dist_attn.layout import SequenceLayout
@@ -20,7 +21,6 @@ from dist_attn.models import LanguageModel, ModelState, hold_weights_as
 from dist_attn.models.blocks import Block
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
 from dist_attn.ops.finite import checked
-from dist_attn.ops.linear_attention import why_no_library
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
 from dist_attn.rank.sequence_executor import SequenceExecutor, take_counts
@@ -65,33 +65,31 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     Ranks that read sequences for themselves have nothing to exchange and do not join.
 
     Raises: ModelFolderError for a folder that is not a model, or not one that can be served; ConfigError for weights
-        that its kind of model cannot hold so, InputError for those that are not finite; CommError if the ranks do not
-        come together.
+        that its kind of model cannot hold so and for a device that is not there, InputError for weights that are not
+        finite; CommError if the ranks do not come together.
     """
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
-    device = torch.device("cpu")
-    if settings.backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    compute = choose_compute(settings.device, settings.dtype)
+    compute.autocast().__enter__()  # as long; it keeps the weights that it has rounded
     folder = resolve_model_folder(settings.model)
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)
     if kind_of_model(folder) == "text_encoder":
-        encoder = load_text_encoder(folder).to(device)
+        encoder = load_text_encoder(folder).to(compute.device)
         for block in encoder.encoder.blocks:
             block.register_forward_hook(lambda *_: pulse.advance())
+        _tell(settings, compute.sentence())
         return SequenceExecutor(encoder, settings.rank, name=folder.name, finite=finite)
     backend = settings.backend if settings.ranks > 1 else "local"
     place = settings.rendezvous
     rendezvous = Rendezvous(place, settings.start_deadline_s, settings.listener) if place else None
-    comm = open_communicator(backend, settings.exchange_deadline_s, device, rendezvous)
-    model = load_model(folder).to(device)
+    comm = open_communicator(backend, settings.exchange_deadline_s, compute.device, rendezvous)
+    _tell(settings, compute.sentence(comm))  # C kernels are compiled for it, and not within the first request
+    model = load_model(folder).to(compute.device)
     report = hold_weights_as(model, settings.weights)
-    if settings.weights != "float32" and settings.rank == 0:
-        print(f"rank 0: {report.sentence()}", file=sys.stderr, flush=True)
-    why_not = why_no_library() if device.type == "cpu" else None  # compiled here and not within the first request
-    if why_not is not None and settings.rank == 0:
-        print(f"rank 0: linear attention takes torch's operations, {why_not}", file=sys.stderr, flush=True)
+    if settings.weights != "float32":
+        _tell(settings, report.sentence())
     for block in model.blocks:
         block.register_forward_hook(lambda *_: pulse.advance())
     computed = computation_of(
@@ -99,6 +97,12 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     )
     manifest = Manifest(identity_of(model, folder), computed)
     return ModelExecutor(model, comm, name=folder.name, end_token=_end_token(folder), finite=finite, manifest=manifest)
+
+
+def _tell(settings: RankSettings, sentence: str) -> None:
+    """One rank's words for the log, which gets the output of all of them."""
+    if settings.rank == 0:
+        print(f"rank 0: {sentence}", file=sys.stderr, flush=True)
 
 
 def _end_token(folder: Path) -> int | None:
@@ -127,6 +131,8 @@ class ModelExecutor:
         self.text_tokens: int | None = None
         self._language_model = model
         self._device = model.embedding.weight.device
+        self.device = str(self._device)
+        self.backend = comm.backend
         self._comm = comm
         self._prefilling: dict[int, _Prefilling] = {}
         self._decoding = DecodeSlots(model, end_token)

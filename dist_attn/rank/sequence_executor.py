@@ -34,6 +34,7 @@ class SequenceExecutor:
     end_token: int | None = None
     state_bytes: int | None = 0
     pauses = 0
+    backend = "local"
     manifest: Manifest | None = None
 
     def __init__(self, model: TextEncoder, rank: int, *, name: str, finite: FiniteCheck | None = None) -> None:
@@ -43,6 +44,7 @@ class SequenceExecutor:
         self.text_tokens: int | None = model.config.text_tokens
         self._encoder = model
         self._device = model.embedding.weight.device
+        self.device = str(self._device)
         self._rank = rank
         self._requests: dict[int, _Reading] = {}
         self._watch = Watch(finite)

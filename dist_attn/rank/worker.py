@@ -147,6 +147,12 @@ class Executor(Protocol):
     @property
     def pauses(self) -> int: ...
 
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def device(self) -> str: ...
+
     def prefill(self, op: PrefillOp, pause: Callable[[], None]) -> RowPieces | None: ...
 
     def decode(self, op: DecodeOp) -> list[Drawn | RequestFault]: ...
@@ -212,6 +218,8 @@ def _take_steps(settings: RankSettings, executor: Executor, dealer: Dealer, puls
             executor.state_bytes,
             executor.manifest,
             pauses=executor.pauses,
+            backend=executor.backend,
+            device=executor.device,
         ),
         SEND_S,
     )

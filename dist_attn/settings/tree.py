@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from dist_attn.log_lines import LogFormat
-from dist_attn.wire.choices import Backend, LogLevel, WeightPrecision
+from dist_attn.wire.choices import Backend, LogLevel, Precision, WeightPrecision, check_device
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -170,8 +170,20 @@ class RankTerms(Section):
     """The engine's settings that every rank is started with."""
 
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each document")
+    device: Annotated[str, AfterValidator(check_device)] = Field(
+        default="auto",
+        description="what ranks compute on: cuda is a GPU of each rank's own, cuda:N the N-th for all of a host, "
+        "auto takes cuda where torch finds a GPU",
+    )
+    dtype: Precision = Field(
+        default="auto",
+        description="in which precision ranks compute products; states stay float32. auto: bfloat16 on GPUs, float32 "
+        "on CPUs",
+    )
     backend: Backend = Field(
-        default="gloo", description="how ranks talk to each other: gloo or mpi on CPUs, nccl on GPUs"
+        default="auto",
+        description="how ranks talk to each other: gloo or mpi on CPUs, nccl between GPUs; auto is nccl where each "
+        "rank has a GPU, else gloo",
     )
     keys_dir: str = Field(default="", description="folder with the keys for tcp:// addresses, see `dist-attn keys`")
     weights: WeightPrecision = Field(

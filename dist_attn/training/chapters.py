@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
+from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModel
 from dist_attn.text import Tokeniser, load_tokeniser
@@ -186,7 +187,7 @@ class ContrastiveTask(Task):
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._share.device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16)
+        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 
 def contrast_loss(mean_ND: Tensor, temperature: float) -> Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dist_attn.devices import compute_on
 from dist_attn.mixers import redraw_pools
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.examples import check_enough, examples_of_step
@@ -80,7 +81,7 @@ class ExamplesTask(Task, Generic[Examples]):
             yield numbers, *rows_to_read(self._share, len(numbers))
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._share.device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16)
+        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 
 class ClassificationTask(ExamplesTask[Examples]):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.folder import ModelConfig, read_any_config
@@ -13,6 +13,7 @@ from dist_attn.model_config.language_model import expand_preset
 from dist_attn.model_config.refusal import key_of, nearest_key, refusal
 from dist_attn.shipped import SHIPPED
 from dist_attn.training.datasets.config import DataConfig, ParallelTextConfig
+from dist_attn.wire.choices import Precision, check_device
 
 __all__ = [
     "DATA_OF",
@@ -111,7 +112,10 @@ class RunConfig(_Config):
     begin_from: Path | None = None
     steps: int = Field(ge=1)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
-    bf16: bool = True
+    # What computes, as --device: auto, cpu, cuda (a GPU for each process) or cuda:N.
+    device: Annotated[str, AfterValidator(check_device)] = "auto"
+    # The precision of products; parameters, states and sums are float32. auto: float32 on CPUs.
+    dtype: Precision = "bfloat16"
     threads: int = Field(default=1, ge=1, le=1024)
     # Layers keep their inputs only and compute the rest again in the backward pass: less memory, a third more time.
     activation_checkpointing: bool = False
@@ -138,12 +142,22 @@ class RunConfig(_Config):
     tensorboard: bool = True
     plot: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_bf16(cls, values: Any) -> Any:
+        """Configurations of earlier runs say bf16 = true or false."""
+        if not isinstance(values, dict) or not isinstance(values.get("bf16"), bool) or "dtype" in values:
+            return values
+        others = {key: value for key, value in values.items() if key != "bf16"}
+        return {**others, "dtype": "bfloat16" if values["bf16"] else "float32"}
+
 
 # What may change when a run goes on: where and by how many it is worked on, not what it computes.
 EXECUTION = frozenset(
     {
         "activation_checkpointing",
         "data_ranks",
+        "device",
         "export",
         "plot",
         "sequence_ranks",

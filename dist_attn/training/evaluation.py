@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
+from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, weight_precision_of
 from dist_attn.training.task import Share, Whole
@@ -146,10 +147,11 @@ def evaluate_file(
     context: int | None = None,
     *,
     weights: WeightPrecision = "float32",
+    compute: Compute = ON_CPU,
 ) -> dict[str, float | int | str | None]:
     """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
 
-    `weights` is how the model's lie in memory.
+    `weights` is how the model's lie in memory, `compute` where it works.
 
     Raises: InputError for an empty file or a context below 2, ModelFolderError for an unusable model.
     """
@@ -158,7 +160,9 @@ def evaluate_file(
         raise InputError(f"{name} is empty; scoring needs at least one byte")
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
-    score = score_tokens(model, tokeniser.encode(data), len(data), context)
+    with compute.autocast():
+        share = Whole(compute.device)
+        score = score_tokens(model.to(compute.device), tokeniser.encode(data), len(data), context, share)
     return {
         "bits_per_byte": round(score.bits_per_byte, 5),
         "tokens": score.num_tokens,

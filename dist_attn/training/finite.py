@@ -144,7 +144,7 @@ def check_finite(
         return
     what = "loss" if norm is None else "norm of the gradients"
     origin = _first_of_all(_search(model, again, backward=norm is not None), comm)
-    calmer = "lower optimiser.learning_rate" + (" or set run.bf16 = false" if run.bf16 else "")
+    calmer = "lower optimiser.learning_rate" + (" or set run.dtype = float32" if run.dtype != "float32" else "")
     raise EngineError(
         f"the {what} is {value} at step {step}: {origin}. {_checkpoint(run.folder)}: {calmer} in a new run"
     )

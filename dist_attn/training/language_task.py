@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
+from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
@@ -169,7 +170,7 @@ class LanguageTask(Task):
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
     def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._share.device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16)
+        return compute_on(self._share.device, self._config.run.dtype).autocast()
 
     def _state_of(self, rows: slice) -> ModelState:
         """The state of a micro-batch's rows."""

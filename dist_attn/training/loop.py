@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dist_attn.comm import Communicator
 from dist_attn.comm.local import LocalCommunicator
+from dist_attn.devices import choose_compute
 from dist_attn.errors import CommError, InputError
 from dist_attn.models.blocks import recompute_layers
 from dist_attn.ops.processor import denormals_flushed
@@ -87,13 +88,17 @@ def train(
     `report` is given the metrics, `tell` lines for people. Once `stop()` is true on any rank, the run saves a
     checkpoint after the step and returns metrics with `stopped`.
 
-    Raises: ConfigError for a folder in use or a resume that does not fit; EngineError when the loss is not finite, or
+    Raises: ConfigError for a folder in use, a device that is not there or a resume that does not fit;
+        EngineError when the loss is not finite, or
         for what went wrong on another rank; StorageError for a full disk; CommError when a rank is lost.
     """
     world = LocalCommunicator() if comm is None else comm
-    with Mesh(world, config.run.data_ranks, config.run.sequence_ranks) as mesh, ExitStack() as held:
+    compute = choose_compute(config.run.device, config.run.dtype)
+    with Mesh(world, config.run.data_ranks, config.run.sequence_ranks, compute.device) as mesh, ExitStack() as held:
         held.enter_context(denormals_flushed())
         run = _Run(config, resume, mesh, progress, held)
+        if mesh.is_first:
+            tell(compute.sentence(world))
         try:
             return run.to_the_end(report, tell, stop)
         except (InputError, OSError) as error:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dist_attn.comm import Communicator
+from dist_attn.devices import ON_CPU
 from dist_attn.errors import ConfigError, DistAttnError, EngineError
 from dist_attn.layout import SequenceLayout
 from dist_attn.ops import LocalSequenceOps, SequenceOps
@@ -56,10 +57,10 @@ class Mesh:
         world: Communicator,
         data_ranks: int | None = None,
         sequence_ranks: int | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device = ON_CPU.device,
     ) -> None:
         self.world = world
-        self.device = torch.device(device)
+        self.device = device
         self.data_ranks, self.sequence_ranks = mesh_shape(world.size, data_ranks, sequence_ranks)
         self.data_index, self.sequence_index = divmod(world.rank, self.sequence_ranks)
         self._groups = ExitStack()

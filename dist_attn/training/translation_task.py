@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dist_attn.checkpoints import save_model
+from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.generation.beam_search import BeamSpec
 from dist_attn.generation.translation import translate
@@ -103,7 +104,7 @@ class TranslationTask(Task):
         source, target = part.source_BS.shape[1], part.target_BL.shape[1]
         source_BS = part.source_BS[:, share.tokens(source)].to(device)
         target_BL, next_BL = (t[:, share.tokens(target)].to(device) for t in (part.target_BL, part.next_BL))
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self._config.run.bf16):
+        with compute_on(device, self._config.run.dtype).autocast():
             memory_BSD = self.model.encode(source_BS, share.ops(source))
             logits_BLV, _ = self.model.decode(target_BL, memory_BSD, share.ops(target), share.ops(target, source))
         return logits_BLV.flatten(0, 1), next_BL.flatten()

@@ -219,6 +219,7 @@ class RankStatus(msgspec.Struct, frozen=True):
     progress_age: float
     peak_rss_bytes: int = 0
     busy: float = 0.0
+    device: str = ""
 
 
 class Status(Message, frozen=True):

@@ -181,6 +181,9 @@ class RankHello(Message, frozen=True):
     # What stored states say about themselves; None where they cannot be stored.
     manifest: Manifest | None = None
     pauses: Count = 0
+    # What "auto" came to: the back end between ranks, and the device with its precision.
+    backend: str = ""
+    device: str = ""
 
 
 class RowPieces(msgspec.Struct, frozen=True):

@@ -130,7 +130,7 @@ def test_ranks_that_never_come_are_a_comm_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(CommError, match="rank 0 of 2 could not join the gloo group"):
+    with pytest.raises(CommError, match="rank 0 of 2 did not meet all other ranks where torchrun says"):
         open_communicator(timeout_s=1.0)
 
 
@@ -149,7 +149,7 @@ def test_ranks_that_never_come_to_a_rendezvous_are_a_comm_error(
 @pytest.mark.parametrize(
     ("backend", "environment", "says"),
     [
-        ("ucx", {}, "choose one of local, gloo, nccl, mpi"),
+        ("ucx", {}, "choose one of auto, local, gloo, nccl, mpi"),
         ("gloo", {}, "torchrun"),
         (None, {"WORLD_SIZE": "2"}, "needs RANK, MASTER_ADDR, MASTER_PORT"),
         (None, {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'"),
@@ -174,3 +174,23 @@ def test_a_wait_needs_a_deadline() -> None:
     """A deadline of zero seconds is refused."""
     with pytest.raises(ConfigError, match="more than 0 seconds"):
         open_communicator(timeout_s=0)
+
+
+def test_ranks_on_different_kinds_of_devices_are_refused(tmp_path: Path) -> None:
+    """Each rank says what it computes on before the group is made, and all of them hear what is wrong."""
+    program = (
+        "import sys; from dist_attn.comm import Rendezvous, open_communicator\n"
+        "open_communicator(device=sys.argv[1], rendezvous=Rendezvous(sys.argv[2], 60.0))"
+    )
+    url = (tmp_path / "store").as_uri()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, device, url],
+            env=os.environ | {"RANK": str(rank), "WORLD_SIZE": "2"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, device in enumerate(["meta", "cpu"])
+    ]
+    words = [rank.communicate(timeout=90)[1] for rank in ranks]
+    assert all("ranks compute on different devices, rank 0 on meta, rank 1 on cpu: give each a GPU" in w for w in words)

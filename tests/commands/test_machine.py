@@ -51,7 +51,7 @@ def test_a_missing_extra_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None
 def test_kernels_for_a_gpu_are_not_ok_without_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Where triton is installed and no GPU is there, the finding says "no GPU"; with a GPU it is ok."""
     monkeypatch.setattr(machine, "EXTRAS", {"gpu": (("numpy",), "kernels")})
-    monkeypatch.setattr(machine, "GPU_DEVICES", (tmp_path / "nvidiactl",))
+    monkeypatch.setattr(machine, "GPU_DRIVERS", (tmp_path / "nvidiactl",))
     (finding,) = machine.check_extras()
     assert (finding.status, finding.blocks) == ("missing", False)
     assert finding.detail.startswith("optional, numpy ")

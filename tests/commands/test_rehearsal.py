@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_attn.commands.options import PlanOptions
 from dist_attn.commands.rehearsal import measured_rates
 from dist_attn.costs import estimate, read_model_costs
 from dist_attn.errors import EngineError
@@ -16,7 +17,7 @@ def test_ranks_measure_every_rate(tmp_path: Path) -> None:
     """Two processes that encode find rates above 0, which are the whole of the plan's time."""
     folder = write_small_folder(tmp_path / "small")
     costs = read_model_costs(folder)
-    rates = measured_rates(folder, costs, ranks=2, block_tokens=512, read_s=0.05)
+    rates = measured_rates(folder, costs, 512, 0.05, options=PlanOptions(tokens="1k", ranks=2))
     assert min(rates.matmul_flops_per_s, rates.memory_bytes_per_s, rates.prefill_efficiency) > 0
     assert 0 < rates.link.latency_s < 60
     assert 0 < rates.link.bytes_per_s < 1e15
@@ -34,7 +35,7 @@ def test_one_rank_waits_for_nobody(tmp_path: Path) -> None:
     """Alone, with exact attention, a rank measures its own speed over the keys of the document so far."""
     folder = write_small_folder(tmp_path / "exact", kind="softmax")
     costs = read_model_costs(folder)
-    rates = measured_rates(folder, costs, ranks=1, block_tokens=512, read_s=0.05)
+    rates = measured_rates(folder, costs, 512, 0.05, options=PlanOptions(tokens="1k", ranks=1))
     assert rates.exposed_s == 0
     assert rates.prefill_efficiency > 0
 
@@ -44,4 +45,4 @@ def test_ranks_that_cannot_read_are_reported(tmp_path: Path) -> None:
     folder = write_small_folder(tmp_path / "empty")
     (folder / "model.safetensors").unlink()
     with pytest.raises(EngineError, match=r"measuring with 1 rank\(s\) failed: .*model.safetensors"):
-        measured_rates(folder, read_model_costs(folder), ranks=1, block_tokens=512, read_s=0.05)
+        measured_rates(folder, read_model_costs(folder), 512, 0.05, options=PlanOptions(tokens="1k", ranks=1))

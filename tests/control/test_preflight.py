@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dist_attn.control import preflight
 from dist_attn.control.preflight import check_before_start
 from dist_attn.errors import ConfigError, MissingExtraError, ModelFolderError
+from dist_attn.settings import EngineSettings
 from tests.support.models import write_small_folder
 
 
@@ -19,7 +21,13 @@ def fields(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     folder = write_small_folder(tmp_path / "tiny")
-    return {"folder": folder, "host": "127.0.0.1", "port": port, "data_dir": tmp_path / "new" / "data"}
+    return {
+        "folder": folder,
+        "host": "127.0.0.1",
+        "port": port,
+        "data_dir": tmp_path / "new" / "data",
+        "engine": EngineSettings(),
+    }
 
 
 def test_what_is_in_order_passes(fields):
@@ -45,11 +53,11 @@ def test_a_host_that_is_not_there(fields, host):
 def test_a_back_end_that_is_not_installed(fields, monkeypatch):
     """Without mpi4py the extra that brings it is named; gloo does not ask for it."""
     monkeypatch.setattr(preflight, "lacks_for_mpi", lambda: ["mpi4py", "mpiexec"])
-    check_before_start(**fields, backend="gloo")
+    check_before_start(**fields | {"engine": EngineSettings(backend="gloo")})
     with pytest.raises(
         MissingExtraError, match=r"needs mpi4py and mpiexec: in the checkout, run .venv/bin/pip install -e '\.\[mpi\]'"
     ):
-        check_before_start(**fields, backend="mpi")
+        check_before_start(**fields | {"engine": EngineSettings(backend="mpi")})
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/nowhere", "zero\0byte"])
@@ -107,11 +115,34 @@ def test_weights_in_a_precision_that_the_kind_of_model_does_not_have(fields, kin
     config = json.loads((fields["folder"] / "config.json").read_bytes())
     (fields["folder"] / "config.json").write_text(json.dumps({**config, "kind": kind}))
     (fields["folder"] / "manifest.json").unlink()
-    check_before_start(**fields, weights="float32")
+    check_before_start(**fields | {"engine": EngineSettings(weights="float32")})
     with pytest.raises(ConfigError, match=f"engine.weights is int8, and .* holds a {kind}; .* set it to float32"):
-        check_before_start(**fields, weights="int8")
+        check_before_start(**fields | {"engine": EngineSettings(weights="int8")})
 
 
 def test_a_language_model_may_hold_its_weights_in_fewer_bits(fields):
     """Nothing is raised."""
-    check_before_start(**fields, weights="int8")
+    check_before_start(**fields | {"engine": EngineSettings(weights="int8")})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "says"),
+    [
+        (0, {}, None),
+        (0, {"device": "cuda"}, "engine.device is cuda, and this machine shows no driver"),
+        (0, {"backend": "nccl"}, "engine.backend is nccl, and this machine shows no driver"),
+        (1, {"device": "cpu", "backend": "nccl"}, "which is for GPUs, and engine.device is cpu"),
+        (2, {"device": "cuda", "ranks": 2}, None),
+        (2, {"device": "cuda", "ranks": 4}, "engine.ranks is 4, and there are 2 GPUs: take as many ranks"),
+        (1, {"device": "cuda:0", "ranks": 4}, None),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(gpus, asked, says, tmp_path, monkeypatch):
+    """Before anything is started, and without loading torch."""
+    driver = tmp_path / "nvidiactl"
+    if gpus:
+        driver.touch()
+    monkeypatch.setattr(preflight, "GPU_DRIVERS", (driver,))
+    visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus)))}
+    with nullcontext() if says is None else pytest.raises(ConfigError, match=says):
+        preflight.check_gpus(EngineSettings(**asked), visible)

@@ -73,6 +73,8 @@ class FakeExecutor:
     model, hidden_size, vocab_size, end_token, text_tokens = "fake", DIM, VOCAB, END, None
     state_bytes = 24
     pauses = 4
+    backend = ""
+    device = "cpu"
 
     def __init__(self, settings: RankSettings, pulse: Pulse) -> None:
         self.rank = settings.rank

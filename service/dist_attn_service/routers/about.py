@@ -113,6 +113,7 @@ def _rank(rank: RankStatus, age: float) -> Rank:
         progress_age_seconds=round(rank.progress_age + age, 3),
         peak_rss_bytes=rank.peak_rss_bytes,
         busy_seconds=round(rank.busy, 3),
+        device=rank.device,
     )
 
 
