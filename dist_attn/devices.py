@@ -8,7 +8,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
-from dist_attn.ops.linear_attention import kernels_in_words
+from dist_attn.ops.linear_attention import kernels_taken
 from dist_attn.wire.choices import Precision, check_device
 
 
@@ -28,7 +28,7 @@ class Compute:
         name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
         ranks = "1 rank" if comm is None or comm.size == 1 else f"{comm.size} ranks over {comm.backend}"
         precision = str(self.dtype).removeprefix("torch.")
-        return f"device {self.device}{name}, {precision}, {ranks}, linear attention by {kernels_in_words(self.device)}"
+        return f"device {self.device}{name}, {precision}, {ranks}, kernels: {kernels_taken(self.device)}"
 
 
 ON_CPU = Compute(torch.device("cpu"), torch.float32)

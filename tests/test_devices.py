@@ -70,4 +70,4 @@ def test_products_are_in_the_precision_and_the_first_line_says_it():
     a = torch.ones(2, 2)
     with compute.autocast():
         assert (a @ a).dtype == torch.bfloat16
-    assert compute.sentence(LocalCommunicator()).startswith("device cpu, bfloat16, 1 rank, linear attention by ")
+    assert compute.sentence(LocalCommunicator()).startswith("device cpu, bfloat16, 1 rank, kernels: ")

@@ -15,7 +15,7 @@ from dist_attn.ops.linear_attention.implementation import (
     check_choice,
     check_implementation,
     choose,
-    kernels_in_words,
+    kernels_taken,
     why_no_library,
 )
 from dist_attn.ops.linear_attention.naive import linear_attention_naive
@@ -39,7 +39,7 @@ __all__ = [
     "check_implementation",
     "check_prefix",
     "choose",
-    "kernels_in_words",
+    "kernels_taken",
     "complete_sums",
     "half_products",
     "linear_attention",

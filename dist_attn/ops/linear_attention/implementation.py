@@ -184,14 +184,6 @@ def why_no_library() -> str | None:
     return None
 
 
-def kernels_in_words(device: torch.device) -> str:
-    """What "auto" takes for tensors of a device, with the reason where it is not kernels."""
-    if device.type == "cpu":
-        why_not = why_no_library()
-        return "C kernels" if why_not is None else f"torch's operations ({why_not})"
-    return "torch's operations (the kernels have not run on a GPU yet)"
-
-
 def _unsupported_tensors(call: LinearCall) -> str | None:
     state = () if call.state is None else call.state.tensors()
     for tensor in (call.v_BHSV, call.k_BHSK, call.q_BHLK, *call.map_tensors, *state):
