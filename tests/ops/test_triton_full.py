@@ -1,9 +1,7 @@
 """GPU kernels of attention that is not causal and of the parts of a sharded pass, against torch's own forms."""
 
-import ast
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 
 import pytest
 import torch
@@ -17,10 +15,9 @@ from dist_attn.sharded import ShardedSequenceOps
 from tests.ops.test_triton import DEVICE, SMALL, few, moved
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
+from tests.support.interpreter import one_at_a_time
 
 pytest.importorskip("triton", reason="needs triton: pip install -e '.[gpu]'")
-
-from triton.runtime.interpreter import GridExecutor
 
 from dist_attn.ops.linear_attention import triton_forward, triton_full
 
@@ -126,26 +123,6 @@ def test_second_derivatives():
         found.append([t.cpu() for t in seconds])
     for got, want in zip(found[1], found[0], strict=True):
         assert_close(got, want, kind="gradient")
-
-
-def one_at_a_time(monkeypatch):
-    """Simulated ranks are threads, and the interpreter knows one kernel at a time.
-
-    It reads a kernel's source at its first launch, which one thread must do alone: CPython 3.11 counts how deep it is
-    in a syntax tree for all threads together ("AST constructor recursion depth mismatch").
-    """
-    lock, reading, launch, parse = Lock(), Lock(), GridExecutor.__call__, ast.parse
-
-    def alone(self, *args, **kwargs):
-        with lock:
-            return launch(self, *args, **kwargs)
-
-    def parse_alone(*args, **kwargs):
-        with reading:
-            return parse(*args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", alone)
-    monkeypatch.setattr(ast, "parse", parse_alone)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="simulated ranks are of the CPU")
