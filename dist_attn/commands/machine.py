@@ -71,6 +71,7 @@ LIBRARIES = (
 # What each optional extra brings, and what for. [mpi] is looked at with the back ends.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gpu": (("triton",), "kernels for NVIDIA GPUs"),
+    "fla": (("fla-core",), "flash-linear-attention's kernels for GPUs"),
     "arrow": (("pyarrow",), "encodings as Arrow"),
     "redis": (("redis",), "states shared by several controllers"),
     "hf": (("transformers",), "models in Hugging Face's Auto classes"),

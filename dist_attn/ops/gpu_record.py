@@ -15,8 +15,9 @@ import torch
 
 FILE = Path(__file__).with_name("gpu_record.json")
 
-# Kernels of relative attention may be wrong on a device where those of linear attention are right.
-Operation = Literal["linear", "relative"]
+# Kernels of relative attention may be wrong on a device where those of linear attention are right; "fla" is linear
+# attention by flash-linear-attention's kernels.
+Operation = Literal["linear", "relative", "fla"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class GpuRecord:
     captured_steps  whether decode steps replayed as a CUDA graph came out right; None where none was tried.
     tiles           the fields of the fastest `Tiles`, by `tiles_key`.
     commit          that of the last run.
-    ratios          by case, milliseconds of this project's kernel ("ours_ms") and of flash-linear-attention's
-                    ("fla_ms").
+    ratios          by case ("bfloat16 forward and backward gated"), milliseconds of this project's kernels ("ours_ms")
+                    and of flash-linear-attention's ("fla_ms").
     """
 
     driver: str
@@ -77,11 +78,12 @@ def why_not_proven(operation: Operation, device: torch.device) -> str | None:
 def why_not_right(operation: Operation, name: str, record: GpuRecord | None) -> str | None:
     """`why_not_proven` by the record of devices of this name."""
     cases = {} if record is None else record.cases_of(operation)
+    whose = "flash-linear-attention's" if operation == "fla" else "Triton's"
     if not cases:
-        return f"Triton's have not run on {name} yet: `make gpu` runs them"
+        return f"{whose} have not run on {name} yet: `make gpu` runs them"
     for case, found in cases.items():
         if isinstance(found, str):
-            return f"Triton's did not come out right on {name} ({case}: {found})"
+            return f"{whose} did not come out right on {name} ({case}: {found})"
     return None
 
 

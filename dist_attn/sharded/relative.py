@@ -58,7 +58,7 @@ def sharded_relative_attention(
         return relative_attention(
             phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal=causal, implementation=implementation
         )
-    if implementation in ("triton", "native"):
+    if implementation not in ("auto", "streaming"):
         raise ConfigError("over several ranks relative attention has kernels ('triton') as a stream only; use 'auto'")
     call = RelativeCall(phi_q_BHLK, phi_k_BHSK, v_BHSV, phi_rp_HRK, causal)
     call.check()

@@ -118,7 +118,7 @@ class Sharding:
         "native" is not refused here: its kernels take chunks one by one, and documents where attention is causal.
         """
         check_implementation(self.implementation)
-        if self.implementation != "triton":
+        if self.implementation not in ("triton", "fla"):
             return
         reasons = {
             "deterministic=True": self.deterministic,
@@ -127,8 +127,8 @@ class Sharding:
         }
         for words in (words for words, given in reasons.items() if given):
             raise ConfigError(
-                f"implementation='triton' and {words} were given, for which ranks have no kernels; use 'auto' or "
-                "'streaming'"
+                f"implementation={self.implementation!r} and {words} were given, for which ranks have no kernels; "
+                "use 'auto' or 'streaming'"
             )
 
     def refuse_deterministic(self, what: str) -> None:

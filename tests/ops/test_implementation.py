@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dist_attn import feature_maps
 from dist_attn.errors import ConfigError, ShapeError
 from dist_attn.ops import LinearState, linear_attention
-from dist_attn.ops.linear_attention import LinearCall, choose
+from dist_attn.ops.gpu_record import GpuRecord
+from dist_attn.ops.linear_attention import LinearCall, choose, implementation
 from tests.support.closeness import assert_close
 from tests.support.native import needs_kernels
 
@@ -102,6 +105,66 @@ def test_what_kernels_cannot_take_is_an_error_that_says_why(given, words, monkey
     sums, call = _call_of(given)
     with pytest.raises(ConfigError, match=words):
         choose(replace(call, implementation="triton"), sums=sums)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"causal": False}, "not causal: flash-linear-attention's kernels are"),
+        ({"prefix": 2}, "prefix"),
+        ({"sums": torch.float64}, "sums in torch.float64"),
+        ({"q_BHLK": X[:, :, :2]}, "2 queries and 3 keys"),
+        ({"q_BHLK": X.half(), "k_BHSK": X.half(), "v_BHSV": X.half()}, "take one of float32, bfloat16"),
+        ({"state": LinearState.identity(1, 2, 4, 4, dtype=torch.float64)}, "sums are float32"),
+        ({"q_BHLK": X[:, :, :0], "k_BHSK": X[:, :, :0], "v_BHSV": X[:, :, :0]}, "no tokens"),
+    ],
+)
+def test_what_flash_linear_attention_cannot_take_is_an_error_that_says_why(given, words, monkeypatch):
+    """By name it is refused in words too, also where it is not installed; any feature map and size will do."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(implementation, "find_spec", lambda name: object())
+    sums, call = _call_of(given)
+    call = replace(call, implementation="fla")
+    with pytest.raises(ConfigError, match=words):
+        choose(call, sums=sums)
+    fine = replace(_call_of({})[1], implementation="fla", feature_map=feature_maps.Positive(torch.zeros(2, 300, 4)))
+    assert choose(fine).implementation == "fla"
+    monkeypatch.setattr(implementation, "find_spec", lambda name: None if name == "fla" else object())
+    with pytest.raises(ConfigError, match=r"is not installed; .*\[fla\]"):
+        choose(fine)
+
+
+CASES = [
+    f"{dtype} {work}{gated}"
+    for dtype in ("float32", "bfloat16")
+    for work in ("forward", "forward and backward", "step")
+    for gated in ("", " gated")
+]
+MILLISECONDS = st.floats(0.01, 100.0)
+
+
+@given(
+    times=st.dictionaries(st.sampled_from(CASES), st.tuples(MILLISECONDS, MILLISECONDS)),
+    right=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    tokens=st.sampled_from([1, 3]),
+    gated=st.booleans(),
+    gradients=st.booleans(),
+)
+def test_the_faster_one_is_chosen_by_record_and_call_alone(times, right, dtype, tokens, gated, gradients):
+    """Times of this very case decide, by more than a tenth, where results were right; products of float32 never are."""
+    ratios = {case: {"ours_ms": ours, "fla_ms": theirs} for case, (ours, theirs) in times.items()}
+    kernels = {"fla causal": 1e-3 if right else "errors of 2", "linear causal": "errors of 3"}
+    record = GpuRecord(driver="570", torch="2.13", triton="3.7", commit="abc", kernels=kernels, ratios=ratios)
+    x = torch.zeros(1, 2, tokens, 4, dtype=dtype, requires_grad=gradients)
+    call = LinearCall(x, x, x, torch.zeros(1, 2, tokens) if gated else None)
+    work = "step" if tokens == 1 else "forward and backward" if gradients else "forward"
+    ours, theirs = times.get(f"{str(dtype).removeprefix('torch.')} {work}{' gated' if gated else ''}", (1.0, 1.0))
+    taken = right and ours > 1.1 * theirs and (tokens == 1 or dtype == torch.bfloat16)
+    reason = implementation.why_not_faster(call, "X", record)
+    assert (reason is None) == taken
+    assert implementation.why_not_faster(call, "X", record) == reason
+    assert "not seen to be faster on X" in (implementation.why_not_faster(call.tokens(0, 1), "X", None) or "")
 
 
 def test_kernels_asked_for_without_a_gpu(monkeypatch):

@@ -1,6 +1,7 @@
 """What computes on each rank, by name: all ranks refuse the same calls in the same words, those without tokens too."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -107,8 +108,9 @@ def test_kernels_by_name_are_refused_when_the_operations_are_made() -> None:
         run_simulated(lambda comm: ShardedSequenceOps(comm, packed, layout, implementation="triton"), 1)
     with pytest.raises(ConfigError, match="'triton' and a memory layout with packed documents were given"):
         run_simulated(lambda comm: ShardedSequenceOps(comm, layout, packed, implementation="triton"), 1)
-    with pytest.raises(ConfigError, match="'triton' and deterministic=True were given"):
-        run_simulated(lambda comm: ShardedSequenceOps(comm, layout, deterministic=True, implementation="triton"), 1)
+    for name in ("triton", "fla"):
+        with pytest.raises(ConfigError, match=f"'{name}' and deterministic=True were given"):
+            run_simulated(partial(ShardedSequenceOps, layout=layout, deterministic=True, implementation=name), 1)
     with pytest.raises(ConfigError, match="'cuda' is unknown; use auto, streaming, native, triton"):
         run_simulated(lambda comm: ShardedSequenceOps(comm, layout, implementation="cuda"), 1)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ from dist_attn.ops.documents import document_runs, same_document, split_tokens, 
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.linear_attention.block import AttentionBlock, Tokens, bounded
 from dist_attn.ops.linear_attention.call import DEFAULT_DENOMINATOR, Implementation, LinearCall, prefix_then_causal
-from dist_attn.ops.linear_attention.implementation import choose
+from dist_attn.ops.linear_attention.implementation import choose, choose_attention
 from dist_attn.ops.linear_attention.native import native_absorb_keys, native_linear_attention
 from dist_attn.ops.linear_attention.streaming import CHUNK_TOKENS, stream_absorb, stream_attention
 from dist_attn.ops.scan import OutputOnly, scan
@@ -57,8 +57,8 @@ def linear_attention(
     With a `prefix` the first so many tokens see each other fully, as if not causal, and the rest is causal (prefix-LM).
 
     `implementation` names what computes it, see `implementation.choose`: "native" C kernels for a CPU, which "auto"
-    takes where there is a compiler; "triton" those for a GPU, which "auto" takes only once they have run on one; the
-    streaming form elsewhere.
+    takes where there is a compiler; "triton" those for a GPU, which "auto" takes only once they have run on one; "fla"
+    flash-linear-attention's for causal calls, which "auto" takes where they were faster; the streaming form elsewhere.
 
     Shapes: q [B, H, L, K], k [B, H, S, K], v [B, H, S, V], log_gate and key_scale [B, H, S] -> o [B, H, L, V] in v's
         dtype and the state after the last key (float32, or float64 for float64 inputs).
@@ -89,7 +89,7 @@ def attend(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
     Raises: as `linear_attention`.
     """
     call.check()
-    choice = choose(call).implementation
+    choice = choose_attention(call).implementation
     if call.prefix:
         return prefix_then_causal(attend, call, call.prefix, call.prefix)
     if choice == "native":
@@ -103,6 +103,11 @@ def attend(call: LinearCall) -> tuple[torch.Tensor, LinearState]:
         from dist_attn.ops.linear_attention.triton import triton_linear_attention
 
         return triton_linear_attention(call)
+    if choice == "fla":
+        # Likewise.
+        from dist_attn.ops.linear_attention.fla import fla_linear_attention
+
+        return fla_linear_attention(call)
     if call.documents and not call.causal:
         return _attend_within_documents(call)
     return stream_attention(call)

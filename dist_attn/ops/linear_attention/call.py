@@ -17,7 +17,7 @@ from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.state import LinearState
 
 DEFAULT_DENOMINATOR = Denominator()
-Implementation = Literal["auto", "streaming", "native", "triton"]
+Implementation = Literal["auto", "streaming", "native", "triton", "fla"]
 
 
 class OutputBuffers(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from dist_attn.errors import ConfigError, extra_hint
 from dist_attn.ops.c_library import NoLibraryError
 from dist_attn.ops.feature_map import HasFusedForm
-from dist_attn.ops.gpu_record import Operation, record_of, why_not_proven
+from dist_attn.ops.gpu_record import GpuRecord, Operation, record_of, why_not_proven, why_not_right
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall
 from dist_attn.ops.linear_attention.native_call import kernels
 
@@ -23,6 +23,8 @@ LARGEST = 256  # head size, values and projections of a map up to which the kern
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 NATIVE_LARGEST = 1024  # a core's working space stays within some megabytes
+FLA_DTYPES = (torch.float32, torch.bfloat16)  # states between chunks are of this type, and float16's range is too small
+FLA_LEAD = 1.1  # so many times as long our kernels must have taken
 ELSEWHERE = "the tensors are on"
 
 
@@ -30,7 +32,7 @@ ELSEWHERE = "the tensors are on"
 class Choice:
     """What computes a call, and in words why."""
 
-    implementation: Literal["streaming", "native", "triton"]
+    implementation: Literal["streaming", "native", "triton", "fla"]
     reason: str
 
 
@@ -64,7 +66,51 @@ def choose(call: LinearCall, *, sums: torch.dtype = torch.float32) -> Choice:
             or _unsupported_sizes(call, NATIVE_DTYPES, NATIVE_LARGEST)
             or why_no_library()
         ),
+        lambda: (
+            _why_no_fla(call, interpreted_is_fine=True)
+            or unsupported(any_lengths=False)
+            or _unsupported_types(call, FLA_DTYPES)
+        ),
     )
+
+
+def choose_attention(call: LinearCall) -> Choice:
+    """As `choose`, of attention with its division: for that "auto" may also take flash-linear-attention's kernels.
+
+    It does so on a GPU by whose record they are right and faster than ours; see `why_not_faster`.
+
+    Raises: as `choose`.
+    """
+    choice, device = choose(call), call.v_BHSV.device
+    if call.implementation != "auto" or device.type != "cuda":
+        return choice
+    reason = (
+        why_not_faster(call, torch.cuda.get_device_name(device), record_of(device))
+        or _why_no_fla(call, interpreted_is_fine=False)
+        or _unsupported_call(call, any_lengths=False)
+        or _unsupported_types(call, FLA_DTYPES)
+    )
+    return choice if reason is not None else Choice("fla", "flash-linear-attention was faster on this GPU")
+
+
+def why_not_faster(call: LinearCall, name: str, record: GpuRecord | None) -> str | None:
+    """Why flash-linear-attention is not the faster one for a call, by the record of devices of this name, or None."""
+    dtype = str(call.v_BHSV.dtype).removeprefix("torch.")
+    work = "forward and backward" if _needs_gradients(call) else "forward"
+    if call.queries == 1:
+        work = "step"
+    elif call.v_BHSV.dtype != torch.bfloat16:
+        return f"flash-linear-attention's products of {dtype} are rounded"
+    case = f"{dtype} {work}{'' if call.log_gate_BHS is None else ' gated'}"
+    if record is None or case not in cases_of_fla(record):
+        return f"flash-linear-attention was not seen to be faster on {name} ({case})"
+    return why_not_right("fla", name, record)
+
+
+def cases_of_fla(record: GpuRecord) -> list[str]:
+    """The cases in which flash-linear-attention was ahead of our kernels by more than `FLA_LEAD`."""
+    ratios = record.ratios.items()
+    return [case for case, of in ratios if of.get("ours_ms", 0.0) > FLA_LEAD * of.get("fla_ms", float("inf"))]
 
 
 def check_choice(call: LinearCall, *, sums: torch.dtype = torch.float32) -> None:
@@ -90,6 +136,7 @@ def resolve(
     device: torch.device,
     why_not_triton: Callable[[], str | None],
     why_not_native: Callable[[], str | None] | None = None,
+    why_not_fla: Callable[[], str | None] | None = None,
 ) -> Choice:
     """Pick the implementation of a call on this device; each callable returns why its kernels cannot take it, or None.
 
@@ -98,15 +145,15 @@ def resolve(
     check_implementation(implementation)
     if implementation == "streaming":
         return Choice("streaming", "asked for by name")
-    if implementation == "native":
-        reason = "there are no C kernels of this operation" if why_not_native is None else why_not_native()
+    named = {"native": ("C", why_not_native), "triton": ("Triton", why_not_triton), "fla": ("fla", why_not_fla)}
+    if implementation != "auto":
+        kind, why_not = named[implementation]
+        reason = f"there are no {kind} kernels of this operation" if why_not is None else why_not()
         if reason is not None:
-            raise ConfigError(f"implementation='native' was asked for, but {reason}; use 'auto' or 'streaming'")
-        return Choice("native", "asked for by name")
-    if implementation == "triton":
-        if (reason := why_not_triton()) is not None:
-            raise ConfigError(f"implementation='triton' was asked for, but {reason}; use 'auto' or 'streaming'")
-        return Choice("triton", "asked for by name")
+            raise ConfigError(
+                f"implementation={implementation!r} was asked for, but {reason}; use 'auto' or 'streaming'"
+            )
+        return Choice(implementation, "asked for by name")
     if why_not_native is not None:
         if (reason := why_not_native()) is None:
             return Choice("native", "the tensors are on a CPU")
@@ -132,19 +179,25 @@ def kernels_taken(device: torch.device) -> str:
 
 
 def choose_step(call: LinearCall) -> Choice:
-    """As `choose`, of a decode step: the kernel has no backward pass.
+    """As `choose_attention`, of a decode step: our kernel has no backward pass.
 
     Raises: as `choose`.
     """
-    state = () if call.state is None else call.state.tensors()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*call.qkv, *call.map_tensors, *state)):
+    if call.implementation != "fla" and _needs_gradients(call):
         if call.implementation == "triton":
             raise ConfigError(
                 "implementation='triton' was asked for, but gradients are needed, and the kernel of a step has none; "
                 "use torch.no_grad(), 'auto' or 'streaming'"
             )
         return Choice("streaming", "gradients are needed")
-    return choose(call)
+    return choose_attention(call)
+
+
+def _needs_gradients(call: LinearCall) -> bool:
+    state = () if call.state is None else call.state.tensors()
+    return torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (*call.sequence, *call.map_tensors, *state)
+    )
 
 
 def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | None:
@@ -157,6 +210,15 @@ def why_no_kernels(v_BHSV: torch.Tensor, *, interpreted_is_fine: bool) -> str | 
     if torch.compiler.is_compiling():
         return "the call is being compiled, and a compiled graph takes the streaming form"
     return None
+
+
+def _why_no_fla(call: LinearCall, *, interpreted_is_fine: bool) -> str | None:
+    reason = why_no_kernels(call.v_BHSV, interpreted_is_fine=interpreted_is_fine)
+    if reason is None and find_spec("fla") is None:
+        return f"flash-linear-attention is not installed; {extra_hint('fla')}"
+    if reason is None and not call.causal:
+        return "attention is not causal: flash-linear-attention's kernels are"
+    return reason
 
 
 def _unsupported_call(call: LinearCall, *, any_lengths: bool) -> str | None:
@@ -196,11 +258,20 @@ def _unsupported_tensors(call: LinearCall) -> str | None:
     return None
 
 
-def _unsupported_sizes(call: LinearCall, dtypes: tuple[torch.dtype, ...], largest: int) -> str | None:
-    q, k, v, tensors = call.q_BHLK, call.k_BHSK, call.v_BHSV, call.map_tensors
+def _unsupported_types(call: LinearCall, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    q, k, v = call.qkv
     if not q.dtype == k.dtype == v.dtype or v.dtype not in dtypes:
         words = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         return f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}: the kernels take one of {words} for all three"
+    if any(t.device != v.device for t in (q, k, *call.map_tensors)):
+        return "the tensors are on different devices"
+    return None
+
+
+def _unsupported_sizes(call: LinearCall, dtypes: tuple[torch.dtype, ...], largest: int) -> str | None:
+    q, v, tensors = call.q_BHLK, call.v_BHSV, call.map_tensors
+    if (reason := _unsupported_types(call, dtypes)) is not None:
+        return reason
     if call.feature_map is not None and not isinstance(call.feature_map, HasFusedForm):
         return f"the kernels do not know the feature map {type(call.feature_map).__name__}"
     heads, size = q.shape[1], q.shape[3]
@@ -210,6 +281,4 @@ def _unsupported_sizes(call: LinearCall, dtypes: tuple[torch.dtype, ...], larges
     sizes = (size, v.shape[3], *(t.shape[1] for t in tensors))
     if not 0 < max(sizes) <= largest or not min(sizes):
         return f"head size, values and projections are {sizes}: the kernels take 1 to {largest} of each"
-    if any(t.device != v.device for t in (q, k, *tensors)):
-        return "the tensors are on different devices"
     return None

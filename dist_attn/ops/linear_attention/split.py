@@ -45,6 +45,11 @@ def local_sums(call: LinearCall, dtype: torch.dtype = torch.float32) -> tuple[to
         from dist_attn.ops.linear_attention.triton import triton_linear_attention
 
         return triton_linear_attention(call, undivided=True)
+    if choice == "fla":
+        # Likewise.
+        from dist_attn.ops.linear_attention.fla import fla_linear_attention
+
+        return fla_linear_attention(call, undivided=True)
     return stream_sums(call, dtype)
 
 

@@ -51,11 +51,18 @@ def linear_attention_step(
             denominator=policy,
             implementation=implementation,
         )
-        if choose_step(step).implementation == "triton":
+        choice = choose_step(step).implementation
+        if choice == "triton":
             # Not at the top: a machine without a GPU need not have triton.
             from dist_attn.ops.linear_attention.triton_decode import triton_linear_attention_step
 
             return triton_linear_attention_step(step)
+        if choice == "fla":
+            # Likewise.
+            from dist_attn.ops.linear_attention.fla import fla_linear_attention
+
+            out_BH1V, state = fla_linear_attention(step)
+            return out_BH1V[:, :, 0], state
     dtype = state.s_BHMV.dtype
     # Projections, sums and denominators keep the state's precision under autocast, as in the streaming form.
     with torch.autocast(v_BHV.device.type, enabled=False):

@@ -1,0 +1,166 @@
+"""Causal linear attention by flash-linear-attention's kernels of gated attention, on features that torch makes.
+
+`fla.ops.simple_gla` computes o_t = q_t^T S_t of S_t = exp(g_t) S_{t-1} + k_t v_t^T and its gradients. Given phi(q),
+phi(k) times the key scale, and a column of ones beside v, these are numerators beside denominators, and S beside z.
+Masses are no products of queries and keys: torch adds them up.
+
+Unlike in our kernels, the features of all tokens exist at once; so that they are not kept, the backward pass makes them
+again. Of bfloat16, states are rounded between chunks and sums before the division; of float32, a GPU's products are
+TF32.
+
+Importing this module needs fla (fla-core); `implementation.choose` says whether a call can come here.
+
+Shape letters: B batch, H heads, L tokens, V values, M features, W = V + 1 (S beside z, numerators beside denominators),
+N documents of all batch elements, n chunks of C tokens.
+"""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+from dist_attn.ops.documents import document_ranges, start_flags
+from dist_attn.ops.kernel_operation import Tensors, present
+from dist_attn.ops.linear_attention.block import CLOSED, bounded
+from dist_attn.ops.linear_attention.call import LinearCall
+from dist_attn.ops.linear_attention.differentiable import Inputs, LinearTensors, Terms
+from dist_attn.ops.state import LinearState
+from dist_attn.ops.watch import watching
+
+MASS_CHUNK = 16  # so many numbers are kept for each token and head, far fewer than its features
+
+
+def fla_linear_attention(call: LinearCall, *, undivided: bool = False) -> tuple[torch.Tensor, LinearState]:
+    """`linear_attention` of a causal call with as many queries as keys; `undivided`, as `local_sums`.
+
+    Shapes: q, k [B, H, L, K], v [B, H, L, V], gates [B, H, L] -> o [B, H, L, V] in v's dtype, or float32
+        [B, H, L, V + 2] of numerators, denominators and masses; the float32 state after.
+    """
+    v = call.v_BHSV
+    with torch.no_grad():
+        features = call.features(call.k_BHSK[:1, :, :0]).shape[-1]
+    sizes = *v.shape[:2], features, v.shape[3]
+    state = LinearState.identity(*sizes, device=v.device) if call.state is None else call.state
+    state.check(*sizes)
+    return _FlaKernels.of(call, undivided=undivided).attend(call, state)
+
+
+@dataclass(frozen=True)
+class _FlaKernels(Terms):
+    def forward(self, x: LinearTensors, *, keep: bool) -> tuple[Tensors, Tensors]:
+        return self._results(x), ()
+
+    def backward(self, x: LinearTensors, needs: LinearTensors, grads: Tensors, kept: Tensors) -> LinearTensors:
+        """The gradients by fla's own backward pass, of results that are made again."""
+        leaves = Inputs(
+            *(None if t is None else t.detach().requires_grad_(bool(need)) for t, need in zip(x, needs, strict=True))
+        )
+        with torch.enable_grad(), watching(None):
+            results = self._results(leaves)
+        pairs = [(present(r), g) for r, g in zip(results, grads, strict=True) if present(r).requires_grad]
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        roots, of_roots = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(roots, wanted, of_roots, allow_unused=True))
+        return Inputs(*(next(found) if t is not None and t.requires_grad else None for t in leaves))
+
+    def _results(self, x: LinearTensors) -> Tensors:
+        call = self.call(x)
+        v, state = call.v_BHSV, call.state
+        assert state is not None  # a call of tensors by name has one
+        # One token is bound by the state, and sums that are not divided yet are float32.
+        dtype = torch.float32 if self.undivided or call.queries == 1 else v.dtype
+        with torch.autocast(v.device.type, enabled=False):
+            phi_q_BHLM, phi_k_BHLM = call.features(call.q_BHLK.float()), call.features(call.k_BHSK.float())
+            num_BHLW, sz_BHMW = _products(call, phi_q_BHLM.to(dtype), phi_k_BHLM, state)
+            mass_BHL = _masses(call, state)
+            if self.undivided:
+                out = torch.cat([num_BHLW, mass_BHL[..., None]], dim=-1)
+            else:
+                out = self.denominator.divide(num_BHLW[..., :-1], num_BHLW[..., -1], mass_BHL).to(v.dtype)
+            zm_BHE = torch.cat([sz_BHMW[..., -1], mass_BHL[..., -1:]], dim=-1)
+        return out, sz_BHMW[..., :-1], zm_BHE
+
+
+def _products(
+    call: LinearCall, phi_q_BHLM: torch.Tensor, phi_k_BHLM: torch.Tensor, state: LinearState
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numerators beside denominators [B, H, L, V + 1], and S beside z after the last token, in float32."""
+    features, width = phi_k_BHLM.shape[3], call.v_BHSV.shape[3] + 1
+    if call.key_scale_BHS is not None:
+        # Here, so that numerators and denominators are of the same rounded weights.
+        phi_k_BHLM = phi_k_BHLM * call.key_scale_BHS.float()[..., None]
+    v1_BHLW = F.pad(call.v_BHSV, (0, 1), value=1.0)
+    q, k, v = (_even(x).transpose(1, 2).to(phi_q_BHLM.dtype).contiguous() for x in (phi_q_BHLM, phi_k_BHLM, v1_BHLW))
+    gate = None if call.log_gate_BHS is None else bounded(call.log_gate_BHS, torch.float32).transpose(1, 2).contiguous()
+    before = _even(_even(torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1)).mT).mT
+    if call.documents:
+        num, after = _of_documents(call, q, k, v, gate, before)
+    else:
+        kernels = fused_recurrent_simple_gla if call.queries == 1 else chunk_simple_gla
+        num, after = kernels(q, k, v, gate, scale=1.0, initial_state=before, output_final_state=True)
+    return num.transpose(1, 2)[..., :width].float(), after[..., :features, :width]
+
+
+def _of_documents(
+    call: LinearCall,
+    q_BLHM: torch.Tensor,
+    k_BLHM: torch.Tensor,
+    v_BLHW: torch.Tensor,
+    gate_BLH: torch.Tensor | None,
+    before_BHMW: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of packed documents, as one row of sequences of their own; the state is that of the last document.
+
+    Cost: two states of each document.
+    """
+    batch, tokens = q_BLHM.shape[:2]
+    ranges = document_ranges(call.documents, tokens)
+    lengths = [stop - start for start, stop in ranges] * batch
+    ends = torch.tensor([0, *accumulate(lengths)], device=q_BLHM.device)
+    q, k, v, gate = (None if x is None else x.flatten(0, 1)[None] for x in (q_BLHM, k_BLHM, v_BLHW, gate_BLH))
+    first_N = None
+    if call.documents[0]:
+        # Only the first of a row's documents goes on from the state.
+        others = before_BHMW.new_zeros(()).expand(batch, len(ranges) - 1, *before_BHMW.shape[1:])
+        first_N = torch.cat([before_BHMW[:, None], others], dim=1).flatten(0, 1)
+    num, after_N = chunk_simple_gla(
+        q, k, v, gate, scale=1.0, initial_state=first_N, output_final_state=True, cu_seqlens=ends
+    )
+    return num[0].unflatten(0, (batch, tokens)), after_N.unflatten(0, (batch, len(ranges)))[:, -1]
+
+
+def _masses(call: LinearCall, state: LinearState) -> torch.Tensor:
+    """The weight [B, H, L] that each query's keys and the state before them have together."""
+    scale, log_gate, before_BH1 = call.key_scale_BHS, call.log_gate_BHS, state.mass_BH[..., None]
+    shape, device = call.v_BHSV.shape[:3], call.v_BHSV.device
+    weight_BHL = torch.ones(shape, device=device) if scale is None else scale.float()
+    if log_gate is None and not call.documents:
+        return before_BH1 + weight_BHL.cumsum(-1)
+    gate_BHL = torch.zeros(shape, device=device) if log_gate is None else bounded(log_gate, torch.float32)
+    if call.documents:
+        gate_BHL = gate_BHL.masked_fill(start_flags(call.documents, shape[2], device), CLOSED[torch.float32])
+    first_BH1 = weight_BHL[..., :1] + gate_BHL[..., :1].exp() * before_BH1
+    return _decayed_sums(torch.cat([first_BH1, weight_BHL[..., 1:]], dim=-1), gate_BHL)
+
+
+def _decayed_sums(x_BHL: torch.Tensor, log_gate_BHL: torch.Tensor) -> torch.Tensor:
+    """y_t = exp(log_gate_t) y_{t-1} + x_t, by chunks, whose ends are such sums again."""
+    tokens = x_BHL.shape[2]
+    chunks = -(-tokens // MASS_CHUNK)
+    padding, shape = (0, chunks * MASS_CHUNK - tokens), (*x_BHL.shape[:2], chunks, MASS_CHUNK)
+    x, gate = (F.pad(t, padding).reshape(shape) for t in (x_BHL, log_gate_BHL))
+    decay_BHnC = gate.cumsum(-1)
+    seen_CC = torch.ones(MASS_CHUNK, MASS_CHUNK, dtype=torch.bool, device=x.device).tril()
+    pairs_BHnCC = (decay_BHnC[..., :, None] - decay_BHnC[..., None, :]).masked_fill(~seen_CC, float("-inf")).exp()
+    sums_BHnC = (pairs_BHnCC * x[..., None, :]).sum(-1)
+    if chunks > 1:
+        ends_BHn = _decayed_sums(sums_BHnC[..., -1], bounded(decay_BHnC[..., -1], torch.float32))
+        sums_BHnC = sums_BHnC + decay_BHnC.exp() * F.pad(ends_BHn[..., :-1], (1, 0))[..., None]
+    return sums_BHnC.flatten(2)[..., :tokens]
+
+
+def _even(x: torch.Tensor) -> torch.Tensor:
+    """x with a column of zeros more where it has an odd number: fla's gradients of half precision need even sizes."""
+    return F.pad(x, (0, x.shape[-1] % 2))

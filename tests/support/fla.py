@@ -1,0 +1,64 @@
+"""flash-linear-attention in tests: its kernels in Triton's interpreter, and its plain form in their place."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import pytest
+import torch
+
+__all__ = ["fla_adapter", "plain_fla"]
+
+
+class _Index(int):
+    """A number of a loop of a kernel, which without a compiler has no `to`."""
+
+    def to(self, dtype: object) -> "_Index":
+        return self
+
+
+@pytest.fixture(scope="module")
+def fla_adapter() -> Iterator[ModuleType]:
+    """The module that calls flash-linear-attention, whose kernels are interpreted where there is no GPU."""
+    if find_spec("fla") is None or find_spec("triton") is None:
+        pytest.skip("needs flash-linear-attention: pip install -e '.[fla]'")
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")  # it warns of a machine without a GPU when it is imported
+        adapter = import_module("dist_attn.ops.linear_attention.fla")
+        if not torch.cuda.is_available():
+            _interpret(patch)
+        yield adapter
+
+
+def _interpret(patch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter run the kernels: it has no clock to choose tiles by, and loops over Python's numbers."""
+    from triton.runtime.autotuner import Autotuner
+
+    for module in [module for name, module in sys.modules.items() if name.startswith("fla.ops.")]:
+        for kernel in list(vars(module).values()):
+            while kernel is not None and not isinstance(kernel, Autotuner):
+                kernel = getattr(kernel, "fn", None)
+            if kernel is not None:
+                patch.setattr(kernel, "configs", kernel.configs[:1])
+    loops = sys.modules["fla.ops.common.chunk_h"]
+    patch.setattr(loops, "range", lambda *edges: map(_Index, range(*edges)), raising=False)
+
+
+@pytest.fixture
+def plain_fla(fla_adapter: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-linear-attention's own plain form in the place of its kernels: the interpreter has no bfloat16."""
+    from fla.ops.simple_gla.naive import naive_recurrent_simple_gla
+
+    def plain(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor | None, **options: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor] = naive_recurrent_simple_gla(
+            q, k, v, torch.zeros(q.shape[:3]) if g is None else g, **options
+        )
+        return found
+
+    for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
+        monkeypatch.setattr(fla_adapter, name, plain)
