@@ -78,6 +78,7 @@ def computation_of(model: LanguageModel, *, chunk_tokens: int, decode_slots: int
         denormals_flushed=flushes_denormals(),
         library_version=dist_attn.__version__,
         torch_version=str(torch.__version__),
+        dtype="bfloat16" if torch.is_autocast_enabled(device.type) else "float32",
     )
 
 

@@ -71,7 +71,8 @@ def open_executor(settings: RankSettings, pulse: Pulse) -> "ModelExecutor | Sequ
     torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS") or 1)))
     torch.set_flush_denormal(True)  # for as long as this process lives, as `denormals_flushed` does elsewhere
     compute = choose_compute(settings.device, settings.dtype)
-    compute.autocast().__enter__()  # as long; it keeps the weights that it has rounded
+    if compute.dtype == torch.bfloat16:
+        compute.autocast().__enter__()  # as long; weights are rounded once
     folder = resolve_model_folder(settings.model)
     finite = FiniteCheck(settings.rank) if settings.check_finite else None
     check_weights_fit(folder, settings.weights)

@@ -1,6 +1,6 @@
 """What a stored state says about itself: whose model it belongs to, how it was computed, what a restore came to."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, structs
@@ -36,11 +36,12 @@ class ModelIdentity(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
     weight_precision: WeightPrecision = "float32"
 
 
-class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How a state was computed: elsewhere it goes on as well, but the last bits of what follows may be others.
 
     `chunk_tokens` is the grid on which blocks are cut, all ranks together, `decode_slots` the rows of a decode batch.
-    `denormals_flushed` says whether numbers below the smallest normal one are taken for 0.
+    `denormals_flushed` says whether numbers below the smallest normal one are taken for 0, `dtype` in which precision
+    products are; it is left out where that is float32, as in states that were stored before there was a choice.
     """
 
     chunk_tokens: Size
@@ -51,6 +52,7 @@ class Computation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     denormals_flushed: bool
     library_version: Version
     torch_version: Version
+    dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,7 +1,9 @@
 """Decoding with rounded weights: streams are the steps, and stored states go to nobody with other weights."""
 
 import io
+import threading
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +18,7 @@ from dist_attn.rank.executor import open_executor
 from dist_attn.rank_link.heartbeat import Pulse
 from dist_attn.rank_link.rank_settings import RankSettings
 from dist_attn.wire.manifest import Manifest
-from dist_attn.wire.messages import SamplingSpec
+from dist_attn.wire.messages import RowSpec, SamplingSpec
 from dist_attn.wire.rank_messages import DecodeEntry, Drawn, OpenOp, PrefillOp, RequestFault, SavedState
 from dist_attn.wire.snapshot import read_snapshot
 from tests.support.models import write_small_folder
@@ -42,10 +44,10 @@ def as_before():
     torch.set_flush_denormal(flushed)
 
 
-def opened(folder, precision):
-    """The executor of a rank that was told how to hold its weights."""
+def opened(folder, precision, dtype="auto"):
+    """The executor of a rank that was told how to hold its weights, and how to compute."""
     settings = RankSettings(
-        controller="ipc:///tmp/none", epoch=1, ranks=1, rank=0, model=str(folder), backend="local", weights=precision
+        controller="ipc:///tmp/none", epoch=1, ranks=1, rank=0, model=str(folder), weights=precision, dtype=dtype
     )
     return open_executor(settings, Pulse())
 
@@ -129,3 +131,24 @@ def test_a_file_says_how_the_weights_were_held(folder):
     assert b"weight_precision" in files["int8"] and b"weight_precision" not in files["float32"]
     with pytest.raises(StateMismatchError, match="its weight_precision is int8, that of the model here is float32"):
         restore_state(read_snapshot(io.BytesIO(files["int8"])), models["float32"], Manifest(one, computed))
+
+
+def test_a_rank_computes_in_the_precision_it_was_told(folder, capsys):
+    """Rows of bfloat16 products are float32's but for their rounding, and a state says how it was computed."""
+    rows = {}
+
+    def read(dtype):
+        made = opened(folder, "float32", dtype)
+        assert (made.device, made.backend, made.manifest.computed.dtype) == ("cpu", "local", dtype)
+        made.open(OpenOp(1, RowSpec("document"), None, None, {}))
+        pieces = made.prefill(PrefillOp(1, 0, [40], PROMPT.numpy().astype("<i4").tobytes()))
+        rows[dtype] = np.frombuffer(pieces.vectors, "<f4")
+        made.shut_down()
+
+    for dtype in ("float32", "bfloat16"):
+        rank = threading.Thread(target=read, args=(dtype,))  # a rank keeps its precision for as long as it lives
+        rank.start()
+        rank.join()
+        assert f"device cpu, {dtype}, 1 rank, kernels: " in capsys.readouterr().err
+    error = np.abs(rows["float32"] - rows["bfloat16"]).max()
+    assert 0 < error < 0.03 * np.abs(rows["float32"]).max()
