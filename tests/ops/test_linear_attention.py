@@ -16,6 +16,8 @@ from dist_attn.ops import (
     linear_attention_step,
 )
 from dist_attn.ops.linear_attention import linear_attention_naive
+from dist_attn.ops.linear_attention.block import AttentionBlock, Carry, Tokens
+from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.state import steps_in_place
 from tests.support.attention import Inputs, weighted_sum
 from tests.support.closeness import assert_close
@@ -101,6 +103,37 @@ def test_every_denominator_policy_is_the_same_function_on_every_path(kind):
         outs.append(out)
     assert_close(torch.stack(outs, 2), want)
     assert_close(state.s_BHMV, after.s_BHMV, kind="state")
+
+
+def test_blocks_are_as_large_as_their_device_wants_them():
+    """On a CPU a block fits into its cache, on a GPU there are few; together they are all tokens, in order."""
+    shape = (1, 16, 131_100, 64)
+    for device, count in (("cpu", 512), ("cuda", 32)):
+        ranges = block_ranges(shape, torch.device(device))
+        assert len(ranges) == count + 1  # and the tail
+        assert [a for a, _ in ranges] == [0, *(b for _, b in ranges[:-1])]
+        assert ranges[-1][1] == 131_100
+    assert block_ranges((64, 16, 128, 8), torch.device("cuda")) == [(0, 64), (64, 128)]
+
+
+@pytest.mark.parametrize(("gate", "scale"), [(False, False), (False, True), (True, False), (True, True)])
+def test_chunks_of_a_block_may_be_scanned_at_once(gate, scale):
+    """The scan that GPUs take gives a block's sums, masses, carry and gradients as the one from chunk to chunk."""
+    found = []
+    for at_once in (False, True):
+        leaves = Inputs.random(320, 320, gate=gate, scale=scale, state=True).leaves()
+        (q, k, v), kwargs = leaves.arguments()
+        state, feature_map = kwargs["state"], kwargs["feature_map"]
+        carry = Carry(torch.cat([state.s_BHMV, state.z_BHM[..., None]], -1), state.mass_BH, state.log_decay_BH)
+        tokens = Tokens(q, k, v, kwargs["log_gate_BHS"], kwargs["key_scale_BHS"], None)
+        block = AttentionBlock(feature_map, EXACT, 64, torch.float64, at_once)
+        num_BHTW, mass_BHT, after = block.sums(tokens, carry, feature_map.tensors())
+        weighted_sum(num_BHTW, mass_BHT, *after).backward()
+        found.append(((num_BHTW, mass_BHT, *after), leaves.gradients()))
+    for got, want in zip(found[1][0], found[0][0], strict=True):
+        assert_close(got, want, kind="state")
+    for name, gradient in found[0][1].items():
+        assert_close(found[1][1][name], gradient, kind="gradient", what=name)
 
 
 @pytest.mark.parametrize("gated", [False, True])

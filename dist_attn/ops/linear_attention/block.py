@@ -1,4 +1,4 @@
-"""The maths of one cache-sized block: n chunks of C tokens, all heads at once, state in and state out.
+"""The maths of one block: n chunks of C tokens, all heads at once, state in and state out.
 
 Intra-chunk attention is a masked C x C product, inter-chunk attention a read of the running state
 (RFA Eq. 6 and 7 in chunked form). A ones column beside v makes z and the denominator part of the same
@@ -78,12 +78,16 @@ class _Chunked(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Causal attention over one block as a pure function of (tokens, carry, feature-map tensors)."""
+    """Causal attention over one block as a pure function of (tokens, carry, feature-map tensors).
+
+    `at_once` scans a block's chunks by few large operations in place of a few for each chunk.
+    """
 
     feature_map: FeatureMap | None
     denominator: Denominator
     chunk: int
     dtype: torch.dtype
+    at_once: bool = False
 
     def attend(self, tokens: Tokens, carry: Carry, map_tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, Carry]:
         """Outputs [B, H, T, V] of the block's queries and the carry after it. T is a multiple of `chunk` or below."""
@@ -184,6 +188,8 @@ class AttentionBlock:
 
         Without gates and documents the mass is a cumulative sum and is not given.
         """
+        if self.at_once and keys.segments is None:
+            return self._scan_at_once(keys, carry)
         state_GMW = carry.sz_BHMW.reshape(-1, *carry.sz_BHMW.shape[2:])
         mass_G = carry.mass_BH.reshape(-1)
         log_decay_G = carry.log_decay_BH.reshape(-1)
@@ -219,6 +225,38 @@ class AttentionBlock:
             log_decay_G.reshape(carry.log_decay_BH.shape),
         )
         return torch.stack(before, dim=1), torch.stack(mass_before, dim=1) if mass_before else None, after
+
+    def _scan_at_once(self, keys: _Chunked, carry: Carry) -> tuple[torch.Tensor, torch.Tensor | None, Carry]:
+        """`_scan` without a loop. Not with documents: a weight of 0 does not keep out what is not finite.
+
+        Cost: with gates n^2 M W for each head, n the chunks of the block.
+        """
+        groups, chunks, size, _ = keys.v1_GnCW.shape
+        features, columns = carry.sz_BHMW.shape[2:]
+        added_GNMW = torch.cat([carry.sz_BHMW.reshape(-1, 1, features, columns), keys.totals_GnMW], dim=1)
+        mass_G, log_decay_BH, mass_before = carry.mass_BH.reshape(-1), carry.log_decay_BH, None
+        if keys.decay_GnC is None:
+            states_GNMW = added_GNMW.cumsum(1)
+            mass_G = mass_G + self._steps(keys, groups, chunks * size)[..., -1]
+        else:
+            assert keys.within_GnC is not None  # where there are gates
+            within_GnC = keys.within_GnC if keys.scale_GnC is None else keys.within_GnC * keys.scale_GnC
+            end_Gn = keys.decay_GnC[..., -1]
+            # What is left before chunk j of what chunk i - 1 has added: sums of the gates between, and no differences
+            # of sums from the first one, which lose their digits.
+            later_nn = torch.ones(chunks, chunks, dtype=torch.bool, device=end_Gn.device).triu()
+            log_left_GnN = F.pad(end_Gn[:, None].where(later_nn, 0.0).cumsum(-1), (1, 0))
+            log_left_GNN = F.pad(log_left_GnN, (0, 0, 0, 1))
+            seen_NN = torch.ones(chunks + 1, chunks + 1, dtype=torch.bool, device=end_Gn.device).triu()
+            left_GNN = log_left_GNN.masked_fill(~seen_NN, float("-inf")).exp().transpose(1, 2)
+            states_GNMW = (left_GNN @ added_GNMW.flatten(2)).unflatten(2, (features, columns))
+            masses_GN1 = left_GNN @ torch.cat([mass_G[:, None], within_GnC.sum(-1)], dim=1)[..., None]
+            mass_before, mass_G = masses_GN1[:, :-1, 0], masses_GN1[:, -1, 0]
+            log_decay_BH = log_decay_BH + end_Gn.sum(-1).reshape(log_decay_BH.shape)
+        after = Carry(
+            states_GNMW[:, -1].reshape(carry.sz_BHMW.shape), mass_G.reshape(carry.mass_BH.shape), log_decay_BH
+        )
+        return states_GNMW[:, :-1], mass_before, after
 
     def _steps(self, keys: _Chunked, groups: int, tokens: int) -> torch.Tensor:
         """Cumulative key scale over the block, [G or 1, T]: 1, 2, 3, ... when there is none."""

@@ -1,4 +1,4 @@
-"""Linear attention in streaming form: cache-sized blocks, a carried state, memory flat in the length.
+"""Linear attention in streaming form: blocks of bounded size, a carried state, memory flat in the length.
 
 Every function here is made of operations that autograd knows, to any order of derivatives, on any device.
 
@@ -23,6 +23,11 @@ from dist_attn.ops.state import LinearState
 # A block of 512 tokens x 8 heads of features, scores and states stays inside the L2/L3 cache; whole tensors
 # would be bound by memory traffic (4.4 times slower at 32,768 tokens). More batch x heads, fewer tokens a block.
 BLOCK_GROUP_TOKENS = 8 * 512
+BLOCK_CHUNKS = 8
+# A GPU waits for launches, some 30 a block, and not for its cache: there a block may fill 256 MiB, of which a token of
+# a head with 64 features and values takes 4 KiB. Work within a block grows with the square of its chunks.
+GPU_BLOCK_GROUP_TOKENS = (256 << 20) // 4096
+GPU_BLOCK_CHUNKS = 128
 CHUNK_TOKENS = 64
 
 _Tensors = tuple[torch.Tensor, ...]
@@ -69,7 +74,7 @@ def stream_completed_sums(call: LinearCall, sums_BHLX: torch.Tensor) -> torch.Te
     mass_BH = before.mass_BH.to(dtype)
     out_BHLV, _ = scan(
         _Complete(AttentionBlock(call.feature_map, call.denominator, 1, dtype), len(call.map_tensors)),
-        block_ranges(sums_BHLX.shape),
+        block_ranges(sums_BHLX.shape, sums_BHLX.device),
         (sums_BHLX, call.q_BHLK, log_gate),
         () if log_gate is None else (torch.zeros_like(mass_BH),),
         (*call.map_tensors, sz_BHMW, mass_BH),
@@ -98,7 +103,7 @@ class _Stream:
         state.check(*sizes)
         sz_BHMW = torch.cat([state.s_BHMV, state.z_BHM[..., None]], dim=-1).to(dtype)
         return _Stream(
-            AttentionBlock(call.feature_map, call.denominator, CHUNK_TOKENS, dtype),
+            AttentionBlock(call.feature_map, call.denominator, CHUNK_TOKENS, dtype, call.v_BHSV.device.type != "cpu"),
             Carry(sz_BHMW, state.mass_BH.to(dtype), state.log_decay_BH.to(dtype)),
             call.map_tensors,
             torch.ones_like(state.reset_BH) if call.documents else state.reset_BH,
@@ -110,7 +115,7 @@ class _Stream:
         shape = (*call.v_BHSV.shape[:3], call.v_BHSV.shape[3] + columns)
         out, after = scan(
             _Attend(self.block, undivided),
-            block_ranges(shape),
+            block_ranges(shape, call.v_BHSV.device),
             self._tokens(call, call.q_BHLK),
             carry,
             self.map_tensors,
@@ -121,7 +126,8 @@ class _Stream:
 
     def absorb(self, call: LinearCall, carry: Carry) -> Carry:
         """The carry after the last key."""
-        body, blocks = StateOnly(partial(_absorb, self.block)), block_ranges(call.v_BHSV.shape)
+        body = StateOnly(partial(_absorb, self.block))
+        blocks = block_ranges(call.v_BHSV.shape, call.v_BHSV.device)
         return Carry(*scan(body, blocks, self._tokens(call, None), carry, self.map_tensors)[1])
 
     def _tokens(self, call: LinearCall, q_BHLK: torch.Tensor | None) -> Tokens:
@@ -141,7 +147,7 @@ class _Stream:
 
         return scan(
             OutputOnly(read),
-            block_ranges(q_BHLK.shape),
+            block_ranges(q_BHLK.shape, q_BHLK.device),
             (q_BHLK,),
             (),
             (*self.map_tensors, *carry),
@@ -214,13 +220,17 @@ def _vanished(log_decay_BH: torch.Tensor) -> bool:
     return bool(log_decay_BH.detach().max() < math.log(torch.finfo(log_decay_BH.dtype).tiny))
 
 
-def block_ranges(shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Token ranges of the blocks of a [B, H, L, ...] tensor: cache-sized ones, the remaining whole chunks, the tail.
+def block_ranges(shape: Sequence[int], device: torch.device) -> list[tuple[int, int]]:
+    """Token ranges of the blocks of a [B, H, L, ...] tensor: equal ones, the remaining whole chunks, the tail.
 
-    No token is padded or dropped.
+    On a CPU they fit into its cache, elsewhere they are few. No token is padded or dropped.
     """
     batch, heads, tokens = shape[:3]
-    chunks = max(1, min(8, BLOCK_GROUP_TOKENS // (CHUNK_TOKENS * max(1, batch * heads))))
+    per_chunk = CHUNK_TOKENS * max(1, batch * heads)
+    chunks = min(GPU_BLOCK_CHUNKS, GPU_BLOCK_GROUP_TOKENS // per_chunk)
+    if device.type == "cpu":
+        chunks = min(BLOCK_CHUNKS, BLOCK_GROUP_TOKENS // per_chunk)
+    chunks = max(1, chunks)
     whole = tokens - tokens % CHUNK_TOKENS
     edges = [*range(0, whole, chunks * CHUNK_TOKENS), whole, tokens]
     return [(a, b) for a, b in pairwise(edges) if a < b]

@@ -80,7 +80,7 @@ def walk(
     """Numerators after `carry`, and the carry behind the last token."""
     num_BHLW, after = scan(
         _WindowPass(own),
-        block_ranges(v1_BHLW.shape),
+        block_ranges(v1_BHLW.shape, v1_BHLW.device),
         (q_BHLK, k_BHLK, v1_BHLW),
         carry,
         (rp_HRK,),
@@ -129,7 +129,7 @@ def numerators_around(
         q_BHNCK = (F.pad(q_BHLK, (0, 0, 0, missing)) if missing else q_BHLK).unflatten(2, (chunks, chunk))
         values = _values(v1_BHSW, before, after, chunks, chunk)
     shape = (*q_BHNCK.shape[:4], v1_BHSW.shape[3])
-    blocks = [(a // chunk, -(-b // chunk)) for a, b in block_ranges((*shape[:2], chunks * chunk))]
+    blocks = [(a // chunk, -(-b // chunk)) for a, b in block_ranges((*shape[:2], chunks * chunk), q_BHLK.device)]
     out_BHNCW, _ = scan(
         OutputOnly(_around),
         blocks,
