@@ -7,6 +7,7 @@ from benchmarks.memory import TrackedMemory
 from dist_attn.errors import ShapeError
 from dist_attn.ops import softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
+from dist_attn.ops.softmax_attention.attention import for_kernel
 from tests.support.closeness import assert_close
 from tests.support.golden import golden
 
@@ -61,6 +62,29 @@ def test_keys_and_values_of_other_sizes(size, values, causal):
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for got, want in zip(*results, strict=True):
         assert_close(want, got)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "masked", "groups", "width"),
+    [
+        ("cpu", torch.float32, False, 2, 33),
+        ("cpu", torch.float32, True, 2, 33),
+        ("cuda", torch.float32, False, 4, 40),
+        ("cuda", torch.bfloat16, False, 2, 40),
+        ("cuda", torch.bfloat16, True, 4, 40),
+    ],
+)
+def test_no_device_takes_a_form_that_holds_all_scores(device, dtype, masked, groups, width):
+    """On GPUs head sizes become multiples of 8 and groups of heads are copied where no kernel takes them: the oracle's
+    attention all the same.
+    """
+    g = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, h, 9, n, generator=g).to(dtype) for h, n in ((4, 33), (2, 33), (2, 32))]
+    q, k, v = for_kernel(*given, torch.device(device), masked=masked)
+    assert q.shape == (1, 4, 9, width)
+    assert k.shape == v.shape == (1, groups, 9, width)
+    want = softmax_attention_naive(*given, causal=True)
+    assert_close(softmax_attention_naive(q, k, v, causal=True, scale=33**-0.5)[..., :32], want)
 
 
 @pytest.mark.parametrize("values", [4, 8, 16])

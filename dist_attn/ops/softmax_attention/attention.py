@@ -107,7 +107,11 @@ def packed_softmax_attention(
             continue
         seen_TT = same_document(flags_L[start:stop])
         seen_TT = seen_TT.tril() if causal else seen_TT
-        outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen_TT, scale=scale, enable_gqa=call.grouped))
+        q, k, v = for_kernel(q, k, v, q.device, masked=True)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen_TT, scale=call.score_scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(attended[..., : v_BGLV.shape[3]])
     if not outputs:
         # No tokens, but of the inputs' graph: an empty rank's backward pass must find its way too.
         nothing = q_BHLK.sum() + k_BGLK.sum() + v_BGLV.sum()
@@ -117,18 +121,52 @@ def packed_softmax_attention(
 
 def _fused(call: SoftmaxCall) -> torch.Tensor:
     """Attention of a whole sequence by torch's own kernels."""
-    size, values = call.q_BHLK.shape[3], call.v_BGSV.shape[3]
-    # Where keys and values differ in size torch takes a form that holds all scores; zeros make them equal. What is as
-    # wide already is not padded, because that copies it.
-    missing = (max(size, values) - t.shape[3] for t in call.qkv)
-    q, k, v = (F.pad(t, (0, n)) if n else t for t, n in zip(call.qkv, missing, strict=True))
+    if call.causal and call.queries != call.keys:
+        return _fused_of_unequal(call)
+    values = call.v_BGSV.shape[3]
+    q, k, v = for_kernel(*call.qkv, call.q_BHLK.device)
     attention = partial(
-        F.scaled_dot_product_attention, is_causal=call.causal, scale=call.score_scale, enable_gqa=call.grouped
+        F.scaled_dot_product_attention,
+        is_causal=call.causal,
+        scale=call.score_scale,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
     if not _is_slow_backward(q, k, v):
         return attention(q, k, v)[..., :values]
     with torch.autocast("cpu", enabled=False):
         return attention(q.float(), k.float(), v.float())[..., :values].to(call.v_BGSV.dtype)
+
+
+def _fused_of_unequal(call: SoftmaxCall) -> torch.Tensor:
+    """Causal attention where there are more keys or more queries: equally many, then the queries that see all keys.
+
+    torch aligns such masks at the top left by its documentation; what its kernels do has differed.
+    """
+    shared = min(call.queries, call.keys)
+    parts = [_fused(call.tokens(0, shared))] if shared else []
+    if call.queries > shared:
+        q, k, v = call.qkv
+        parts.append(_fused(replace(call.with_qkv(q[:, :, shared:], k, v), causal=False)))
+    return torch.cat(parts, dim=2)
+
+
+def for_kernel(
+    q_BHLK: torch.Tensor, k_BGSK: torch.Tensor, v_BGSV: torch.Tensor, device: torch.device, *, masked: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same attention, with zeros and copies where torch would else hold all scores on this device.
+
+    Keys and values need one size, which GPUs want to be a multiple of 8. In float32 or with a mask GPUs have no kernel
+    for groups of query heads. What is as wide already is not padded, because that copies it.
+    """
+    on_cpu = device.type == "cpu"
+    width = max(q_BHLK.shape[3], v_BGSV.shape[3])
+    if not on_cpu:
+        width = -(-width // 8) * 8
+    q, k, v = (F.pad(t, (0, width - t.shape[3])) if t.shape[3] < width else t for t in (q_BHLK, k_BGSK, v_BGSV))
+    groups = q.shape[1] // k.shape[1]
+    if not on_cpu and groups > 1 and (masked or q.dtype not in (torch.bfloat16, torch.float16)):
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+    return q, k, v
 
 
 def _is_slow_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
