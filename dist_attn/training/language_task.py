@@ -27,7 +27,7 @@ from dist_attn.training.datasets.token_cache import (
     tokens_of,
 )
 from dist_attn.training.evaluation import score_tokens, token_loss
-from dist_attn.training.task import Criterion, Share, Task, first_model
+from dist_attn.training.task import Criterion, Share, Task, first_model, uploaded
 
 
 def tokenise_files(
@@ -135,7 +135,7 @@ class LanguageTask(Task):
         data = self._data
         inputs_BT, targets_BT = self._stream(step)
         tokens = self._share.tokens(data.segment)
-        inputs_BL, targets_BL = (t[rows, tokens].to(self._share.device) for t in (inputs_BT, targets_BT))
+        inputs_BL, targets_BL = (uploaded(t[rows, tokens], self._share.device) for t in (inputs_BT, targets_BT))
         ops = self._share.ops(data.segment, carried=data.stateful)
         with self._autocast():
             h_BLD, after = self.model.hidden(inputs_BL, ops, self._state_of(rows))

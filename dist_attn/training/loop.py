@@ -162,7 +162,8 @@ class _Run:
         started, begun, losses = time.perf_counter(), self.step, []
         with self._open_log(report, tell) as log:
             while not self._is_over:
-                losses.append(self._train_step())
+                loss, asked = self._train_step(stop)
+                losses.append(loss)
                 self.step += 1
                 seen = self.task.seen(self.step)
                 if self._due(run.log_every):
@@ -184,7 +185,7 @@ class _Run:
                     for line in self.task.remarks(self.step, scores) if self.mesh.is_first else ():
                         tell(line)
                     best = self.standing.see(last)
-                stopped = self._asked_to(stop) and not self._is_over
+                stopped = asked and not self._is_over
                 if self._due(run.checkpoint_every) or best or stopped or self._is_over:
                     self._save(best)
                 if stopped:
@@ -195,10 +196,6 @@ class _Run:
     @property
     def _is_over(self) -> bool:
         return self.step >= self.config.run.steps or self.standing.is_over
-
-    def _asked_to(self, stop: Callable[[], bool]) -> bool:
-        """Whether any rank was asked to stop: a signal reaches them in the midst of different steps."""
-        return bool(self.share.sum(torch.tensor(float(stop()))))
 
     def _open_log(self, report: Report, tell: Tell) -> RunLog:
         if not self.mesh.is_first:
@@ -215,33 +212,40 @@ class _Run:
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.step == self.config.run.steps
 
-    def _train_step(self) -> float:
+    def _train_step(self, stop: Callable[[], bool]) -> tuple[float, bool]:
+        """The loss, and whether any rank was asked to stop: a signal reaches them in the midst of different steps."""
         factor = schedule(self.step, self.config.run.steps, self.config.optimiser)
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
             for group in optimiser.param_groups:
                 group["lr"] = group["peak_lr"] * factor
         before = self.task.carried()
-        value = self.share.sum(self._forward_and_backward()).item()
-        self._check(value, None, before)
-        self.parameters.reduce_gradients()
+        total = self._forward_and_backward()
+        sums_2 = self.share.sum(torch.stack([total, torch.full_like(total, float(stop()))]))
+        ranks_with_one_N = self.parameters.reduce_gradients()
         norm = self.parameters.clip_gradients(self.config.optimiser.clip_norm)
-        self._check(value, norm, before)
+        # The one wait of a step for its device.
+        read = torch.cat([t.to(sums_2).reshape(-1) for t in (sums_2, norm, ranks_with_one_N)]).tolist()
+        self.mesh.world.check_exchanges()
+        loss, asked, norm_read, *ranks_with_one = read
+        self._check(loss, None, before)
+        self._check(loss, norm_read, before)
+        self.parameters.drop_missing(ranks_with_one)
         for optimiser in self.optimisers:
             optimiser.step()
-        return value
+        return loss, bool(asked)
 
     def _forward_and_backward(self, backward: bool = True) -> Tensor:
         """This rank's part of the loss; its gradients are added to those of the parameters."""
         # Whatever is drawn in a step depends on the seed, the step and the rank: a resumed run draws the same.
         torch.manual_seed(_step_seed(self.config.run.seed, self.step, self.mesh.world.rank))
         self.task.prepare(self.step)
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=self.share.device)
         for rows in self.micro_batches:
             loss = self.parameters.with_values(partial(self.task.loss, self.step, rows))
             if backward:
                 self.parameters.backward(loss)
-            total += loss.detach().cpu().double()
+            total += loss.detach()
         return total
 
     def _check(self, loss: float, norm: float | None, before: Mapping[str, Tensor]) -> None:

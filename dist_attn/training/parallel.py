@@ -15,6 +15,7 @@ from dist_attn.comm import Communicator
 from dist_attn.errors import CommError, ConfigError
 from dist_attn.models.blocks import Recomputable
 from dist_attn.training.mesh import Mesh
+from dist_attn.training.task import uploaded
 
 Result = TypeVar("Result")
 
@@ -32,12 +33,19 @@ class Parameters(Protocol):
         """Add the gradients of one share of the loss."""
         ...
 
-    def reduce_gradients(self) -> None:
-        """Make every gradient the sum over all ranks, once all micro-batches are done."""
+    def reduce_gradients(self) -> Tensor:
+        """Make every gradient the sum over all ranks, once all micro-batches are done.
+
+        What comes back is for `drop_missing`, once the host has read it.
+        """
         ...
 
-    def clip_gradients(self, norm: float) -> float:
-        """Scale all gradients down to a global norm of at most `norm`; the norm that they had."""
+    def clip_gradients(self, norm: float) -> Tensor:
+        """Scale all gradients down to a global norm of at most `norm`; the norm that they had, as a scalar."""
+        ...
+
+    def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
+        """Take away the gradients that no rank had, which `reduce_gradients` has made zeros."""
         ...
 
     def whole_weights(self) -> Mapping[str, Tensor]:
@@ -74,13 +82,17 @@ class Replicated:
         """Without an exchange of gradients."""
         loss.backward()
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> Tensor:
         """In buckets."""
-        sum_gradients(self._mesh.world, list(self._model.parameters()))
+        return sum_gradients(self._mesh.world, list(self._model.parameters()))
 
-    def clip_gradients(self, norm: float) -> float:
+    def clip_gradients(self, norm: float) -> Tensor:
         """The same on every rank, which all have the same gradients."""
-        return nn.utils.clip_grad_norm_(self._model.parameters(), norm).item()
+        return nn.utils.clip_grad_norm_(self._model.parameters(), norm)
+
+    def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
+        """As `sum_gradients` has counted them."""
+        drop_missing(list(self._model.parameters()), ranks_with_one)
 
     def whole_weights(self) -> Mapping[str, Tensor]:
         """As they are."""
@@ -151,13 +163,17 @@ class Sharded:
         with self._losses_named():
             loss.backward()
 
-    def reduce_gradients(self) -> None:
+    def reduce_gradients(self) -> Tensor:
         """The backward pass has done it."""
+        return torch.empty(0)
 
-    def clip_gradients(self, norm: float) -> float:
+    def clip_gradients(self, norm: float) -> Tensor:
         """By the norm over all shards."""
         with self._losses_named():
-            return float(whole(nn.utils.clip_grad_norm_(self._model.parameters(), norm)))
+            return whole(nn.utils.clip_grad_norm_(self._model.parameters(), norm))
+
+    def drop_missing(self, ranks_with_one: Sequence[float]) -> None:
+        """None was made."""
 
     def whole_weights(self) -> Mapping[str, Tensor]:
         """Gathered on every rank."""
@@ -188,26 +204,36 @@ def whole(tensor: Tensor) -> Tensor:
 BUCKET_BYTES = 32 << 20
 
 
-def sum_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> None:
+def sum_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> Tensor:
     """Replace every gradient by its sum over the ranks; the losses are shares, so nothing is divided.
 
-    A parameter without a gradient on some ranks has a zero one there, and none if it has none on any.
+    A parameter without a gradient on some ranks has a zero one there. How many ranks had one comes back for each that
+    is learned [N], where the gradients lie, so that the host need not wait for it; alone, nothing.
 
     Cost: each rank sends and receives 2 (P-1)/P of the gradients' bytes.
     """
-    if comm.size == 1:
-        return
     learned = [p for p in parameters if p.requires_grad]
+    if comm.size == 1 or not learned:
+        return torch.empty(0)
+    device = learned[0].device
     present_N = torch.tensor([p.grad is not None for p in learned], dtype=torch.int32)
-    ranks_with_one = comm.all_reduce_sum(present_N, label="which gradients").tolist()
+    ranks_with_one_N = comm.all_reduce_sum(uploaded(present_N, device), label="which gradients")
     bucket: list[nn.Parameter] = []
-    for parameter in (p for p, ranks in zip(learned, ranks_with_one, strict=True) if ranks):
+    for parameter in learned:
         if bucket and (_bytes(bucket) + _bytes([parameter]) > bucket_bytes or bucket[0].dtype != parameter.dtype):
             _sum_bucket(comm, bucket)
             bucket = []
         bucket.append(parameter)
-    if bucket:
-        _sum_bucket(comm, bucket)
+    _sum_bucket(comm, bucket)
+    return ranks_with_one_N
+
+
+def drop_missing(parameters: Sequence[nn.Parameter], ranks_with_one: Sequence[float]) -> None:
+    """Leave a parameter that has a gradient on no rank without one here too; `sum_gradients` says which."""
+    if ranks_with_one:
+        for parameter, ranks in zip((p for p in parameters if p.requires_grad), ranks_with_one, strict=True):
+            if not ranks:
+                parameter.grad = None
 
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:

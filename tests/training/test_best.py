@@ -112,10 +112,10 @@ def test_a_killed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatch
     assert train(whole)["step"] == 8
     step = loop._Run._train_step
 
-    def dies(run):
+    def dies(run, stop):
         if run.step == killed_at:
             raise Killed
-        return step(run)
+        return step(run, stop)
 
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(loop._Run, "_train_step", dies)

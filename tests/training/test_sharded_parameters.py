@@ -69,7 +69,7 @@ def _steps(
                 parameters.backward(loss)
                 total += loss.detach()
             parameters.reduce_gradients()
-            norm = parameters.clip_gradients(0.1)
+            norm = parameters.clip_gradients(0.1).item()
             for optimiser in optimisers:
                 optimiser.step()
             with torch.no_grad():
@@ -118,7 +118,7 @@ def _every_task(configs: list[TrainingConfig], sharded: bool, comm: Communicator
             loss = parameters.with_values(partial(task.loss, 2, rows))
             parameters.backward(loss)
             parameters.reduce_gradients()
-            norm = parameters.clip_gradients(1.0)
+            norm = parameters.clip_gradients(1.0).item()
             task.model.eval()
             with torch.no_grad():
                 scores = parameters.with_values(task.validate)
