@@ -37,8 +37,8 @@ def test_the_schema_accepts_it() -> None:
 
 
 def test_the_parts_are_there() -> None:
-    """API, engine with four ranks, their keys, Redis, Prometheus and Grafana."""
-    assert set(SERVICES) == {"keys", "api", "engine", "redis", "prometheus", "grafana"}
+    """API, engine with four ranks, its like on GPUs, their keys, Redis, Prometheus and Grafana."""
+    assert set(SERVICES) == {"keys", "api", "engine", "engine-gpu", "redis", "prometheus", "grafana"}
     assert "--ranks=${RANKS:-4}" in SERVICES["engine"]["command"]
 
 
@@ -78,7 +78,7 @@ def test_ports_are_open_on_this_machine_only(name: str) -> None:
 
 def test_engine_and_redis_cannot_be_reached_from_outside() -> None:
     """Neither publishes a port, and each is only on networks without a way out."""
-    for name in ("engine", "redis"):
+    for name in ("engine", "engine-gpu", "redis"):
         assert "ports" not in SERVICES[name]
         assert all(COMPOSE["networks"][network].get("internal") for network in SERVICES[name]["networks"])
 
@@ -86,12 +86,25 @@ def test_engine_and_redis_cannot_be_reached_from_outside() -> None:
 def test_addresses_fit_together() -> None:
     """The API asks for the engine where it listens, on a network that both are on, with the same model."""
     flags = {name: dict(word.split("=", 1) for word in SERVICES[name]["command"]) for name in OWN}
-    host, port = flags["api"]["--api-address"].removeprefix("tcp://").split(":")
-    assert flags["engine"]["--api-address"] == f"tcp://0.0.0.0:{port}"
-    assert set(SERVICES[host]["networks"]) & set(SERVICES["api"]["networks"])
-    assert flags["engine"]["--model"] == flags["api"]["--model"]
+    host, port = flags["api"]["--api-address"].removeprefix("tcp://${ENGINE:-").split("}:")
+    for engine in (host, "engine-gpu"):
+        assert flags[engine]["--api-address"] == f"tcp://0.0.0.0:{port}"
+        assert set(SERVICES[engine]["networks"]) & set(SERVICES["api"]["networks"])
+        assert flags[engine]["--model"] == flags["api"]["--model"]
     assert set(SERVICES["redis"]["networks"]) & set(SERVICES["api"]["networks"])
     assert "DIST_ATTN_STORE__ADDRESS" in SERVICES["api"]["environment"]
+
+
+def test_the_engine_on_gpus_is_the_engine_with_devices() -> None:
+    """It starts when it is asked for, has the host's GPUs and room for NCCL, and is else what the one on CPUs is."""
+    cpu, gpu = SERVICES["engine"], SERVICES["engine-gpu"]
+    (devices,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert (devices["driver"], devices["capabilities"]) == ("nvidia", ["gpu"])
+    assert gpu["profiles"] == ["gpu"] and "profiles" not in cpu
+    own = {"profiles", "image", "build", "command", "shm_size", "deploy"}
+    assert {key: value for key, value in gpu.items() if key not in own} == {
+        key: value for key, value in cpu.items() if key not in own
+    }
 
 
 def test_redis_keeps_what_was_acknowledged(tmp_path: Path) -> None:

@@ -30,6 +30,15 @@ def test_the_linter_is_content() -> None:
     assert (done.returncode, done.stdout) == (0, "")
 
 
+def test_the_image_for_gpus_differs_by_its_torch_alone() -> None:
+    """Its instructions are those of the engine's image, but for where torch comes from and what a GPU is told by."""
+    cpu, gpu = (read_dockerfile(ROOT / f"deploy/Dockerfile.{name}").instructions for name in ("engine", "engine-gpu"))
+    assert [i for i in cpu if i not in gpu] == [i for i in cpu if i.value.startswith("TORCH_INDEX=")]
+    own = [i.value for i in gpu if i not in cpu]
+    assert [value.partition("=")[0] for value in own] == ["TORCH_INDEX", "NVIDIA_VISIBLE_DEVICES"]
+    assert own[0] == 'TORCH_INDEX=""'  # pip's default index, whose torch is for CUDA
+
+
 def test_bases_are_pinned(image: Image) -> None:
     """Every stage starts from an earlier one or from an image with a full version."""
     stages = set()

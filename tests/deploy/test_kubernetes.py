@@ -1,5 +1,6 @@
 """The Kubernetes manifests: valid by the schemas of its API, closed, and in agreement with images and settings."""
 
+import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ KUSTOMIZATION: dict[str, Any] = yaml.safe_load((FOLDER / "kustomization.yaml").r
 OBJECTS: list[dict[str, Any]] = [
     document for name in KUSTOMIZATION["resources"] for document in yaml.safe_load_all((FOLDER / name).read_text())
 ]
+OVERLAY: dict[str, Any] = yaml.safe_load((ROOT / "deploy/kubernetes-gpu/kustomization.yaml").read_text())
 ALL_WORKLOADS = {item["metadata"]["name"]: item for item in OBJECTS if item["kind"] in ("Deployment", "StatefulSet")}
 WORKLOADS = {name: ALL_WORKLOADS[name] for name in ("api", "engine")}  # those with an image of ours
 OLDEST, NEWEST = "1.29", "1.33"
@@ -65,6 +67,36 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
     for spec in ({**policy["spec"], "minAvailble": 1}, {**policy["spec"], "selector": 1}):
         with pytest.raises(validation.ValidationError):
             validation.validate({**policy, "spec": spec}, NEWEST, strict=True)
+
+
+def patched(item: dict[str, Any], operations: list[dict[str, Any]]) -> dict[str, Any]:
+    """The object after such operations of RFC 6902, as kustomize carries them out."""
+    item = copy.deepcopy(item)
+    for one in operations:
+        *path, last = (part.replace("~1", "/") for part in one["path"].split("/")[1:])
+        place: Any = item
+        for part in path:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        assert (last in place) == (one["op"] == "replace"), one
+        place[last] = one["value"]
+    return item
+
+
+def test_on_gpus_the_engine_has_one_for_each_rank() -> None:
+    """The overlay is this folder with the image for GPUs, and an engine that the schemas accept with them."""
+    validate = pytest.importorskip("kubernetes_validate", reason="needs pip install kubernetes-validate").validate
+    assert OVERLAY["resources"] == [f"../{FOLDER.name}"]
+    names = {image["name"]: image["newName"] for image in KUSTOMIZATION["images"] if "newName" in image}
+    assert OVERLAY["images"] == [
+        {"name": names["dist-attn-engine"], "newName": names["dist-attn-engine"] + "-gpu"},
+    ]
+    (patch,) = OVERLAY["patches"]
+    engine = patched(find(patch["target"]["kind"], patch["target"]["name"]), yaml.safe_load(patch["patch"]))
+    for version in (OLDEST, NEWEST):
+        assert validate(engine, version, strict=True) == version
+    (only,) = engine["spec"]["template"]["spec"]["containers"]
+    assert f"--ranks={only['resources']['limits']['nvidia.com/gpu']}" in only["args"]
+    assert only["resources"]["limits"]["memory"] == only["resources"]["requests"]["memory"]
 
 
 def test_all_parts_and_all_files_are_there() -> None:
