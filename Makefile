@@ -19,7 +19,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test test-all soak coverage check format docs docs-blocks docs-refresh bench bench-quick \
-    research-check research-test package clean
+    research-check research-test package clean gpu
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -84,6 +84,12 @@ docs-refresh: setup  ## write the pages and figures of docs/ that come from the 
 
 bench: setup  ## run the benchmarks once their tests are green, and file the results
 	PYTHONPATH=research $(BIN)/python -m dist_attn_research $(ARGS)
+
+# Without setup: a machine that is lent for minutes may have torch and no network. Its own Python then does.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+gpu:  ## check and measure everything on a GPU, within ten minutes; ARGS="--tiny" shows without one that it runs
+	@PYTHONPATH=.:service:client $(GPU_PYTHON) -m benchmarks.gpu_check $(ARGS)
 
 bench-quick: setup  ## compare a few ratios with the filed ones; fails where more than 15 % were lost
 	$(BIN)/python -m benchmarks.guard $(ARGS)

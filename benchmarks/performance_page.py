@@ -13,8 +13,8 @@ __all__ = ["PAGE", "filled_in", "target_table", "write"]
 
 PAGE = Path("docs/measurements/performance.md")
 BEGIN, END = "<!-- targets: begin -->\n", "<!-- targets: end -->\n"
-# What no command of this tree measures yet.
-WITHOUT_COMMAND = {"h200": "needs a GPU: `dist-attn bench gpu-check`"}
+# What no case of `dist-attn bench` measures.
+WITHOUT_COMMAND = {"h200": "needs a GPU: `make gpu`"}
 
 
 def target_table(filed: Sequence[Mapping[str, Any]]) -> str:

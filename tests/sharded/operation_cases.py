@@ -39,7 +39,7 @@ def linear(*, causal: bool, gated: bool, given_state: bool, prefix: int = 0) -> 
     def run(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
         state = None
         if given_state:
-            no = torch.zeros(per_head, dtype=torch.bool)
+            no = torch.zeros(per_head, dtype=torch.bool, device=x["s"].device)
             state = LinearState(x["s"], x["z"], x["mass"].exp(), x["log_decay"], no)
         out, after = ops.linear_attention(
             x["q"],
@@ -109,7 +109,8 @@ def _diagonal() -> Case:
 
 
 def _legs(ops: SequenceOps, x: dict[str, Tensor]) -> Tensors:
-    y, after = ops.legs_memory(x["x"], x["read"], state=LegsState(x["state"], torch.full((BATCH,), 5)))
+    seen_B = torch.full((BATCH,), 5, device=x["x"].device)
+    y, after = ops.legs_memory(x["x"], x["read"], state=LegsState(x["state"], seen_B))
     return y, after.c_BDN
 
 

@@ -1,1 +1,1 @@
-"""What is to be checked and timed on a GPU, and kernels compiled for one without one."""
+"""The longest attention that four ranks on one GPU hold, and kernels compiled for a GPU without one."""

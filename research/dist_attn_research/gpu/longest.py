@@ -1,19 +1,26 @@
 """The longest attention within so many bytes per rank on one GPU that four ranks share, at A Unified View's full size.
 
+    dist-attn bench gpu-longest [--json F] [--tiny]
+
 Ranks are threads, copies on the device are their collectives, and each counts the bytes of its own tensors. The sizes
 are those of the paper's Figure 6: 96 heads of 128, 12,288 channels, ranks of 24 GB.
 """
 
+import argparse
+import json
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.memory import TrackedMemory
+from benchmarks.setting import look_around
 from dist_attn.comm import Communicator, run_simulated
 from dist_attn.feature_maps import Gaussian
 from dist_attn.layout import SequenceLayout
@@ -23,7 +30,7 @@ from dist_attn.sharded import ShardedSequenceOps, SoftmaxExchange
 from dist_attn.sharded.columns import columns_to_tokens, tokens_to_columns
 from dist_attn_research.studies.longest_softmax import head_by_head, longest_within
 
-__all__ = ["FULL", "Full", "longest_rows"]
+__all__ = ["FULL", "Full", "longest_rows", "main"]
 
 RANKS, TIMEOUT_S = 4, 300.0
 MOST_S = 45.0  # a run at the longest length that would take longer is left out
@@ -53,6 +60,22 @@ class Full:
 
 FULL = Full()
 TINY = Full(4, 8, 2_000_000, torch.float32, (64, 128, 192), (256, 512, 768))
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status 2 without a GPU, unless the sizes are tiny."""
+    parser = argparse.ArgumentParser(prog="dist-attn bench gpu-longest")
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, on a CPU")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args(arguments)
+    if not torch.cuda.is_available() and not given.tiny:
+        print("gpu-longest: there is no GPU here; --tiny shows that all of it runs", file=sys.stderr)
+        return 2
+    rows = longest_rows(tiny=given.tiny)
+    print("\n".join(map(json.dumps, rows)))
+    if given.json is not None:
+        given.json.write_text(json.dumps({"case": "gpu-longest", "setting": asdict(look_around()), "rows": rows}))
+    return 0
 
 
 def longest_rows(*, tiny: bool) -> list[dict[str, Any]]:
@@ -137,3 +160,7 @@ def _peak(full: Full, device: str, ranks: int, attend: Attend, length: int) -> t
     if device == "cuda":
         torch.cuda.synchronize()
     return max(peaks), time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,93 @@
+"""What every piece of the GPU check is made of: cases by name, errors against an exact result, times on the device."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from dist_attn import feature_maps
+from dist_attn.ops import FeatureMap
+
+__all__ = ["ACCEPTED", "DEVICE", "Cases", "Row", "Shape", "judged", "name_of", "seconds"]
+
+Row = dict[str, Any]
+"""What a case found, as JSON; `right` where something was compared."""
+Cases = dict[str, Callable[[], Row]]
+Results = Mapping[str, torch.Tensor | None]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Largest accepted error over the largest number of the exact result: a few roundings of the inputs' type.
+ACCEPTED = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+class Shape(NamedTuple):
+    """One size of everything but the length."""
+
+    batch: int
+    heads: int
+    head_size: int
+    projections: int
+    values: int
+
+    @property
+    def words(self) -> str:
+        """As it is written in the name of a case."""
+        return "x".join(map(str, self))
+
+    def map(self, kind: str = "gaussian") -> FeatureMap:
+        """The feature map of these sizes, sigma = 1."""
+        w = torch.randn(self.heads, self.projections, self.head_size, device=DEVICE)
+        if kind == "gaussian":
+            return feature_maps.Gaussian(w, unit_norm=True)
+        return feature_maps.ArcCosine(w, unit_norm=True) if kind == "arc_cosine" else feature_maps.EluPlusOne()
+
+    def inputs(self, length: int, dtype: torch.dtype, *, gated: bool) -> dict[str, torch.Tensor]:
+        """q, k and v, and with gates those of RFA-Gate."""
+        sizes = {"q": self.head_size, "k": self.head_size, "v": self.values}
+        found = {
+            name: torch.randn(self.batch, self.heads, length, size, device=DEVICE, dtype=dtype)
+            for name, size in sizes.items()
+        }
+        if gated:
+            logit = 2.0 + torch.randn(self.batch, self.heads, length, device=DEVICE)
+            found |= {"log_gate_BHS": F.logsigmoid(logit), "key_scale_BHS": torch.sigmoid(-logit)}
+        return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As it is written in the name of a case."""
+    return str(dtype).removeprefix("torch.")
+
+
+def judged(want: Results, got: Results, dtype: torch.dtype) -> Row:
+    """The largest difference of each result over its largest number, and whether all are within what `dtype` rounds."""
+    errors = {}
+    for name, exact in want.items():
+        ours = got[name]
+        assert exact is not None and ours is not None, name
+        scale = exact.detach().abs().max().double().clamp_min(torch.finfo(torch.float32).tiny).to(ours.device)
+        difference = ours.detach().double() - exact.detach().double().to(ours.device)
+        errors[name] = float(difference.abs().max() / scale)
+    # Not "<=" turned round: what is no number is wrong.
+    return {"errors": errors, "right": all(error < ACCEPTED[dtype] for error in errors.values())}
+
+
+def seconds(work: Callable[[], object], rounds: int) -> float:
+    """The median of `rounds`, after one that is not counted (it compiles) unless it is all there is."""
+    taken = []
+    for _ in range(rounds + 1):
+        if DEVICE == "cuda":
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            work()
+            end.record()
+            torch.cuda.synchronize()
+            taken.append(float(begin.elapsed_time(end)) / 1e3)
+        else:
+            began = time.perf_counter()
+            work()
+            taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:] or taken)

@@ -1,0 +1,145 @@
+"""Whole models on the GPU: a decode step as a CUDA graph against plain ones, and training."""
+
+import json
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import ACCEPTED, DEVICE, Cases, Row, judged, seconds
+from benchmarks.gpu.commands import MODEL, dist_attn, write_book
+from dist_attn.generation import CapturedStep
+from dist_attn.model_config.mixer import MixerConfig
+from dist_attn.model_config.mixers.attention import ScaleformerConfig
+from dist_attn.model_config.mixers.kernels import RandomFeatureConfig
+from dist_attn.models import LanguageModel, LanguageModelConfig, build_model
+from dist_attn.ops import Watch, watching
+
+__all__ = ["captured_cases", "matmul_rate", "training_cases"]
+
+BATCH = 8  # as many sequences as `engine.decode_slots` puts side by side
+KINDS = ("rfa_gate", "scaleformer")
+
+
+def captured_cases(*, tiny: bool) -> Cases:
+    """Values of steps first, then their times."""
+    return {
+        **{f"values, {kind}": partial(_captured_values, kind, tiny) for kind in KINDS},
+        **{f"times, {kind}": partial(_captured_times, kind, tiny) for kind in KINDS},
+    }
+
+
+def _model(kind: str, tiny: bool) -> LanguageModel:
+    """Of the size of GPT-2 small, or of two small layers."""
+    size, heads, layers, vocabulary = (16, 2, 2, 64) if tiny else (768, 12, 12, 16_384)
+    mixer: MixerConfig = RandomFeatureConfig(kind="rfa_gate", hidden_size=size, num_heads=heads)
+    if kind == "scaleformer":
+        mixer = ScaleformerConfig(kind="scaleformer", hidden_size=size, num_heads=heads)
+    config = LanguageModelConfig(
+        vocab_size=vocabulary, hidden_size=size, num_layers=layers, mlp_size=4 * size, mixer=mixer
+    )
+    torch.manual_seed(0)
+    return build_model(config).eval().to(DEVICE)
+
+
+def _captured_values(kind: str, tiny: bool) -> Row:
+    """Logits, states and guarded denominators after steps over buffers; on a GPU also that they are a graph."""
+    model = _model(kind, tiny)
+    state = model.initial_state(BATCH)
+    captured = CapturedStep(model, state)
+    watches = Watch(), Watch()
+    with torch.inference_mode():
+        for t in range(6):
+            token_B = torch.arange(BATCH, device=DEVICE) + t
+            with watching(watches[0]):
+                want_BV, state = model.step(token_B, state)
+            with watching(watches[1]):
+                got_BV = captured.step(token_B)
+    found: list[dict[str, torch.Tensor | None]] = []
+    for logits_BV, after in ((want_BV, state), (got_BV, captured.state)):
+        tensors = {f"state {n} {i}": t for n, layer in enumerate(after.layers) for i, t in enumerate(layer.tensors())}
+        # A log decay of no gate, and what has not left a window yet, are zeros, and errors relative to nothing.
+        found.append({"logits": logits_BV, **{n: t for n, t in tensors.items() if t.is_floating_point() and t.any()}})
+    row = judged(found[0], found[1], torch.float32)
+    counted = (watches[0].denominators, watches[0].guarded) == (watches[1].denominators, watches[1].guarded)
+    graph = captured.how == "a CUDA graph" or DEVICE != "cuda"
+    worst = max(row["errors"].values())
+    return {"how": captured.how, "worst": worst, "counted": counted, "right": row["right"] and counted and graph}
+
+
+def _captured_times(kind: str, tiny: bool) -> Row:
+    """Seconds of one step of the batch."""
+    model, rounds = _model(kind, tiny), 0 if tiny else 20
+    state, token_B = model.initial_state(BATCH), torch.arange(BATCH, device=DEVICE)
+    captured = CapturedStep(model, state)
+    with torch.inference_mode():
+        captured.step(token_B)
+        eager_s = seconds(partial(model.step, token_B, state), rounds)
+        captured_s = seconds(partial(captured.step, token_B), rounds)
+    return {"how": captured.how, "batch": BATCH, "eager_s": eager_s, "captured_s": captured_s}
+
+
+def training_cases(*, tiny: bool) -> Cases:
+    """A few steps whose losses are those of the CPU; then a hundred, of the model that ships and of some 100M."""
+    if tiny:
+        return {"losses as on the CPU": _losses, "4 steps": partial(_hundred_steps, 32, 2, 2, 2, 32, 4)}
+    return {
+        "losses as on the CPU": _losses,
+        "100 steps, books-6m": partial(_hundred_steps, 256, 6, 4, 32, 512, 100),
+        "100 steps, 100M": partial(_hundred_steps, 768, 12, 12, 16, 1_024, 100),
+    }
+
+
+def _losses() -> Row:
+    """Ten steps in float32 from the same weights over the same rows."""
+    found = []
+    for device in ("cpu", DEVICE):
+        lines, _ = _trained(32, 2, 2, 2, 32, 10, {"device": device, "dtype": "float32", "log_every": 1})
+        found.append({"losses": torch.tensor([line["loss"] for line in lines if "loss" in line])})
+    row = judged(found[0], found[1], torch.float32)
+    # Roundings grow from step to step.
+    return {**row, "right": row["errors"]["losses"] < 10 * ACCEPTED[torch.float32]}
+
+
+def _hundred_steps(size: int, layers: int, heads: int, batch: int, segment: int, steps: int) -> Row:
+    """Tokens a second, once all is compiled, and at six operations a parameter and token their share of the peak."""
+    options = {"device": DEVICE, "dtype": "auto", "log_every": max(1, steps // 5)}
+    lines, parameters = _trained(size, layers, heads, batch, segment, steps, options)
+    losses = [line["loss"] for line in lines if "loss" in line]
+    rate = max(line.get("tokens_per_second", 0.0) for line in lines)
+    peak = matmul_rate(64 if steps < 100 else 8_192)
+    row = {"parameters": parameters, "tokens_per_second": rate, "matmul_flops": peak, "losses": losses}
+    # Four steps of a test may go up.
+    return {**row, "share_of_peak": 6 * parameters * rate / peak, "right": steps < 100 or losses[-1] < losses[0]}
+
+
+def _trained(
+    size: int, layers: int, heads: int, batch: int, segment: int, steps: int, options: Mapping[str, Any]
+) -> tuple[list[Row], int]:
+    """What `dist-attn train` wrote down, and the number of parameters."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        book = write_book(folder, 20_000 if size < 100 else 500_000)
+        sections: dict[str, dict[str, Any]] = {
+            "model": {"vocab_size": 4096, "hidden_size": size, "num_layers": layers, "mlp_size": 4 * size},
+            "model.mixer": {"kind": "rfa_gate", "hidden_size": size, "num_heads": heads, "num_random": 64},
+            "data": {"train": [str(book)], "tokeniser": MODEL, "batch": batch, "segment": segment},
+            "run": {"folder": str(folder / "run"), "steps": steps, "tensorboard": False, "plot": False, **options},
+        }
+        tables = (
+            f"[{title}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in section.items())
+            for title, section in sections.items()
+        )
+        (folder / "train.toml").write_text("\n".join(tables))
+        dist_attn("train", str(folder / "train.toml"))
+        lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        return lines, (folder / "run/model/model.safetensors").stat().st_size // 4
+
+
+def matmul_rate(size: int) -> float:
+    """Operations a second of a product of square matrices in bfloat16."""
+    a, b = (torch.randn(size, size, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: a @ b, 10)

@@ -1,0 +1,216 @@
+"""What every Triton kernel, and flash-linear-attention's where it is installed, must give: that of torch's forms.
+
+Outputs, states and gradients are held to those of the streaming forms in float64.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import DEVICE, Cases, Row, Shape, judged, name_of
+from dist_attn.ops import (
+    FeatureMap,
+    LinearState,
+    linear_attention,
+    linear_attention_step,
+    relative_attention,
+    relative_attention_streaming,
+)
+from dist_attn.ops.linear_attention import Implementation, LinearCall, absorb, complete_sums, local_sums
+
+__all__ = ["kernel_cases"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def kernel_cases(*, tiny: bool) -> Cases:
+    """The sizes of the models that ship first; the first word of a name is the operation, as the record has it."""
+    sizes = [(8, 8, 8)] if tiny else [(64, 64, 64), (128, 128, 128), (80, 96, 72)]
+    shapes = [Shape(1, 1, *size) if tiny else Shape(2, 2, *size) for size in sizes]
+    cases = {**_linear_cases(shapes, tiny), **_relative_cases(tiny)}
+    if not tiny:
+        return cases
+    few = ("linear step gaussian float32", "linear causal gaussian float32", "relative causal float32")
+    return {name: work for name, work in cases.items() if name.startswith(few) and "documents=2" not in name}
+
+
+def _linear_cases(shapes: list[Shape], tiny: bool) -> Cases:
+    length, cuts = (21, (3, 17)) if tiny else (1_003, (5, 6, 64, 700))
+    found = [
+        (way, kind, dtype, shape, gated, documents)
+        for shape in shapes
+        for kind in ("gaussian", "arc_cosine", "elu")
+        for dtype in DTYPES
+        for way, gated, documents in (
+            ("causal", False, ()),
+            ("causal", True, ()),
+            ("causal", True, cuts),
+            ("full", False, ()),
+            ("full", True, ()),
+            ("parts", False, ()),
+            ("parts", True, ()),
+            ("step", True, ()),
+        )
+        # Of the first sizes all types and ways with the first map; of the others what is causal; all maps in one type.
+        if (kind == "gaussian" and (way == "causal" or shape == shapes[0]))
+        or (dtype == torch.bfloat16 and gated and not documents and way in ("causal", "step"))
+    ]
+    if not tiny:
+        found.append(("causal", "gaussian", torch.bfloat16, Shape(1, 1, 256, 256, 256), True, ()))
+    ours = {
+        f"{way} {kind} {name_of(dtype)} {shape.words} gated={gated} documents={len(ends)}": (
+            *(way, kind, dtype, shape, gated, ends),
+        )
+        for way, kind, dtype, shape, gated, ends in found
+    }
+    cases: Cases = {f"linear {name}": partial(_linear, "triton", *case, length) for name, case in ours.items()}
+    if DEVICE == "cuda" and find_spec("fla") is not None:  # its tests have it in the interpreter
+        # What `auto` may take: sequences in bfloat16, and steps.
+        taken = {name: case for name, case in ours.items() if name.startswith(("causal gaussian bf", "step gaussian"))}
+        cases |= {f"fla {name}": partial(_linear, "fla", *case, length) for name, case in taken.items()}
+    return cases
+
+
+def _linear(
+    kernels: Implementation,
+    way: str,
+    kind: str,
+    dtype: torch.dtype,
+    shape: Shape,
+    gated: bool,
+    documents: tuple[int, ...],
+    length: int,
+) -> Row:
+    torch.manual_seed(0)
+    given, feature_map = shape.inputs(length, dtype, gated=gated), shape.map(kind)
+    if way == "step":
+        return _step(kernels, given, feature_map, dtype)
+    weight = torch.randn(shape.batch, shape.heads, length, shape.values, device=DEVICE)
+    attend = _by_parts if way == "parts" else partial(linear_attention, causal=way == "causal", documents=documents)
+    found = []
+    implementations: tuple[Implementation, ...] = ("streaming", kernels)
+    for implementation in implementations:
+        wide = implementation == "streaming"
+        leaves = {n: (t.double() if wide else t).detach().clone().requires_grad_() for n, t in given.items()}
+        tensors = [(t.double() if wide else t).detach().clone().requires_grad_() for t in feature_map.tensors()]
+        gates: dict[str, Any] = {name: t for name, t in leaves.items() if name not in "qkv"}
+        out, after = attend(
+            *(leaves[name] for name in "qkv"),
+            feature_map=feature_map.with_tensors(*tensors),
+            implementation=implementation,
+            **gates,
+        )
+        ((out.double() * weight).sum() + after.s_BHMV.double().square().mean()).backward()
+        grads = {f"grad {name}": t.grad for name, t in leaves.items()}
+        grads |= {f"grad map {number}": t.grad for number, t in enumerate(tensors)}
+        found.append({"out": out, "state": after.s_BHMV, **grads})
+    return judged(found[0], found[1], dtype)
+
+
+def _step(kernels: Implementation, given: dict[str, torch.Tensor], feature_map: FeatureMap, dtype: torch.dtype) -> Row:
+    """Ten decode steps, each after the state that the same implementation left."""
+    found = []
+    implementations: tuple[Implementation, ...] = ("streaming", kernels)
+    for implementation in implementations:
+        wide = implementation == "streaming"
+        x = {name: t.double() if wide else t for name, t in given.items()}
+        phi = feature_map.with_tensors(*(t.double() if wide else t for t in feature_map.tensors()))
+        features = phi(x["q"][:, :, :1].double()).shape[-1]
+        sizes = (*x["q"].shape[:2], features, x["v"].shape[3])
+        state = LinearState.identity(*sizes, device=DEVICE, dtype=torch.float64 if wide else torch.float32)
+        outs = []
+        for t in range(10):
+            q, k, v, gate, scale = (tensor[:, :, t] for tensor in x.values())
+            with torch.no_grad():
+                out, state = linear_attention_step(
+                    q, k, v, state, feature_map=phi, log_gate_BH=gate, key_scale_BH=scale, implementation=implementation
+                )  # fmt: skip
+            outs.append(out)
+        found.append({"out": torch.stack(outs), "state": state.s_BHMV})
+    return judged(found[0], found[1], dtype)
+
+
+def _by_parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    feature_map: FeatureMap | None,
+    implementation: Implementation,
+    **gates: Any,
+) -> tuple[torch.Tensor, LinearState]:
+    """What a rank computes of a causal pass, here after what another one like it left behind."""
+    call = LinearCall(q, k, v, feature_map=feature_map, implementation=implementation, **gates)
+    before = absorb(call)
+    sums, after = local_sums(call)
+    return complete_sums(replace(call, state=before), sums), before.combine(after)
+
+
+def _relative_cases(tiny: bool) -> Cases:
+    shapes = [Shape(1, 1, 8, 8, 8)] if tiny else [Shape(2, 2, 64, 64, 64), Shape(1, 2, 80, 80, 300)]
+    lengths = ((20, 20, 3),) if tiny else ((1_003, 1_003, 16), (700, 1_003, 100), (1_003, 130, 0))
+    found = [
+        (kind, dtype, shape, *length)
+        for shape in shapes
+        for length in lengths
+        for dtype in DTYPES
+        for kind in ("causal", "full", "stream")
+        if kind != "stream" or length[0] == length[1]
+        # All types of the first sizes, the others in one: each case compiles kernels of its own.
+        if dtype == torch.bfloat16 or (shape == shapes[0] and length == lengths[0])
+    ]
+    return {
+        f"relative {kind} {name_of(dtype)} {shape.words} {queries}x{keys} k={reach}": partial(
+            _relative, kind, dtype, shape, queries, keys, reach
+        )
+        for kind, dtype, shape, queries, keys, reach in found
+    }
+
+
+def _relative_inputs(shape: Shape, queries: int, keys: int, reach: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Positive features, as those of elu + 1 are, and values."""
+    sizes = {
+        "phi_q_BHLK": (shape.batch, shape.heads, queries, shape.head_size),
+        "phi_k_BHSK": (shape.batch, shape.heads, keys, shape.head_size),
+        "phi_rp_HRK": (shape.heads, 2 * reach + 1, shape.head_size),
+    }
+    found = {name: torch.rand(size, device=DEVICE).add(0.1).to(dtype) for name, size in sizes.items()}
+    values = torch.randn(shape.batch, shape.heads, keys, shape.values, device=DEVICE, dtype=dtype)
+    return found | {"v_BHSV": values}
+
+
+def _relative(kind: str, dtype: torch.dtype, shape: Shape, queries: int, keys: int, reach: int) -> Row:
+    torch.manual_seed(0)
+    given = _relative_inputs(shape, queries, keys, reach, dtype)
+    weight = torch.randn(shape.batch, shape.heads, queries, shape.values, device=DEVICE)
+    attend: Callable[..., torch.Tensor] = _in_two_blocks if kind == "stream" else relative_attention
+    options = {} if kind == "stream" else {"causal": kind == "causal"}
+    found = []
+    for implementation in ("streaming", "triton"):
+        wide = implementation == "streaming"
+        leaves = {n: (t.double() if wide else t).detach().clone().requires_grad_() for n, t in given.items()}
+        out = attend(**leaves, implementation=implementation, **options)
+        (out.double() * weight).sum().backward()
+        found.append({"out": out, **{f"grad {name}": t.grad for name, t in leaves.items()}})
+    return judged(found[0], found[1], dtype)
+
+
+def _in_two_blocks(
+    phi_q_BHLK: torch.Tensor,
+    phi_k_BHSK: torch.Tensor,
+    v_BHSV: torch.Tensor,
+    phi_rp_HRK: torch.Tensor,
+    implementation: Implementation,
+) -> torch.Tensor:
+    """A stream with a state between its blocks."""
+    first = phi_q_BHLK.shape[2] // 3
+    sizes = (first, phi_q_BHLK.shape[2] - first)
+    outs, state = [], None
+    for q, k, v in zip(*(t.split(sizes, 2) for t in (phi_q_BHLK, phi_k_BHSK, v_BHSV)), strict=True):
+        out, state = relative_attention_streaming(q, k, v, phi_rp_HRK, state, implementation=implementation)
+        outs.append(out)
+    return torch.cat(outs, dim=2)
