@@ -99,8 +99,13 @@ BLOCKS: Mapping[str, tuple[Treatment, ...]] = {
     ),
     "docs/explanation/carry.md": (Run("python", says=("the last state is everywhere: True",)),),
     "docs/how-to/gpus.md": (
+        Not("it needs a GPU"),
         Not("it needs four GPUs"),
+        Not(f"it needs GPUs; {SEVERAL_HOSTS}"),
+        Not("it needs a GPU; `make gpu` has both, in its pieces ranks and killed"),
         Run("python", instead={"4096, (1, 4096)": "4096, (1, 512)", "even(4096": "even(512"}),
+        Not("it needs four GPUs, and a rank that hangs"),
+        Elsewhere("tests/benchmarks/test_gpu_check.py"),
     ),
     "docs/how-to/kubernetes.md": (Not("it needs a cluster; tests/deploy/test_kubernetes.py checks the manifests"),),
     "docs/how-to/many-processes.md": (
