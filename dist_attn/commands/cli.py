@@ -227,12 +227,12 @@ def _generate_here(
     from dist_attn.generation import BeamSpec
     from dist_attn.generation.text import generate_text, search_text
 
+    model, weights = options.model, options.weights
     compute = choose_compute(options.device, options.dtype)
-    print(compute.sentence(), file=sys.stderr)
     if not options.beams:
-        return generate_text(options.model, data, spec, on_text=show, weights=options.weights, compute=compute)
+        return generate_text(model, data, spec, on_text=show, weights=weights, compute=compute, tell=_tell)
     search = BeamSpec(options.beams, options.max_tokens, options.length_penalty)
-    result = search_text(options.model, data, search, weights=options.weights, compute=compute)
+    result = search_text(model, data, search, weights=weights, compute=compute, tell=_tell)
     show(result["text"])
     return result
 
@@ -259,8 +259,8 @@ def evaluate(
     from dist_attn.training.evaluation import evaluate_file
 
     compute = choose_compute(device, dtype)
-    print(compute.sentence(), file=sys.stderr)
-    print(json.dumps(evaluate_file(file, _read(file), model, context, weights=weights, compute=compute)))
+    score = evaluate_file(file, _read(file), model, context, weights=weights, compute=compute, tell=_tell)
+    print(json.dumps(score))
 
 
 @app.command()
@@ -397,6 +397,10 @@ for command in (inspect.plan, inspect.top, inspect.mixers, inspect.doctor, inspe
     app.command()(command)
 app.command("help")(inspect.help_search)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(inspect.bench)
+
+
+def _tell(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
 
 
 def _require_plain_text(file: Path) -> None:

@@ -102,12 +102,15 @@ def encode_here(options: EncodeOptions) -> dict[str, Any] | None:
     encoding = Encoding(options.file, options.out, spec, options.deterministic, options.exchange)
     with open_communicator(device=compute.device) as comm, compute.autocast():
         loaded.to(compute.device)
-        if comm.rank == 0:
-            print(compute.sentence(comm), file=sys.stderr)
+
+        def begun() -> None:
+            if comm.rank == 0:
+                print(compute.sentence(comm), file=sys.stderr)
+
         # Not Path.is_file, which raises for some names: the encoder refuses them with its own words.
         size = options.file.stat().st_size if os.path.isfile(options.file) else 0
         with byte_progress("encoding", size, enabled=comm.rank == 0) as on_progress:
-            report = encode_file(comm, loaded, tokeniser, encoding, on_progress)
+            report = encode_file(comm, loaded, tokeniser, encoding, on_progress, begun)
     return None if report is None else {**asdict(report), "model": folder.name}
 
 
@@ -118,13 +121,14 @@ def encode_file(
     tokeniser: Tokeniser,
     encoding: Encoding,
     on_progress: Callable[[int], None] = lambda _: None,
+    begun: Callable[[], None] = lambda: None,
 ) -> EncodeReport | None:
     """Write the rows of a file (.npy, float32 [rows, dim]); the report on rank 0, None elsewhere.
 
     Rank 0 reads and tokenises, each block is split over all ranks, the state goes on from block to block. A text
     encoder reads sequences that stand alone, a row's window each or as much as it can, and a million-scale model all of
-    the text, up to its `max_tokens` at once. `on_progress` gets the bytes read so far. The target appears only when it
-    is complete.
+    the text, up to its `max_tokens` at once. `on_progress` gets the bytes read so far; `begun` is called once the files
+    are open. The target appears only when it is complete.
 
     Raises: InputError for a file that cannot be read or is empty (on every rank, before anything is exchanged), or a
         model that cannot be `deterministic`.
@@ -144,6 +148,7 @@ def encode_file(
         if deterministic:
             stack.enter_context(RowBlocks())
         blocks, writer = _open_together(comm, stack, tokeniser, encoding, reader, on_progress)
+        begun()
         for block in encode_blocks(comm, reader, blocks):
             if writer is not None:
                 for pieces in block.pieces:

@@ -216,7 +216,7 @@ def plain_lines(look: Look) -> list[str]:
     lines += [f"{name}\t{_value(getattr(status, name))}" for name in FIGURES]
     for rank in status.ranks:
         fields = asdict(rank)
-        lines.append("\t".join(f"{name}\t{_value(value)}" for name, value in fields.items()))
+        lines.append("\t".join(f"{name}\t{_value(value) or '-'}" for name, value in fields.items()))
     return lines
 
 

@@ -26,10 +26,12 @@ def generate_text(
     *,
     weights: WeightPrecision = "float32",
     compute: Compute = ON_CPU,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Continue the text in `data` under a model folder or shipped model, with a report in plain values.
 
-    `weights` is how the model's lie in memory; the report tells the bytes of all of them. `compute` is where it works.
+    `weights` is how the model's lie in memory; the report tells the bytes of all of them. `compute` is where it works,
+    which `tell` gets in words before it begins.
     `on_text` gets each piece of text as soon as it is certain: a character split over tokens waits until it is whole.
     `seconds` and the speed are those of prefill and drawing; loading the model is not counted.
 
@@ -40,6 +42,7 @@ def generate_text(
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
+    tell(compute.sentence())
     decoder, pieces = IncrementalDecoder(tokeniser), list[str]()
 
     def show(text: str) -> None:
@@ -76,6 +79,7 @@ def search_text(
     *,
     weights: WeightPrecision = "float32",
     compute: Compute = ON_CPU,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """The best continuation that a beam search finds, with a report in plain values.
 
@@ -85,6 +89,7 @@ def search_text(
         raise InputError("the prompt is empty; give at least one byte of text to continue")
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
+    tell(compute.sentence())
     started = time.perf_counter()
     prompts, end = [tokeniser.encode(data)], tokeniser.end_token
     with compute.autocast():

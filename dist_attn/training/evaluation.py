@@ -81,14 +81,18 @@ def score_tokens(
     """
     if not len(tokens) or not num_bytes:
         raise InputError("the text is empty; scoring needs at least one byte")
-    if context is not None and context < 2:
-        raise InputError(f"a context of {context} tokens was given; windows that overlap by half need at least 2")
+    _check_context(context)
     stream = torch.from_numpy(tokens.astype(np.int64))
     share = (Whole() if share is None else share).lengthwise()
     nats = _carried_nats(model, stream, share) if context is None else _windowed_nats(model, stream, context, share)
     total = float(share.sum(torch.tensor(nats, dtype=torch.float64)))
     total += math.log(model.config.vocab_size)  # the first token
     return Score(bits=total / math.log(2), num_tokens=len(tokens), num_bytes=num_bytes)
+
+
+def _check_context(context: int | None) -> None:
+    if context is not None and context < 2:
+        raise InputError(f"a context of {context} tokens was given; windows that overlap by half need at least 2")
 
 
 def _carried_nats(model: LanguageModel, stream: torch.Tensor, share: Share) -> float:
@@ -148,18 +152,21 @@ def evaluate_file(
     *,
     weights: WeightPrecision = "float32",
     compute: Compute = ON_CPU,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, float | int | str | None]:
     """Bits per byte of a file's bytes under a model folder or shipped model, as plain values; `context` as given.
 
-    `weights` is how the model's lie in memory, `compute` where it works.
+    `weights` is how the model's lie in memory, `compute` where it works, which `tell` gets in words.
 
     Raises: InputError for an empty file or a context below 2, ModelFolderError for an unusable model.
     """
     started = time.perf_counter()
     if not data:
         raise InputError(f"{name} is empty; scoring needs at least one byte")
+    _check_context(context)
     folder = resolve_model_folder(model_name)
     model, tokeniser = load_model_and_tokeniser(folder, weights=weights)
+    tell(compute.sentence())
     with compute.autocast():
         share = Whole(compute.device)
         score = score_tokens(model.to(compute.device), tokeniser.encode(data), len(data), context, share)

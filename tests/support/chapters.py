@@ -26,7 +26,7 @@ def book(letters: bytes) -> bytes:
 
 def chapters_run(place: Path, **run: Any) -> TrainingConfig:
     """`small_run` with a section [contrast], over two books and a third that is held out."""
-    config = small_run(place, bf16=False, **run)
+    config = small_run(place, dtype="float32", **run)
     for name, letters in (("first.txt", b"abcdef"), ("second.txt", b"ghijkl"), ("held_out.txt", b"cdefgh")):
         (place / name).write_bytes(book(letters))
     update = {

@@ -173,7 +173,7 @@ def small_task(kind: str, place: Path, **sections: dict[str, Any]) -> TrainingCo
         "run": {
             "folder": place / "run",
             "steps": 6,
-            "bf16": False,
+            "dtype": "float32",
             "plot": False,
             "tensorboard": False,
             "log_every": 3,

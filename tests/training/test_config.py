@@ -7,7 +7,7 @@ import pytest
 from dist_attn.errors import ConfigError
 from dist_attn.models import build_model
 from dist_attn.text import load_tokeniser
-from dist_attn.training.config import DATA_OF, read_config
+from dist_attn.training.config import DATA_OF, RunConfig, read_config
 from tests.support.tasks import small_task
 from tests.support.training import small_run, write_toml
 
@@ -52,12 +52,20 @@ def test_the_softmax_twin_differs_only_in_its_mixer():
 def test_overrides_replace_single_keys(file):
     """Overrides take TOML values and plain words, and change nothing else."""
     before = read_config(file)
-    after = read_config(file, ["run.steps=99", "run.folder=else/where", "run.bf16=false", "optimiser.betas=[0.5, 0.6]"])
+    after = read_config(
+        file, ["run.steps=99", "run.folder=else/where", "run.dtype=float32", "optimiser.betas=[0.5, 0.6]"]
+    )
     assert after.run.steps == 99
     assert after.run.folder == Path("else/where")
-    assert after.run.bf16 is False
+    assert after.run.dtype == "float32"
     assert after.optimiser.betas == (0.5, 0.6)
     assert (after.model, after.data) == (before.model, before.data)
+
+
+@pytest.mark.parametrize(("bf16", "dtype"), [(True, "bfloat16"), (False, "float32")])
+def test_configurations_that_say_bf16_are_read(bf16, dtype):
+    """As a precision; earlier runs wrote it, and go on."""
+    assert RunConfig.model_validate({"folder": "x", "steps": 1, "bf16": bf16}).dtype == dtype
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def test_a_run_begins_from_a_folder(tmp_path, to):
     """Without [model] a run takes a converted folder's model, lowers its loss, and leaves a folder with its tokens."""
     write_foreign_folder(tmp_path / "theirs", "gpt2")
     convert_folder(tmp_path / "theirs", tmp_path / "converted", Conversion(to, num_random=8))
-    values = small_run(tmp_path, steps=30, log_every=10, bf16=False).model_dump(mode="json")
+    values = small_run(tmp_path, steps=30, log_every=10, dtype="float32").model_dump(mode="json")
     del values["model"]
     values["data"] |= {"tokeniser": str(tmp_path / "converted"), "segment": 8}
     values["run"]["begin_from"] = str(tmp_path / "converted")

@@ -24,7 +24,7 @@ MESHES = {(1, 2): 1, (2, 1): 1, (2, 2): 2, (1, 3): 1}  # and in how many micro-b
 
 
 def _config(place: Path, kind: str, segment: int = 7, **data: object) -> TrainingConfig:
-    config = small_run(place, bf16=False)
+    config = small_run(place, dtype="float32")
     changes = {"batch": 5, "segment": segment, "validation_bytes": 90, **data}
     mixer = {"kind": kind, "hidden_size": 16, "num_heads": 2, "reach": 3}
     model = small_config(mixer=mixer) if kind == "scaleformer" else small_config(kind)
@@ -107,7 +107,7 @@ def _ranked(place: Path, **run: object) -> TrainingConfig:
     """A run that begins with given weights: simulated ranks are threads, which share one source of random numbers."""
     if not (place / "first").exists():
         write_small_folder(place / "first", seed=3)
-    config = small_run(place, begin_from=place / "first", bf16=False, **run)
+    config = small_run(place, begin_from=place / "first", dtype="float32", **run)
     # Muon orthogonalises in bfloat16, which makes much of a last bit.
     return config.model_copy(update={"optimiser": config.optimiser.model_copy(update={"kind": "adamw"})})
 

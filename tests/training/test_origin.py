@@ -59,7 +59,7 @@ def test_a_nan_is_traced_to_the_layer_that_made_it(tmp_path, monkeypatch, where,
         train(config)
     assert str(caught.value) == (
         f"the loss is nan at step 4: first in the output of {where}. The last checkpoint, step-000004, is sound: "
-        "lower optimiser.learning_rate or set run.bf16 = false in a new run"
+        "lower optimiser.learning_rate or set run.dtype = float32 in a new run"
     )
     weights = load_file(tmp_path / "run" / "checkpoints" / "step-000004" / "model.safetensors")
     assert all(bool(t.isfinite().all()) for t in weights.values())

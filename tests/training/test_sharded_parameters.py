@@ -36,7 +36,7 @@ Seen = list[tuple[float, float, float]]
 
 
 def _config(place: Path, name: str, *, sharded: bool = False) -> TrainingConfig:
-    config = small_run(place, bf16=False, folder=place / name)
+    config = small_run(place, dtype="float32", folder=place / name)
     adamw = config.optimiser.model_copy(update={"kind": "adamw"})
     data = config.data.model_copy(update={"batch": 4, "segment": 7, "validation_bytes": 50})
     run = config.run.model_copy(update={"shard_parameters": sharded})

@@ -121,7 +121,7 @@ def test_all_ranks_end_when_one_cannot_write(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_command_says_it_in_one_line(tmp_path):
     """`dist-attn train` on a full disk prints one line and ends with code 2."""
-    toml = write_toml(small_run(tmp_path, bf16=False), tmp_path / "run.toml")
+    toml = write_toml(small_run(tmp_path, dtype="float32"), tmp_path / "run.toml")
     run = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
     run += f"sys.argv = ['dist-attn', 'train', {str(toml)!r}]; runpy.run_module('dist_attn', run_name='__main__')"
     result = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, timeout=120, check=False)

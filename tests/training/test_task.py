@@ -57,7 +57,7 @@ def test_the_share_of_one_process_is_everything():
 def test_the_loop_trains_whatever_a_task_is(tmp_path, monkeypatch):
     """The loop logs, validates, saves, resumes and exports a task that it knows nothing about, in the task's unit."""
     monkeypatch.setattr(loop, "build_task", lambda *_: Line())
-    config, reports = small_run(tmp_path, steps=30, bf16=False), []
+    config, reports = small_run(tmp_path, steps=30, dtype="float32"), []
     adamw = {"optimiser": config.optimiser.model_copy(update={"kind": "adamw", "learning_rate": 0.3})}
     config = config.model_copy(update=adamw)
     train(config, report=reports.append)
@@ -72,7 +72,7 @@ def test_the_loop_trains_whatever_a_task_is(tmp_path, monkeypatch):
 
 def test_micro_batches_of_a_language_task_add_up(tmp_path):
     """The losses and gradients of two parts of the rows add up to those of all, and so does the state they leave."""
-    config = small_run(tmp_path, bf16=False)
+    config = small_run(tmp_path, dtype="float32")
     whole, parts = (loop.build_task(config, Whole()) for _ in range(2))
     assert isinstance(whole, LanguageTask)
     parts.model.load_state_dict(whole.model.state_dict())

@@ -156,7 +156,7 @@ def test_pairs_and_single_texts_are_not_mixed_up(tmp_path: Path, kind: str, text
 
 def test_the_folder_says_what_its_classes_mean(tmp_path: Path) -> None:
     """Names of labels and how pixels are scaled stand in the manifest of the model folder."""
-    train(small_task("labelled_text", tmp_path / "text", run={"steps": 1, "bf16": True}))
+    train(small_task("labelled_text", tmp_path / "text", run={"steps": 1, "dtype": "bfloat16"}))
     manifest = json.loads((tmp_path / "text" / "run" / "model" / "manifest.json").read_text())
     assert manifest["labels"] == ["much a", "much b"]
     assert manifest["texts_seen"] == 6

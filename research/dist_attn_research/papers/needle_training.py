@@ -84,7 +84,7 @@ def needles_run(
         "run": {
             "seed": seed,
             "steps": stage.steps,
-            "bf16": False,
+            "dtype": "float32",
             "tensorboard": False,
             "plot": False,
             "log_every": max(1, stage.steps // 4),

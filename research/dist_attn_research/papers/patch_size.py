@@ -79,7 +79,7 @@ def _job(patch: int, seed: int, images: dict[str, int], steps: int) -> Job:
             "optimiser": optimiser,
             "run": {
                 "steps": steps,
-                "bf16": False,  # narrow layers gain nothing from it
+                "dtype": "float32",  # narrow layers gain nothing from it
                 "log_every": max(1, steps // 10),
                 "evaluate_every": steps,
                 "checkpoint_every": max(1, steps // 4),

@@ -179,7 +179,7 @@ def _settings(
             "log_every": max(1, steps // POINTS),
             "checkpoint_every": 200,
             "keep_checkpoints": 1,
-            "bf16": False,
+            "dtype": "float32",
         },
         "begins": begins,
         "pairs": SMOKE_PAIRS if budget.smoke else PAIRS,
