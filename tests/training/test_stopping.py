@@ -87,6 +87,7 @@ def test_the_command_saves_and_says_how_to_go_on(tmp_path):
     command = [sys.executable, "-m", "dist_attn", "train", str(toml)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
+        assert process.stdout.readline().startswith("device cpu, ")
         assert process.stdout.readline().startswith("step 1 ")
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
