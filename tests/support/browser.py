@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["opened_page"]
 
-PATIENCE_MS = 20_000
+PATIENCE_MS = 60_000
 
 
 @contextmanager
