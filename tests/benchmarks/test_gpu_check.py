@@ -77,8 +77,8 @@ def test_the_record_says_what_was_found(tmp_path: Path) -> None:
 def test_all_of_it_runs_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A start that is out of time at once leaves everything to the next, which does it; a third has nothing to do."""
     file = tmp_path / "f.jsonl"
-    arguments = ["--tiny", "--tune", f"--json={file}"]
-    assert main([*arguments, "--seconds=2", "--only", "captured"]) == 1
+    arguments = ["--tiny", "--tune", "--seconds=3000", f"--json={file}"]
+    assert main([*arguments, "--seconds=2", "--only", "captured"]) == 1  # the last of an option counts
     assert "not all of it" in capsys.readouterr().out
     assert main(arguments) == 0, capsys.readouterr().out
     rows = [row for row in map(json.loads, file.read_text().splitlines()) if "piece" in row]
