@@ -16,6 +16,7 @@ from dist_attn.mixers.base import Paradigm, TokenMixer, state_zeros
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.heads import HeadsConfig, RelativeConfig, RotaryConfig
 from dist_attn.ops import RelativePositions, SequenceOps
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.running_maximum import rise_from
 
 
@@ -58,7 +59,7 @@ def merge_heads(x_BHLK: torch.Tensor) -> torch.Tensor:
 
 def linear_float32(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     """`layer(x)` outside any autocast: a gate near 1 loses its digits in bf16 (1 - bf16(g) is 58 % off at logit 6)."""
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         return F.linear(x.to(layer.weight.dtype), layer.weight, layer.bias)
 
 
@@ -170,7 +171,7 @@ def log_key_weights(k: torch.Tensor, sigma_H1K: torch.Tensor) -> torch.Tensor:
     Reference: Random Feature Attention, Eq. 4 and 12, with the learned sigma of Eq. 8 in the place of 1 / s.
     """
     sigma = sigma_H1K if k.dim() == 4 else sigma_H1K[:, 0]
-    with torch.autocast(k.device.type, enabled=False):
+    with without_autocast(k.device):
         dtype = torch.promote_types(k.dtype, torch.float32)
         return 0.5 * (sigma.to(dtype) * k.to(dtype)).square().sum(dim=-1)
 
@@ -185,7 +186,7 @@ def log_positive_weights(k: torch.Tensor, w_HDK: torch.Tensor, scale: float) -> 
     """
     if k.dim() == 3:
         return log_positive_weights(k[:, :, None], w_HDK, scale).squeeze(2)
-    with torch.autocast(k.device.type, enabled=False):
+    with without_autocast(k.device):
         keys = k.to(torch.promote_types(k.dtype, torch.float32))
         with torch.no_grad():
             w_HKD = w_HDK.to(keys.dtype).transpose(1, 2)

@@ -110,7 +110,7 @@ class CausalKernelAttention(ProjectedAttention):
         x_BLD, tail_BKD = self.convolved(x_BLD, ops, before.tail_BKD)
         q, k, v, *_ = self.heads(x_BLD)
         if before.position_B is not None:
-            positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1]).to(x_BLD.device)
+            positions_BL = before.position_B[:, None] + ops.positions(x_BLD.shape[1], x_BLD.device)
             q, k = (rotate(t, positions_BL, self.config.rotary) for t in (q, k))
         log_gate, key_scale = (None if t is None else t.transpose(1, 2) for t in self._gates(x_BLD))
         weights, unit_BH = self.log_key_weights(k), before.unit_BH

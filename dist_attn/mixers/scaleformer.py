@@ -70,8 +70,7 @@ class ScaleformerAttention(TokenMixer):
         config, like = self.config, empty_output(self.qkv)
         dtype = torch.promote_types(like.dtype, torch.float32)
         sizes = (batch, config.num_heads, config.head_size, config.value_size, config.reach)
-        empty = ScaleformerState(RelativeState.identity(*sizes, dtype=dtype))
-        return empty.replace(tuple(t.to(like.device) for t in empty.tensors()))
+        return ScaleformerState(RelativeState.identity(*sizes, dtype=dtype, device=like.device))
 
     def _rows(self) -> torch.Tensor:
         """phi of the positions, [H, 2 reach + 1, K]: zeros for keys that a mask hides."""

@@ -10,7 +10,7 @@ from dist_attn.mixers.heads import ProjectedAttention, RelativeRows, merge_heads
 from dist_attn.mixers.narrow_layers import empty_output
 from dist_attn.model_config.mixers.attention import SoftmaxConfig
 from dist_attn.ops import KeyValueCache, RelativePositions, SequenceOps, softmax_attention
-from dist_attn.ops.softmax_attention import Placement
+from dist_attn.ops.softmax_attention.cache import streaming_placement
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class SoftmaxAttention(ProjectedAttention):
         before = self._own(state, x_BLD.shape[0])
         x_BLD, tail_BKD = self.convolved(x_BLD, ops, before.tail_BKD)
         q, k, v, *_ = self.heads(x_BLD)
-        positions_1L = ops.positions(x_BLD.shape[1])[None] + before.cache.tokens
+        positions_1L = ops.positions(x_BLD.shape[1], x_BLD.device)[None] + before.cache.tokens
         q, k = (rotate(t, positions_1L, self.config.rotary) for t in (q, k))
         out_BHLV, cache = ops.softmax_attention_streaming(q, k, v, before.cache, relative=self._rows())
         return self.out(merge_heads(out_BHLV)), SoftmaxState(cache, tail_BKD)
@@ -66,15 +66,16 @@ class SoftmaxAttention(ProjectedAttention):
         sizes, heads = self.config.qkv_sizes, self.config.num_heads
         q, k, v = (split_heads(t[:, None], heads) for t in self.qkv(x_BD).split(sizes, dim=-1))
         before.cache.require_whole()
-        q, k = (rotate(t, torch.tensor([[before.cache.tokens]]), self.config.rotary) for t in (q, k))
-        cache = before.cache.appended(k, v)
+        position_11 = torch.full((1, 1), before.cache.tokens, device=x_BD.device)
+        q, k = (rotate(t, position_11, self.config.rotary) for t in (q, k))
+        cache = before.cache.with_token(k, v)
         relative, placement = self._rows(), None
         if relative is not None:
-            placement = Placement(torch.tensor([before.cache.tokens]), torch.arange(cache.tokens))
+            placement = streaming_placement(before.cache.tokens, 1, ())
         out_BH1V = softmax_attention(
             q, cache.k_BGSK, cache.v_BGSV, causal=False, placement=placement, relative=relative
         )
-        return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD)
+        return self.out(out_BH1V.flatten(1)), SoftmaxState(cache, tail_BKD.contiguous())
 
     def initial_state(self, batch: int) -> SoftmaxState:
         config, like = self.config, empty_output(self.qkv)

@@ -92,7 +92,7 @@ class TextClassifier(nn.Module):
         return logits_NC
 
     def _hidden(self, tokens_BL: torch.Tensor, ops: SequenceOps) -> torch.Tensor:
-        check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size)
+        tokens_BL = check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size, self.embedding.weight.device)
         h_BLD: torch.Tensor = self.encoder(self.pooling.fill(self.embedding(tokens_BL), ops), ops)
         return h_BLD
 

@@ -14,23 +14,31 @@ from dist_attn.model_config.encoders import EncoderConfig
 from dist_attn.model_config.language_model import LearnedPositions, TokenPositions, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, watched
 from dist_attn.ops import SequenceOps
+from dist_attn.ops.device import send
 from dist_attn.ops.documents import DocumentPlaces
 
 
-def check_tokens(tokens: torch.Tensor, dims: tuple[str, ...], vocab_size: int) -> None:
-    """Raises: ShapeError for anything but whole numbers of these dimensions; TokenError for ids that there are not."""
+def check_tokens(tokens: torch.Tensor, dims: tuple[str, ...], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """The tokens on `device`, where the model is.
+
+    Ids are looked at where they come from, on the CPU: elsewhere the host would wait in every pass for the device to
+    tell them, and the kernel of the embedding refuses those that it does not have.
+
+    Raises: ShapeError for anything but whole numbers of these dimensions; TokenError for ids that there are not.
+    """
     if tokens.dim() != len(dims) or tokens.dtype not in (torch.int64, torch.int32):
         raise ShapeError(
             f"tokens of shape {tuple(tokens.shape)} and {tokens.dtype} were given; needed are token ids "
             f"[{', '.join(dims)}] of torch.int64 (or int32)"
         )
-    if torch.compiler.is_compiling():
-        return  # a graph cannot look at its inputs' values; the embedding still refuses ids that it does not have
-    if tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
+    # A graph cannot look at its inputs' values either.
+    looked_at = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if looked_at and tokens.numel() and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         raise TokenError(
             f"token ids from {int(tokens.min())} to {int(tokens.max())} were given; this model knows 0 to "
             f"{vocab_size - 1}"
         )
+    return send(tokens, device)
 
 
 def position_layers(kind: TokenPositions, size: int) -> tuple[nn.Embedding | None, nn.Linear | None]:
@@ -51,6 +59,8 @@ def with_positions(
     """Tokens [..., D] at their positions; `end_B` is where all ranks' tokens end, `layers` are `position_layers`.
 
     Raises: InputError for more tokens than there are learned positions, unless they repeat; on every rank or on none.
+        On a device other than the CPU, which does not tell the host its numbers without a wait, the table's kernel
+        refuses them.
     Reference: Introduction to Transformers, Sec. 4 (added, and concatenated before a linear map).
     """
     if kind == "none":
@@ -61,7 +71,7 @@ def with_positions(
         if position_map is None:
             return x + waves
         return cast(torch.Tensor, position_map(torch.cat([x, waves.expand_as(x)], dim=-1)))
-    if not torch.compiler.is_compiling():
+    if kind.beyond == "refuse" and end_B.device.type == "cpu" and not torch.compiler.is_compiling():
         # Every rank compares the same end, so that all of them refuse or none.
         _check_reach(kind, int(end_B.max()))
     table = cast(nn.Embedding, embedding)
@@ -84,8 +94,9 @@ def sinusoidal(positions_L: torch.Tensor, size: int) -> torch.Tensor:
     Reference: Vaswani et al. 2017, Sec. 3.5.
     """
     half = (size + 1) // 2
-    rates = torch.exp(torch.arange(half, dtype=torch.float64) * (-2.0 * math.log(10_000.0) / size))
-    angles = positions_L.to(torch.float64)[..., None] * rates.to(positions_L.device)
+    numbers = torch.arange(half, dtype=torch.float64, device=positions_L.device)
+    rates = torch.exp(numbers * (-2.0 * math.log(10_000.0) / size))
+    angles = positions_L.to(torch.float64)[..., None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :size].float()
 
 
@@ -144,14 +155,14 @@ class Pooling(nn.Module):
         if self.class_token_D is not None:
             # Masked, not picked: ranks without the place take part in the exchange, forward and backward.
             return ops.sum_over_documents(h_BLD * self._place(places, h_BLD)[:, None])
-        lengths_N = torch.tensor(places.lengths_N, dtype=h_BLD.dtype, device=h_BLD.device)
+        lengths_N = send(torch.tensor(places.lengths_N, dtype=h_BLD.dtype, device="cpu"), h_BLD.device)
         return ops.sum_over_documents(h_BLD) / lengths_N[:, None]
 
     def _place(self, places: DocumentPlaces, x_BLD: torch.Tensor) -> torch.Tensor:
         """Which of the L tokens here are class tokens, [L]."""
-        lengths_N = torch.tensor(places.lengths_N)
+        lengths_N = torch.tensor(places.lengths_N, device="cpu")
         wanted_L = lengths_N[places.number_L] - 1 if self.causal else torch.zeros_like(places.position_L)
-        return (places.position_L == wanted_L).to(x_BLD.device)
+        return send(places.position_L == wanted_L, x_BLD.device)
 
 
 class Encoder(nn.Module):
@@ -183,13 +194,14 @@ class Encoder(nn.Module):
         """
         if self.config.positions != "none":
             places = ops.document_places(x_BLD.shape[1])
-            positions_L = places.position_L.to(x_BLD.device)
+            positions_L = send(places.position_L, x_BLD.device)
             longest = max(places.lengths_N, default=0)
             kind = _positions(self.config)
             if isinstance(kind, LearnedPositions):
                 _check_reach(kind, longest)  # also while it is compiled, which no tensor's value can be read in
             layers = (self.position_embedding, self.position_map)
-            x_BLD = with_positions(x_BLD, positions_L, torch.tensor([longest]), kind, layers)
+            end_1 = torch.tensor([longest], device="cpu")
+            x_BLD = with_positions(x_BLD, positions_L, end_1, kind, layers)
         if self.embedding_norm is not None:
             x_BLD = self.embedding_norm(x_BLD)
         for block in watched(self.blocks):

@@ -92,7 +92,8 @@ class EncoderDecoder(nn.Module):
     def encode(self, source_BS: torch.Tensor, ops: SequenceOps | None = None) -> torch.Tensor:
         """The memory, [B, S] -> [B, S, D], of this process's slice of the source."""
         embedding = self.embedding if self.source_embedding is None else self.source_embedding
-        check_tokens(source_BS, ("batch", "length"), embedding.num_embeddings)
+        device = embedding.weight.device
+        source_BS = check_tokens(source_BS, ("batch", "length"), embedding.num_embeddings, device)
         x_BSD = embedding(source_BS)
         memory_BSD: torch.Tensor = self.encoder(x_BSD, LocalSequenceOps() if ops is None else ops)
         return memory_BSD
@@ -112,15 +113,16 @@ class EncoderDecoder(nn.Module):
         Raises: ShapeError, TokenError for targets that are no tokens or of another batch than the memory; InputError
             for more of them than there are learned positions.
         """
-        check_tokens(target_BL, ("batch", "length"), self.config.vocab_size)
+        device = self.embedding.weight.device
+        target_BL = check_tokens(target_BL, ("batch", "length"), self.config.vocab_size, device)
         if len(target_BL) != len(memory_BSD):
             raise ShapeError(f"{len(target_BL)} targets came with the memory of {len(memory_BSD)} sources")
         target_ops = LocalSequenceOps() if target_ops is None else target_ops
         cross_ops = LocalSequenceOps() if cross_ops is None else cross_ops
         length = target_BL.shape[1]
         total = target_ops.total_length(length)
-        position_B = torch.full((len(target_BL),), total, dtype=torch.int64, device=target_BL.device)
-        x_BLD = self._embed(target_BL, target_ops.positions(length).to(target_BL.device), position_B)
+        position_B = torch.full((len(target_BL),), total, dtype=torch.int64, device=device)
+        x_BLD = self._embed(target_BL, target_ops.positions(length, device), position_B)
         layers, memories = [], []
         for block in cast(list[DecoderBlock], list(self.blocks)):
             x_BLD, after, memory = block(x_BLD, memory_BSD, target_ops, cross_ops)
@@ -137,7 +139,7 @@ class EncoderDecoder(nn.Module):
 
         Raises: as `decode`; InputError where the memory's keys are needed and spread over ranks.
         """
-        check_tokens(token_B, ("batch",), self.config.vocab_size)
+        token_B = check_tokens(token_B, ("batch",), self.config.vocab_size, self.embedding.weight.device)
         x_BD = self._embed(token_B, state.position_B, state.position_B + 1)
         layers = []
         blocks = cast(list[DecoderBlock], list(self.blocks))

@@ -11,6 +11,7 @@ from torch import nn
 from dist_attn.errors import InputError, ShapeError
 from dist_attn.mixers import MixerState, redraw_pools
 from dist_attn.mixers.narrow_layers import NarrowLayer, refuse_training
+from dist_attn.mixers.softmax import SoftmaxState
 from dist_attn.model_config.language_model import LanguageModelConfig, mixers_of_layers
 from dist_attn.models.blocks import Block, build_norm, watched
 from dist_attn.models.encoder import check_tokens, position_layers, with_positions
@@ -87,16 +88,17 @@ class LanguageModel(nn.Module):
     ) -> tuple[torch.Tensor, ModelState]:
         """Hidden states after the final norm and the state after the last global token.
 
-        Shapes: tokens [B, L] int64 (this process's slice) -> [B, L, D].
+        Shapes: tokens [B, L] int64 (this process's slice), on the CPU or where the model is -> [B, L, D].
         Raises: ShapeError for tokens that are not [B, L] integers or a state of another batch; TokenError for ids
-            outside the vocabulary; InputError for more tokens than there are learned positions.
+            outside the vocabulary, of tokens on the CPU; InputError for more tokens than there are learned positions,
+            of a model on the CPU. On another device its kernels refuse both.
         """
         ops = LocalSequenceOps() if ops is None else ops
-        self._check(tokens_BL, ("batch", "length"), state)
+        tokens_BL = self._check(tokens_BL, ("batch", "length"), state)
         state = self.initial_state(tokens_BL.shape[0]) if state is None else state
         position_B = state.position_B + ops.total_length(tokens_BL.shape[1])
-        positions_L = ops.positions(tokens_BL.shape[1])
-        x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L.to(tokens_BL.device), position_B)
+        positions_L = ops.positions(tokens_BL.shape[1], tokens_BL.device)
+        x_BLD = self._embed(tokens_BL, state.position_B[:, None] + positions_L, position_B)
         layers = []
         for block, before in zip(watched(self.blocks), state.layers, strict=True):
             x_BLD, after = block(x_BLD, ops, before)
@@ -155,7 +157,7 @@ class LanguageModel(nn.Module):
 
         Raises: as `hidden`.
         """
-        self._check(token_B, ("batch",), state)
+        token_B = self._check(token_B, ("batch",), state)
         return self._embed(token_B, state.position_B, state.position_B + 1)
 
     def step_layers(
@@ -177,12 +179,13 @@ class LanguageModel(nn.Module):
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.blocks))
 
-    def _check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> None:
-        check_tokens(tokens, dims, self.config.vocab_size)
+    def _check(self, tokens: torch.Tensor, dims: tuple[str, ...], state: ModelState | None) -> torch.Tensor:
+        known = check_tokens(tokens, dims, self.config.vocab_size, self.embedding.weight.device)
         if state is not None and state.batch != tokens.shape[0]:
             raise ShapeError(
                 f"tokens of {tokens.shape[0]} sequences came with a state of {state.batch}; they must be equally many"
             )
+        return known
 
     def _initialise(self) -> None:
         deep = 0.02 / math.sqrt(2 * self.config.num_layers)
@@ -199,5 +202,8 @@ def _contiguous(state: MixerState) -> MixerState:
     """The same values, each tensor in order in memory.
 
     How a product is summed up may depend on how its factors lie, and a restored state must go on with the same bits.
+    Keys and values with room behind them lie as their number says, wherever they come from.
     """
+    if isinstance(state, SoftmaxState) and state.cache.room is not None:
+        return state
     return state.replace(tuple(t.contiguous() for t in state.tensors()))

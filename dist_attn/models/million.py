@@ -137,7 +137,8 @@ class MillionModel(nn.Module):
         Raises: ShapeError, TokenError for tokens that are none; InputError for no tokens or more than `max_tokens`, on
             every rank.
         """
-        check_tokens(tokens_L[None], ("batch", "length"), self.config.vocab_size)
+        device = self.embedding.weight.device
+        (tokens_L,) = check_tokens(tokens_L[None], ("batch", "length"), self.config.vocab_size, device)
         total = ops.total_length(len(tokens_L))
         if not 0 < total <= self.config.max_tokens:
             raise InputError(
@@ -146,7 +147,7 @@ class MillionModel(nn.Module):
         x_LD = self.embedding(tokens_L)
         if self.context_KD is not None:
             x_LD = ops.convolve(x_LD[None], self.context_KD, centred=True)[0]
-        gates = self.selector(x_LD, ops.positions(len(tokens_L)).to(x_LD.device), total, draw)
+        gates = self.selector(x_LD, ops.positions(len(tokens_L), device), total, draw)
         open_share = ops.sum_over_sequence(gates.open_L[None, :, None])[0, 0] / total
         selected = ops.select_tokens(
             torch.cat([x_LD, gates.weight_L[:, None].to(x_LD.dtype)], dim=1),
@@ -212,7 +213,8 @@ class MillionModel(nn.Module):
 
     def _readings(self, tokens_BL: torch.Tensor, ops: SequenceOps | None, draws: Sequence[int] | None) -> list[Reading]:
         ops = LocalSequenceOps() if ops is None else ops
-        check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size)
+        device = self.embedding.weight.device
+        tokens_BL = check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size, device)
         numbers = range(len(tokens_BL)) if draws is None else draws
         return [self.read(tokens_L, ops, draw) for tokens_L, draw in zip(tokens_BL, numbers, strict=True)]
 

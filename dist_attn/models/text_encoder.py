@@ -44,7 +44,7 @@ class TextEncoder(nn.Module):
         Raises: ShapeError, TokenError for tokens that are none; InputError, on every rank, for too many of them.
         """
         ops = LocalSequenceOps() if ops is None else ops
-        check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size)
+        tokens_BL = check_tokens(tokens_BL, ("batch", "length"), self.config.vocab_size, self.embedding.weight.device)
         total = ops.total_length(tokens_BL.shape[1])
         if total > self.config.max_tokens:
             raise InputError(
@@ -71,7 +71,7 @@ class TextEncoder(nn.Module):
             pooled_BD = ops.sum_over_sequence(h_BLD) / total
         else:
             # Masked, not picked: ranks without the first token take part in the exchange, forward and backward.
-            first_L = (ops.positions(length) == 0).to(h_BLD.device)
+            first_L = ops.positions(length, h_BLD.device) == 0
             pooled_BD = ops.sum_over_sequence(h_BLD * first_L[:, None])
         return F.normalize(pooled_BD, dim=-1) if self.config.normalise else pooled_BD
 

@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.scan import StateOnly, scan
 
 
 def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> torch.Tensor:
     """b, A b, …, A^(count - 1) b, [D, N, count]."""
     found_DNC, square_DNN = b_DN[..., None], a_DNN
-    with torch.autocast(a_DNN.device.type, enabled=False):
+    with without_autocast(a_DNN.device):
         while found_DNC.shape[2] < count:
             found_DNC = torch.cat([found_DNC, square_DNN @ found_DNC], dim=2)
             square_DNN = square_DNN @ square_DNN
@@ -29,7 +30,7 @@ def columns_of_powers(a_DNN: torch.Tensor, b_DN: torch.Tensor, count: int) -> to
 
 def rows_of_powers(c_DMN: torch.Tensor, a_DNN: torch.Tensor, count: int) -> torch.Tensor:
     """C A, C A^2, …, C A^count, [D, count, M, N]."""
-    with torch.autocast(a_DNN.device.type, enabled=False):
+    with without_autocast(a_DNN.device):
         found_DCMN, square_DNN = (c_DMN @ a_DNN)[:, None], a_DNN
         while found_DCMN.shape[1] < count:
             found_DCMN = torch.cat([found_DCMN, found_DCMN @ square_DNN[:, None]], dim=1)
@@ -41,7 +42,7 @@ def matrix_power(a_DNN: torch.Tensor, exponent: int) -> torch.Tensor:
     """A^exponent by repeated squaring; the identity for exponent 0."""
     result_DNN = torch.eye(a_DNN.shape[1], dtype=a_DNN.dtype, device=a_DNN.device).expand_as(a_DNN)
     square_DNN = a_DNN
-    with torch.autocast(a_DNN.device.type, enabled=False):
+    with without_autocast(a_DNN.device):
         while exponent:
             if exponent & 1:
                 result_DNN = result_DNN @ square_DNN
@@ -78,7 +79,7 @@ def dense_scan(
     real = reduce(torch.promote_types, (t.dtype for t in tensors), torch.float32)
     a, b, c = (t.to(real) for t in (a_DNN, b_DN, c_DMN))
     write_DNC = columns_of_powers(a, b, CHUNK_TOKENS)
-    with torch.autocast(u_BLD.device.type, enabled=False):
+    with without_autocast(u_BLD.device):
         kernel_DMC = c @ write_DNC
     read_DCMN = rows_of_powers(c, a, CHUNK_TOKENS)
     u_BDL = u_BLD.to(real).transpose(1, 2)

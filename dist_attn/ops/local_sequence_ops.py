@@ -284,14 +284,14 @@ class LocalSequenceOps:
         check_documents(self.documents or (), length)
         return document_places(document_ranges(self.documents or (), length), 0, length)
 
-    def positions(self, length: int | None = None) -> torch.Tensor:
+    def positions(self, length: int | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
         """Global index of each of the `length` tokens held here, [L], counted from the start of this call's sequence.
 
         Raises: ShapeError without a length: only a layout would know it.
         """
         if length is None:
             raise ShapeError("positions() of a local sequence needs its length: positions(length)")
-        return torch.arange(length)
+        return torch.arange(length, device=device)
 
     def total_length(self, length: int) -> int:
         """Tokens of the whole sequence when `length` of them are held here."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import by_documents, check_documents
 
 
@@ -37,7 +38,7 @@ def long_convolve(
     wide = torch.promote_types(x_BLD.dtype, torch.float32)
     # Offsets t - s lie in (-L, L): the taps behind need `behind` - 1 zeros after them, those ahead one more than taps.
     size = _fast_size(length + max(behind - 1, ahead))
-    with torch.autocast(x_BLD.device.type, enabled=False):
+    with without_autocast(x_BLD.device):
         taps_DK = F.pad(kernel_LD.to(wide).T, (0, size - behind))
         if backward_kernel_LD is not None:
             # On the circle of `size` points, offset -1 - m lies at size - 1 - m.

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.watch import watching
 
 _Tensors = tuple[torch.Tensor, ...]
@@ -115,7 +116,7 @@ class _Scan(torch.autograd.Function):
         device = next(t for t in tensors if t is not None).device
         output = torch.empty(plan.output_shape, dtype=plan.output_dtype, device=device)
         keep = any(ctx.needs_input_grad)
-        with torch.autocast(device.type, enabled=False):
+        with without_autocast(device):
             for number, (start, stop) in enumerate(plan.blocks):
                 if keep and number % stride == 0:
                     kept.extend(carry)
@@ -144,7 +145,7 @@ class _Scan(torch.autograd.Function):
         starts = list(range(0, len(plan.blocks), ctx.stride))
         device = next(t for t in tensors if t is not None).device
         # What the forward pass has reported is not reported again.
-        with torch.autocast(device.type, enabled=False), watching(None):
+        with without_autocast(device), watching(None):
             for index in reversed(range(len(starts))):
                 first = starts[index]
                 blocks = plan.blocks[first : first + ctx.stride]
@@ -245,7 +246,7 @@ def _plain_scan(
     """What `scan` gives, bit for bit, with every operation in autograd's graph."""
     device = next(t for t in (*sequence, *carry, *parameters) if t is not None).device
     outputs = []
-    with torch.autocast(device.type, enabled=False):
+    with without_autocast(device):
         for start, stop in plan.blocks:
             out, carry = plan.body.run(_slices(sequence, start, stop), carry, parameters)
             if out is not None:

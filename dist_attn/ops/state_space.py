@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.diagonal import power, powers
 
 Rule = Literal["zoh", "bilinear"]
@@ -72,7 +73,7 @@ def diagonal_kernel(a_DN: torch.Tensor, b_DN: torch.Tensor, c_DN: torch.Tensor, 
     left_DRM = torch.cat([far_DRN.real, -far_DRN.imag], dim=2)
     right_DMC = torch.cat([near_DNC.real, near_DNC.imag], dim=1)
     # Under autocast the taps would be half-precision numbers, 3e-3 beside themselves.
-    with torch.autocast(a_DN.device.type, enabled=False):
+    with without_autocast(a_DN.device):
         taps_DT = 2 * (left_DRM @ right_DMC).flatten(1)
     return taps_DT[:, :length].T
 
@@ -143,7 +144,7 @@ def dplr_kernel(
         return lambda_DN.real.new_zeros((0, lambda_DN.shape[0]))
     pairs = c_DN.shape[1]
     c_DM = torch.cat([c_DN.real, -c_DN.imag], dim=1)
-    with torch.autocast(dt_D.device.type, enabled=False):
+    with without_autocast(dt_D.device):
         c_DM = (c_DM[:, None] @ left_over_DNN)[:, 0]
     c_DN = torch.complex(c_DM[:, :pairs], -c_DM[:, pairs:])
     angle_F = 2 * torch.pi / length * torch.arange(length // 2 + 1, device=dt_D.device, dtype=dt_D.dtype)

@@ -18,6 +18,7 @@ from dist_attn.comm import Communicator
 from dist_attn.comm import differentiable as collectives
 from dist_attn.errors import ConfigError
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.relative_attention import (
     RelativeCall,
     RelativeState,
@@ -138,7 +139,7 @@ def _bidirectional(
     """Numerators where every query sees every key: v1 [.., S, W] of the memory here, [.., L, W] at the queries."""
     comm, layout, memory = sharding.comm, sharding.layout, sharding.memory
     width = max(rp_HRK.shape[1] // 2 - 1, 0)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         sums_BHMW = k_BHSK.transpose(-1, -2) @ v1_BHSW
     sent: list[torch.Tensor | WindowState] = [
         sums_BHMW,

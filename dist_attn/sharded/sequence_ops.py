@@ -392,11 +392,11 @@ class ShardedSequenceOps:
         self._sharding.check_queries(length, "tokens")
         return document_places(self._layout.document_ranges(), *self._layout.range(self._comm.rank))
 
-    def positions(self, length: int | None = None) -> torch.Tensor:
+    def positions(self, length: int | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
         """Global index of each token held here, [L], counted from the start of this call's sequence."""
         if length is not None:
             self._sharding.check_queries(length, "tokens")
-        return torch.arange(*self._layout.range(self._comm.rank))
+        return torch.arange(*self._layout.range(self._comm.rank), device=device)
 
     def total_length(self, length: int) -> int:
         """Tokens of the whole sequence, of which `length` are held here."""

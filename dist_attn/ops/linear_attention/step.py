@@ -6,6 +6,7 @@ Shape letters: B batch, H heads, L queries, K head size, M features, V values.
 import torch
 
 from dist_attn.ops.denominator import Denominator
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.feature_map import FeatureMap
 from dist_attn.ops.finite import checked_step
 from dist_attn.ops.linear_attention.call import Implementation, LinearCall, state_dtype
@@ -65,7 +66,7 @@ def linear_attention_step(
             return out_BH1V[:, :, 0], state
     dtype = state.s_BHMV.dtype
     # Projections, sums and denominators keep the state's precision under autocast, as in the streaming form.
-    with torch.autocast(v_BHV.device.type, enabled=False):
+    with without_autocast(v_BHV.device):
         q_BH1K, k_BH1K = q_BHK[:, :, None].to(dtype), k_BHK[:, :, None].to(dtype)
         if feature_map is not None:
             q_BH1K, k_BH1K = feature_map(q_BH1K), feature_map(k_BH1K)
@@ -96,7 +97,7 @@ def linear_attention_read(
     """
     policy = Denominator() if denominator is None else denominator
     dtype = state_dtype(q_BHLK, state=state)
-    with torch.autocast(q_BHLK.device.type, enabled=False):
+    with without_autocast(q_BHLK.device):
         phi_BHLM = q_BHLK.to(dtype) if feature_map is None else feature_map(q_BHLK.to(dtype))
         num_BHLV, den_BHL = state.to(dtype).read(phi_BHLM)
         return policy.divide(num_BHLV, den_BHL, state.mass_BH.to(dtype)[..., None]).to(q_BHLK.dtype)

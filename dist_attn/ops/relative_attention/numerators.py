@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention.streaming import block_ranges
 from dist_attn.ops.relative_attention.state import RelativeState, WindowState
 from dist_attn.ops.scan import OutputOnly, scan
@@ -94,7 +95,7 @@ def numerators_of_all(
     q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v1_BHSW: torch.Tensor, rp_HRK: torch.Tensor
 ) -> torch.Tensor:
     """Numerators [B, H, L, W] over all keys, not yet divided; v1 is v with a ones column, rp has the rows -k .. k."""
-    with torch.autocast(q_BHLK.device.type, enabled=False):
+    with without_autocast(q_BHLK.device):
         sums_BHKW = k_BHSK.transpose(-1, -2) @ v1_BHSW
     return numerators_around(q_BHLK, v1_BHSW, rp_HRK, sums_BHKW)
 
@@ -118,7 +119,7 @@ def numerators_around(
     nothing = WindowState.of(v1_BHSW[:, :, :0], max(reach - 1, 0))
     before, after = before or nothing, after or nothing
     chunk = min(CHUNK_TOKENS, max(queries, reach - 1, 1))
-    with torch.autocast(q_BHLK.device.type, enabled=False):
+    with without_autocast(q_BHLK.device):
         if reach - 1 > chunk:
             return _two_walks(q_BHLK, v1_BHSW, rp_HRK, sums_BHKW, before, after)
         if reach == 0:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import without_autocast
 
 
 @dataclass(frozen=True)
@@ -75,17 +76,24 @@ class RelativeState:
     @staticmethod
     def of(k_BHLK: torch.Tensor, v1_BHLW: torch.Tensor, width: int) -> "RelativeState":
         """The state of these keys and values alone, with a window of `width` values."""
-        with torch.autocast(k_BHLK.device.type, enabled=False):
+        with without_autocast(k_BHLK.device):
             return RelativeState(k_BHLK.transpose(-1, -2) @ v1_BHLW, WindowState.of(v1_BHLW, width))
 
     @staticmethod
     def identity(
-        batch: int, heads: int, features: int, values: int, reach: int, *, dtype: torch.dtype = torch.float32
+        batch: int,
+        heads: int,
+        features: int,
+        values: int,
+        reach: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> "RelativeState":
         """The state of no tokens, for positions clipped at `reach` = k."""
-        empty = torch.zeros((batch, heads, 0, values + 1), dtype=dtype)
+        empty = torch.zeros((batch, heads, 0, values + 1), dtype=dtype, device=device)
         window = WindowState.of(empty, max(reach - 1, 0))
-        return RelativeState(torch.zeros((batch, heads, features, values + 1), dtype=dtype), window)
+        return RelativeState(torch.zeros((batch, heads, features, values + 1), dtype=dtype, device=device), window)
 
 
 def normalised(num_BHLW: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

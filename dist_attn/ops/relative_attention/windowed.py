@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.documents import document_runs, same_document, split_tokens, start_flags
 from dist_attn.ops.linear_attention.call import Implementation
 from dist_attn.ops.relative_attention.call import Form, RelativeCall, choose_relative
@@ -73,7 +74,7 @@ def attend(call: RelativeCall) -> torch.Tensor:
         return triton_relative_attention(call)
     q, k, v1, rp_HRK = call.widened()
     if call.form == "naive":
-        with torch.autocast(k.device.type, enabled=False):
+        with without_autocast(k.device):
             return relative_attention_naive(q, k, v1[..., :-1], rp_HRK, causal=call.causal).to(call.v_BHSV.dtype)
     if call.causal:
         # Keys after the last query are never seen; queries after the last key see zeros there, which add nothing.
@@ -182,7 +183,7 @@ def relative_attention_step(
     q, k = phi_q_BHK.to(dtype), phi_k_BHK.to(dtype)
     sz_BHMW = state.sz_BHMW + k[..., :, None] * v1_BHW[..., None, :]
     seen_BHTW = torch.cat([state.window.near_BHTW, v1_BHW[:, :, None]], dim=2)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         scores_BHR = (q[..., None, :] @ phi_rp_HRK.to(dtype).transpose(-1, -2))[..., 0, :]
         near_BHT = scores_BHR[..., reach + 1 - seen_BHTW.shape[2] : reach + 1]
         num_BHW = (q[..., None, :] @ sz_BHMW)[..., 0, :] + (near_BHT[..., None, :] @ seen_BHTW)[..., 0, :]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import send
 from dist_attn.ops.linear_attention.call import check_prefix
 
 
@@ -17,7 +18,8 @@ class Placement:
     """Positions of queries [L] and keys [S] in the sequence and, with packed documents, the document of each.
 
     A query sees the keys of its own document; when causal, those at its own position or before it. Positions are
-    int64 and stay on the CPU, since they decide which tiles are computed at all; documents are numbered in order.
+    int64 and lie on the CPU, since they decide which tiles are computed at all; documents are numbered in order. Masks
+    are made where the scores are, from a copy there (`on`).
 
     Raises: ShapeError for documents of the queries without those of the keys, or the other way round.
     """
@@ -34,7 +36,12 @@ class Placement:
     @classmethod
     def in_order(cls, queries: int, keys: int) -> "Placement":
         """All tokens of a sequence, aligned at the top left."""
-        return cls(torch.arange(queries), torch.arange(keys))
+        return cls(torch.arange(queries, device="cpu"), torch.arange(keys, device="cpu"))
+
+    def on(self, device: torch.device) -> "Placement":
+        """A copy there, to make masks from."""
+        parts = (self.queries_L, self.keys_S, self.query_documents_L, self.key_documents_S)
+        return Placement(*(None if t is None else send(t, device) for t in parts))  # type: ignore[arg-type]
 
     def check(self, queries: int, keys: int) -> None:
         """Raises: ShapeError for positions or documents of another number of tokens."""
@@ -46,27 +53,16 @@ class Placement:
     def hidden(self, *, causal: bool, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
         """Which keys the queries do not see, [rows, columns]."""
         queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
-        hidden_LS = torch.zeros(len(queries_L), len(keys_S), dtype=torch.bool)
+        hidden_LS = torch.zeros(len(queries_L), len(keys_S), dtype=torch.bool, device=keys_S.device)
         if causal:
             hidden_LS |= keys_S > queries_L[:, None]
         if self.query_documents_L is not None and self.key_documents_S is not None:
             hidden_LS |= self.query_documents_L[rows, None] != self.key_documents_S[columns]
         return hidden_LS
 
-    def relative_rows(
-        self, reach: int, rows: slice = slice(None), columns: slice = slice(None)
-    ) -> "torch.Tensor | int":
-        """Row clip(key - query, -reach, reach) + reach of a table of relative positions, for each pair [rows, columns].
-
-        One number where it is the same for all pairs, as it is of tokens further apart than the reach.
-        """
-        queries_L, keys_S = self.queries_L[rows], self.keys_S[columns]
-        if len(queries_L) and len(keys_S):
-            if int(keys_S.max()) - int(queries_L.min()) <= -reach:
-                return 0
-            if int(keys_S.min()) - int(queries_L.max()) >= reach:
-                return 2 * reach
-        return (keys_S - queries_L[:, None]).clamp(-reach, reach) + reach
+    def relative_rows(self, reach: int, rows: slice = slice(None), columns: slice = slice(None)) -> torch.Tensor:
+        """The row of each pair in a table of relative positions: clip(key - query, -reach, reach) + reach."""
+        return (self.keys_S[columns] - self.queries_L[rows, None]).clamp(-reach, reach) + reach
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,11 +28,12 @@ def softmax_attention_naive(
     scores_BHLS = q_BHLK @ k_BHSK.transpose(-1, -2) * (1 / math.sqrt(q_BHLK.shape[3]) if scale is None else scale)
     if relative is not None:
         where = Placement.in_order(q_BHLK.shape[2], k_BGSK.shape[2]) if placement is None else placement
+        where = where.on(q_BHLK.device)
         row_LS = (where.keys_S - where.queries_L[:, None]).clamp(-relative.reach, relative.reach) + relative.reach
         near_BHLS = (q_BHLK[:, :, :, None] * relative.keys_HRK[:, row_LS]).sum(-1)
         scores_BHLS = scores_BHLS + near_BHLS * (1 / math.sqrt(q_BHLK.shape[3]) if scale is None else scale)
     if placement is not None:
-        hidden_LS = placement.hidden(causal=causal).to(q_BHLK.device)
+        hidden_LS = placement.on(q_BHLK.device).hidden(causal=causal)
         # Queries that see nothing: any finite scores do, since their weights are set to zero.
         blind_L1 = hidden_LS.all(dim=-1, keepdim=True)
         scores_BHLS = scores_BHLS.masked_fill(hidden_LS & ~blind_L1, float("-inf"))

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.softmax_attention.call import Placement, RelativePositions, SoftmaxCall
 
 TILE_QUERIES = 256
@@ -156,25 +157,24 @@ def tile_outputs(terms: TileTerms, x: TileTensors) -> Partial:
     lse_BHL = torch.full(q_BHLK.shape[:3], -torch.inf, dtype=wide, device=q_BHLK.device)
     out_NRLV, lse_NRL = _rows(out_BHLV, x.k_BGSK), _rows(lse_BHL, x.k_BGSK)
     q_NRLK, k_NSK, v_NSV, near_keys, near_values = x.by_key_head(wide)
-    with torch.autocast(q_BHLK.device.type, enabled=False):
+    with without_autocast(q_BHLK.device):
         for heads in _head_chunks(q_NRLK, k_NSK):
             k, v = k_NSK[heads], v_NSV[heads]
-            for rows, tiles in visible_tiles(terms):
+            for rows, tiles in visible_tiles(terms, x):
                 q = q_NRLK[heads, :, rows].to(wide)
                 peak = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
                 mass, numerator = torch.zeros_like(peak), out_NRLV[heads, :, rows]
                 q_near, by_row = _by_row(q, near_keys, heads, terms.scale), _no_rows(q, near_values)
                 for tile in tiles:
-                    at = 0 if q_near is None else terms.placement.relative_rows(x.reach, rows, tile.keys)
                     scores = _scores(q, k[:, tile.keys].to(wide), tile, terms.scale)
-                    _add_by_row(scores, q_near, at)
+                    _add_by_row(scores, q_near, tile.near)
                     higher = torch.maximum(peak, scores.amax(dim=-1))
                     fade = torch.exp(peak - _finite(higher))
                     weights = scores.sub_(_finite(higher)[..., None]).exp_()
                     mass = mass * fade + weights.sum(dim=-1)
                     numerator.mul_(fade[..., None]).add_(_weighted(weights, v[:, tile.keys].to(wide)))
                     if by_row is not None:
-                        _sum_by_row(by_row.mul_(fade[..., None]), weights, at)
+                        _sum_by_row(by_row.mul_(fade[..., None]), weights, tile.near)
                     peak = higher
                 if by_row is not None and near_values is not None:
                     numerator.add_(by_row @ near_values[heads])
@@ -195,25 +195,24 @@ def tile_gradients(
     dq, dk, dv, *_ = grads.by_key_head(wide)
     d_near_keys, d_near_values = (None if t is None else torch.zeros_like(t) for t in (near_keys, near_values))
     lse_NRL, drop_NRL, d_out_NRLV = (_rows(t, x.k_BGSK) for t in (lse_BHL, drop_BHL, d_out_BHLV))
-    with torch.autocast(x.q_BHLK.device.type, enabled=False):
+    with without_autocast(x.q_BHLK.device):
         for heads in _head_chunks(q_NRLK, k_NSK):
-            for rows, tiles in visible_tiles(terms):
+            for rows, tiles in visible_tiles(terms, x):
                 q, d_out = q_NRLK[heads, :, rows].to(wide), d_out_NRLV[heads, :, rows].to(wide)
                 lse, drop = _finite(lse_NRL[heads, :, rows, None]), drop_NRL[heads, :, rows, None]
                 q_near, v_near = _by_row(q, near_keys, heads, terms.scale), _by_row(d_out, near_values, heads, 1.0)
                 d_scores_by_row, weights_by_row = _no_rows(q, near_keys), _no_rows(q, near_values)
                 for tile in tiles:
-                    at = 0 if q_near is None else terms.placement.relative_rows(x.reach, rows, tile.keys)
                     k, v = k_NSK[heads, tile.keys].to(wide), v_NSV[heads, tile.keys].to(wide)
                     scores = _scores(q, k, tile, terms.scale)
-                    _add_by_row(scores, q_near, at)
+                    _add_by_row(scores, q_near, tile.near)
                     weights = scores.sub_(lse).exp_()
                     dv[heads, tile.keys] += weights.flatten(1, 2).mT @ d_out.flatten(1, 2)
                     d_weights = _weighted(d_out, v.mT)
-                    _add_by_row(d_weights, v_near, at)
-                    _sum_by_row(weights_by_row, weights, at)
+                    _add_by_row(d_weights, v_near, tile.near)
+                    _sum_by_row(weights_by_row, weights, tile.near)
                     d_scores = d_weights.sub_(drop).mul_(weights).mul_(terms.scale)
-                    _sum_by_row(d_scores_by_row, d_scores, at)
+                    _sum_by_row(d_scores_by_row, d_scores, tile.near)
                     dq[heads, :, rows] += _weighted(d_scores, k)
                     dk[heads, tile.keys] += d_scores.flatten(1, 2).mT @ q.flatten(1, 2)
                 if d_scores_by_row is not None and near_keys is not None and d_near_keys is not None:
@@ -247,10 +246,14 @@ class _Partial(Function):
 
 @dataclass(frozen=True)
 class Tile:
-    """Keys that some query of a tile sees; `hidden_LS` is None where every query sees all of them."""
+    """Keys that some query of a tile sees; `hidden_LS` is None where every query sees all of them.
+
+    `near` [L, S] is the row of each pair in a table of relative positions, or the one row of all of them.
+    """
 
     keys: slice
     hidden_LS: torch.Tensor | None
+    near: torch.Tensor | int
 
 
 @dataclass(frozen=True)
@@ -264,15 +267,19 @@ class _Span:
     last_document: int
 
 
-def visible_tiles(terms: TileTerms) -> Iterator[tuple[slice, Iterator[Tile]]]:
-    """For every tile of queries the tiles of keys that it sees something of; masks are made one at a time."""
+def visible_tiles(terms: TileTerms, x: TileTensors) -> Iterator[tuple[slice, Iterator[Tile]]]:
+    """For every tile of queries the tiles of keys that it sees something of; masks are made one at a time.
+
+    The host decides by the positions that it has, and the masks are made where the tensors of the call are.
+    """
     placement = terms.placement
     columns = _spans(placement.keys_S, placement.key_documents_S, TILE_KEYS)
+    there = terms._replace(placement=placement.on(x.q_BHLK.device))
     for row in _spans(placement.queries_L, placement.query_documents_L, TILE_QUERIES):
-        yield row.part, _seen_from(row, columns, terms)
+        yield row.part, _seen_from(row, columns, there, x.reach)
 
 
-def _seen_from(row: _Span, columns: list[_Span], terms: TileTerms) -> Iterator[Tile]:
+def _seen_from(row: _Span, columns: list[_Span], terms: TileTerms, reach: int) -> Iterator[Tile]:
     causal, placement = terms.causal, terms.placement
     for column in columns:
         apart = column.last_document < row.first_document or row.last_document < column.first_document
@@ -280,9 +287,17 @@ def _seen_from(row: _Span, columns: list[_Span], terms: TileTerms) -> Iterator[T
             continue
         one_document = row.first_document == row.last_document == column.first_document == column.last_document
         if one_document and not (causal and column.last > row.first):
-            yield Tile(column.part, None)
+            hidden_LS = None
         else:
-            yield Tile(column.part, placement.hidden(causal=causal, rows=row.part, columns=column.part))
+            hidden_LS = placement.hidden(causal=causal, rows=row.part, columns=column.part)
+        near: torch.Tensor | int
+        if column.last - row.first <= -reach:
+            near = 0
+        elif column.first - row.last >= reach:
+            near = 2 * reach
+        else:
+            near = placement.relative_rows(reach, row.part, column.part) if reach else 0
+        yield Tile(column.part, hidden_LS, near)
 
 
 def _spans(positions: torch.Tensor, documents: torch.Tensor | None, size: int) -> list[_Span]:
@@ -311,7 +326,7 @@ def _head_chunks(q_NRLK: torch.Tensor, k_NSK: torch.Tensor) -> list[slice]:
 def _scores(q_NRLK: torch.Tensor, k_NSK: torch.Tensor, tile: Tile, scale: float) -> torch.Tensor:
     scores_NRLS = _weighted(q_NRLK, k_NSK.mT).mul_(scale)
     if tile.hidden_LS is not None:
-        scores_NRLS.masked_fill_(tile.hidden_LS.to(scores_NRLS.device), -torch.inf)
+        scores_NRLS.masked_fill_(tile.hidden_LS, -torch.inf)
     return scores_NRLS
 
 
@@ -332,7 +347,7 @@ def _add_by_row(x_NRLS: torch.Tensor, by_row_NRLW: torch.Tensor | None, rows: to
     if isinstance(rows, int):
         x_NRLS.add_(by_row_NRLW[..., rows, None])
     else:
-        x_NRLS.add_(by_row_NRLW.gather(-1, rows.to(x_NRLS.device).expand_as(x_NRLS)))
+        x_NRLS.add_(by_row_NRLW.gather(-1, rows.expand_as(x_NRLS)))
 
 
 def _sum_by_row(total_NRLW: torch.Tensor | None, x_NRLS: torch.Tensor, rows: torch.Tensor | int) -> None:
@@ -342,7 +357,7 @@ def _sum_by_row(total_NRLW: torch.Tensor | None, x_NRLS: torch.Tensor, rows: tor
     if isinstance(rows, int):
         total_NRLW[..., rows] += x_NRLS.sum(dim=-1)
     else:
-        total_NRLW.scatter_add_(-1, rows.to(x_NRLS.device).expand_as(x_NRLS), x_NRLS)
+        total_NRLW.scatter_add_(-1, rows.expand_as(x_NRLS), x_NRLS)
 
 
 def _over_batch(rows_NRWK: torch.Tensor | None, batch: int) -> torch.Tensor | None:

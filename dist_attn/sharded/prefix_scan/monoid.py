@@ -26,6 +26,7 @@ from typing import Protocol, Self
 
 import torch
 
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.legs import transition_of
 
 DIGIT = 1 << 20
@@ -201,7 +202,7 @@ class Powers:
 
     def combine(self, earlier: torch.Tensor, later: torch.Tensor) -> torch.Tensor:
         a, exponent = self.a, self._exponent(later)
-        with torch.autocast(a.device.type, enabled=False):
+        with without_autocast(a.device):
             decay = power_of_count(a, exponent, self.tokens)
             decay = decay.mH if self.adjoint and a.dim() == 3 else decay.conj() if self.adjoint else decay
             b_DKN = self.sums(earlier)

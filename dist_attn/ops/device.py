@@ -1,0 +1,33 @@
+"""Working on a device other than the CPU: precision that is kept there, and numbers sent to it without waiting."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+__all__ = ["mixed_precision", "send", "without_autocast"]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Operations keep the precision of their inputs inside it, whatever autocast stands around.
+
+    Devices for which torch has no autocast, such as `meta`, refuse to be told so and need not be.
+    """
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def mixed_precision(device: torch.device, bf16: bool) -> AbstractContextManager[object]:
+    """With `bf16`, bfloat16 for what torch's autocast holds safe in it; else the precision of the inputs."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else without_autocast(device)
+
+
+def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on another device, without waiting for what is queued there; one that is there, itself.
+
+    The copy of an ordinary tensor to a GPU waits for all kernels before it. From pinned memory it takes its turn among
+    them; torch keeps that memory until it is through.
+    """
+    if x.device.type != "cpu" or device.type == "cpu":
+        return x.to(device)
+    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
