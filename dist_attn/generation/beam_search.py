@@ -69,8 +69,7 @@ def beam_search(
 
     Raises: InputError for an empty prompt; TokenError for ids the model does not know; EngineError for logits of NaN.
     """
-    device = model.embedding.weight.device
-    prompts_L = [torch.as_tensor(list(prompt), dtype=torch.int64, device=device) for prompt in prompts]
+    prompts_L = [torch.as_tensor(list(prompt), dtype=torch.int64, device="cpu") for prompt in prompts]
     if not all(len(prompt_L) for prompt_L in prompts_L):
         raise InputError("a prompt has no tokens; give at least one, for example the tokeniser's end token")
     by_row: list[list[Hypothesis]] = [[] for _ in prompts]
@@ -100,7 +99,7 @@ def search(
     state = state.select([row for row in range(batch) for _ in range(width)])
     token_N = last_B.repeat_interleave(width)
     # All beams of a sequence start alike: only the first may continue.
-    scores_BW = torch.full((batch, width), float("-inf"), dtype=torch.float64)
+    scores_BW = torch.full((batch, width), float("-inf"), dtype=torch.float64, device="cpu")
     scores_BW[:, 0] = 0.0
     beams = [_Beams(spec) for _ in range(batch)]
     for _ in range(spec.max_tokens):
@@ -113,7 +112,7 @@ def search(
             tokens += token
         if bool(scores_BW.isneginf().all()):
             break
-        state, token_N = state.select(origins), torch.tensor(tokens, device=last_B.device)
+        state, token_N = state.select(origins), torch.tensor(tokens, device="cpu")
     return [own.results() for own in beams]
 
 
@@ -130,7 +129,7 @@ class _Beams:
         width, vocab_size = totals_WV.shape
         # Stable: among equals the lower beam and the lower token come first, so a search can be repeated.
         sorted_N, order_N = totals_WV.flatten().sort(descending=True, stable=True)
-        scores_W = torch.full((width,), float("-inf"), dtype=torch.float64)
+        scores_W = torch.full((width,), float("-inf"), dtype=torch.float64, device="cpu")
         origins, tokens = [0] * width, [0] * width
         live: list[tuple[tuple[int, ...], float]] = []
         kept = width - len(self.ended)

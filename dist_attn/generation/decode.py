@@ -47,11 +47,11 @@ def generate(
     drawn: list[int] = []
     counts = Counter[int]()
     with torch.inference_mode():
-        state = prefill(model, prompt_L[:-1].to(device))
+        state = prefill(model, prompt_L[:-1])
         token = int(prompt_L[-1])
         captured = CapturedStep(model, state) if takes_captured_steps(steps, device) else None
         while len(drawn) < spec.max_tokens:
-            token_B = torch.tensor([token], device=device)
+            token_B = torch.tensor([token], device="cpu")
             if captured is not None:
                 logits_BV = captured.step(token_B)
             else:
@@ -69,7 +69,7 @@ def generate(
 def prefill(model: LanguageModel, tokens_L: torch.Tensor, state: ModelState | None = None) -> ModelState:
     """The state after these tokens, fed in blocks of PREFILL_BLOCK to bound the memory; no logits are computed.
 
-    Shapes: tokens [L] int64 on the model's device; none leave the state as it is.
+    Shapes: tokens [L] int64; none leave the state as it is.
     Raises: TokenError for ids the model does not know.
     """
     state = model.initial_state(1) if state is None else state

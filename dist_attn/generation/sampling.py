@@ -19,7 +19,7 @@ def generator_for(spec: SamplingSpec, request: int, draws: int = 0) -> torch.Gen
     """
     generator = _generator(spec, request)
     if spec.temperature:  # every draw takes one number then, else none
-        torch.rand(draws, generator=generator, dtype=torch.float64)
+        torch.rand(draws, generator=generator, dtype=torch.float64, device="cpu")
     return generator
 
 
@@ -86,11 +86,11 @@ def adjust_logits(logits_V: torch.Tensor, spec: SamplingSpec, counts: Mapping[in
         raise EngineError(f"logit_bias names token {outside[0]}; the model has tokens 0 to {len(logits_V) - 1}")
     adjusted_V = logits_V.clone()
     if spec.logit_bias:
-        ids_N = torch.tensor(list(spec.logit_bias), dtype=torch.int64)
-        adjusted_V[ids_N] += torch.tensor(list(spec.logit_bias.values()), dtype=torch.float64)
+        ids_N = torch.tensor(list(spec.logit_bias), dtype=torch.int64, device="cpu")
+        adjusted_V[ids_N] += torch.tensor(list(spec.logit_bias.values()), dtype=torch.float64, device="cpu")
     if counts and spec.penalises:
-        ids_N = torch.tensor(list(counts), dtype=torch.int64)
-        times_N = torch.tensor(list(counts.values()), dtype=torch.float64)
+        ids_N = torch.tensor(list(counts), dtype=torch.int64, device="cpu")
+        times_N = torch.tensor(list(counts.values()), dtype=torch.float64, device="cpu")
         adjusted_V[ids_N] -= spec.frequency_penalty * times_N + spec.presence_penalty
     return adjusted_V
 
@@ -111,7 +111,7 @@ def _draw(logits_V: torch.Tensor, spec: SamplingSpec, generator: torch.Generator
         # A token stays while those before it do not reach top_p yet, so the first one always stays.
         kept = 1 + int((sums_V[:-1] < spec.top_p * sums_V[-1]).sum())
         sums_V = sums_V[:kept]
-    point = torch.rand((), generator=generator, dtype=torch.float64) * sums_V[-1]
+    point = torch.rand((), generator=generator, dtype=torch.float64, device="cpu") * sums_V[-1]
     # The first sum above the point: a weight of 0 adds nothing to its sum and so is never the first.
     place = int(torch.searchsorted(sums_V, point, right=True))
     return int(ids_V[min(place, int(torch.searchsorted(sums_V, sums_V[-1])))])

@@ -27,7 +27,6 @@ def translate(
     lengths = [len(source) for source in sources]
     if 0 in lengths:
         raise InputError(f"source {lengths.index(0)} has no tokens; give at least its end token")
-    device = model.embedding.weight.device
     by_row: list[list[Hypothesis]] = [[] for _ in sources]
     for length in sorted(set(lengths)):
         rows = [row for row, own in enumerate(lengths) if own == length]
@@ -35,8 +34,8 @@ def translate(
         for start in range(0, len(rows), _AT_ONCE):
             some = rows[start : start + _AT_ONCE]
             source_BS = torch.from_numpy(np.array([np.asarray(sources[row]) for row in some], dtype=np.int64))
-            begin_B = torch.full((len(some),), end_token, device=device)
-            _, state = model.decode(begin_B[:, None][:, :0], model.encode(source_BS.to(device)))
+            begin_B = torch.full((len(some),), end_token, device="cpu")
+            _, state = model.decode(begin_B[:, None][:, :0], model.encode(source_BS))
             for row, hypotheses in zip(some, search(model.step, state, begin_B, limit, end_token), strict=True):
                 by_row[row] = hypotheses
     return by_row

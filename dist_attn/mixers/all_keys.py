@@ -5,6 +5,7 @@ The memory is the encoder's tokens, which may be cut otherwise across ranks.
 Letters: B batch, H heads, L queries on this rank, S keys, K head size, V values per head, M features, D model width.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NoReturn, final
 
@@ -36,10 +37,9 @@ from dist_attn.ops import (
     RelativePositions,
     SequenceOps,
     linear_attention_read,
-    softmax_attention,
 )
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.running_maximum import NO_TOKENS
-from dist_attn.ops.softmax_attention import Placement
 
 # The weights of the others are positive: those of elu are divided as they are, the rest may underflow together.
 NEVER_ZERO = DenominatorConfig(kind="floor", eps=1e-12)
@@ -249,18 +249,25 @@ class CrossAttention(nn.Module):
         positions_BL: torch.Tensor,
         relative: RelativePositions,
     ) -> torch.Tensor:
-        """Softmax with relative positions, a sequence at a time: each may stand elsewhere."""
-        keys_S = torch.arange(k_BHSK.shape[2])
-        outs = [
-            softmax_attention(
-                *(t[row : row + 1] for t in (q_BHLK, k_BHSK, v_BHSV)),
-                causal=False,
-                placement=Placement(positions_L.cpu(), keys_S),
-                relative=relative,
-            )
-            for row, positions_L in enumerate(positions_BL)
-        ]
-        return torch.cat(outs) if outs else q_BHLK.new_zeros((*q_BHLK.shape[:3], v_BHSV.shape[3]))
+        """Softmax with relative positions by definition: the host need not know where the queries stand."""
+        wide = torch.promote_types(q_BHLK.dtype, torch.float32)
+        rows_BHLS = self._rows(positions_BL, k_BHSK, relative.reach).expand(-1, q_BHLK.shape[1], -1, -1)
+        with without_autocast(q_BHLK.device):
+            q = q_BHLK.to(wide) / math.sqrt(q_BHLK.shape[3])
+            near_BHLR = q @ relative.keys_HRK.to(wide).transpose(-1, -2)
+            scores_BHLS = q @ k_BHSK.to(wide).transpose(-1, -2) + near_BHLR.gather(-1, rows_BHLS)
+            weights_BHLS = scores_BHLS.softmax(dim=-1)
+            out_BHLV = weights_BHLS @ v_BHSV.to(wide)
+            if relative.values_HRV is not None:
+                by_row_BHLR = torch.zeros_like(near_BHLR).scatter_add(-1, rows_BHLS, weights_BHLS)
+                out_BHLV = out_BHLV + by_row_BHLR @ relative.values_HRV.to(wide)
+        return out_BHLV.to(v_BHSV.dtype)
+
+    @staticmethod
+    def _rows(positions_BL: torch.Tensor, k_BHSK: torch.Tensor, reach: int) -> torch.Tensor:
+        """The row of each pair in a table of relative positions, [B, 1, L, S]."""
+        keys_S = torch.arange(k_BHSK.shape[2], device=positions_BL.device)
+        return ((keys_S - positions_BL[..., None]).clamp(-reach, reach) + reach)[:, None]
 
     def _read_scaleformer(
         self, q_BHLK: torch.Tensor, k_BHSK: torch.Tensor, v_BHSV: torch.Tensor, positions_BL: torch.Tensor
@@ -268,9 +275,7 @@ class CrossAttention(nn.Module):
         """Scaleformer's weights by definition, for queries that may stand anywhere."""
         reach = self.config.reach
         phi_q, phi_k, phi_rp = (elu_plus_one(t) for t in (q_BHLK, k_BHSK, self.attend.positions_HRK))
-        keys_S = torch.arange(k_BHSK.shape[2], device=positions_BL.device)
-        row_BLS = (keys_S - positions_BL[..., None]).clamp(-reach, reach) + reach
         near_BHLR = phi_q @ phi_rp.transpose(-1, -2)
         scores_BHLS = phi_q @ phi_k.transpose(-1, -2)
-        scores_BHLS = scores_BHLS + near_BHLR.gather(-1, row_BLS[:, None].expand_as(scores_BHLS))
+        scores_BHLS = scores_BHLS + near_BHLR.gather(-1, self._rows(positions_BL, k_BHSK, reach).expand_as(scores_BHLS))
         return scores_BHLS @ v_BHSV / scores_BHLS.sum(-1, keepdim=True)

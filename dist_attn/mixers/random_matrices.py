@@ -7,6 +7,7 @@ from torch import nn
 from dist_attn.feature_maps import ArcCosine, Gaussian
 from dist_attn.model_config.mixers.heads import FeaturesConfig, MatricesConfig
 from dist_attn.ops import FeatureMap
+from dist_attn.ops.device import send
 
 
 def matrices_at_test(config: MatricesConfig) -> torch.Tensor:
@@ -17,7 +18,7 @@ def matrices_at_test(config: MatricesConfig) -> torch.Tensor:
     generator = torch.Generator().manual_seed(config.seed)
     if config.orthogonal:
         return torch.stack([orthogonal_rows(num_random, size, generator) for _ in range(heads)])
-    return torch.randn(heads, num_random, size, generator=generator)
+    return torch.randn(heads, num_random, size, generator=generator, device="cpu")
 
 
 def matrices_of_step(config: MatricesConfig, step: int) -> torch.Tensor:
@@ -30,7 +31,7 @@ def pool_matrix(seed: int, index: int, num_random: int, size: int, *, orthogonal
     generator = _generator(seed, 0, index)
     if orthogonal:
         return orthogonal_rows(num_random, size, generator)
-    return torch.randn(num_random, size, generator=generator)
+    return torch.randn(num_random, size, generator=generator, device="cpu")
 
 
 def draw_from_pool(seed: int, step: int, heads: int, pool: int) -> list[int]:
@@ -38,7 +39,7 @@ def draw_from_pool(seed: int, step: int, heads: int, pool: int) -> list[int]:
 
     Reference: Random Feature Attention, Sec. 3 (a pool drawn before training, a draw per head and step).
     """
-    order = torch.randperm(pool, generator=_generator(seed, 1, step))
+    order = torch.randperm(pool, generator=_generator(seed, 1, step), device="cpu")
     return [int(index) for index in order[:heads]]
 
 
@@ -51,10 +52,11 @@ def orthogonal_rows(num_random: int, size: int, generator: torch.Generator) -> t
     """
     blocks = []
     for start in range(0, num_random, size):
-        q_KK, r_KK = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
+        q_KK, r_KK = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64, device="cpu"))
         # Uniform over all rotations only with the signs of R's diagonal.
         blocks.append((q_KK * r_KK.diagonal().sign()).T[: num_random - start])
-    lengths_D1 = torch.randn(num_random, size, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
+    normal_DK = torch.randn(num_random, size, generator=generator, dtype=torch.float64, device="cpu")
+    lengths_D1 = normal_DK.norm(dim=1, keepdim=True)
     w_DK: torch.Tensor = torch.cat(blocks) * lengths_D1
     return w_DK.float()
 
@@ -89,7 +91,7 @@ class RandomMatrices(nn.Module):
         """Take the pool's matrices of a training step; whether there is a pool, and so a state of other features."""
         if not self.config.pool:
             return False
-        self._drawn_HDK = matrices_of_step(self.config, step).to(self.w_HDK)
+        self._drawn_HDK = send(matrices_of_step(self.config, step).to(self.w_HDK.dtype), self.w_HDK.device)
         return True
 
 

@@ -33,7 +33,7 @@ def uniform_at(position_L: torch.Tensor, seeds: Sequence[int]) -> torch.Tensor:
     for seed in seeds:
         # As a signed 64-bit number, whatever was given.
         folded = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-        state_L = _mixed(state_L ^ _mixed(torch.tensor(folded, dtype=torch.int64, device=state_L.device)))
+        state_L = _mixed(state_L ^ _mixed(torch.full((), folded, dtype=torch.int64, device=state_L.device)))
     bits_L = _shifted(_mixed(state_L), 11) & MASK_53
     return (bits_L.double() + 0.5) / float(1 << 53)
 

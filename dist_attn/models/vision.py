@@ -41,7 +41,7 @@ def draw_mask(batch: int, config: ImageConfig, share: float, generator: torch.Ge
     if not 0 < share <= 1:
         raise InputError(f"a share of {share} of the patches was to be hidden; needed is one in (0, 1]")
     hidden = max(1, round(share * config.num_patches))
-    order_BT = torch.rand(batch, config.num_patches, generator=generator).argsort(dim=1)
+    order_BT = torch.rand(batch, config.num_patches, generator=generator, device=generator.device).argsort(dim=1)
     return order_BT < hidden
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import send
 from dist_attn.ops.documents import check_documents, documents_by_length
 from dist_attn.ops.scan import StateOnly, scan
 
@@ -230,7 +231,8 @@ def packed_diagonal_scan(
     starts_of = documents_by_length(tuple(start - first for start in documents), length - first)
     done, order = [], []
     for tokens, starts in starts_of:
-        at_NT = torch.tensor(starts, device=u_BLD.device)[:, None] + torch.arange(tokens, device=u_BLD.device)
+        at_NT = torch.tensor(starts, device="cpu")[:, None] + torch.arange(tokens, device="cpu")
+        at_NT = send(at_NT, u_BLD.device)
         rows_RTD = u_BTD[:, at_NT.flatten()].unflatten(1, (len(starts), tokens)).flatten(0, 1)
         y_RTD, after_RDN = diagonal_scan(rows_RTD, a_DN, b_DN, c_DN)
         done.append(y_RTD.unflatten(0, (u_BLD.shape[0], len(starts))).flatten(1, 2))

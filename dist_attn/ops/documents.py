@@ -13,6 +13,7 @@ from operator import index
 import torch
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.device import send
 
 __all__ = [
     "DocumentPlaces",
@@ -46,8 +47,8 @@ class DocumentPlaces:
 
 def document_places(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> DocumentPlaces:
     """The places of the global tokens [start, stop), of documents that lie at `ranges`."""
-    starts_N = torch.tensor([first for first, _ in ranges], dtype=torch.int64)
-    tokens_L = torch.arange(start, stop)
+    starts_N = torch.tensor([first for first, _ in ranges], dtype=torch.int64, device="cpu")
+    tokens_L = torch.arange(start, stop, device="cpu")
     number_L = torch.bucketize(tokens_L, starts_N, right=True) - 1
     return DocumentPlaces(number_L, tokens_L - starts_N[number_L], tuple(last - first for first, last in ranges))
 
@@ -59,7 +60,7 @@ def sums_of_documents(x_BLD: torch.Tensor, places: DocumentPlaces) -> torch.Tens
     """
     wide_BLD = x_BLD.to(torch.promote_types(x_BLD.dtype, torch.float32))
     sums_BND = wide_BLD.new_zeros((x_BLD.shape[0], len(places.lengths_N), x_BLD.shape[2]))
-    return sums_BND.index_add(1, places.number_L.to(x_BLD.device), wide_BLD)
+    return sums_BND.index_add(1, send(places.number_L, x_BLD.device), wide_BLD)
 
 
 def document_starts(starts: Iterable[int]) -> tuple[int, ...]:
@@ -150,7 +151,8 @@ def by_documents(
     """
     done, order = [], []
     for tokens, starts in documents_by_length(documents, x_BLN.shape[1]):
-        at_NT = torch.tensor(starts, device=x_BLN.device)[:, None] + torch.arange(tokens, device=x_BLN.device)
+        at_NT = torch.tensor(starts, device="cpu")[:, None] + torch.arange(tokens, device="cpu")
+        at_NT = send(at_NT, x_BLN.device)
         done.append(operation(x_BLN[:, at_NT.flatten()].unflatten(1, (len(starts), tokens))).flatten(1, 2))
         order.append(at_NT.flatten())
     return torch.cat(done, dim=1)[:, torch.cat(order).argsort()]
@@ -170,9 +172,9 @@ def split_tokens(
 
 def start_flags(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
     """Whether a document starts at each token, bool [L]."""
-    flags_L = torch.zeros(length, dtype=torch.bool, device=device)
-    flags_L[torch.tensor(documents, dtype=torch.int64, device=device)] = True
-    return flags_L
+    flags_L = torch.zeros(length, dtype=torch.bool, device="cpu")
+    flags_L[torch.tensor(documents, dtype=torch.int64, device="cpu")] = True
+    return flags_L if device is None else send(flags_L, device)
 
 
 def document_numbers(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:

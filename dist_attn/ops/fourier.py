@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 
 from dist_attn.errors import ShapeError
+from dist_attn.ops.device import send
 from dist_attn.ops.documents import by_documents, check_documents, document_ranges
 
 FourierNorm = Literal["ortho"] | None
@@ -47,15 +48,15 @@ def packed_fourier_mix(x_BLD: torch.Tensor, *, documents: tuple[int, ...], norm:
 
 def document_lengths(documents: tuple[int, ...], length: int, device: torch.device | None = None) -> torch.Tensor:
     """The length of each token's document, int64 [L]."""
-    lengths = torch.tensor([stop - start for start, stop in document_ranges(documents, length)], device=device)
-    return lengths.repeat_interleave(lengths)
+    lengths = torch.tensor([stop - start for start, stop in document_ranges(documents, length)], device="cpu")
+    return send(lengths.repeat_interleave(lengths), torch.device("cpu") if device is None else device)
 
 
 def fourier_mix_naive(x_BLD: torch.Tensor, *, norm: Literal["ortho"] | None = None) -> torch.Tensor:
     """Re(F_L x F_D) with the transform's matrices written out; O(L^2 + D^2). See `fourier_mix`."""
 
     def matrix(size: int) -> torch.Tensor:
-        n = torch.arange(size, dtype=torch.float64)
+        n = torch.arange(size, dtype=torch.float64, device=x_BLD.device)
         angle = -2 * math.pi * torch.outer(n, n) / max(size, 1)
         return torch.polar(torch.full_like(angle, 1 / math.sqrt(max(size, 1)) if norm == "ortho" else 1.0), angle)
 

@@ -258,10 +258,10 @@ def legs_memory_naive(
     batch, length, channels = f_BLD.shape
     size = read_DN.shape[1]
     before = LegsState.empty(batch, channels, size) if state is None else state
-    n = torch.arange(size, dtype=torch.float64)
+    n = torch.arange(size, dtype=torch.float64, device="cpu")
     b_N = (2 * n + 1).sqrt()
     a_NN = -(b_N[:, None] * b_N).tril(-1) - torch.diag(n + 1)
-    one_NN = torch.eye(size, dtype=torch.float64)
+    one_NN = torch.eye(size, dtype=torch.float64, device="cpu")
     c_BDN, outputs = before.c_BDN, []
     for step in range(length):
         t_B11 = (before.seen_B + step + 1).double()[:, None, None]

@@ -31,7 +31,7 @@ def denormals_flushed() -> Iterator[None]:
 def flushes_denormals() -> bool:
     """Whether this thread takes them for 0: torch does not say, so half of the smallest normal number is tried."""
     smallest = torch.finfo(torch.float32).tiny
-    return not bool(torch.tensor(smallest) * 0.5)
+    return not bool(torch.tensor(smallest, device="cpu") * 0.5)
 
 
 WORTHWHILE_BYTES = 8 * 2**20

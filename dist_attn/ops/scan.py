@@ -104,7 +104,7 @@ def scan(
     results = cast(_Tensors, _Scan.apply(plan, *sequence, *carry, *parameters))  # type: ignore[no-untyped-call]
     if body.has_output:
         return results[0], results[1:]
-    return torch.empty(0), results
+    return results[0].new_empty(0), results
 
 
 class _Scan(torch.autograd.Function):

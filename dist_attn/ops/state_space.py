@@ -83,7 +83,7 @@ def legs(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     Reference: HiPPO (LegS) in the signs of S4; A Unified View of Long-Sequence Models, Sec. 7.
     """
-    n = torch.arange(size, dtype=torch.float64)
+    n = torch.arange(size, dtype=torch.float64, device="cpu")
     b_N = (2 * n + 1).sqrt()
     a_NN = -(b_N[:, None] * b_N).tril(-1) - torch.diag(n + 1)
     return a_NN, b_N, (n + 0.5).sqrt()
@@ -178,7 +178,7 @@ def initial_eigenvalues(spectrum: Spectrum, pairs: int) -> torch.Tensor:
 
     Reference: S4D (Gu et al. 2022), Sec. 4; with N the size of the whole state, 2 `pairs`.
     """
-    n, size = torch.arange(pairs, dtype=torch.float64), 2 * pairs
+    n, size = torch.arange(pairs, dtype=torch.float64, device="cpu"), 2 * pairs
     half = torch.full_like(n, -0.5)
     match spectrum:
         case "lin":
@@ -200,7 +200,7 @@ def initial_inputs(spectrum: Spectrum, pairs: int) -> torch.Tensor:
     """
     if spectrum == "legs":
         return legs_eigenvalues(2 * pairs)[1].abs()
-    return torch.ones(pairs, dtype=torch.float64)
+    return torch.ones(pairs, dtype=torch.float64, device="cpu")
 
 
 def diagonal_kernel_naive(a_DN: torch.Tensor, b_DN: torch.Tensor, c_DN: torch.Tensor, length: int) -> torch.Tensor:

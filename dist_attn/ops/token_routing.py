@@ -94,4 +94,4 @@ def route_tokens_naive(
             if len(rows[expert]) < capacity:
                 slot_NK[token, choice] = len(rows[expert])
                 rows[expert].append(token)
-    return [x_NC[torch.tensor(tokens, dtype=torch.int64)] for tokens in rows], slot_NK
+    return [x_NC[torch.tensor(tokens, dtype=torch.int64, device="cpu")] for tokens in rows], slot_NK

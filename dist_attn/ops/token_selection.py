@@ -3,6 +3,7 @@
 import torch
 
 from dist_attn.errors import InputError, ShapeError
+from dist_attn.ops.device import send
 
 
 def select_tokens(
@@ -74,8 +75,8 @@ def select_tokens_naive(
     """See `select_tokens`; plain comparisons, O(L log L)."""
     scores = score_L.tolist()
     best_first = sorted(range(len(scores)), key=lambda token: (-scores[token], token))
-    limit = torch.tensor(threshold, dtype=score_L.dtype).item()
+    limit = torch.tensor(threshold, dtype=score_L.dtype, device="cpu").item()
     passing = [token for token in best_first if scores[token] >= limit] or best_first[:1]
     kept = sorted(passing if at_most is None else passing[:at_most])
-    position_N = torch.tensor(kept, dtype=torch.int64, device=x_LC.device)
+    position_N = send(torch.tensor(kept, dtype=torch.int64, device="cpu"), x_LC.device)
     return x_LC[position_N], position_N

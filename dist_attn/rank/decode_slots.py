@@ -170,7 +170,7 @@ class DecodeSlots:
     def _draw_batch(self, batch: _Batch) -> list[Drawn | RequestFault]:
         seats = [self._seats[request] for request in batch.requests]
         tokens = [seat.token for seat in seats] + [0] * (SLOTS - len(seats))
-        token_B = torch.tensor(tokens, dtype=torch.int64, device=self._model.embedding.weight.device)
+        token_B = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         watch = current_watch()
         if watch is not None:
             watch.rows = len(seats)

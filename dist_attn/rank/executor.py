@@ -20,6 +20,7 @@ from dist_attn.layout import SequenceLayout
 from dist_attn.models import LanguageModel, ModelState, hold_weights_as
 from dist_attn.models.blocks import Block
 from dist_attn.ops import FiniteCheck, LocalSequenceOps, SequenceOps, Watch, watching
+from dist_attn.ops.device import send
 from dist_attn.ops.finite import checked
 from dist_attn.rank.decode_slots import SLOTS, DecodeSlots
 from dist_attn.rank.row_pieces import reduce_to_pieces, score_pieces
@@ -229,7 +230,7 @@ class ModelExecutor:
             ops = checked(ops)
         self._pause = pause
         with watching(self._watch):
-            h_BLD, request.state = self._language_model.hidden(tokens_L[None].to(self._device), ops, request.state)
+            h_BLD, request.state = self._language_model.hidden(tokens_L[None], ops, request.state)
         self._pause = None
         request.position += sum(op.lengths)
         request.logits_V = None
@@ -243,7 +244,7 @@ class ModelExecutor:
         count = None if request.sampling is None else request.sampling.prompt_logprobs
         if count is None or op.following is None:
             return None
-        targets_L = torch.cat([tokens_L[1:], torch.tensor([op.following])]).to(self._device)
+        targets_L = send(torch.cat([tokens_L[1:], torch.tensor([op.following], device="cpu")]), self._device)
         readout = self._language_model.readout
         return score_pieces(readout, h_BLD[0], targets_L, op.start + start, op.request, count)
 

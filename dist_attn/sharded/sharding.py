@@ -165,7 +165,7 @@ def placement_of(
 
     Raises: InputError when only one of the layouts has documents.
     """
-    queries_L, keys_S = (torch.cat([torch.arange(*one) for one in ranges]) for ranges in (queries, keys))
+    queries_L, keys_S = (torch.cat([torch.arange(*one, device="cpu") for one in ranges]) for ranges in (queries, keys))
     if not layout.documents and not memory.documents:
         return Placement(queries_L, keys_S)
     if layout.documents is None or memory.documents is None:
@@ -179,7 +179,7 @@ def placement_of(
 
 def _documents_at(starts: Sequence[int], positions: torch.Tensor) -> torch.Tensor:
     """The number of the document that each position belongs to."""
-    return torch.bucketize(positions, torch.tensor(starts, dtype=torch.int64), right=True)
+    return torch.bucketize(positions, torch.tensor(starts, dtype=torch.int64, device="cpu"), right=True)
 
 
 def _kind(x: torch.Tensor | None, dim: int | None = None) -> str:

@@ -152,7 +152,7 @@ def _positions(cache: KeyValueCache, rank: int) -> torch.Tensor:
     starts = accumulate((sum(lengths) for lengths in blocks), initial=0)
     return torch.cat(
         [
-            torch.arange(start + sum(lengths[:rank]), start + sum(lengths[: rank + 1]))
+            torch.arange(start + sum(lengths[:rank]), start + sum(lengths[: rank + 1]), device="cpu")
             for start, lengths in zip(starts, blocks, strict=False)
         ]
     )

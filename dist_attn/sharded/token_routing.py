@@ -87,7 +87,7 @@ def sharded_route_tokens(
     sent_SC = x_NC.index_select(0, source_S % max(1, tokens))
     arrived_RC = collectives.all_to_all(comm, sent_SC, to_P, from_P, label="to experts")
     order_R = _by_slot(own_PKE)
-    counts_E = torch.zeros(num_experts, dtype=torch.int64)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device="cpu")
     counts_E[cuts[comm.rank] : cuts[comm.rank + 1]] = own_PKE.sum(dim=(0, 1)).cpu()
     return ShardedRoutes(
         arrived_RC.index_select(0, order_R),

@@ -11,6 +11,7 @@ import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.layout import SequenceLayout
+from dist_attn.ops.device import send
 from dist_attn.ops.sequence_ops import SequenceOps
 from dist_attn.ops.token_selection import (
     check_selection,
@@ -107,7 +108,7 @@ def _share_of_ranks(comm: Communicator, score_N: torch.Tensor, counts: list[int]
     scores_PW = comm.all_gather(padded_W, label="highest scores")
     limit = scores_PW.flatten().topk(at_most).values[-1]
     # A score may be -inf as well, or no number and counted so: what only fills a row up is equal to none.
-    counts_P1 = torch.tensor(counts, device=scores_PW.device)[:, None]
+    counts_P1 = send(torch.tensor(counts, device="cpu"), scores_PW.device)[:, None]
     given_PW = torch.arange(width, device=scores_PW.device) < counts_P1
     above_P = (scores_PW > limit).sum(dim=1).tolist()
     equal_P = ((scores_PW == limit) & given_PW).sum(dim=1).tolist()

@@ -23,6 +23,7 @@ from dist_attn.checkpoints import save_model
 from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.models import LanguageModel
+from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import ContrastConfig, TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
@@ -78,7 +79,7 @@ def window_rows(model: LanguageModel, tokens: NDArray[np.int32], window: int, *,
     """
     count = len(tokens) // window
     windows_WL = torch.from_numpy(tokens[: count * window].astype(np.int64)).reshape(count, window)
-    parts, state = [torch.empty(0, model.config.hidden_size)], model.initial_state(1)
+    parts, state = [torch.empty(0, model.config.hidden_size, device="cpu")], model.initial_state(1)
     for block_BL in windows_WL.split(max(1, _BLOCK_TOKENS // window)):
         if carried:
             h_BLD, state = model.hidden(block_BL.reshape(1, -1), state=state)
@@ -148,13 +149,13 @@ class ContrastiveTask(Task):
         tokens = self._share.tokens(segment)
         ops = self._share.ops(segment)
         with self._autocast():
-            h_NLD, _ = self.model.hidden(windows_NT[:, tokens].to(self._share.device), ops)
+            h_NLD, _ = self.model.hidden(windows_NT[:, tokens], ops)
         mean_ND = ops.sum_over_sequence(h_NLD.to(torch.promote_types(h_NLD.dtype, torch.float32))) / segment
         contrasts = [contrast_loss(row_ND, self._contrast.temperature) for row_ND in mean_ND.split(row_windows)]
         loss = torch.stack(contrasts).sum() * self._share.replica_weight
         if self._contrast.language_weight:
             # The last token of a window has nothing to predict; the others' targets are the tokens after them.
-            targets_NL = windows_NT[:, tokens.start + 1 : tokens.stop + 1].to(self._share.device)
+            targets_NL = send(windows_NT[:, tokens.start + 1 : tokens.stop + 1], self._share.device)
             kept_NLD = h_NLD[:, : targets_NL.shape[1]]
             with self._autocast():
                 nats = token_loss(self.model.readout, kept_NLD.flatten(0, 1), targets_NL.flatten())

@@ -146,7 +146,10 @@ def _optimiser_tensors(optimisers: Sequence[torch.optim.Optimizer]) -> Iterator[
     for index, optimiser in enumerate(optimisers):
         for number, parameter in enumerate(_parameters(optimiser)):
             for key, value in optimiser.state[parameter].items():
-                yield f"{index}.{number}.{key}", torch.as_tensor(value)
+                yield (
+                    f"{index}.{number}.{key}",
+                    value if isinstance(value, Tensor) else torch.tensor(value, device="cpu"),
+                )
 
 
 def _optimiser_state(
@@ -168,7 +171,7 @@ def _optimiser_state(
                 key,
                 torch.zeros_like(parameter, requires_grad=False)
                 if sizes[name] == parameter.shape
-                else torch.zeros(sizes[name]),
+                else torch.zeros(sizes[name], device="cpu"),
             )
             for name, key in own
         ]

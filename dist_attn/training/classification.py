@@ -45,7 +45,7 @@ class Tally:
 
     def scores(self, share: Share) -> dict[str, float | int]:
         """Accuracy and mean loss over all ranks, each example once; a call of every rank."""
-        own_N = torch.tensor([self.loss, self.right, self.examples], dtype=torch.float64, device=share.device)
+        own_N = torch.tensor([self.loss, self.right, self.examples], dtype=torch.float64, device="cpu").to(share.device)
         loss, right, examples = share.sum(own_N * share.replica_weight).tolist()
         examples = round(examples)  # thirds that were added up
         return {"accuracy": right / examples, "validation_loss": loss / examples, "examples": examples}

@@ -19,6 +19,7 @@ from dist_attn.checkpoints import load_model_and_tokeniser, resolve_model_folder
 from dist_attn.devices import ON_CPU, Compute
 from dist_attn.errors import InputError
 from dist_attn.models import LanguageModel, weight_precision_of
+from dist_attn.ops.device import send
 from dist_attn.training.task import Share, Whole
 from dist_attn.wire.choices import WeightPrecision
 
@@ -85,7 +86,7 @@ def score_tokens(
     stream = torch.from_numpy(tokens.astype(np.int64))
     share = (Whole() if share is None else share).lengthwise()
     nats = _carried_nats(model, stream, share) if context is None else _windowed_nats(model, stream, context, share)
-    total = float(share.sum(torch.tensor(nats, dtype=torch.float64)))
+    total = float(share.sum(torch.tensor(nats, dtype=torch.float64, device="cpu")))
     total += math.log(model.config.vocab_size)  # the first token
     return Score(bits=total / math.log(2), num_tokens=len(tokens), num_bytes=num_bytes)
 
@@ -102,7 +103,7 @@ def _carried_nats(model: LanguageModel, stream: torch.Tensor, share: Share) -> f
         inputs = stream[None, start : min(start + _BLOCK_TOKENS, len(stream) - 1)]
         own = share.tokens(inputs.shape[1])
         ops = share.ops(inputs.shape[1])
-        h_BLD, state = model.hidden(inputs[:, own].to(share.device), ops, state)
+        h_BLD, state = model.hidden(inputs[:, own], ops, state)
         nats += _nats(model, h_BLD[0], stream[start + 1 : start + 1 + inputs.shape[1]][own])
     return nats
 
@@ -118,7 +119,7 @@ def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int, sha
         """What the last `owed` tokens of windows of one length cost."""
         own = share.tokens(length)
         inputs_BL = torch.stack([stream[stop - length : stop] for stop in stops])[:, own]
-        h_BLD, _ = model.hidden(inputs_BL.to(share.device), share.ops(length))
+        h_BLD, _ = model.hidden(inputs_BL, share.ops(length))
         scored = slice(max(0, length - owed - own.start), None)
         # The input at position t predicts the token after it.
         targets_BL = torch.stack([stream[stop - length + 1 : stop + 1] for stop in stops])[:, own]
@@ -137,7 +138,7 @@ def _windowed_nats(model: LanguageModel, stream: torch.Tensor, context: int, sha
 
 
 def _nats(model: LanguageModel, h_LD: torch.Tensor, targets_L: torch.Tensor) -> float:
-    targets_L = targets_L.to(h_LD.device)
+    targets_L = send(targets_L, h_LD.device)
     pieces = zip(h_LD.split(_BLOCK_TOKENS), targets_L.split(_BLOCK_TOKENS), strict=True)  # logits of all would be large
     # As slices of one sequence: [B, D] would be a step of as many sequences.
     logits = ((model.readout(h_LD[None])[0], targets_L) for h_LD, targets_L in pieces)

@@ -16,6 +16,7 @@ from torch import Tensor
 from dist_attn.checkpoints import save_model
 from dist_attn.models import MaskedAutoencoder, MaskedAutoencoderConfig, VisionClassifier, VisionClassifierConfig
 from dist_attn.models.vision import draw_mask
+from dist_attn.ops.device import send
 from dist_attn.training.classification import ClassificationTask, ExamplesTask
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ImageDataConfig
@@ -55,10 +56,10 @@ class VisionTask(ClassificationTask[ImageSet], _ImageTask):
         weight = self.model.projection.weight
         patches_BTN = self.model.prepare(examples.pixels(numbers).to(weight.dtype))
         total, device = patches_BTN.shape[1], self._share.device
-        own_BLN = patches_BTN[:, self._share.tokens(total)].to(device)
+        own_BLN = send(patches_BTN[:, self._share.tokens(total)], device)
         with self._autocast():
             logits_BC = self.model(own_BLN, self._share.ops(total))
-        return logits_BC, torch.from_numpy(examples.classes_N[numbers]).to(device)
+        return logits_BC, send(torch.from_numpy(examples.classes_N[numbers]), device)
 
 
 HIDDEN_SHARE = 0.75
@@ -92,7 +93,7 @@ class MaskedAutoencoderTask(_ImageTask):
             mean = float(self._mean_error(images, np.array(numbers)[own], mask_BT))
             if counts:
                 error += mean * (own.stop - own.start)
-        total = self._share.sum(torch.tensor([error * self._share.replica_weight], dtype=torch.float64))
+        total = self._share.sum(torch.tensor([error * self._share.replica_weight], dtype=torch.float64, device="cpu"))
         return {"validation_loss": float(total) / len(images), "images": len(images)}
 
     def _mask(self, step: int, first: int, count: int) -> Tensor:
@@ -107,6 +108,6 @@ class MaskedAutoencoderTask(_ImageTask):
         patches_BTN = self.model.prepare(images.pixels(numbers).to(self.model.projection.weight.dtype))
         total, device = patches_BTN.shape[1], self._share.device
         own = self._share.tokens(total)
-        own_BLN, mask_BL = patches_BTN[:, own].to(device), mask_BT[:, own].to(device)
+        own_BLN, mask_BL = send(patches_BTN[:, own], device), send(mask_BT[:, own], device)
         with self._autocast():
             return self.model.loss(own_BLN, mask_BL, self._share.ops(total))

@@ -14,6 +14,7 @@ from dist_attn.devices import compute_on
 from dist_attn.errors import ConfigError
 from dist_attn.model_config.language_model import LearnedPositions
 from dist_attn.models import LanguageModel, LanguageModelConfig, ModelState
+from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import TextDataConfig
@@ -27,7 +28,7 @@ from dist_attn.training.datasets.token_cache import (
     tokens_of,
 )
 from dist_attn.training.evaluation import score_tokens, token_loss
-from dist_attn.training.task import Criterion, Share, Task, first_model, uploaded
+from dist_attn.training.task import Criterion, Share, Task, first_model
 
 
 def tokenise_files(
@@ -135,7 +136,8 @@ class LanguageTask(Task):
         data = self._data
         inputs_BT, targets_BT = self._stream(step)
         tokens = self._share.tokens(data.segment)
-        inputs_BL, targets_BL = (uploaded(t[rows, tokens], self._share.device) for t in (inputs_BT, targets_BT))
+        inputs_BL = inputs_BT[rows, tokens]
+        targets_BL = send(targets_BT[rows, tokens], self._share.device)
         ops = self._share.ops(data.segment, carried=data.stateful)
         with self._autocast():
             h_BLD, after = self.model.hidden(inputs_BL, ops, self._state_of(rows))

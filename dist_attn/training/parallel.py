@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from dist_attn.comm import Communicator
 from dist_attn.errors import CommError, ConfigError
 from dist_attn.models.blocks import Recomputable
+from dist_attn.ops.device import send
 from dist_attn.training.mesh import Mesh
-from dist_attn.training.task import uploaded
 
 Result = TypeVar("Result")
 
@@ -165,7 +165,7 @@ class Sharded:
 
     def reduce_gradients(self) -> Tensor:
         """The backward pass has done it."""
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def clip_gradients(self, norm: float) -> Tensor:
         """By the norm over all shards."""
@@ -214,10 +214,10 @@ def sum_gradients(comm: Communicator, parameters: Sequence[nn.Parameter], bucket
     """
     learned = [p for p in parameters if p.requires_grad]
     if comm.size == 1 or not learned:
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
     device = learned[0].device
-    present_N = torch.tensor([p.grad is not None for p in learned], dtype=torch.int32)
-    ranks_with_one_N = comm.all_reduce_sum(uploaded(present_N, device), label="which gradients")
+    present_N = torch.tensor([p.grad is not None for p in learned], dtype=torch.int32, device="cpu")
+    ranks_with_one_N = comm.all_reduce_sum(send(present_N, device), label="which gradients")
     bucket: list[nn.Parameter] = []
     for parameter in learned:
         if bucket and (_bytes(bucket) + _bytes([parameter]) > bucket_bytes or bucket[0].dtype != parameter.dtype):

@@ -58,7 +58,9 @@ def read_whole(files: Sequence[Path]) -> dict[str, Tensor]:
     """
     metadata = _reader(files).read_metadata().state_dict_metadata
     entries = {name: cast(TensorStorageMetadata, entry) for name, entry in metadata.items()}
-    tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu") for name, entry in entries.items()
+    }
     read_shards(files, tensors)
     return tensors
 

@@ -25,6 +25,7 @@ from dist_attn.mixers import (
 from dist_attn.model_config.language_model import mixers_of_layers
 from dist_attn.models import MillionConfig, MillionModel, TextClassifier, TextClassifierConfig
 from dist_attn.models.million import Reading
+from dist_attn.ops.device import send
 from dist_attn.training.classification import ClassificationTask, ExamplesTask, Tally, cross_entropy
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import LabelledTextConfig, ListOpsConfig, NeedlesConfig
@@ -72,11 +73,11 @@ class TextClassificationTask(ClassificationTask[TextExamples], _TextTask):
     def _classify(self, examples: TextExamples, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         texts, classes = zip(*(examples[number] for number in numbers.tolist()), strict=True)
         tokens_1T, starts = self.model.pack([text for own in texts for text in own])
-        total, device = tokens_1T.shape[1], self._share.device
-        own_1L = tokens_1T[:, self._share.tokens(total)].to(device)
+        total = tokens_1T.shape[1]
+        own_1L = tokens_1T[:, self._share.tokens(total)]
         with self._autocast():
             logits_NC = self.model.classify_packed(own_1L, self._share.ops(total, documents=starts))
-        return logits_NC, torch.tensor(classes, device=device)
+        return logits_NC, send(torch.tensor(classes, device="cpu"), logits_NC.device)
 
 
 def _check_packs(model: TextClassifierConfig) -> None:
@@ -141,7 +142,7 @@ class MillionTask(_TextTask):
         examples = self._validation
         if examples is None:
             return {}
-        tally, became_4 = Tally(), torch.zeros(4, dtype=torch.float64)
+        tally, became_4 = Tally(), torch.zeros(4, dtype=torch.float64, device="cpu")
         for batch, own, counts in self._validation_batches(examples):
             numbers = batch[own]
             logits_NC, classes_N, readings = self._read(examples, numbers, numbers)
@@ -149,7 +150,8 @@ class MillionTask(_TextTask):
                 tally.add(logits_NC, classes_N)
                 for reading in readings:
                     became = reading.tally
-                    became_4 += torch.tensor([became.kept, became.tokens, became.dropped, became.assigned])
+                    found = [became.kept, became.tokens, became.dropped, became.assigned]
+                    became_4 += torch.tensor(found, device="cpu")
         scores = tally.scores(self._share)
         weighed_4 = (became_4 * self._share.replica_weight).to(self._share.device)
         kept, tokens, dropped, assigned = self._share.sum(weighed_4).tolist()
@@ -190,13 +192,12 @@ class MillionTask(_TextTask):
     ) -> tuple[Tensor, Tensor, list[Reading]]:
         """Logits, classes and readings of some examples."""
         logits, classes, readings = [], [], []
-        device = self._share.device
         for number, draw in zip(numbers, draws, strict=True):
             (tokens_T,), label = examples[number]
             ops = self._share.ops(len(tokens_T))
-            own_L = tokens_T[self._share.tokens(len(tokens_T))].to(device)
+            own_L = tokens_T[self._share.tokens(len(tokens_T))]
             with self._autocast():
                 readings.append(self.model.read(own_L, ops, draw))
                 logits.append(self.model.classify(readings[-1], ops))
             classes.append(label)
-        return torch.stack(logits), torch.tensor(classes, device=device), readings
+        return torch.stack(logits), send(torch.tensor(classes, device="cpu"), self._share.device), readings

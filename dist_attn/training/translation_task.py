@@ -17,6 +17,7 @@ from dist_attn.generation.beam_search import BeamSpec
 from dist_attn.generation.translation import translate
 from dist_attn.mixers import redraw_pools
 from dist_attn.models import EncoderDecoder, EncoderDecoderConfig
+from dist_attn.ops.device import send
 from dist_attn.text import Tokeniser, load_tokeniser
 from dist_attn.training.config import TrainingConfig
 from dist_attn.training.datasets.config import ParallelTextConfig
@@ -77,7 +78,7 @@ class TranslationTask(Task):
             if counts:
                 loss += float(_cross_entropy(logits_NV, next_N, 0.0))
                 right += int((logits_NV.argmax(dim=1) == next_N).sum())
-        total = self._share.sum(torch.tensor([loss, right], dtype=torch.float64, device=self._share.device))
+        total = self._share.sum(torch.tensor([loss, right], dtype=torch.float64, device="cpu").to(self._share.device))
         if self._data.translations:
             self._write_translations()
         mean = float(total[0]) / tokens
@@ -102,12 +103,12 @@ class TranslationTask(Task):
         """Of the target tokens that lie here: logits [N, V], and what comes after each of them, [N]."""
         share, device = self._share, self._share.device
         source, target = part.source_BS.shape[1], part.target_BL.shape[1]
-        source_BS = part.source_BS[:, share.tokens(source)].to(device)
-        target_BL, next_BL = (t[:, share.tokens(target)].to(device) for t in (part.target_BL, part.next_BL))
+        source_BS = part.source_BS[:, share.tokens(source)]
+        target_BL, next_BL = (t[:, share.tokens(target)] for t in (part.target_BL, part.next_BL))
         with compute_on(device, self._config.run.dtype).autocast():
             memory_BSD = self.model.encode(source_BS, share.ops(source))
             logits_BLV, _ = self.model.decode(target_BL, memory_BSD, share.ops(target), share.ops(target, source))
-        return logits_BLV.flatten(0, 1), next_BL.flatten()
+        return logits_BLV.flatten(0, 1), send(next_BL.flatten(), device)
 
     def _write_translations(self) -> None:
         """translations.txt: line n is the model's translation of line n of the validation sources."""
@@ -117,7 +118,7 @@ class TranslationTask(Task):
         # Token ids and 1, 0 behind the end: what ranks do not have is 0, so that a sum puts the rows together.
         table_NT = torch.zeros(len(self._sources), longest, dtype=torch.int64, device=self._share.device)
         for row, found in enumerate(translate(self.model, self._sources[own], spec, end_token=self._ends[1])):
-            tokens = torch.tensor(found[0].tokens, dtype=torch.int64, device=self._share.device)
+            tokens = torch.tensor(found[0].tokens, dtype=torch.int64, device="cpu")
             table_NT[own.start + row, : len(tokens)] = tokens + 1
         table_NT = everyone.sum(table_NT)
         if own.start == 0 and own.stop > 0:  # one rank has the first row

@@ -94,7 +94,7 @@ def packed_softmax_attention(
     length = call.queries
     check_documents(documents, length, call.keys)
     if relative is not None:
-        tokens_L, number_L = torch.arange(length), document_numbers(documents, length)
+        tokens_L, number_L = torch.arange(length, device="cpu"), document_numbers(documents, length)
         return attend(replace(call, placement=Placement(tokens_L, tokens_L, number_L, number_L)))
     flags_L = start_flags(documents, length, q_BHLK.device)
     starts = frozenset(documents)

@@ -191,7 +191,7 @@ class Powers:
     def counted(self, b_DKN: torch.Tensor, tokens: int) -> torch.Tensor:
         """The message of so many tokens. Shapes: B [D, K', N], complex where a is -> [X]."""
         real = torch.stack([b_DKN.real, b_DKN.imag], dim=2) if b_DKN.is_complex() else b_DKN
-        return torch.cat([real.flatten(), self._digits(torch.tensor(tokens, device=real.device), real.dtype)])
+        return torch.cat([real.flatten(), self._digits(torch.full((), tokens, device=real.device), real.dtype)])
 
     def sums(self, message: torch.Tensor) -> torch.Tensor:
         """B of a message, [D, K', N]."""

@@ -115,7 +115,7 @@ def scan_over_ranks_start(
     """Launch `scan_over_ranks`: what its algorithm can send before it has received anything is under way."""
     first = torch.zeros_like(own)
     if initial is not None:  # on every rank in the same graph
-        first = torch.where(torch.tensor(comm.rank == 0, device=own.device), initial, first)
+        first = torch.where(torch.full((), comm.rank == 0, device=own.device), initial, first)
     with_first = monoid.combine(first, own)
     if comm.size == 1:
         return RunningScan(lambda: (first, with_first))
