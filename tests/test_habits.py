@@ -1,8 +1,10 @@
 """What CONTRIBUTING.md and the commit hooks tell people to run exists, and needs no network."""
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -103,3 +105,44 @@ def test_decisions_are_numbered_once_and_listed() -> None:
         title = page.read_text().splitlines()[0].removeprefix("# ")
         assert title.startswith(f"{page.name[:4]}. ")
         assert f"* [{title}]({page.name})" in listed
+
+
+FACTORIES = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "logspace", "ones"}
+FACTORIES |= {"rand", "randint", "randn", "randperm", "tensor", "zeros"}
+# Where a new tensor need not say on which device it lies.
+ANYWHERE = {
+    "dist_attn/comm/": "a few numbers of the host that ranks tell each other; a back end takes them to its device",
+    "dist_attn/commands/": "numbers and files of the host",
+    "dist_attn/mixers/contract.py": "inputs of the contract's checks, which are made on the CPU",
+    "dist_attn/ops/linear_attention/native": "memory for the kernels in C, which are the CPU's",
+}
+
+
+def test_new_tensors_say_where_they_lie() -> None:
+    """No tensor is made on the CPU by default and mixed with those of a device; parameters are, and move with `.to`.
+
+    `torch.tensor` of numbers makes them on the CPU and copies them while the host waits for the device, so it says
+    "cpu", and `ops.device.send` does the rest.
+    """
+    found = []
+    for path in sorted((ROOT / "dist_attn").rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(tuple(ANYWHERE)):
+            found += [f"{name}:{line}" for line in _without_device(ast.parse(path.read_text()))]
+    assert found == []
+
+
+def _without_device(tree: ast.AST) -> Iterator[int]:
+    """Lines of calls that make a tensor without a word about its device, outside of modules' parameters."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "nn.Parameter":
+            continue
+        if isinstance(node, ast.Call):
+            module, _, function = ast.unparse(node.func).partition(".")
+            device = [ast.unparse(word.value) for word in node.keywords if word.arg == "device"]
+            of_numbers = function in ("tensor", "as_tensor")
+            if module == "torch" and function in FACTORIES and (not device or (of_numbers and device != ["'cpu'"])):
+                yield node.lineno
+        yield from _without_device(node)

@@ -224,6 +224,6 @@ def _weighed(reading: Reading) -> torch.Tensor:
 
 
 def _identity(taps: int, size: int) -> torch.Tensor:
-    weight_KD = torch.zeros(taps, size)
+    weight_KD = torch.zeros(taps, size, device="cpu")
     weight_KD[taps // 2] = 1.0
     return weight_KD

@@ -85,6 +85,7 @@ MODEL_CASES: dict[str, dict[str, Any]] = {
     },
     "key weights": {"mixer": {"kind": "rfa", "num_heads": 4, "num_random": 16, "weighting": "norm"}},
     "softmax": {"mixer": {"kind": "softmax", "num_heads": 4}},
+    "softmax, rotary": {"mixer": {"kind": "softmax", "num_heads": 4, "rotary": {"size": 8}, "short_convolution": 0}},
     "softmax, relative keys, shared": {
         "mixer": {"kind": "softmax", "num_heads": 4, "relative": {"reach": 0, "values": False, "shared": True}}
     },

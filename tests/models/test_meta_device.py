@@ -1,0 +1,133 @@
+"""On `meta`, the device without numbers that every torch has: models mix no devices, and the host waits for nothing.
+
+There `.item()`, `.tolist()`, `.cpu()` and all that looks at a number fail. What would pass is a tensor of the CPU among
+others, and the copy of one for which a GPU finishes all its work first: `_OneDevice` refuses both.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dist_attn.comm import Communicator, run_simulated
+from dist_attn.generation import pack_state
+from dist_attn.layout import SequenceLayout
+from dist_attn.models import LanguageModel, ModelState
+from dist_attn.ops import LocalSequenceOps, SequenceOps
+from dist_attn.sharded import ShardedSequenceOps
+from dist_attn.training.loop import build_task
+from dist_attn.training.optim import build_optimisers
+from dist_attn.training.task import Whole
+from tests.support.model_cases import MODEL_CASES, kinds_of, small_model
+from tests.support.snapshots import manifest
+from tests.support.tasks import RUNS, small_task
+from tests.support.training import small_run
+
+META = torch.device("meta")
+BATCH, LENGTH = 2, 70
+
+
+class _OneDevice(TorchDispatchMode):
+    """Every operation inside has its tensors on one device; those of the CPU come to another without a wait.
+
+    Numbers without dimensions are arguments of a kernel, wherever they lie.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(t.device.type == "cpu" for t in given):
+            name = str(function)
+            copies = "_to_copy" in name or "aten.to." in name or "copy_" in name
+            of_host = [t for t in given if t.device.type == "cpu" and (copies or t.dim())]
+            both = [*given, *(t for t in tree_leaves(result) if isinstance(t, torch.Tensor))]
+            if of_host and any(t.device == META for t in both):
+                waits_not = copies and (kwargs.get("non_blocking") or any(arg is True for arg in args))
+                assert waits_not, f"{name} has a tensor of the CPU, {tuple(of_host[0].shape)}, among those of {META}"
+        return result
+
+
+def _tokens(length: int = LENGTH, device: torch.device = META) -> torch.Tensor:
+    return torch.zeros(BATCH, length, dtype=torch.int64, device=device)
+
+
+def _described(state: ModelState) -> list[tuple[Any, ...]]:
+    """All that can be told of a state without its numbers."""
+    return [(t.shape, t.dtype, t.is_contiguous()) for layer in state.layers for t in layer.tensors()]
+
+
+@pytest.mark.parametrize("case", MODEL_CASES)
+def test_prefill_decode_and_backward(case: str) -> None:
+    """Blocks, documents and steps leave states as on the CPU, so a snapshot holds the same arrays; gradients arrive."""
+    model = small_model(case)
+    with torch.inference_mode():
+        of_numbers = _states(model, case)
+    stored = pack_state(of_numbers[-1].select(0), manifest()).header.arrays
+    model.to(META)
+    with _OneDevice():
+        with torch.inference_mode():
+            without = _states(model, case)
+        logits_BLV, _ = model(_tokens())
+        logits_BLV.sum().backward()
+    assert [_described(state) for state in without] == [_described(state) for state in of_numbers]
+    held = [t[0] for layer in without[-1].layers for t in layer.tensors()]
+    assert {t.device for t in held} == {META}
+    assert [tuple(array.shape) for array in stored] == [tuple(t.shape) for t in held]
+    assert all(p.grad is not None and p.grad.device == META for p in model.parameters())
+
+
+def _states(model: LanguageModel, case: str) -> list[ModelState]:
+    """After two blocks, the first of packed documents where the mixers take them, and after two steps."""
+    tokens_BL = _tokens(device=model.embedding.weight.device)
+    packed = not kinds_of(case) & {"scaleformer", "lssl", "s4", "hippo"}
+    _, first = model(tokens_BL, LocalSequenceOps((0, 20, 50) if packed else None))
+    _, second = model.hidden(tokens_BL, None, first)
+    _, third = model.step(torch.zeros(BATCH, dtype=torch.int64), second)  # on the CPU, as drawn tokens are
+    return [first, second, third, model.step(tokens_BL[:, 0], third)[1]]
+
+
+@pytest.mark.parametrize("case", {tuple(sorted(kinds_of(case))): case for case in reversed(MODEL_CASES)}.values())
+def test_ranks_exchange_carries(case: str) -> None:
+    """Three simulated ranks, one of them empty, read two blocks and go back through one; each has the whole state.
+
+    The simulator passes tensors of `meta` as it does others: as many bytes of the device to each rank as it expects.
+    """
+    layout = SequenceLayout.from_lengths((40, 0, 30))
+    model = small_model(case).to(META)
+    with torch.inference_mode():
+        want = _described(model.hidden(_tokens(), None)[1])
+
+    def rank(comm: Communicator) -> ModelState:
+        ops: SequenceOps = ShardedSequenceOps(comm, layout, cache="whole")
+        tokens = _tokens(layout.lengths[comm.rank])
+        with _OneDevice():
+            with torch.no_grad():
+                _, first = model.hidden(tokens, ops)
+            h_BLD, _ = model.hidden(tokens, ops, first)
+            torch.autograd.grad(h_BLD.sum(), list(model.parameters()), allow_unused=True)
+        return first
+
+    for state in run_simulated(rank, 3):
+        assert _described(state) == want
+
+
+@pytest.mark.parametrize("kind", ["language", *sorted(RUNS.keys() - {"million"})])
+def test_training_steps(kind: str, tmp_path: Path) -> None:
+    """Loss, backward pass, clipping and update of every task, on its own batches, wait for nothing.
+
+    Of a million-scale model the host must know how many tokens the Selector keeps.
+    """
+    config = small_run(tmp_path, bf16=False) if kind == "language" else small_task(kind, tmp_path)
+    task = build_task(config, Whole(META))
+    optimisers = build_optimisers(task.model, config.optimiser)
+    with _OneDevice():
+        for step in range(2):
+            task.prepare(step)
+            task.loss(step, slice(0, task.batch)).backward()
+            torch.nn.utils.clip_grad_norm_(task.model.parameters(), 1.0)
+            for optimiser in optimisers:
+                optimiser.step()
