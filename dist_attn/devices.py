@@ -2,12 +2,14 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from dist_attn.comm import Communicator
 from dist_attn.errors import ConfigError
+from dist_attn.ops.device import without_autocast
 from dist_attn.ops.linear_attention import kernels_taken
 from dist_attn.wire.choices import Precision, check_device
 
@@ -19,9 +21,11 @@ class Compute:
     device: torch.device
     dtype: torch.dtype
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager[object]:
         """Around whatever computes; states, sums and denominators stay float32 inside it."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        if self.dtype == torch.bfloat16:
+            return torch.autocast(self.device.type, dtype=torch.bfloat16)
+        return without_autocast(self.device)
 
     def sentence(self, comm: Communicator | None = None) -> str:
         """Device, precision, ranks, their back end and the kernels, with the reason; of rank 0 where there are more."""

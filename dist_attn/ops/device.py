@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["mixed_precision", "send", "without_autocast"]
+__all__ = ["send", "without_autocast"]
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
@@ -15,11 +15,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
-
-
-def mixed_precision(device: torch.device, bf16: bool) -> AbstractContextManager[object]:
-    """With `bf16`, bfloat16 for what torch's autocast holds safe in it; else the precision of the inputs."""
-    return torch.autocast(device.type, dtype=torch.bfloat16) if bf16 else without_autocast(device)
 
 
 def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -78,7 +78,7 @@ class SequenceExecutor:
         if start % size and op.lengths[self._rank]:
             raise EngineError(f"a slice of request {op.request} starts at {start}, inside a sequence of {size} tokens")
         request.position += sum(op.lengths)
-        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64)).to(self._device)
+        tokens_L = torch.from_numpy(np.frombuffer(op.tokens, dtype="<i4").astype(np.int64))
         if not len(tokens_L):
             return None
         with watching(self._watch):

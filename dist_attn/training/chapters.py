@@ -9,6 +9,7 @@ D model width.
 import math
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -187,7 +188,7 @@ class ContrastiveTask(Task):
         facts = {"trained_on": [path.name for path in self._data.train], "contrast": contrast, **began, **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager[object]:
         return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 

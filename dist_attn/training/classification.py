@@ -5,6 +5,7 @@ Letters: N examples, C classes.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -80,7 +81,7 @@ class ExamplesTask(Task, Generic[Examples]):
             numbers = range(start, min(start + self.batch, len(examples)))
             yield numbers, *rows_to_read(self._share, len(numbers))
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager[object]:
         return compute_on(self._share.device, self._config.run.dtype).autocast()
 
 

@@ -1,6 +1,7 @@
 """Language modelling: segments of contiguous streams, with the state carried from each to the next."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,7 +172,7 @@ class LanguageTask(Task):
         facts = {"trained_on": [path.name for path in self._data.train], **facts}
         save_model(self.model, folder, tokeniser=self._tokeniser, half=True, facts=facts, weights=weights)
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager[object]:
         return compute_on(self._share.device, self._config.run.dtype).autocast()
 
     def _state_of(self, rows: slice) -> ModelState:

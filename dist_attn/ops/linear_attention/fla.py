@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
+from dist_attn.ops.device import send, without_autocast
 from dist_attn.ops.documents import document_ranges, start_flags
 from dist_attn.ops.kernel_operation import Tensors, present
 from dist_attn.ops.linear_attention.block import CLOSED, bounded
@@ -71,7 +72,7 @@ class _FlaKernels(Terms):
         assert state is not None  # a call of tensors by name has one
         # One token is bound by the state, and sums that are not divided yet are float32.
         dtype = torch.float32 if self.undivided or call.queries == 1 else v.dtype
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v.device):
             phi_q_BHLM, phi_k_BHLM = call.features(call.q_BHLK.float()), call.features(call.k_BHSK.float())
             num_BHLW, sz_BHMW = _products(call, phi_q_BHLM.to(dtype), phi_k_BHLM, state)
             mass_BHL = _masses(call, state)
@@ -118,7 +119,7 @@ def _of_documents(
     batch, tokens = q_BLHM.shape[:2]
     ranges = document_ranges(call.documents, tokens)
     lengths = [stop - start for start, stop in ranges] * batch
-    ends = torch.tensor([0, *accumulate(lengths)], device=q_BLHM.device)
+    ends = send(torch.tensor([0, *accumulate(lengths)], device="cpu"), q_BLHM.device)
     q, k, v, gate = (None if x is None else x.flatten(0, 1)[None] for x in (q_BLHM, k_BLHM, v_BLHW, gate_BLH))
     first_N = None
     if call.documents[0]:
