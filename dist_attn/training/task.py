@@ -113,11 +113,6 @@ class Whole:
         return self
 
 
-def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`; the host does not wait for what a GPU still has to do."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
-
-
 def rows_to_read(share: Share, total: int) -> tuple[slice, bool]:
     """The rows of a batch of `total` that are read here, and whether they count.
 

@@ -92,10 +92,8 @@ def _states(model: LanguageModel, case: str) -> list[ModelState]:
 
 @pytest.mark.parametrize("case", {tuple(sorted(kinds_of(case))): case for case in reversed(MODEL_CASES)}.values())
 def test_ranks_exchange_carries(case: str) -> None:
-    """Three simulated ranks, one of them empty, read two blocks and go back through one; each has the whole state.
-
-    The simulator passes tensors of `meta` as it does others: as many bytes of the device to each rank as it expects.
-    """
+    """Three simulated ranks, one of them empty, read two blocks and go back through one; each has the whole state."""
+    # The simulator passes tensors of `meta` as it does others: as many bytes of the device to each rank as it expects.
     layout = SequenceLayout.from_lengths((40, 0, 30))
     model = small_model(case).to(META)
     with torch.inference_mode():
@@ -117,10 +115,8 @@ def test_ranks_exchange_carries(case: str) -> None:
 
 @pytest.mark.parametrize("kind", ["language", *sorted(RUNS.keys() - {"million"})])
 def test_training_steps(kind: str, tmp_path: Path) -> None:
-    """Loss, backward pass, clipping and update of every task, on its own batches, wait for nothing.
-
-    Of a million-scale model the host must know how many tokens the Selector keeps.
-    """
+    """Loss, backward pass, clipping and update of every task, on its own batches, wait for nothing."""
+    # Of a million-scale model the host must know how many tokens the Selector keeps.
     config = small_run(tmp_path, bf16=False) if kind == "language" else small_task(kind, tmp_path)
     task = build_task(config, Whole(META))
     optimisers = build_optimisers(task.model, config.optimiser)
