@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.memory import TrackedMemory
 from dist_attn.errors import ShapeError
-from dist_attn.ops import softmax_attention
+from dist_attn.ops import KeyValueCache, softmax_attention
 from dist_attn.ops.softmax_attention import softmax_attention_naive
 from dist_attn.ops.softmax_attention.attention import for_kernel
 from tests.support.closeness import assert_close
@@ -125,3 +125,20 @@ def test_shapes_that_do_not_fit_are_named(queries, keys, words):
     """Heads that do not divide, or another batch or size, raise a ShapeError, and nothing is broadcast silently."""
     with pytest.raises(ShapeError, match=words):
         softmax_attention(torch.zeros(queries), torch.zeros(keys), torch.zeros(keys), causal=True)
+
+
+@pytest.mark.parametrize("first", [0, 62, 100])
+def test_caches_with_room_are_values(first: int) -> None:
+    """Tokens go into the room behind a cache's keys, and of two that go on from one cache neither sees the other's."""
+    numbers = torch.arange(2.0 * 200 * 3).reshape(1, 2, 200, 3)
+    cache = KeyValueCache(numbers[:, :, :first], -numbers[:, :, :first])
+    with torch.inference_mode():
+        for token in range(first, 140):
+            here = numbers[:, :, token : token + 1]
+            other = cache.with_token(here + 0.5, here)
+            longer = cache.with_token(here, -here)
+            assert torch.equal(other.k_BGSK[:, :, -1], here[:, :, 0] + 0.5)
+            cache = longer
+    assert torch.equal(cache.k_BGSK, numbers[:, :, :140]) and torch.equal(cache.v_BGSV, -numbers[:, :, :140])
+    appended = cache.with_token(numbers[:, :, 140:141], numbers[:, :, 140:141])  # with gradients: a copy
+    assert appended.room is None and appended.tokens == 141
