@@ -117,7 +117,7 @@ def test_ranks_exchange_carries(case: str) -> None:
 def test_training_steps(kind: str, tmp_path: Path) -> None:
     """Loss, backward pass, clipping and update of every task, on its own batches, wait for nothing."""
     # Of a million-scale model the host must know how many tokens the Selector keeps.
-    config = small_run(tmp_path, bf16=False) if kind == "language" else small_task(kind, tmp_path)
+    config = small_run(tmp_path, dtype="float32") if kind == "language" else small_task(kind, tmp_path)
     task = build_task(config, Whole(META))
     optimisers = build_optimisers(task.model, config.optimiser)
     with _OneDevice():
